@@ -66,6 +66,8 @@ class RolloutFigures:
     agreement: float | None
     """The share of compared jobs whose outputs agree; None: none were compared."""
     sides: Mapping[Side, SideFigures]
+    is_failing: bool
+    """It was halted because the canary failed more often than the stable side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ from pagemill.producer.client.submit_flow import CHUNK_BYTES, CHUNK_JOBS
 from pagemill.producer.wire.calls import batches, dead_letters, outbox, reads, registry, transitions
 from pagemill.producer.wire.calls.gateway import stored_files
 from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
+from pagemill.producer.wire.calls.metering import quotas, usage
+from pagemill.producer.wire.calls.metering.quotas import Quota
 from pagemill.producer.wire.schema.dependencies import MAX_PARENTS
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES
 from pagemill.producer.wire.server import scripts
@@ -278,10 +280,45 @@ def release(queue: Queue) -> None:
         queue.run(transitions.sweep(queue.name))
 
 
+def meter_and_erase(queue: Queue) -> None:
+    """As many rows as a ledger may have, a third of them of one tenant."""
+    today = queue.client.time()[0] // 86_400
+    for number in range(today - 24, today):
+        rows = {f"{'acme' if n % 3 == 0 else n}:model-{n} key": "1 1 1 1 1" for n in range(4096)}
+        queue.client.hset(f"{queue.prefix}usage:{number}", mapping=rows)
+        queue.client.zadd(f"{queue.prefix}usage", {str(number): number})
+    queue.submit(*ids("j", 200))
+    for job in queue.pull(200):
+        queue.commit(job)
+    queue.run(usage.rows(queue.name, queue.run(usage.days(queue.name))[0]))
+    queue.run(usage.totals(queue.name))
+    for day in queue.run(usage.days(queue.name)):
+        queue.run(usage.erase(queue.name, "acme", day))
+
+
+def hold_to_quotas(queue: Queue) -> None:
+    """Many tenants over their quotas in three lanes each, which all come back together."""
+    everybody = TENANTS // 10
+    queue.run(quotas.set_quotas(queue.name, {quotas.EVERYBODY: Quota(jobs_per_day=1)}))
+    for number in range(everybody):
+        for priority in ("high", "normal", "low"):
+            queue.submit(
+                f"{priority}{number}", f"{priority}{number}.", tenant=f"t{number}", priority=priority
+            )
+    for _ in range(6 * everybody // MAX_JOBS_PER_PULL):
+        queue.pull(MAX_JOBS_PER_PULL)
+    own = {f"t{number}": Quota(jobs_per_day=2) for number in range(500)}
+    queue.run(quotas.set_quotas(queue.name, own))
+    queue.run(quotas.set_quotas(queue.name, dict.fromkeys((*own, quotas.EVERYBODY), Quota())))
+    while queue.client.zcard(f"{queue.prefix}parked"):
+        queue.run(transitions.sweep(queue.name))
+        queue.pull(MAX_JOBS_PER_PULL)
+
+
 CASES: tuple[Case, ...] = (
     full_submit, pull_payloads, pull_small, pull_past_idle_tenants, pull_through_an_index, pull_a_checkpoint,
     crash_leaders, expire_leaders, purge_batches, commit_shared, read_batches, cancel_leaders, bury, tell, look,
-    look_at_many_lanes, crowd, store_files, release,
+    look_at_many_lanes, crowd, store_files, release, meter_and_erase, hold_to_quotas,
 )  # fmt: skip
 
 

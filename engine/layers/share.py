@@ -13,6 +13,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.quantized_weight import Weight, inputs_of, joined, outputs_of
 
 _EXPERTS = re.compile(r"\.experts(\.|$)")
+_FEED_FORWARD = re.compile(r"\.(mlp|feed_forward)(\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +117,23 @@ class ShardingPlan:
         return next((layer for pattern, layer in self._layers if pattern.search(module_name)), None)
 
     def missing(self, module_names: Iterable[str]) -> list[str]:
-        """Return the layers to be split that a model with these modules lacks."""
+        """Return the layers to be split that a model with these modules lacks.
+
+        Where there are experts, every layer may have them: the dense ones of the plan are nowhere then.
+        """
         names = list(module_names)
-        return [
-            layer
+        found = {
+            layer: any(pattern.search(name) for name in names)
             for (pattern, _), layer in zip(self._layers, self.split.layers, strict=True)
-            if not any(pattern.search(name) for name in names)
-        ]
+        }
+        if any(_EXPERTS.search(name) for name in names):
+            present = {layer.rpartition(".")[0] for layer, is_there in found.items() if is_there}
+            found |= {
+                layer: True
+                for layer in found
+                if _FEED_FORWARD.search(layer) and layer.rpartition(".")[0] not in present
+            }
+        return [layer for layer, is_there in found.items() if not is_there]
 
     def outputs(self, columns: Columns, count: int) -> list[slice]:
         """Return a rank's parts of a layer's outputs, in order."""

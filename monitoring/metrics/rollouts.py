@@ -40,6 +40,10 @@ def _state(figures: QueueFigures) -> Mapping[Labels, Number]:
     }
 
 
+def _failing(figures: QueueFigures) -> Mapping[Labels, Number]:
+    return {(figures.queue, rollout.model): int(rollout.is_failing) for rollout in figures.rollouts}
+
+
 def _agreement(figures: QueueFigures) -> Mapping[Labels, Number]:
     return {
         (figures.queue, rollout.model): rollout.agreement
@@ -87,6 +91,13 @@ ROLLOUTS: tuple[Metric[QueueFigures], ...] = (
     ),
     gauge(
         "queue_rollout_state", "1 for the state that the rollout is in.", _state, "queue", "model", "state"
+    ),
+    gauge(
+        "queue_rollout_failing",
+        "1 while the rollout is halted because the canary failed more often than the stable side.",
+        _failing,
+        "queue",
+        "model",
     ),
     gauge(
         "queue_rollout_agreement_ratio",

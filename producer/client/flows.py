@@ -295,7 +295,7 @@ def cancel_batch(queue: str, batch_id: str) -> Flow[int]:
 
 
 def stream(queue: str, job_id: str) -> Flow[None]:
-    """Emit StreamEvents until the job has ended. Raises JobNotFound."""
+    """Emit StreamEvents until the job has ended. Raises JobNotFound and, if its result was removed, ResultExpired."""
     topic = f"feed:{job_id}"
     yield Watch(topic)
     reader = _FeedReader(job_id)
@@ -313,6 +313,8 @@ def stream(queue: str, job_id: str) -> Flow[None]:
             yield Emit(event)
         if feed.is_cut:
             continue
+        if feed.end == "succeeded" and feed.result is None:
+            raise reads.result_expired(job_id)
         if feed.end is not None:
             yield Emit(StreamEvent(type="end", attempt=feed.attempt, state=feed.end))
             return

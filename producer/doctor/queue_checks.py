@@ -12,7 +12,7 @@ LONG_WAIT_S = 300.0
 
 def queue_findings(queue: str, stats: QueueStats, workers: list[WorkerInfo]) -> list[Finding]:
     return [_paused(queue, stats), _workers(queue, workers), _unserved(queue, stats, workers),
-            _oldest(stats), _dead(queue, stats)]  # fmt: skip
+            _revisions(stats, workers), _oldest(stats), _dead(queue, stats)]  # fmt: skip
 
 
 def _paused(queue: str, stats: QueueStats) -> Finding:
@@ -58,6 +58,20 @@ def _unserved(queue: str, stats: QueueStats, workers: list[WorkerInfo]) -> Findi
             "start a worker for them, or cancel them; is the name right?",
         )  # fmt: skip
     return Finding("models", "ok", f"served: {', '.join(sorted(served)) or 'none'}")
+
+
+def _revisions(stats: QueueStats, workers: list[WorkerInfo]) -> Finding:
+    served = {lane for worker in workers for lane in worker.lanes()}
+    waiting = Counter({name: jobs for name, jobs in stats.pinned.items() if name not in served})
+    if waiting and not any(worker.state == "loading" for worker in workers):
+        told = ", ".join(f"{name.replace('~', ' at ')} ({jobs})" for name, jobs in waiting.most_common(5))
+        return Finding(
+            "revisions", "warning", f"jobs wait for revisions that no live worker announces: {told}",
+            "start a worker of the revision, or cancel them; `pagemill workers` has those there are",
+        )  # fmt: skip
+    return Finding(
+        "revisions", "ok", "every job that names one has a worker" if stats.pinned else "no job waits for one"
+    )
 
 
 def _oldest(stats: QueueStats) -> Finding:

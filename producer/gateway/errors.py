@@ -121,7 +121,7 @@ def as_api_error(error: PagemillError) -> ApiError:
         case JobError():
             return _as_ended(error)
         case JobNotFound() | ResultExpired():
-            return ApiError(500, "the result is gone", "result_gone")
+            return ApiError(500, "the result has been removed: send the request again", "result_gone")
     return ApiError(500, "internal error", "internal_error")
 
 

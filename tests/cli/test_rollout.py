@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from pagemill import AsyncProducer, Producer, Rollout, RolloutRefused
 from pagemill.cli.rollout import rollout_app
 from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.metering import usage
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
@@ -127,6 +128,8 @@ def test_agreement_is_counted_on_the_stable_revision(queue: Queue) -> None:
     assert (found["compared"], found["agreed"]) == (20, 10)
     assert found["canary"]["jobs"] == 20  # copies count on no side
     assert found["stable"]["jobs"] == 0
+    (day,) = queue.run(usage.days(queue.name))
+    assert [row.jobs for row in queue.run(usage.rows(queue.name, day))] == [20]
 
 
 def test_nothing_to_compare_is_no_agreement(queue: Queue) -> None:

@@ -13,6 +13,7 @@ import pytest
 from openai import OpenAI
 
 from pagemill.producer.client.sync import Producer
+from pagemill.producer.wire.calls import outbox, transitions
 from pagemill.producer.wire.calls.gateway import stored_files
 from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
 from pagemill.producer.wire.schema.errors import InvalidJob, JobFailed
@@ -25,7 +26,8 @@ from pagemill.producer.wire.schema.sealing import (
     ring,
 )
 from pagemill.producer.wire.schema.signing import unsigned_entry
-from tests.producer.driving import Queue, open_queue
+from pagemill.worker.webhooks.delivery import DeliveryFailed, body_of
+from tests.producer.driving import Queue, delta, open_queue, result_json
 from tests.producer.gateway.serving import gateway
 from tests.worker.harness import (
     PATIENCE_S,
@@ -195,6 +197,92 @@ def test_keys_are_rotated_and_an_unknown_one_fails_its_job_alone(
         pytest.raises(JobFailed, match="not encrypted"),
     ):
         producer.job("plain").result(timeout=PATIENCE_S)
+
+
+def test_a_webhook_waits_for_a_worker_that_has_the_key(
+    queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halfway through a rotation one without it may claim the notice: it must not tell of a success without result."""
+    queue.submit("told", webhook="https://example.com/hook")
+    pulled = queue.pull_one()
+    sealed = ring().seal(result_json("told", SENTINEL).encode(), "result", "told").decode()
+    queue.run(transitions.commit(queue.name, "told", pulled.token, "succeeded", sealed))
+    monkeypatch.setenv(KEYS_VARIABLE, f"k9:{key()}")
+    (notice,) = queue.run(outbox.claim(queue.name, 1, 1))
+    with pytest.raises(DeliveryFailed, match=f"k1.*add it to {KEYS_VARIABLE}"):
+        body_of(queue.name, notice)
+    queue.run(outbox.settle(queue.name, "told", notice.tries, 1))
+    monkeypatch.setenv(KEYS_VARIABLE, keys)
+    (notice,) = eventually(lambda: queue.run(outbox.claim(queue.name, 1, 1)), "the notice")
+    assert SENTINEL in body_of(queue.name, notice).decode()
+
+
+def test_a_checkpoint_whose_key_is_gone_is_begun_again(
+    queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The producer has sealed the job with a key that stays; the first worker its checkpoint with one that goes."""
+    with Producer(queue.url, queue=queue.name, model=MODEL) as producer:
+        handle = producer.submit(prompt=f"{SENTINEL} goes on", max_tokens=150, ignore_eos=True, stream=True)
+        monkeypatch.setenv(KEYS_VARIABLE, f"k2:{key()},{keys}")
+        settings = process_settings(queue.url, queue.name, model="echo:20", lease_s=1.0, checkpoint_s=0.05)
+        first = WorkerProcess(settings, tmp_path / "first.log")
+        try:
+            eventually(lambda: len(entries(queue, handle.id)) > 3, "a checkpoint")
+        finally:
+            first.kill()
+        assert all(entry.startswith(b'{"sealed":"k2"') for entry in entries(queue, handle.id))
+        monkeypatch.setenv(KEYS_VARIABLE, keys)
+        with running_worker(worker_config(queue.url, queue.name, model="echo:0")) as worker:
+            result = handle.result(timeout=PATIENCE_S)
+            assert worker.counters.resumed_tokens.read() == 0
+        assert SENTINEL in result.text
+        assert len(result.outputs[0].token_ids) == 150
+        assert all(entry.startswith(b'{"sealed":"k1"') for entry in entries(queue, handle.id))
+
+
+def test_keys_change_while_a_stream_is_read(queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotated = f"k2:{key()},{keys}"
+    with Producer(queue.url, queue=queue.name, model="m") as producer:
+        handle = producer.submit(prompt=SENTINEL, max_tokens=9, stream=True)
+        monkeypatch.setenv(KEYS_VARIABLE, rotated)
+        events = handle.stream()
+        for worker, ring_of in (("w1", rotated), ("w2", keys), ("w3", rotated)):
+            monkeypatch.setenv(KEYS_VARIABLE, ring_of)
+            pulled = queue.pull_one(worker=worker)
+            offset = 2 * int(worker[1:]) - 2
+            sealing = ring()
+
+            def sign(entry: bytes, sealing: KeyRing = sealing) -> bytes:
+                return sealing.seal(entry, "delta", handle.id)
+
+            assert queue.checkpoint(pulled, delta(offset, 1, 2, text=worker), sign=sign) == "ok"
+            monkeypatch.setenv(KEYS_VARIABLE, rotated)
+            assert worker in next(event.text for event in events if event.type in ("token", "snapshot"))
+            if worker != "w3":
+                assert queue.release(pulled) == "released"
+        assert len({entry[:14] for entry in entries(queue, handle.id)}) == 2
+        queue.commit(pulled)
+        assert [event.type for event in events][-1] == "end"
+
+
+def test_a_letter_without_its_key_is_refused_alone(
+    queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Producer(queue.url, queue=queue.name, model="m") as producer:
+        lost = producer.submit(prompt=SENTINEL)
+    rotated = f"k2:{key()}"
+    monkeypatch.setenv(KEYS_VARIABLE, rotated)
+    with Producer(queue.url, queue=queue.name, model="m") as producer:
+        found = producer.submit(prompt=SENTINEL)
+        for pulled in queue.pull():
+            queue.checkpoint(pulled, delta(0, 1))
+            queue.fail(pulled, "dead")
+        letters = producer.dead_letters()
+        assert {letter.id for letter in letters.list()} == {lost.id, found.id}
+        assert letters.show(lost.id).letter.id == lost.id
+        done = letters.replay()
+        assert list(done.jobs) == [found.id]
+        assert "k1" in done.refused[lost.id]
 
 
 def test_values_cannot_be_swapped(keys: str) -> None:

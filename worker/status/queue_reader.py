@@ -143,6 +143,7 @@ def rollout_figures(found: list[RolloutStatus]) -> tuple[RolloutFigures, ...]:
             share=one.share,
             agreement=one.agreed / one.compared if one.compared else None,
             sides={"stable": side(one.stable), "canary": side(one.canary)},
+            is_failing=one.state == "halted" and one.halted_for is not None,
         )
         for one in found
     )

@@ -39,8 +39,13 @@ def secret_bytes(secret: str) -> bytes:
 
 
 def body_of(queue: str, notice: Notice) -> bytes:
-    """Return the event: the job's end, with its result or its error."""
+    """Return the event: the job's end, with its result or its error.
+
+    Raises DeliveryFailed for a result that this worker can't open: another one may have the key, or this one later.
+    """
     outcome = notice.outcome
+    if outcome.state == "succeeded" and outcome.error is not None:
+        raise DeliveryFailed(outcome.error.message)
     data: dict[str, Any] = {
         "id": outcome.job_id,
         "queue": queue,

@@ -50,13 +50,15 @@ class Placement(TypedDict, total=False):
 class ReplayOptions:
     """How copies run, and the seconds that each may take from submit to end.
 
-    `revision`: on workers of that revision of the model, whatever computed the original.
+    `revision`: on workers of that revision of the model, whatever computed the original. `is_counted`: in the tenant's
+    ledger and quotas.
     """
 
     priority: Literal["high", "normal", "low"] = "low"
     timeout: float | None = None
     any_worker: bool = False
     revision: str | None = None
+    is_counted: bool = True
 
     @property
     def is_anywhere(self) -> bool:
@@ -132,7 +134,7 @@ def _begin(queue: str, preparer: Preparer, job_id: str, options: ReplayOptions) 
     job = yield from _submitted_job(found, preparer, job_id)
     yield from _check_workers(queue, job, result, options)
     copy = _copy_of(job, job_id, result, options)
-    copy_id = yield from _submit(queue, preparer, copy)
+    copy_id = yield from _submit(queue, preparer, copy, options)
     return _Original(job, result, copy, copy_id)
 
 
@@ -214,9 +216,11 @@ def _copy_of(job: Job, job_id: str, result: Result, options: ReplayOptions) -> J
     return job.model_copy(update=changed)
 
 
-def _submit(queue: str, preparer: Preparer, copy: Job) -> Flow[str]:
+def _submit(queue: str, preparer: Preparer, copy: Job, options: ReplayOptions) -> Flow[str]:
     try:
         item = preparer.job(copy, {}, new_job_id())
+        if not options.is_counted:
+            item = item.uncounted()
         reply = yield from submit_flow.submit(queue, item, "raise")
         return reply.job_id
     except (InvalidJob, StoreError) as error:
@@ -239,7 +243,7 @@ def _finish(
                 f"{copies} copies of job {stored.id} all ran on workers that compute something else "
                 f"({', '.join(sorted(elsewhere))}), not {stored.fingerprint}"
             )
-        copy_id = yield from _submit(queue, preparer, original.copy)
+        copy_id = yield from _submit(queue, preparer, original.copy, options)
         copies += 1
     found = compare(stored, replayed)
     if found.difference is not None and found.difference.what == "token":
@@ -322,7 +326,7 @@ def _scored(queue: str, preparer: Preparer, scoring: _Scoring, options: ReplayOp
     if job is None:
         return difference
     try:
-        copy_id = yield from _submit(queue, preparer, job)
+        copy_id = yield from _submit(queue, preparer, job, options)
         scored = yield from _end_of(queue, copy_id, options)
     except (Unverifiable, InvalidJob, ResultTimeout):
         return difference  # it stands without

@@ -89,7 +89,8 @@ def compare(queue: str, preparer: Preparer, model: str, sample: int, options: Re
         revision = live.most_common(1)[0][0]
     ids: list[str] = yield rollouts.sample(queue, model)
     chosen = random.sample(ids, min(sample, len(ids)))
-    agreed, compared = yield from verify_each(queue, preparer, chosen, replace(options, revision=revision))
+    uncounted = replace(options, revision=revision, is_counted=False)
+    agreed, compared = yield from verify_each(queue, preparer, chosen, uncounted)
     yield rollouts.note_agreement(queue, model, compared, agreed)
 
 

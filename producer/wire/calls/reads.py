@@ -36,6 +36,14 @@ FEED_ENTRIES = 256
 """Most deltas that one read of a feed returns."""
 
 
+def result_expired(job_id: str) -> ResultExpired:
+    """Return the error for a job that succeeded and whose result is not there any more."""
+    return ResultExpired(
+        f"the result of job {job_id} has been removed, after its time or since the server's memory was nearly full: "
+        "submit the job again"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class StoredResult:
     """A result that lies in a store, and how its JSON is read."""
@@ -71,7 +79,7 @@ class Outcome:
         if self.state == "succeeded" and self.result is None and self.error is not None:
             raise SealedError(self.error.message)
         if self.state == "succeeded" and self.result is None:
-            raise ResultExpired(f"the result of job {self.job_id} has been removed")
+            raise result_expired(self.job_id)
         if self.state in JOB_ERRORS:
             raise self.job_error()
         return self.result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -108,6 +108,8 @@ class QueueStats:
     followers: int = 0
     """Queued jobs that wait for an equal one to end; they are in no waiting set."""
     memory: MemoryUse = NO_MEMORY_LIMIT
+    pinned: Mapping[str, int] = field(default_factory=dict)
+    """Of those that wait, the ones that name a revision, by `<model>~<revision>`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +172,15 @@ def stats(run: Callable[[Call[StatsPage]], StatsPage], queue: str) -> QueueStats
         lanes |= page.lanes
     waiting: dict[tuple[str, str, str], int] = {}
     oldest: dict[tuple[str, str, str], float] = {}
+    pinned: dict[str, int] = {}
     for name, (jobs, age_s) in lanes.items():
         _, priority, tenant, model = keys.split_lane(name)
         lane = (priority, tenant, model)
         waiting[lane] = waiting.get(lane, 0) + jobs
         oldest[lane] = max(oldest.get(lane, 0.0), age_s)
-    return replace(page.totals, waiting=waiting, oldest_s=oldest)
+        if (revision := keys.pinned_revision(name)) is not None:
+            pinned[f"{model}~{revision}"] = pinned.get(f"{model}~{revision}", 0) + jobs
+    return replace(page.totals, waiting=waiting, oldest_s=oldest, pinned=pinned)
 
 
 def running(queue: str, skip: int, limit: int, *, relay: str = "") -> Call[RunningPage]:

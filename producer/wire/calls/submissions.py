@@ -54,6 +54,10 @@ class Submission:
             return self
         return replace(self, header=self.header[:-1] + f',"api_key":"{api_key}"}}'.encode())
 
+    def uncounted(self) -> Submission:
+        """Return the same for neither ledger nor quotas to count: an operator's work on a tenant's data."""
+        return replace(self, header=self.header[:-1] + b',"uncounted":1}')
+
 
 @dataclass(frozen=True, slots=True)
 class SubmitReply:

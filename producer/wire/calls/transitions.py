@@ -91,7 +91,7 @@ class PullReply:
     swept: SweepReply
     paused: bool
     queued: int
-    """Jobs of all models that still wait for a worker."""
+    """Jobs of all models that still wait for a worker; 0 if this one may take none of them now."""
     limited_ms: int | None = None
     """Time until the queue's rate limit allows the next job to start; None: now."""
     bells: tuple[str, ...] = ()

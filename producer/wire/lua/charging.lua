@@ -10,6 +10,9 @@ local function charging()
   charging_of_call = quotas
   local MINUTE, DAY_MS = quotas.MINUTE, quotas.DAY
   local MAX_UNPARKED = 64
+  -- A lane is looked at again after that time at the latest: its quota may have room sooner than a clock says that was set
+  -- back since.
+  local MAX_PAUSE = 600000
   local SPENT_TTL = 2 * DAY_MS
 
   local function save_spent(tenant, spent)
@@ -32,10 +35,10 @@ local function charging()
         pause = math.max(pause, wait)
       end
     end
-    return math.min(pause, DAY_MS)
+    return math.min(pause, MAX_PAUSE)
   end
 
-  local function park(lane, pause)
+  function quotas.park(lane, pause)
     local version, class, tenant, model = split_lane(lane)
     redis.call('ZREM', turns_key(version, class, model), tenant)
     redis.call('SADD', P .. 'parked:' .. tenant, lane)
@@ -45,10 +48,10 @@ local function charging()
     end
   end
 
-  -- Lanes whose time has come take part again, some in a call. No pause is longer than a day: a clock was set back.
+  -- Lanes whose time has come take part again, some in a call. Where a pause is longer, a clock was set back.
   function quotas.unpark()
     local left = MAX_UNPARKED
-    for _, range in ipairs({{'-inf', int(NOW)}, {int(NOW + DAY_MS + 1), '+inf'}}) do
+    for _, range in ipairs({{'-inf', int(NOW)}, {int(NOW + MAX_PAUSE + 1), '+inf'}}) do
       for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', P .. 'parked', range[1], range[2], 'LIMIT', 0, MAX_UNPARKED)) do
         while left > 0 do
           local lane = redis.call('SPOP', P .. 'parked:' .. tenant)
@@ -83,20 +86,21 @@ local function charging()
     return spending[tenant]
   end
 
-  -- Whether the job may start. Its lane is parked otherwise. A job is charged once, however often it is pulled.
-  function quotas.admits(job, lane, cost)
+  -- A job is charged once, however often it is pulled; a copy for a comparison never.
+  local function quota_for(job, tenant)
+    return not job.charged and not job.uncounted and quotas.of(tenant)
+  end
+
+  -- In how many ms the job may start; 0: now.
+  function quotas.pause_of(job, lane, cost)
     local _, _, tenant = split_lane(lane)
-    local quota = not job.charged and quotas.of(tenant)
-    local pause = quota and quota_pause(quota, spending_of(tenant, quota), cost) or 0
-    if pause > 0 then
-      park(lane, pause)
-    end
-    return pause == 0
+    local quota = quota_for(job, tenant)
+    return quota and quota_pause(quota, spending_of(tenant, quota), cost) or 0
   end
 
   function quotas.charge(id, job, lane, cost)
     local _, _, tenant = split_lane(lane)
-    local quota = not job.charged and quotas.of(tenant)
+    local quota = quota_for(job, tenant)
     if quota then
       local spent = spending_of(tenant, quota)
       spent[1], spent[2], spent[3], spent[4] = spent[1] + cost, spent[2] + 1, spent[3] + cost, spent[4] + 1

@@ -25,6 +25,7 @@ function given_by(id, job, state, outcome)
   end
   if not read or type(found) ~= 'table' or (state == 'succeeded' and found.stored) then
     given.unreadable = state == 'succeeded'
+    given.is_removed = given.unreadable and not outcome
   elseif state == 'succeeded' and plain(found.sealed, 'string') then
     -- Encrypted: its readers open it, and no condition can be asked of it.
     given.sealed, given.computed_by = outcome, job.leader or id
@@ -87,9 +88,12 @@ local function verdict(job, given)
   elseif given.sealed and condition then
     return 'failed', error_of('unsupported_feature', 'it has a condition on the output of job ' .. given.id
       .. ', which is encrypted')
+  elseif given.is_removed and (condition or job.reads) then
+    return 'failed', error_of('payload_lost', 'it needs the output of job ' .. given.id
+      .. ', whose result has been removed: submit that job again')
   elseif given.unreadable and (condition or job.reads) then
     return 'failed', error_of('payload_too_large', 'it needs the output of job ' .. given.id
-      .. ', whose result is gone, lies in a store, or has more than ' .. MAX_RESULT .. ' bytes')
+      .. ', whose result lies in a store, or has more than ' .. MAX_RESULT .. ' bytes')
   elseif condition and not is_met(condition, given) then
     return 'cancelled', error_of('condition_false', 'the output of job ' .. given.id .. ' is not what it was to run for')
   end

@@ -59,6 +59,9 @@ end
 -- A job ends: what its last execution took, as its worker says in the commit (`job.used`); of an end that no worker
 -- writes, what its status shows. A follower took nothing: its leader did.
 local function note_usage(job)
+  if job.uncounted then
+    return
+  end
   local used = job.used
   if job.leader then
     used = '0 0 0 0'
@@ -66,7 +69,7 @@ local function note_usage(job)
     local input, output = string.match(job.progress or '', '^%a+ (%d+) %d+ (%d+)')
     used = (input or 0) .. ' 0 ' .. (output or 0) .. ' 0'
   end
-  local row = string.match(job.lane, ':%w:(.*)')
+  local row = string.match(job.lane, ':%w:([^~]*)') -- of whatever revision
   if job.api_key then
     row = row .. ' ' .. job.api_key
   end

@@ -3,8 +3,8 @@
 -- ARGV[1] worker id  [2] lease in ms  [3] jobs at most  [4] cost at most, in tokens  [5] jobs the worker holds
 -- ARGV[6] tokens that one sequence can have  [7] envelope versions it reads, comma-separated
 -- ARGV[8] classes to pull from: 012, or 0 where only urgent jobs find room  [9] and on: the models it serves
--- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, ms until the rate limit lets the next
---   job start or -1, names whose bells to wait for, none if all}, each job being
+-- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, 0 if this worker may take none of them now, ms
+--   until the rate limit lets the next job start or -1, names whose bells to wait for, none if all}, each job being
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list,
 --   the worker whose lease of it lapsed, or '', its cost, what was promised of it or ''}
 -- @include homing
@@ -80,7 +80,12 @@ local function take(lane, in_order, alone)
     end
     -- Whatever it asks for, a sequence ends with the context.
     local cost = math.min(tonumber(job.cost), longest * tonumber(job.width or job.n or 1))
-    if quotas and not quotas.admits(job, lane, cost) then
+    local pause = quotas and quotas.pause_of(job, lane, cost) or 0
+    if pause > 0 then
+      if name ~= oldest(lane) then
+        return take(lane, true, alone) -- the oldest may cost less, or was charged before
+      end
+      quotas.park(lane, pause)
       return true
     end
     if cost > credit and holding + #jobs > 0 then
@@ -130,6 +135,7 @@ local function level()
   return math.min(burst, tonumber(meta[5] or burst) + math.max(0, NOW - (meta[6] or NOW)) * rate / 1000)
 end
 
+-- Returns whether there may be more to take; nil if there is nothing.
 local function take_all()
   local suspect = not is_urgent and lane_of('s')
   if suspect and holding == 0 then
@@ -198,8 +204,10 @@ if rate then
   max_jobs = math.min(max_jobs, math.floor(level()))
   limited = level() < 1 and math.ceil((1 - level()) * 1000 / rate) or -1
 end
+local nothing_left = false
 if not paused and max_jobs > 0 and not runs_suspect() then
   local may_be_more = take_all()
+  nothing_left = may_be_more == nil
   if #jobs > 0 then
     settle()
   end
@@ -211,6 +219,8 @@ end
 if quotas then
   swept[6] = quotas.or_due(swept[6])
 end
-local queued = tonumber(redis.call('HGET', P .. 'counts', 'queued') or 0)
-return {jobs, swept, paused and 1 or 0, queued - tonumber(redis.call('HGET', P .. 'meta', 'followers') or 0), limited,
-  sides.bells or {}}
+local queued = 0
+if not nothing_left then
+  queued = (redis.call('HGET', P .. 'counts', 'queued') or 0) - (redis.call('HGET', P .. 'meta', 'followers') or 0)
+end
+return {jobs, swept, paused and 1 or 0, queued, limited, sides.bells or {}}

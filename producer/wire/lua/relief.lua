@@ -22,6 +22,13 @@ local function forget_expired(count)
   end
 end
 
+-- Who submits the work again is to get a result.
+local function free_key(id, idem)
+  if idem and redis.call('GET', P .. 'idem:' .. idem) == id then
+    redis.call('UNLINK', P .. 'idem:' .. idem)
+  end
+end
+
 -- Returns 0 with room, 1 near the limit, 2 where submits are refused; and how many results were removed.
 local function relieve()
   local share = tonumber(redis.call('HGET', P .. 'meta', 'memory_share') or MEMORY_SHARE)
@@ -42,8 +49,10 @@ local function relieve()
     if freed == MAX_FREED or excess <= 0 then
       break
     end
-    if may_expire(redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at')) then
+    local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at', 'idem')
+    if may_expire(job) then
       redis.call('ZREM', P .. 'large', id)
+      free_key(id, job[3])
       excess = excess - found[i + 1]
       freed = freed + redis.call('UNLINK', P .. 'out:' .. id)
     end

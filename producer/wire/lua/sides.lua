@@ -107,6 +107,7 @@ do
     redis.call('RPUSH', key, id)
     redis.call('PEXPIRE', key, ROLLOUT_TTL)
     redis.call('HSET', P .. 'job:' .. id, 'keep', 1)
+    redis.call('ZREM', P .. 'large', id)
     return true
   end
 

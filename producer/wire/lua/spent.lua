@@ -30,7 +30,8 @@ local function new_quotas()
     local tokens, jobs, at, day, day_tokens, day_jobs = string.match(found, '^(%S+) (%S+) (%d+) (%d+) (%d+) (%d+)$')
     local spent = {0, 0, 0, 0}
     if tokens then
-      local passed = math.max(0, NOW - at) / MINUTE
+      -- Where the clock was set back by more than a minute, that minute has passed.
+      local passed = at - NOW > MINUTE and math.huge or math.max(0, NOW - at) / MINUTE
       spent[1] = quota[1] and math.max(0, tokens - passed * quota[1]) or 0
       spent[2] = quota[2] and math.max(0, jobs - passed * quota[2]) or 0
       if tonumber(day) == math.floor(NOW / DAY_MS) then

@@ -12,7 +12,8 @@
 --   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
 --   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up), promise
 --   (`<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then: when it was said to end), stored (the URI
---   of the payload, if this one is its stub), api_key (the name of the gateway's key that it came with; for the ledger).
+--   of the payload, if this one is its stub), api_key (the name of the gateway's key that it came with; for the ledger),
+--   uncounted (1: neither ledger nor quotas count it).
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
 --   | memory (the server's has no room; not stored) | too_large (the payload; not stored) | same:<id> | conflict:<id>
 --   (the idempotency key belongs to that id, with an equal or another digest; same also: replay_of was replayed as

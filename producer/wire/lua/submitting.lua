@@ -11,7 +11,7 @@ local LONGEST = {
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
-  stream = 1, keep = 1, reads = 1
+  stream = 1, keep = 1, reads = 1, uncounted = 1
 }
 local MAX_PAYLOAD = 1049600
 local MAX_FOLLOWERS = 256
@@ -218,7 +218,7 @@ end
 local OPTIONAL = {
   'max_attempts', 'n', 'width', 'stream', 'keep', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
   'replay_of', 'waiters', 'promise', 'stored', 'after', 'waits', 'when', 'reads', 'otherwise', 'side',
-  'api_key'
+  'api_key', 'uncounted'
 }
 local is_optional = {}
 for _, name in ipairs(OPTIONAL) do

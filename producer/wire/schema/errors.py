@@ -134,7 +134,10 @@ class JobNotFound(PagemillError, LookupError):
 
 
 class ResultExpired(PagemillError):
-    """The job succeeded, but its result has been removed."""
+    """The job succeeded, but its result has been removed: after its time, or early for want of memory.
+
+    Submit it again, also under the same idempotency key.
+    """
 
 
 class StoreError(PagemillError):

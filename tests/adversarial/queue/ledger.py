@@ -38,6 +38,9 @@ class KnownJob:
     max_attempts: int = 3
     deadline_ms: float = float("inf")
     affinity: str | None = None
+    model: str = ""
+    revision: str | None = None
+    """The one that it names."""
     parents: tuple[str, ...] = ()
     """The jobs it waits for."""
     is_lenient: bool = False
@@ -47,6 +50,10 @@ class KnownJob:
 
     is_invalid: bool = False
     """A row that is no job: it ended when it was submitted."""
+    is_metered: bool = False
+    """A worker said with its end what it took."""
+    may_lack_result: bool = False
+    """The server was short of memory when it had lain there for a while."""
     token: int = 0
     """The last one that was issued."""
     is_held: bool = False
@@ -139,7 +146,8 @@ class Ledger:
                 f"{job.id}: the key {job.idem} is {holder.id}'s, which is {holder.state}"
             )
             kept = BATCH_MS if holder.batch else DAY_MS
-            is_forgotten = self.latest_ms >= holder.finished_at_ms + kept or holder.is_freed
+            is_gone = holder.is_freed or holder.may_lack_result
+            is_forgotten = self.latest_ms >= holder.finished_at_ms + kept or is_gone
             assert holder.state != "succeeded" or is_forgotten, f"{holder.id} succeeded under {job.idem}"
 
     def refused(self, idem: str, digest: str, word: str, other: str) -> None:
@@ -147,7 +155,8 @@ class Ledger:
         holder = self.jobs[other]
         assert holder.idem == idem, f"{other} never had the key {idem}"
         assert (holder.digest == digest) == (word == "same")
-        assert not holder.has_ended or holder.state == "succeeded"
+        # One that waited may have ended in that very call, after the key was looked up: its parent had failed before.
+        assert not holder.has_ended or holder.state == "succeeded" or holder.parents
 
     def pulled(
         self, job_id: str, token: int, payload: bytes, entries: Iterable[bytes], until_ms: float

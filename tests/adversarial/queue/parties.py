@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pagemill.producer.wire.calls import submissions, transitions
+from pagemill.producer.wire.calls import rollouts, submissions, transitions
+from pagemill.producer.wire.calls.metering.usage import Used
+from pagemill.producer.wire.calls.rollouts import RolloutStatus
 from pagemill.producer.wire.calls.submissions import Submission
+from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.server.scripts import Call
 from tests.adversarial.queue.ledger import KnownJob, Ledger
@@ -26,6 +29,8 @@ RELAYS = ("", "celery", "other")
 MAX_BYTES = 8 << 20
 """Of a result or a checkpoint: what a worker lets a job have."""
 START_S = 1_800_000_000
+CANARIES = WORKERS[4:]
+"""Workers of revision r2; the others are of r1."""
 BACKLOG = 1500
 ENDED_BY_REQUEST = {"cancelled": "cancelled", "expired": "expired"}
 
@@ -40,6 +45,19 @@ class Pace:
 
 JUMPED = Pace((2_000, 6_000, 60_000), (1_000, 3_600_000))
 WAITED = Pace((20, 200, 5_000), (5, 400))
+
+
+USED = Used(7, 2, 5, 0.0)
+"""What each execution says it took, that ends its job."""
+
+
+def revision_of(worker: str) -> str:
+    return "r2" if worker in CANARIES else "r1"
+
+
+def names_of(models: tuple[str, ...], revision: str) -> tuple[str, ...]:
+    """The names under which a worker of the revision pulls."""
+    return (*models, *(f"{model}~{revision}" for model in models))
 
 
 def write_header(header: dict[str, Any]) -> bytes:
@@ -155,7 +173,11 @@ class Parties:
         rng = self.rng
         tenant = twin.partition(":")[0] if twin else rng.choice(TENANTS)
         job = KnownJob(f"j{rng.getrandbits(64):x}", tenant, rng.randbytes(min(self.size(), 1_049_600)), batch)
-        lane = f"1:{rng.choice('0112')}:{tenant}:{rng.choice(MODELS[:1] if twin else MODELS)}"
+        job.model = rng.choice(MODELS[:1] if twin else MODELS)
+        lane = f"1:{rng.choice('0112')}:{tenant}:{job.model}"
+        if not twin and rng.random() < 0.05:
+            job.revision = rng.choice(["r1", "r2"])
+            lane = f"9{lane[1:]}~{job.revision}"
         header: dict[str, Any] = {"id": job.id, "lane": lane, "cost": rng.choice([1, 50, 10_000, 10**12])}
         job.max_attempts = rng.choice([1, 3, 3, 3])
         if job.max_attempts != 3:
@@ -178,7 +200,7 @@ class Parties:
         if rng.random() < 0.1:
             header["relay"] = rng.choice(RELAYS[1:])
         job.boxes = frozenset(["webhook" in header and "", header.get("relay", False)]) - {False}
-        if rng.random() < 0.1:
+        if rng.random() < 0.1 and job.revision is None:
             header |= self.link(job, lane)
         header |= {"n": 3} if rng.random() < 0.3 else {}
         header |= {"stream": 1} if rng.random() < 0.2 else {}
@@ -225,13 +247,16 @@ class Parties:
                 assert word in ("full", "too_large"), f"{job.id}: {word}"
                 assert word == "full" or len(job.payload) > 1000
             if again is not None:
-                if (word, again[i].status) == ("full", "created") and any(job.parents for job, _ in made):
-                    # The first call ended jobs at once whose parents had failed, which made room.
-                    self.enter(job, header)
-                    continue
+                if word in ("full", "same", "conflict") and any(job.parents for job, _ in made):
+                    # The first call ended jobs at once whose parents had failed, which made room and freed keys.
+                    if again[i].status == "created":
+                        self.enter(job, header)
+                        continue
+                    if word != "full" and again[i].status in ("same", "conflict"):
+                        continue
                 expected = "exists" if word == "created" else word
-                if word == "unknown" and again[i].status == "full":
-                    continue  # later ones of the first call took the room
+                if word == "unknown" and again[i].status in ("full", "same", "conflict"):
+                    continue  # later ones of the first call took the room, or the key
                 assert again[i].status == expected, f"{job.id}: {word}, then {again[i].status}"
         if self.rng.random() < 0.1 and (known := self.pick(self.ledger.jobs, 3)):
             self.submit_known([job_id for job_id in known if not self.ledger.jobs[job_id].is_freed])
@@ -261,12 +286,21 @@ class Parties:
         worker, count = self.rng.choice(WORKERS), self.rng.choice([1, 8, 64])
         lease_ms, cost = self.rng.choice(self.pace.leases), self.rng.choice([100, 10**6, 10**15])
         holding = self.rng.choice([0, 0, 5])
-        models = self.rng.choice([MODELS, MODELS[:1], MODELS[1:]])
         call = transitions.pull(
-            self.queue.name, worker, models, count, cost, lease_ms, holding=holding, longest=100_000
+            self.queue.name,
+            worker,
+            self.served(worker),
+            count,
+            cost,
+            lease_ms,
+            holding=holding,
+            longest=100_000,
         )
         lost = self.send(call) if self.rng.random() < 0.03 else None
+        found = self.queue.run(rollouts.statuses(self.queue.name))
         reply = self.send(call)
+        if not self.is_unsure:
+            self.check_pull(worker, reply.jobs, found)
         for pulled in [*(lost.jobs if lost else ()), *reply.jobs]:
             self.observe(list(self.ledger.jobs[pulled.job_id].parents))
             self.ledger.pulled(
@@ -276,6 +310,12 @@ class Parties:
         assert not (reply.paused and reply.jobs)
         assert not any(job.alone for job in reply.jobs) or len(reply.jobs) == 1
         self.held += [(job.job_id, job.token) for job in reply.jobs]
+
+    def served(self, worker: str) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def check_pull(self, worker: str, jobs: Sequence[PulledJob], rollouts_then: list[RolloutStatus]) -> None:
+        raise NotImplementedError
 
     def finish(self) -> None:
         """End an execution, sometimes long after it was another's."""
@@ -302,18 +342,22 @@ class Parties:
         body = result_json(job.id, text + "x" * min(self.size(), MAX_BYTES - 4096))
         error = error_json(message=text)
         progress = self.rng.choice([None, DECODE])
-        call = transitions.commit(self.queue.name, job.id, token, state, body, error, progress)
+        call = transitions.commit(self.queue.name, job.id, token, state, body, error, progress, used=USED)
         word = self._write(job, token, call, ENDED_BY_REQUEST | {state: "committed"})
         if word == "committed":
             self.ledger.committed(job, token, state, text)
+        if word in ("committed", *ENDED_BY_REQUEST):
+            job.is_metered = True
 
     def retry(self, job: KnownJob, token: int) -> None:
         error = ErrorInfo(code="engine_error", message="x" * min(self.size(), MAX_BYTES), retryable=True)
         restart = self.rng.random() < 0.5
         call = transitions.retry(
-            self.queue.name, job.id, token, error, self.pause_ms() / 1000, restart=restart
+            self.queue.name, job.id, token, error, self.pause_ms() / 1000, restart=restart, used=USED
         )
         word = self._write(job, token, call, ENDED_BY_REQUEST | {"delayed": "retrying", "dead": "dead"})
+        if word in ("dead", *ENDED_BY_REQUEST):
+            job.is_metered = True
         if word in ("retrying", "dead"):
             self.ledger.failed_attempt(job, token, is_dead=word == "dead")
             if restart and word == "retrying":
@@ -351,7 +395,9 @@ class Parties:
         index, width = 0, self.rng.choice([0, 1, 32])
         offset = (0 if restart else job.lengths[index]) + self.rng.choice([0] * 9 + [3])
         room = MAX_BYTES - sum(map(len, job.entries))
-        news = delta(offset, *range(width), index=index, text="y" * min(self.size(), max(0, room)))
+        # An entry like the last one would be taken for the same call; no worker writes text without tokens twice.
+        text = f"{self.rng.getrandbits(32)}" + "y" * min(self.size(), max(0, room))
+        news = delta(offset, *range(width), index=index, text=text)
         progress = DECODE if is_new else DECODE.model_copy(update={"phase": "waiting"})
         deltas = [news] if is_new else []
         may = self.ledger.may_write(job, token)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pagemill.producer.wire.calls import batches, limits, registry, transitions
 from pagemill.producer.wire.calls.metering import usage
 from tests.adversarial.queue.ledger import BATCH_MS, DAY_MS, NOTICE_MS
-from tests.adversarial.queue.parties import BACKLOG, MAX_BYTES, MODELS, START_S
-from tests.adversarial.queue.readers import Readers
-from tests.producer.driving import PLENTY
+from tests.adversarial.queue.operators import Operators
+from tests.adversarial.queue.parties import BACKLOG, MAX_BYTES, MODELS, START_S, USED, names_of
+from tests.producer.driving import DECODE, PLENTY
 from tests.producer.queue_sets import check_sets
 
 STAYS = re.compile(r"meta|counts|weights|turns:.*|usage(:.*)?")
@@ -30,7 +30,7 @@ MAX_REPLY = 4 * MEGABYTE + 2 * MAX_BYTES + 2 * MEGABYTE
 """The size limit of a reply, and one job more: its payload, its checkpoint, its result or error."""
 
 
-class Storm(Readers):
+class Storm(Operators):
     def run(self, jobs: int) -> None:
         """Jobs to create before the queue rests."""
         while len(self.ledger.jobs) < jobs:
@@ -46,7 +46,8 @@ class Storm(Readers):
             (10 * room, self.submit), (0.3 * room, self.submit_equal), (18, self.pull), (30, self.finish),
             (6, self.checkpoint), (3, self.renew), (3, self.cancel), (3, self.sweep), (4, self.read_job),
             (5, self.read_feed), (1.5, self.acknowledge), (0.1, self.cancel_batch), (1.5, self.letters),
-            (5, self.tell), (1, self.switch), (1, self.look), (4, self.jump),
+            (5, self.tell), (1, self.switch), (1, self.look), (4, self.jump), (3, self.announce), (1, self.set_quota),
+            (1, self.roll_out), (0.2, self.squeeze),
         ]  # fmt: skip
         weights, names = zip(*actions, strict=True)
         self.rng.choices(names, weights)[0]()
@@ -63,12 +64,17 @@ class Storm(Readers):
         """Let everything end, be read and be told; then look for what was lost, doubled or left."""
         self.send(registry.set_paused(self.queue.name, False))
         self.send(limits.set_limits(self.queue.name, limits.QueueLimits()))
+        self.clear_quotas()
+        for model in MODELS:
+            self.finish_rollout(model)
         for _ in range(1000):
             if not self.ledger.active:
                 break
             self._run_what_waits()
         self.check_all()
         assert not self.ledger.active, f"they do not end: {sorted(self.ledger.active)[:10]}"
+        for model in MODELS:
+            assert self.finish_rollout(model), "jobs wait at a side that nobody serves"
         self.tell_all()
         self._read_all()
         self._check_totals()
@@ -78,8 +84,12 @@ class Storm(Readers):
             self._let_all_expire()
 
     def _run_what_waits(self) -> None:
-        call = transitions.pull(self.queue.name, "last", MODELS, 64, PLENTY**3, 600_000)
-        for pulled in self.send(call).jobs:
+        jobs = []
+        for revision in ("r1", "r2"):
+            names = names_of(MODELS, revision)
+            call = transitions.pull(self.queue.name, f"last-{revision}", names, 64, PLENTY**3, 600_000)
+            jobs += self.send(call).jobs
+        for pulled in jobs:
             until_ms = self.asked_before_ms + 600_000
             self.observe(list(self.ledger.jobs[pulled.job_id].parents))
             self.ledger.pulled(pulled.job_id, pulled.token, pulled.payload, pulled.entries, until_ms)
@@ -120,6 +130,14 @@ class Storm(Readers):
                 counted = sum(row.jobs for row in rows if row.tenant == tenant)
                 ran = [job for job in self.ledger.jobs.values() if job.tenant == tenant]
                 assert counted == sum(not job.is_invalid for job in ran)
+                tokens = sum(row.completion_tokens for row in rows if row.tenant == tenant)
+                metered = USED.completion_tokens * sum(job.is_metered for job in ran)
+                assert (
+                    metered
+                    <= tokens
+                    <= metered + DECODE.generated_tokens * sum(not job.is_metered for job in ran)
+                )
+        assert {row.model for row in rows} <= set(MODELS), "a revision is no model"
         for job in self.ledger.jobs.values():
             is_late = self.ledger.latest_ms >= job.finished_at_ms + NOTICE_MS
             assert is_late or job.told == job.boxes, f"nobody was told the end of {job.id}"

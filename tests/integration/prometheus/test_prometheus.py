@@ -67,6 +67,7 @@ NOT_PROVOKED = {
     "PagemillDiscardedTokensHigh": "a question of shares; its inputs are compared with the worker's own",
     "PagemillWorkerNotScraped": "a worker would have to run unscraped for ten minutes",
     "PagemillRedisAofFsyncDelayed": "needs a slow disk",
+    "PagemillRolloutHalted": "needs workers of two revisions; what is read of a halted one, test_queue_reader.py tests",
     "PagemillSubmitsRefusedForMemory": "its rule is tested with promtool, what it counts on a server of 30 MB",
 }
 """Alerts that no fault below makes fire, and why. promtool tests all of them."""

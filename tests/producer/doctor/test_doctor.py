@@ -58,6 +58,7 @@ def test_a_server_as_it_should_be_is_exit_code_0(queue: Queue) -> None:
         "scripts",
         "workers",
         "models",
+        "revisions",
     ):
         assert checks[check] == "ok", document
 
@@ -147,6 +148,18 @@ def test_jobs_that_nobody_serves_a_pause_and_dead_letters_are_warnings(queue: Qu
     assert told["workers"] == "ok"
     queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",), state="unwell")))
     assert levels(queue)["workers"] == "error"
+
+
+def test_jobs_that_name_a_revision_without_a_worker_are_a_warning(queue: Queue) -> None:
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",), revision="r1")))
+    queue.submit("served", revision="r1")
+    assert levels(queue)["revisions"] == "ok"
+    queue.submit("a", "b", revision="r0")
+    told = levels(queue)
+    assert (told["revisions"], told["models"]) == ("warning", "ok")
+    assert "m at r0 (2)" in doctor(queue.url, "--queue", queue.name).stdout
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w2", models=("m",), revision="r0")))
+    assert levels(queue)["revisions"] == "ok"
 
 
 @pytest.mark.parametrize(

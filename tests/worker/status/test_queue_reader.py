@@ -102,6 +102,20 @@ def test_what_the_server_hides_is_unknown() -> None:
     assert hidden.aof_enabled is None
 
 
+def test_a_canary_that_fails_too_often_is_told(client: QueueClient, reader: QueueReader) -> None:
+    client.run(heartbeat(client.queue, WorkerInfo(id="new", models=("echo",), revision="r2")))
+    client.run(rollouts.start(client.queue, "echo", Rollout("r2", 1.0, least=2)))
+    client.submit(*({"prompt": f"{number}"} for number in range(2)))
+    for job in client.run(transitions.pull(client.queue, "new", ["echo", "echo~r2"], 10, 10_000)).jobs:
+        assert not reader.read().rollouts[0].is_failing
+        error = ErrorInfo(code="engine_error", message="it broke").model_dump_json()
+        client.run(transitions.commit(client.queue, job.job_id, job.token, "failed", error_json=error))
+    (found,) = reader.read().rollouts
+    assert (found.state, found.is_failing) == ("halted", True)
+    client.run(rollouts.set_share(client.queue, "echo", 0.5))
+    assert not reader.read().rollouts[0].is_failing
+
+
 def test_a_rollout_is_told_by_side(client: QueueClient, reader: QueueReader) -> None:
     for worker, revision in (("old", "r1"), ("new", "r2")):
         client.run(heartbeat(client.queue, WorkerInfo(id=worker, models=("echo",), revision=revision)))
@@ -126,13 +140,14 @@ def test_a_rollout_is_told_by_side(client: QueueClient, reader: QueueReader) -> 
             "share_ratio",
             "state",
             "agreement_ratio",
+            "failing",
         )
     }
     labels = f'{{model="echo",queue="{client.queue}"'
     for name, value in (
         (f"executions_total{labels},side=\"canary\"}}", 10), (f"failures_total{labels},side=\"stable\"}}", 10),
         (f"workers{labels},side=\"stable\"}}", 1), (f"share_ratio{labels}}}", 0.5),
-        (f"state{labels},state=\"halted\"}}", 1), (f"agreement_ratio{labels}}}", 0.75),
+        (f"state{labels},state=\"halted\"}}", 1), (f"agreement_ratio{labels}}}", 0.75), (f"failing{labels}}}", 0),
     ):  # fmt: skip
         assert f"pagemill_queue_rollout_{name} {float(value)}" in lines, lines
     assert not any("r2" in line for line in lines)

@@ -85,11 +85,11 @@ def rows(queue: str, day: date) -> Call[list[UsageRow]]:
     return Call("usage", (keys.prefix(queue),), ((day - _EPOCH).days,), partial(_rows, day))
 
 
-def erase(queue: str, tenant: str) -> Call[int]:
-    """Remove a tenant from every day, and what it has spent of its quotas; returns the number of rows."""
+def erase(queue: str, tenant: str, day: date) -> Call[int]:
+    """Remove a tenant from a day, and what it has spent of its quotas; returns the number of rows."""
     if not keys.TENANT_PATTERN.fullmatch(tenant):
         raise InvalidJob(keys.TENANT_RULE)
-    return Call("usage_erase", (keys.prefix(queue),), (tenant,), int)
+    return Call("usage_erase", (keys.prefix(queue),), (tenant, (day - _EPOCH).days), int)
 
 
 def totals(queue: str) -> Call[UsageTotals]:

@@ -71,6 +71,12 @@ MODELS: dict[str, Callable[[], Any]] = {
             mlp_only_layers=[0],
         )
     ),
+    "qwen3-moe-without-dense-layers": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **sizes(num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2),
+            moe_intermediate_size=24,
+        )
+    ),
     "glm4-moe": lambda: Glm4MoeForCausalLM(
         Glm4MoeConfig(
             **sizes(num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2),

@@ -300,7 +300,7 @@ def test_a_parent_whose_result_is_gone_has_none(queue: Queue) -> None:
     queue.commit(queue.pull_one())
     queue.client.delete(f"{queue.prefix}out:p")
     queue.submit("c", prompt=READS, after=["p"])
-    assert error_of(queue, "c").code == "payload_too_large"
+    assert error_of(queue, "c").code == "payload_lost"
     queue.submit("d", after=["p"])
     assert queue.state("d") == "queued"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pagemill import Producer, QueueFull
-from pagemill.producer.wire.calls import limits, memory, reads, registry, stored, transitions
+from pagemill import Producer, QueueFull, ResultExpired
+from pagemill.producer.wire.calls import limits, memory, reads, registry, rollouts, stored, transitions
 from pagemill.producer.wire.calls.gateway import stored_files
 from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
 from pagemill.producer.wire.calls.memory import MemoryUse
@@ -165,6 +165,55 @@ def test_results_that_somebody_may_want_stay(small_queue: Queue) -> None:
     assert queue.run(transitions.sweep("q")).expired_results == 1
     assert "young" not in results(queue)
     assert "large" not in queue.names()
+
+
+def test_work_whose_result_was_removed_is_done_again_under_its_key(small_queue: Queue) -> None:
+    queue = small_queue
+    large_result(queue, "first", idempotency_key="k")
+    assert queue.submit("other", idempotency_key="k") == ["same"]
+    press(queue, above=MOST)
+    assert queue.run(transitions.sweep("q")).expired_results == 1
+    queue.client.config_set("maxmemory", 0)
+    look_again(queue)
+    with Producer(queue.url, queue="q") as producer:
+        handle = producer.job("first")
+        for read in (handle.result, lambda: list(handle.stream())):
+            with pytest.raises(ResultExpired, match="submit the job again"):
+                read()
+    assert queue.submit("again", idempotency_key="k") == ["created"]
+    assert queue.submit("twice", idempotency_key="k") == ["same"]
+
+
+def test_a_job_that_needs_a_removed_result_says_what_to_do(small_queue: Queue) -> None:
+    queue = small_queue
+    large_result(queue, "parent")
+    queue.submit("early", prompt="{p.text}", after={"p": "parent"})
+    press(queue, above=MOST)
+    queue.run(transitions.sweep("q"))
+    queue.client.config_set("maxmemory", 0)
+    look_again(queue)
+    queue.submit("reads", prompt="{p.text}", after={"p": "parent"})
+    queue.submit("waits", prompt="nothing of it", after={"p": "parent"})
+    assert sorted(job.job_id for job in queue.pull()) == ["early", "waits"]
+    error = queue.run(reads.outcome("q", "reads")).error
+    assert error is not None
+    assert error.code == "payload_lost"
+    assert "job parent, whose result has been removed: submit that job again" in error.message
+
+
+def test_what_a_comparison_needs_is_not_removed(small_queue: Queue) -> None:
+    """The sides of a rollout are compared by results of the canary, and their inputs."""
+    queue = small_queue
+    info = registry.WorkerInfo(id="w1", models=("m",), revision="r2")
+    queue.run(registry.heartbeat("q", info))
+    assert queue.run(rollouts.start("q", "m", rollouts.Rollout("r2", 1.0))) == "ok"
+    queue.submit("sampled")
+    (job,) = queue.pull(1, models=("m", "m~r2"))
+    queue.commit(job, "y" * LARGE)
+    queue.client.hset(f"{queue.prefix}job:sampled", "finished_at", 1)
+    press(queue, above=MOST)
+    assert queue.run(transitions.sweep("q")).expired_results == 0
+    assert queue.run(rollouts.sample("q", "m")) == ["sampled"]
 
 
 def test_one_sweep_removes_a_bounded_number(small_queue: Queue) -> None:

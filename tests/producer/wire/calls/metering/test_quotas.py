@@ -238,6 +238,21 @@ def test_the_worker_is_told_when_a_quota_has_room(queue: Queue) -> None:
     )
 
 
+def test_what_waits_for_a_quota_or_another_worker_is_not_said_to_lack_room(queue: Queue) -> None:
+    """A worker that is told of waiting jobs, and gets none, takes its own KV blocks for the reason."""
+    limit(queue, jobs_per_minute=1)
+    submit(queue, "a0", "a1")
+    submit(queue, "b0", tenant="b", model="other")
+    assert len(queue.pull(10)) == 1
+
+    def waiting(cost: int) -> int:
+        return queue.run(transitions.pull(queue.name, "w1", ["m"], 10, cost, holding=1)).queued
+
+    assert waiting(10**6) == 0
+    submit(queue, "c0", tenant="c")
+    assert waiting(1) == 3
+
+
 def test_a_suspect_is_charged_like_others(queue: Queue) -> None:
     """It started before, so it is never held back by what it spent itself."""
     limit(queue, jobs_per_day=1)
@@ -295,3 +310,52 @@ def test_a_bad_quota_is_refused(queue: Queue) -> None:
         with pytest.raises(RedisRefused):
             queue.run(Call("quotas", (queue.prefix,), args, lambda reply: reply))
     assert queue.run(quotas.quotas(queue.name)) == {}
+
+
+def test_a_job_behind_one_that_begins_alike_does_not_hold_back_one_that_was_charged(queue: Queue) -> None:
+    """The worker wants the beginning of `a2`, for which there is no room: `a0`, which was handed back, is older."""
+    limit(queue, jobs_per_day=2)
+    submit(queue, "a0", prompt="x" * 300)
+    submit(queue, "a1", "a2", prompt="y" * 300)
+    assert ids(queue.pull(1)) == ["a0"]
+    assert ids(queue.pull(1)) == ["a1"]
+    queue.lapse("a0")
+    assert ids(queue.pull(10)) == ["a0"]
+    assert queue.pull(10) == []
+
+
+def test_a_clock_that_is_set_back_holds_no_minute_up(queue: Queue) -> None:
+    limit(queue, jobs_per_minute=1)
+    submit(queue, "a0", "a1")
+    assert ids(queue.pull(10)) == ["a0"]
+    pass_minutes(queue, -120.0)
+    assert ids(queue.pull(10)) == ["a1"]
+
+
+def test_a_pause_is_looked_at_again(queue: Queue) -> None:
+    """A day's quota is hours away; whether the clock is right about that is asked every ten minutes."""
+    limit(queue, jobs_per_day=1)
+    submit(queue, "a0", "a1")
+    assert ids(queue.pull(10)) == ["a0"]
+    due = queue.client.zscore(f"{queue.prefix}parked", "a")
+    assert due is not None
+    assert 0 < due - time.time() * 1000 <= 10 * MINUTE_MS
+    queue.client.zadd(f"{queue.prefix}parked", {"a": 1})
+    assert queue.pull(10) == []
+    assert queue.client.zscore(f"{queue.prefix}parked", "a") > time.time() * 1000
+
+
+def test_neither_ledger_nor_quotas_count_an_operators_copy(queue: Queue) -> None:
+    limit(queue, jobs_per_day=1)
+    submit(queue, "a0")
+    commit(queue, queue.pull_one())
+    job = Job.parse({"prompt": "hello", "model": "m", "tenant": "a", "max_tokens": 100})
+    queue.run(submissions.submit(queue.name, [submissions.prepare(job, "copy").uncounted()]))
+    commit(queue, queue.pull_one())
+    (day,) = queue.run(usage.days(queue.name))
+    (row,) = queue.run(usage.rows(queue.name, day))
+    assert row.jobs == 1
+    found = left(queue)
+    assert found is not None
+    assert found.jobs_per_day is not None
+    assert found.jobs_per_day.remaining == 0

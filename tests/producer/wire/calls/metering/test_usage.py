@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import date, timedelta
 from typing import Any
 
 import pytest
 
+from pagemill import Producer
+from pagemill.producer.client.purge.report import PurgeOptions
 from pagemill.producer.wire.calls import submissions, transitions
 from pagemill.producer.wire.calls.metering import usage
 from pagemill.producer.wire.calls.metering.usage import UsageFilter, UsageRow, UsageSums, Used
@@ -117,6 +120,15 @@ def test_a_follower_is_a_job_without_tokens(queue: Queue) -> None:
     assert sums(queue) == (2, 10, 4, 3, 0.25)
 
 
+def test_a_job_that_names_a_revision_is_in_its_models_row(queue: Queue) -> None:
+    queue.submit("pinned", revision="r1")
+    commit(queue, queue.pull_one(models=("m", "m~r1")))
+    queue.submit("free")
+    commit(queue, queue.pull_one())
+    (row,) = rows(queue)
+    assert (row.model, row.jobs) == ("m", 2)
+
+
 def test_rows_are_by_tenant_model_and_key(queue: Queue) -> None:
     job = Job.parse({"prompt": "hello", "model": "m", "tenant": "acme"})
     items = [submissions.prepare(job, job_id).under(name) for job_id, name in [("a", "web"), ("b", "app")]]
@@ -193,11 +205,30 @@ def test_a_tenant_is_erased(queue: Queue) -> None:
     queue.submit("b", tenant="acme2")
     for job in queue.pull():
         commit(queue, job)
-    assert queue.run(usage.erase(queue.name, "acme")) == 1
+    (today,) = queue.run(usage.days(queue.name))
+    assert queue.run(usage.erase(queue.name, "acme", today - timedelta(days=1))) == 0
+    assert queue.run(usage.erase(queue.name, "acme", today)) == 1
     assert [row.tenant for row in rows(queue)] == ["acme2"]
-    assert queue.run(usage.erase(queue.name, "acme")) == 0
+    assert queue.run(usage.erase(queue.name, "acme", today)) == 0
     with pytest.raises(InvalidJob):
-        usage.erase(queue.name, "*")
+        usage.erase(queue.name, "*", today)
+
+
+def test_one_script_of_an_erasure_looks_at_one_day(queue: Queue) -> None:
+    """A ledger has 100,000 rows at most: all of them at once would stop the server."""
+    day = queue.client.time()[0] // 86_400
+    for number in range(30):
+        queue.client.zadd(f"{queue.prefix}usage", {str(day - number): day - number})
+        queue.client.hset(f"{queue.prefix}usage:{day - number}", mapping={"acme:m": "1 1 0 1 1"})
+    queue.run(usage.days(queue.name))
+    queue.client.config_resetstat()
+    queue.run(usage.erase(queue.name, "acme", date(1970, 1, 1) + timedelta(days=day)))
+    calls = {name: found["calls"] for name, found in queue.client.info("commandstats").items()}
+    assert calls["cmdstat_hscan"] == 1
+    with Producer(queue.url, queue=queue.name) as producer:
+        report = producer.purge_tenant("acme", PurgeOptions(also=frozenset({"ledger"})))
+    assert report.erased["ledger"] == 29
+    assert rows(queue) == []
 
 
 def test_the_ledger_outlives_the_results(queue: Queue) -> None:

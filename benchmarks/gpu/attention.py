@@ -113,8 +113,8 @@ _LONG = ([1, 1, 1500], [5000, 9000, 6000])
 EVERY_CASE: list[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = [
     *((_MIXED, shape, {}) for shape in (LLAMA_8B, QWEN_600M, FALCON_7B, GPT2, GEMMA_2B)),
     *((_MIXED, Shape(f"dim {dim}", 6, 2, dim), {}) for dim in (80, 96)),
-    *((_SHORT, LLAMA_8B, {"block_size": size}) for size in (8, 16, 32, 64, 128)),
-    *((_MIXED, LLAMA_8B, {"block_size": size}) for size in (8, 32, 64, 128)),
+    *((_SHORT, LLAMA_8B, {"block_size": size}) for size in (8, 16, 24, 32, 64, 80, 128)),
+    *((_MIXED, LLAMA_8B, {"block_size": size}) for size in (8, 24, 32, 64, 80, 128)),
     (_LONG, LLAMA_8B, {}),
     (_MIXED, LLAMA_8B, {"padded_decode_rows": 3, "padded_tokens": 5}),
     *(

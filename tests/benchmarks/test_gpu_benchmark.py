@@ -339,7 +339,7 @@ _START = (
 
 
 @pytest.mark.slow
-def test_a_gpu_machine_needs_no_more_than_torch_and_transformers() -> None:
+def test_a_gpu_machine_needs_no_more_than_torch_and_transformers(tmp_path: Path) -> None:
     """Where nothing can be installed: what only producers and structured outputs use stays unloaded."""
     code = (
         "import sys\n"
@@ -348,8 +348,17 @@ def test_a_gpu_machine_needs_no_more_than_torch_and_transformers() -> None:
         "import benchmarks.gpu.run, pagemill.engine.llm, pagemill.engine.builder\n"
         "import pagemill.engine.execution.model_runner\n"
     )
+    # Some distributions install their tests as a package of that name.
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-c", code + _START], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code + _START],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
 

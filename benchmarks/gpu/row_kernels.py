@@ -16,11 +16,15 @@ from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, 
 from pagemill.kernels.types.low_rank import AdapterRows
 from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.sampling_rows import SamplingRows
+from pagemill.kernels.types.scaled_rows import ScaledRows
 from pagemill.kernels.types.tiled_weight import TiledWeight
 from tests.kernels.low_rank_case import low_rank_case
 
 # Largest ||out - truth|| / ||truth||: a few roundings of each dtype.
 _RELATIVE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+# The same where a row of normally distributed numbers is rounded to 8 bits, its largest to the largest of them.
+_STEP = {torch.int8: 2e-2, FP8: 4e-2}
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ def correctness(bench: Bench, sizes: Sizes, dtypes: Sequence[torch.dtype]) -> It
         for name, out, truth in _dense_cases(bench, sizes, dtype):
             error = ((out.double() - truth.double()).norm() / truth.double().norm()).item()
             yield _checked(name, dtype, error, _RELATIVE[dtype])
+        yield from _scaled_cases(bench, sizes, dtype)
         yield from _cache_cases(bench, sizes, dtype)
         yield _low_rank(bench, sizes, dtype)
     yield _copied_blocks(bench, sizes)
@@ -93,6 +98,41 @@ def _dense_cases(
     yield "silu_and_mul", gated, reference.silu_and_mul(gate_up.double())
 
 
+def _scaled_cases(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row]:
+    """Rows of 8-bit numbers, alone and with the kernels that compute them, and their products."""
+    device = bench.device
+    x, residual = (torch.randn(sizes.num_tokens, sizes.hidden_size, device=device).to(dtype) for _ in "xy")
+    weight = torch.rand(sizes.hidden_size, device=device).to(dtype)
+    gate_up = torch.randn(sizes.num_tokens, 2 * sizes.hidden_size, device=device).to(dtype)
+    matrix = torch.randn(sizes.intermediate_size, sizes.hidden_size, device=device).to(dtype)
+    for numbers in _eight_bits(device):
+        with dispatch.override(bench.face):
+            rows, weights = (dispatch.quantise_rows(part, numbers) for part in (x, matrix))
+            normed, total = dispatch.norm_and_quantise(x, residual, weight, 1e-5, numbers, False)
+            gated = dispatch.silu_and_quantise(gate_up, numbers, False)
+            product = dispatch.scaled_matmul(rows, weights, None)
+        name, step = str(numbers).removeprefix("torch."), _STEP[numbers]
+        for case, out, truth, limit in [
+            ("quantise_rows", _widened(rows), x, step),
+            ("norm_and_quantise", _widened(normed), reference.rms_norm(total.double(), weight.double(), 1e-5), step),
+            ("norm_and_quantise, sum", total, x.double() + residual.double(), _RELATIVE[dtype]),
+            ("silu_and_quantise", _widened(gated), reference.silu_and_mul(gate_up.double()), step),
+            ("scaled_matmul", product, _widened(rows) @ _widened(weights).t(), _RELATIVE[dtype]),
+        ]:  # fmt: skip
+            error = ((out.double() - truth.double()).norm() / truth.double().norm()).item()
+            yield _checked(f"{case}, {name}", dtype, error, limit)
+
+
+def _eight_bits(device: torch.device) -> list[torch.dtype]:
+    """Return the kinds of 8-bit numbers that the device multiplies."""
+    is_new = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return [torch.int8, FP8] if is_new else [torch.int8]
+
+
+def _widened(rows: ScaledRows) -> torch.Tensor:
+    return rows.numbers.double() * rows.scales.double()[:, None]
+
+
 def _few_bits(device: torch.device, sizes: Sizes) -> dict[str, TiledWeight]:
     """Return weights of each kind of number, with groups of 32."""
     shape = (sizes.intermediate_size, sizes.hidden_size)
@@ -111,10 +151,7 @@ def _few_bits(device: torch.device, sizes: Sizes) -> dict[str, TiledWeight]:
 def _cache_cases(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row]:
     """Rotation and cache write, with and without norms, into every cache dtype that the device has."""
     device = bench.device
-    cache_dtypes = [dtype, torch.int8]
-    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
-        cache_dtypes.append(FP8)
-    for cache_dtype in cache_dtypes:
+    for cache_dtype in [dtype, *_eight_bits(device)]:
         query, key, value, rotation, slots = projected(device, sizes, dtype)
         num_blocks = -(-sizes.num_tokens // 16) + 1
         shape = (num_blocks, sizes.shape.num_kv_heads, 16, sizes.shape.head_dim)

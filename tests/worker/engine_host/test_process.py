@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagemill.engine.errors import DeviceLost
+from pagemill.engine.errors import DeviceLost, EngineError
 from pagemill.worker.engine_host.messages import EngineState
 from pagemill.worker.engine_host.process import EngineProcess
 from tests.worker.engine_host.carriers import Outputs, make, request
@@ -98,6 +98,15 @@ def test_signals_to_the_whole_service_are_the_workers_to_answer(
         os.kill(engine.pid, number)
     engine.add(request("after", length=3))
     assert outputs.until_finished("after")[-1].error is None
+
+
+def test_a_process_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make("process")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    engine.start()
+    with pytest.raises(EngineError, match=r"the engine's process can't be started: .*/no/such/python"):
+        engine.wait_loaded(PATIENCE_S)
+    assert engine.stop(timeout=PATIENCE_S)
 
 
 def test_loading_ends_with_the_worker_that_asked_for_it() -> None:

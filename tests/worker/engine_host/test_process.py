@@ -129,7 +129,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help
     ids=["serving", "starting", "standing still"],
 )
 def test_no_process_outlives_its_worker(tmp_path: Path, waits: bool, is_stopped: bool) -> None:
-    script = tmp_path / "parent.py"
+    script = tmp_path / "parent"
     script.write_text(PARENT.format(model="echo:5", waits=waits))
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -62,9 +62,10 @@ class EngineProcess(EngineHost):
     def __init__(self, config: EngineConfig, deliver: Deliver, log: LogSettings | None = None) -> None:
         super().__init__(deliver)
         log = log or LogSettings()
-        self._start = StartEngine(config, log.level, log.format, log.fields)
+        self._config = config
         self._connection, self._theirs = Pipe()
         self._sender = Sender(self._connection)
+        self._sender.put(StartEngine(config, log.level, log.format, log.fields))
         self._thread = threading.Thread(target=self._run, name="pagemill-engine", daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._model: ServedModel | None = None
@@ -124,12 +125,14 @@ class EngineProcess(EngineHost):
     def _run(self) -> None:
         try:
             self._spawn()
-            if not (self._start.config.skip_tokenizer_init or is_echo(self._start.config.model)):
+        except OSError as error:
+            self._fail(EngineError(f"the engine's process can't be started: {error}"))
+            return
+        try:
+            if not (self._config.skip_tokenizer_init or is_echo(self._config.model)):
                 import_libraries()
-            while True:
-                self._handle(pickle.loads(self._connection.recv_bytes()))
-        except (EOFError, OSError) as error:
-            logger.debug("the engine's process has closed its connection: %r", error)
+            while (data := self._receive()) is not None:
+                self._handle(pickle.loads(data))
         except EngineError as error:  # the tokenizer is read here once more
             self._fail(error)
         except BaseException as error:
@@ -152,7 +155,13 @@ class EngineProcess(EngineHost):
             )
         self.pid = self._process.pid
         self._sender.start()
-        self._sender.put(self._start)
+
+    def _receive(self) -> bytes | None:
+        """Return the next message; None once the process has closed its end."""
+        try:
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            return None
 
     def _handle(self, message: Any) -> None:
         match message:

@@ -30,6 +30,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
 
 def test_requests_run_side_by_side_and_their_outputs_come_in_batches(start: Start) -> None:
     engine, outputs = start()
+    engine.watch_blocks(60.0)  # a viewer does not wait for the model
     assert engine.wait_loaded(PATIENCE_S)
     for name in "ab":
         engine.add(request(name))
@@ -38,6 +39,7 @@ def test_requests_run_side_by_side_and_their_outputs_come_in_batches(start: Star
         tokens = [token for output in news for delta in output.deltas for token in delta.token_ids]
         assert tokens[:10] == [97] * 10
         assert [output.finished for output in news] == [False] * (len(news) - 1) + [True]
+    assert eventually(lambda: engine.stats is not None and engine.stats.blocks, "the map of the blocks")
 
 
 def test_a_refused_request_comes_back_as_an_end_and_hurts_nobody(start: Start) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagemill.engine.errors import DeviceLost
+from pagemill.engine.errors import DeviceLost, EngineError
 from pagemill.worker.engine_host.messages import EngineState
 from pagemill.worker.engine_host.process import EngineProcess
 from tests.worker.engine_host.carriers import Outputs, make, request
@@ -100,6 +100,15 @@ def test_signals_to_the_whole_service_are_the_workers_to_answer(
     assert outputs.until_finished("after")[-1].error is None
 
 
+def test_a_process_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make("process")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    engine.start()
+    with pytest.raises(EngineError, match=r"the engine's process can't be started: .*/no/such/python"):
+        engine.wait_loaded(PATIENCE_S)
+    assert engine.stop(timeout=PATIENCE_S)
+
+
 def test_loading_ends_with_the_worker_that_asked_for_it() -> None:
     engine, _ = make("process", model="smollm2", num_kv_blocks=64)
     assert isinstance(engine, EngineProcess)
@@ -120,7 +129,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help
     ids=["serving", "starting", "standing still"],
 )
 def test_no_process_outlives_its_worker(tmp_path: Path, waits: bool, is_stopped: bool) -> None:
-    script = tmp_path / "parent.py"
+    script = tmp_path / "parent"
     script.write_text(PARENT.format(model="echo:5", waits=waits))
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

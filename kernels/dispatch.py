@@ -94,6 +94,10 @@ class _Route(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class _ClampedSwiglu(Protocol):
+    def __call__(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor: ...
+
+
 class _SortByExpert(Protocol):
     def __call__(
         self, x: torch.Tensor, indices: torch.Tensor, num_experts: int
@@ -117,6 +121,7 @@ class _Face:
     grouped_matmul: _GroupedMatmul
     add_low_rank: _AddLowRank
     route: _Route
+    clamped_swiglu: _ClampedSwiglu
     sort_by_expert: _SortByExpert
     combine_experts: _CombineExperts
 
@@ -153,6 +158,7 @@ def _load(face: FaceName) -> _Face:
         reference.grouped_matmul,
         reference.add_low_rank,
         experts.route,
+        experts.clamped_swiglu,
         experts.sort_by_expert,
         experts.combine_experts,
     )
@@ -193,6 +199,7 @@ def _load(face: FaceName) -> _Face:
             silu_and_mul=cpu.silu_and_mul,
             add_low_rank=cpu.add_low_rank,
             route=rows.route,
+            clamped_swiglu=rows.clamped_swiglu,
             sort_by_expert=rows.sort_by_expert,
             combine_experts=rows.combine_experts,
         )
@@ -361,6 +368,19 @@ def route(
     """
     assert logits.stride(-1) == 1
     return _face(logits).route(logits, bias, routing)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), the gate at most `limit`, up within -limit .. limit: gpt-oss's.
+
+    Args:
+        gate_up: [num_rows, 2 * size], the gate first.
+
+    Returns:
+        [num_rows, size], fresh; computed in fp32 and rounded once.
+    """
+    assert gate_up.stride(-1) == 1
+    return _face(gate_up).clamped_swiglu(gate_up, alpha, limit)
 
 
 def sort_by_expert(

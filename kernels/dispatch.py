@@ -119,6 +119,10 @@ class _Route(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class _ClampedSwiglu(Protocol):
+    def __call__(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor: ...
+
+
 class _SortByExpert(Protocol):
     def __call__(
         self, x: torch.Tensor, indices: torch.Tensor, num_experts: int
@@ -146,6 +150,7 @@ class _Face:
     scaled_matmul: _ScaledMatmul
     add_low_rank: _AddLowRank
     route: _Route
+    clamped_swiglu: _ClampedSwiglu
     sort_by_expert: _SortByExpert
     combine_experts: _CombineExperts
 
@@ -186,6 +191,7 @@ def _load(face: FaceName) -> _Face:
         row_scaled.scaled_matmul,
         reference.add_low_rank,
         experts.route,
+        experts.clamped_swiglu,
         experts.sort_by_expert,
         experts.combine_experts,
     )
@@ -232,6 +238,7 @@ def _load(face: FaceName) -> _Face:
             silu_and_mul=cpu.silu_and_mul,
             add_low_rank=cpu.add_low_rank,
             route=rows.route,
+            clamped_swiglu=rows.clamped_swiglu,
             sort_by_expert=rows.sort_by_expert,
             combine_experts=rows.combine_experts,
         )
@@ -449,6 +456,19 @@ def route(
     """
     assert logits.stride(-1) == 1
     return _face(logits).route(logits, bias, routing)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), the gate at most `limit`, up within -limit .. limit: gpt-oss's.
+
+    Args:
+        gate_up: [num_rows, 2 * size], the gate first.
+
+    Returns:
+        [num_rows, size], fresh; computed in fp32 and rounded once.
+    """
+    assert gate_up.stride(-1) == 1
+    return _face(gate_up).clamped_swiglu(gate_up, alpha, limit)
 
 
 def sort_by_expert(

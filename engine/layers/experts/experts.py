@@ -74,6 +74,17 @@ def declare_routing(module: nn.Module, routing_of: Callable[[Any], Routing | Spa
                 router.routing = routing_of(router)
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """Declares the activation of `dispatch.clamped_swiglu`, of gates and up projections that come by turns."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return dispatch.clamped_swiglu(gate_up, self.alpha, self.limit)
+
+
 def replace_experts(module: nn.Module, make: MakeGroupedProduct, make_product: MakeProduct) -> None:
     """Replace experts, and routers of declared routing; layer by layer, so that memory is freed on the way.
 
@@ -108,10 +119,13 @@ def _experts_of(source: Any, make: MakeGroupedProduct) -> Experts:
     stored = getattr(source, "stored", None) or StoredExperts(
         _matrices(source, inner_name), _matrices(source, "down_proj")
     )
+    declared = getattr(source, "declared", None)
+    if isinstance(declared, ClampedSwiglu):
+        stored = replace(stored, inner=stored.inner.parted())
     for name in dict(source.named_parameters(recurse=False)):  # its method keeps the module
         source.register_parameter(name, None)
     source.stored = None
-    return Experts(stored, _activation(source), make)
+    return Experts(stored, declared or _activation(source), make)
 
 
 def _matrices(source: Any, name: str) -> ExpertMatrices:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,18 @@ class ExpertMatrices:
         count, out_features, in_features = stacked.shape
         bias = None if bias is None else bias.detach()
         return cls(count, out_features, in_features, stacked.dtype, stacked.__getitem__, bias)
+
+    def parted(self) -> ExpertMatrices:
+        """Return the matrices with every second output, and then the others."""
+
+        def read(expert: int) -> torch.Tensor:
+            weight = self.read(expert)
+            return torch.cat([weight[0::2], weight[1::2]])
+
+        bias = self.bias
+        return replace(
+            self, read=read, bias=None if bias is None else torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1)
+        )
 
     def dense(self, expert: int) -> torch.Tensor:
         """Return an expert's weight in the model's dtype."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pagemill.engine.layers.decoder_traits import LLAMA_DECODER, DecoderTraits
-from pagemill.engine.layers.experts.experts import declare_routing
+from pagemill.engine.layers.experts.experts import ClampedSwiglu, declare_routing, experts_modules
 from pagemill.engine.layers.experts.router import SparseMixer
 from pagemill.engine.layers.share import CHANNELS, INPUTS, KV_HEADS, TensorSplit
 from pagemill.engine.models.families.family import Family
@@ -41,6 +41,12 @@ def _adapt_qwen2(module: nn.Module) -> None:
     for block in module.modules():
         if hasattr(block, "shared_expert_gate"):
             block.shared_expert_gate = _Column(block.shared_expert_gate)  # type: ignore[arg-type]
+
+
+def _adapt_gpt_oss(module: nn.Module) -> None:
+    declare_routing(module, _normalised)
+    for experts in experts_modules(module).values():
+        experts.declared = ClampedSwiglu(float(experts.alpha), float(experts.limit))
 
 
 def _normalised(router: Any) -> Routing:
@@ -101,7 +107,7 @@ FAMILIES = (
         model_types=("gpt_oss",),
         architectures=("GptOssForCausalLM",),
         decoder=DecoderTraits(has_half_angles=True),
-        adapt=partial(declare_routing, routing_of=_normalised),
+        adapt=_adapt_gpt_oss,
         split=_GPT_OSS_SPLIT,
     ),
     _mixture("Granite 3 MoE", "granitemoe", "GraniteMoeForCausalLM", _normalised),

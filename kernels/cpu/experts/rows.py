@@ -15,7 +15,7 @@ from pagemill.kernels import experts as reference
 from pagemill.kernels.cpu import fused_rows
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit, run_rows
-from pagemill.kernels.cpu.jit.row import F32, VECTOR, ZERO
+from pagemill.kernels.cpu.jit.row import F32, LOG2_E, ONE, VECTOR, ZERO
 from pagemill.kernels.experts import Routing
 
 _SOFTMAX, _SIGMOID = 0, 1
@@ -37,6 +37,23 @@ def route(
     arguments = (weights.data_ptr(), indices.data_ptr(), rows, num_experts, choice, numbers)
     run_rows(_route_rows, _route_parallel, num_rows, num_experts * routing.top_k, arguments)
     return weights, indices
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    if gate_up.dtype is not torch.float32:
+        return reference.clamped_swiglu(gate_up, alpha, limit)
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_rows, size)
+    arguments = (
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        out.data_ptr(),
+        size,
+        np.float32(alpha),
+        np.float32(limit),
+    )
+    run_rows(_clamped_rows, _clamped_parallel, num_rows, size, arguments)
+    return out
 
 
 def sort_by_expert(
@@ -75,6 +92,7 @@ def warm_up() -> None:
         rows, places, _ = sort_by_expert(x, indices, 64)
         combine_experts(rows, places, weights)
         fused_rows.silu_and_mul(x)
+        clamped_swiglu(x, 1.0, 1.0)
 
 
 @jit(exact=True)
@@ -190,6 +208,36 @@ def _spread_rows(first, last, rows, x, x_stride, places, top_k, size):
 
 
 @jit
+def _at_most(numbers, bound):
+    """The lesser ones of two vectors' numbers: the negatives of the larger ones of their negatives."""
+    minus = vector.splat(-ONE)
+    return vector.multiply(
+        vector.maximum(vector.multiply(numbers, minus), vector.multiply(bound, minus)), minus
+    )
+
+
+@jit
+def _clamped_rows(first, last, gate_up, stride, out, size, alpha, limit):
+    whole = F32 * size // VECTOR * VECTOR
+    gain, highest = -alpha * LOG2_E, fused_rows.LOWEST_GATE * -LOG2_E
+    one, most, least = vector.splat(ONE), vector.splat(limit), vector.splat(-limit)
+    for row in range(first, last):
+        gates, target = gate_up + F32 * row * stride, out + F32 * row * size
+        ups = gates + F32 * size
+        for at in range(0, whole, VECTOR):
+            gate = _at_most(vector.load(gates + at), most)
+            up = vector.maximum(_at_most(vector.load(ups + at), most), least)
+            power = vector.exp2(_at_most(vector.multiply(gate, vector.splat(gain)), vector.splat(highest)))
+            glu = vector.divide(gate, vector.add(one, power))
+            vector.store(target + at, vector.multiply(glu, vector.add(up, one)))
+        for i in range(whole // F32, size):
+            gate_i = min(f32_pointer(gates)[i], limit)
+            power_i = np.exp2(min(gate_i * gain, highest))
+            up_i = max(min(f32_pointer(ups)[i], limit), -limit)
+            f32_pointer(target)[i] = gate_i / (ONE + power_i) * (up_i + ONE)
+
+
+@jit
 def _combine_rows(first, last, out, rows, places, weights, top_k, size):
     """out = the sum of each row's experts, weighted, in the order of its choice."""
     whole = F32 * size // VECTOR * VECTOR
@@ -221,6 +269,13 @@ def _spread_parallel(num_threads, num_rows, *arguments):
     for thread in prange(num_threads):
         first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
         _spread_rows(first, last, *arguments)
+
+
+@jit(parallel=True)
+def _clamped_parallel(num_threads, num_rows, *arguments):
+    for thread in prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        _clamped_rows(first, last, *arguments)
 
 
 @jit(parallel=True)

@@ -114,8 +114,18 @@ def test_tokens_of_preempted_rows(
     assert bool(stats.swap_preemptions) == swaps
 
 
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=str)
-def test_two_ranks(options: dict[str, Any], checkpoint: TinyCheckpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (CASES[1], {}),
+        pytest.param(CASES[1], {"quantization": "int8"}, marks=pytest.mark.slow),
+        pytest.param(CASES[0], {}, marks=pytest.mark.slow),
+        pytest.param(CASES[0], {"quantization": "int8"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_ranks(case: str, options: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = MIXTURE_CASES[case]()
     checkpoint.write(tmp_path, num_shards=3)
     alone = make_llm(tmp_path, checkpoint, **SMALL_STEPS, **options)
     together = make_llm(tmp_path, checkpoint, **SMALL_STEPS, **options, tensor_parallel_size=2, device="cpu")
@@ -125,7 +135,7 @@ def test_two_ranks(options: dict[str, Any], checkpoint: TinyCheckpoint, tmp_path
         together.close()
 
 
-def test_experts_are_widened_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_widened_one_at_a_time() -> None:
     """The module gets placeholders, and only what is packed at the moment is read."""
     tensors = MIXTURE_CASES["gpt_oss, mxfp4"]().tensors
     read: list[int] = []

@@ -46,6 +46,19 @@ def test_numbers_that_are_not_finite_choose_distinct_experts(routing: Routing, b
     assert all(len(set(row)) == routing.top_k and 0 <= min(row) <= max(row) < 16 for row in indices.tolist())
 
 
+@pytest.mark.parametrize("size", [3, 16, 90])
+def test_clamped_swiglu(size: int) -> None:
+    """Gates and ups beyond the limit, some of them far; a row alone gives the same bits."""
+    torch.manual_seed(0)
+    x = torch.randn(2000, 2 * size) * 5
+    x[7], x[8] = 1e4, -1e4
+    with dispatch.override("reference"):
+        expected = dispatch.clamped_swiglu(x, 1.702, 7.0)
+    found = dispatch.clamped_swiglu(x, 1.702, 7.0)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
+    assert torch.equal(found[77:78], dispatch.clamped_swiglu(x[77:78], 1.702, 7.0))
+
+
 def test_rows_are_sorted_by_expert_and_combined() -> None:
     torch.manual_seed(0)
     x, indices = torch.randn(11, 37), torch.stack([torch.randperm(6)[:3] for _ in range(11)])

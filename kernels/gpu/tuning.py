@@ -68,7 +68,8 @@ class AttentionEntry:
 # prefill, sm_90: 128 keys a step take 253 registers, and spill once ALiBi is added. Of 256 dims, 128 rows spill at any
 # number of warps, and so do 64 rows at four.
 # prefill, sm_80, 128 dims: 64 keys a step spill: without wgmma, scores and output share the registers.
-# decode, 128 rows of a scaled cache: 64 keys a step spill on sm_80 under Triton 3.6.
+# decode, scaled caches under Triton 3.6: 64 rows spill at four warps on sm_86 and newer, and 128 rows over 64 keys a
+# step on sm_80.
 # prefill, scaled caches: Triton 3.6 takes more registers for a conversion than 3.9. There 128 rows spill on sm_80, 64
 # keys a step from 80 dims on, and 64 rows at 256; so do 32 keys a step on sm_90 at 256 dims.
 ATTENTION_TILES = (
@@ -78,7 +79,8 @@ ATTENTION_TILES = (
     AttentionEntry("decode", (80, 90), "half", True, 128, 16, Tile(16, 64, 4, 2)),
     AttentionEntry("decode", (80, 90), "half", False, 128, 32, Tile(32, 64, 4, 3)),
     AttentionEntry("decode", (80, 90), "half", True, 128, 32, Tile(32, 64, 4, 2)),
-    AttentionEntry("decode", (80, 90), "half", None, 128, 64, Tile(64, 64, 4, 2)),
+    AttentionEntry("decode", (80, 90), "half", False, 128, 64, Tile(64, 64, 4, 2)),
+    AttentionEntry("decode", (80, 90), "half", True, 128, 64, Tile(64, 64, 8, 2)),
     AttentionEntry("decode", (80, 90), "half", False, 128, ANY, Tile(128, 64, 8, 2)),
     AttentionEntry("decode", (80, 90), "half", True, 128, ANY, Tile(128, 32, 8, 2)),
     AttentionEntry("decode", (80, 90), "half", False, ANY, 16, Tile(16, 32, 4, 3)),

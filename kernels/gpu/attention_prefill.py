@@ -24,7 +24,6 @@ from pagemill.kernels.gpu.attention_tile import (
     load_slots,
     must_upcast,
     slot_offsets,
-    to_half,
     with_sinks,
 )
 from pagemill.kernels.gpu.tuning import Tile, compute_capability, padded_head_dim, prefill_tile
@@ -94,10 +93,7 @@ def paged_attention_prefill_kernel(
         mask=is_element,
         other=0.0,
     )
-    if HALF:
-        query, factors = to_half(query)
-        scale = scale * factors[:, None]
-    elif UPCAST:
+    if UPCAST and not HALF:
         query = query.to(tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + heads, mask=is_query, other=0.0)

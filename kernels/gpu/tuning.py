@@ -71,7 +71,7 @@ class AttentionEntry:
 # decode, scaled caches under Triton 3.6: 64 rows spill at four warps on sm_86 and newer, and 128 rows over 64 keys a
 # step on sm_80.
 # prefill, scaled caches: Triton 3.6 takes more registers for a conversion than 3.9. There 128 rows spill on sm_80, 64
-# keys a step from 80 dims on, and 64 rows at 256; so do 32 keys a step on sm_90 at 256 dims.
+# keys a step, and 64 rows at 256; so do 32 keys a step on sm_90 at 256 dims.
 ATTENTION_TILES = (
     # kernel, sm, numbers, is_scaled, head_dim, rows; rows and keys of a tile, warps, stages
     AttentionEntry("decode", (80, 90), "fp32", None, ANY, ANY, Tile(16, 32, 8, 1)),
@@ -93,7 +93,6 @@ ATTENTION_TILES = (
     AttentionEntry("prefill", (90,), "half", False, ANY, ANY, Tile(64, 64, 8, 2)),
     AttentionEntry("prefill", (90,), "half", True, ANY, ANY, Tile(64, 16, 8, 2)),
     AttentionEntry("prefill", (80,), "half", False, 64, ANY, Tile(128, 64, 8, 2)),
-    AttentionEntry("prefill", (80,), "half", True, 64, ANY, Tile(64, 64, 8, 2)),
     AttentionEntry("prefill", (80,), "half", False, 128, ANY, Tile(128, 32, 8, 2)),
     AttentionEntry("prefill", (80,), "half", True, 128, ANY, Tile(64, 32, 8, 2)),
     AttentionEntry("prefill", (80,), "half", False, ANY, ANY, Tile(64, 32, 8, 2)),

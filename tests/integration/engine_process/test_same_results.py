@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "score": {"task": "score", "prompt": "The sky", "continuations": [" is blue", " falls"], "logprobs": 2},
     "beams": BRIEF | {"beam_width": 2, "n": 2, "temperature": 0.0},
 }  # fmt: skip
+COUNTED = (
+    r"^pagemill_(?:prompt_tokens_total|generated_tokens_total|engine_requests_finished_total"
+    r"|request_structured|kv_block_allocations_total|grammar\w*_(?:total|count))\S* \S+"
+)
 VARIES = {"id", "seed", "timing", "usage_s", "worker", "created_at", "finished_at"}
 
 
@@ -48,11 +53,17 @@ def results(url: str, where: str) -> tuple[dict[str, Any], str]:
         for name, job in JOBS.items():  # one after another: the batch of a step is the same then
             result = producer.submit(model="smollm2", **job).result(timeout=120)
             found[name] = result.model_dump(mode="json", exclude=VARIES)
-        return found, metrics(worker)
+        return found, settled_metrics(worker)
 
 
-def metrics(worker: Worker) -> str:
-    return get(f"{worker.http_url}/metrics")[1].decode()
+def settled_metrics(worker: Worker) -> str:
+    """The metrics once nothing is counted any more: a process tells what it counted after the result."""
+    text, before = "", None
+    while before is None or re.findall(COUNTED, text, re.MULTILINE) != before:
+        before = re.findall(COUNTED, text, re.MULTILINE)
+        time.sleep(0.5)
+        text = get(f"{worker.http_url}/metrics")[1].decode()
+    return text
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +85,8 @@ def test_metrics_are_the_same_and_count_the_same(both: dict[str, tuple[dict[str,
 
     thread, process = both["off"][1], both["on"][1]
     assert of(process, r"^# TYPE .*") == of(thread, r"^# TYPE .*")
-    counted = (
-        r"^pagemill_(?:prompt_tokens_total|generated_tokens_total|engine_requests_finished_total"
-        r"|request_structured|kv_block_allocations_total|grammar\w*_(?:total|count))\S* \S+"
-    )
-    assert of(process, counted) == of(thread, counted)
-    assert any(line.startswith("pagemill_generated_tokens_total") for line in of(thread, counted))
+    assert of(process, COUNTED) == of(thread, COUNTED)
+    assert any(line.startswith("pagemill_generated_tokens_total") for line in of(thread, COUNTED))
 
 
 def test_vectors_are_equal(valkey_url: str, queue_name: str, embedder: Path) -> None:

@@ -18,6 +18,7 @@ from pagemill import Producer
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 from pagemill.monitoring.metrics.engine import ENGINE_METRICS
 from pagemill.monitoring.metrics.kv_cache import KV_CACHE_METRICS
+from pagemill.producer.wire.calls.rollouts import Rollout
 from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer, server_binary
@@ -44,6 +45,7 @@ EMPTY_PANELS = {
     "Pagemill: engine / GPU busy / A": "needs the DCGM exporter",
     "Pagemill: engine / Memory by use / A": "echo has no weights and no device cache",
     "Pagemill: reliability / Memory / B": "the server has no memory limit",
+    "Pagemill: queue / Share and agreement / B": "no jobs of the rollout are compared",
 }
 """Panel queries that find nothing here, and why."""
 
@@ -199,6 +201,16 @@ class Load:
         ]
 
 
+@contextlib.contextmanager
+def rolled_out(client: QueueClient) -> Iterator[None]:
+    """A share of the jobs is for a revision that nobody announces, so that the worker takes them as well."""
+    with Producer(client.url, queue=client.queue) as producer:
+        rollout = producer.rollout("echo")
+        rollout.start(Rollout("canary", share=0.3, margin=1.0), force=True)
+        yield
+        eventually(rollout.finish, "the canary's jobs to be taken")
+
+
 def test_every_panel_shows_something_under_load(
     client: QueueClient, worker: Worker, served: Served, prometheus: PrometheusServer
 ) -> None:
@@ -206,7 +218,7 @@ def test_every_panel_shows_something_under_load(
         queries = ((place, substituted(expr, window="30s")) for place, expr in panel_queries())
         return {place for place, expr in queries if not prometheus.numbers(expr)}
 
-    with Clients(client, served), Load(client):
+    with Clients(client, served), Load(client), rolled_out(client):
         missing: set[str] = set()
 
         def only_what_the_table_says() -> bool:

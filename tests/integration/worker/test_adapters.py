@@ -166,7 +166,7 @@ def test_workers_are_given_only_what_they_can_serve(
             with running_worker(other, COMPILING_S) as serving:
                 jobs = [job, *(producer.submit(**JOB, adapter=name) for name in ("red", "blue", "red"))]
                 found = [list(one.result(timeout=120).outputs[0].token_ids) for one in jobs]
-                assert serving.counters.commits.read()["committed"] == 4
+                eventually(lambda: serving.counters.commits.read()["committed"] == 4, "all to be counted")
                 stats = serving.engine.stats
                 assert stats is not None
                 assert stats.adapters.evictions >= 1

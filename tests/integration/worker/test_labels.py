@@ -155,7 +155,7 @@ def test_a_killed_worker_s_jobs_are_taken_over(valkey_url: str, queue_name: str,
         "label_probs": "mean",
     }
     with Nursery(
-        tmp_path, process_settings(valkey_url, queue_name, model="echo:20", max_num_seqs=2)
+        tmp_path, process_settings(valkey_url, queue_name, model="echo:100", max_num_seqs=2)
     ) as nursery:
         ids = client.submit(*[job | {"metadata": {"row": row}} for row in range(4)])
         worker = nursery.spawn()

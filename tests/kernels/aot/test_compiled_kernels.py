@@ -83,9 +83,10 @@ def test_heads_smaller_than_a_tensor_core_product(capability: int) -> None:
     ids=lambda options: "-".join(options),
 )
 def test_options(options: dict[str, object], capability: int) -> None:
-    """An option costs registers: where there are fewest to spare."""
+    """An option costs registers: where there are fewest to spare. No model with sinks has heads of more than 128."""
     _prefill("bf16", 128, capability, group_size=7, **options)
-    _prefill("bf16", 256, capability, group_size=7, **options)
+    if "sinks" not in options:
+        _prefill("bf16", 256, capability, group_size=7, **options)
     _decode("bf16", 256, 71, capability, split=False, **options)
 
 

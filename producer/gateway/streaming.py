@@ -323,13 +323,15 @@ class EventStream(Response):
         self._rest = rest
         self._ping_s = ping_s
         self._closed = closed
-        self._has_left = False
-        self._sent_at = 0.0
+        self._is_over = False
+        self._sent_at = math.inf
+        """`time.monotonic()` when something was last sent; infinity while it is, and before."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        beside = asyncio.create_task(self._attend(task, receive, send))
+        beside = asyncio.create_task(self._attend(receive, send))
+        beside.add_done_callback(lambda _: None if self._is_over else task.cancel())
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._send(send, self._first)
@@ -337,13 +339,15 @@ class EventStream(Response):
                 await self._send(send, chunk)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except asyncio.CancelledError:
-            if self._has_left:
+            if beside.done():
                 task.uncancel()
+                beside.result()  # raises what the client did to a comment
                 return
             # The gateway is stopping: the client must know that its answer is incomplete.
             await send({"type": "http.response.body", "body": _event(stopping().body()), "more_body": False})
             raise
         finally:
+            self._is_over = True
             self._closed()
             beside.cancel()
             await self._rest.aclose()
@@ -353,18 +357,16 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self._sent_at = time.monotonic()
 
-    async def _attend(self, stream: asyncio.Task[Any], receive: Receive, send: Send) -> None:
-        """Send a comment whenever nothing else was sent for long, and cancel the stream when the client hangs up."""
-        while not self._has_left:
+    async def _attend(self, receive: Receive, send: Send) -> None:
+        """Send a comment whenever nothing else was sent for long; return when the client hangs up."""
+        while True:
             idle_s = time.monotonic() - self._sent_at
             if idle_s >= self._ping_s:
                 await self._send(send, _PING)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._ping_s - max(0.0, idle_s)):
-                    await _hang_up(receive)
-                    self._has_left = True
-        stream.cancel()
+                    return await _hang_up(receive)
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -1,0 +1,92 @@
+"""An answer of server-sent events by itself: its comments, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+from starlette.types import Message, Scope
+
+from pagemill.producer.gateway.guard.limits import ClientGone
+from pagemill.producer.gateway.streaming import EventStream
+
+Take = Callable[[bytes], None]
+
+
+class Client:
+    """Takes an answer, and hangs up when it is told to."""
+
+    def __init__(self, take: Take = lambda body: None) -> None:
+        self.taken: list[bytes] = []
+        self.leaves = asyncio.Event()
+        self.closed = 0
+        self._take = take
+
+    async def receive(self) -> Message:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            self._take(message["body"])
+            self.taken.append(message["body"])
+
+    def _close(self) -> None:
+        self.closed += 1
+
+    async def ask(self, rest: AsyncGenerator[bytes, None], ping_s: float = 60.0) -> None:
+        scope: Scope = {"type": "http"}
+        stream = EventStream(b"first", rest, ping_s, self._close)
+        try:
+            await stream(scope, self.receive, self.send)
+        finally:
+            assert self.closed == 1
+            with pytest.raises(StopAsyncIteration):
+                await anext(rest)
+
+
+async def pausing(chunks: list[bytes], pause_s: float) -> AsyncGenerator[bytes, None]:
+    for chunk in chunks:
+        await asyncio.sleep(pause_s)
+        yield chunk
+
+
+async def test_comments_fill_pauses_alone() -> None:
+    client = Client()
+    await client.ask(pausing([b"a", b"b"], 0.3), ping_s=0.1)
+    assert [body for body in client.taken if not body.startswith(b":")] == [b"first", b"a", b"b", b""]
+    assert sum(body.startswith(b":") for body in client.taken) >= 2
+    busy = Client()
+    await busy.ask(pausing([b"c"] * 20, 0.01), ping_s=5.0)
+    assert busy.taken == [b"first", *[b"c"] * 20, b""]
+
+
+async def test_a_client_that_hangs_up_ends_it() -> None:
+    client = Client()
+    asyncio.get_running_loop().call_later(0.1, client.leaves.set)
+    async with asyncio.timeout(30):
+        await client.ask(pausing([b"never"], 3600.0))
+    assert client.taken == [b"first"]
+
+
+async def test_a_client_that_takes_no_comment_is_gone() -> None:
+    def refuse(body: bytes) -> None:
+        if body.startswith(b":"):
+            raise ClientGone
+
+    client = Client(refuse)
+    with pytest.raises(ClientGone):
+        await client.ask(pausing([b"never"], 3600.0), ping_s=0.05)
+
+
+async def test_the_gateway_s_end_is_told() -> None:
+    client = Client()
+    answer: asyncio.Task[Any] = asyncio.create_task(client.ask(pausing([b"never"], 3600.0)))
+    while not client.taken:
+        await asyncio.sleep(0.01)
+    answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answer
+    assert b'"code":"stopping"' in client.taken[-1]

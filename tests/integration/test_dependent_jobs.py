@@ -27,13 +27,6 @@ REVIEWS = [
 LABELS = [" positive", " negative"]
 
 
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
 def steps(number: int, review: str) -> Iterator[dict[str, Any]]:
     """A review's label, and if it is positive a summary, both after the same words."""
     begin = f"Review {number}: {review} {review}\n"

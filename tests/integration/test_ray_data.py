@@ -21,13 +21,6 @@ from tests.conftest import ROOT
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
 def echo(row: Mapping[str, Any]) -> dict[str, Any]:
     text = f"{row['text']}"
     return {"model": "echo", "prompt": text, "max_tokens": len(text)}

@@ -30,13 +30,6 @@ def spec() -> dict[str, Any]:
 
 
 @pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
-@pytest.fixture
 def exporter(client: QueueClient) -> Iterator[QueueExporter]:
     exporter = QueueExporter(QueueSet(client.url, [client.queue]), "127.0.0.1", 0)
     yield exporter

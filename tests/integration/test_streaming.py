@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from pagemill import AsyncProducer, JobCancelled, Producer
 from pagemill.producer.client.aio import MAX_CONNECTIONS
@@ -18,13 +15,6 @@ from tests.worker.harness import QueueClient, eventually, running_worker, worker
 
 TEXT = "0123456789" * 30
 WAITING = 10_000
-
-
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
 
 
 def replayed(events: list[StreamEvent], samples: int = 1) -> list[str]:

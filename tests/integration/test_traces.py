@@ -43,13 +43,6 @@ def worker(client: QueueClient, valkey_url: str, spans: InMemorySpanExporter) ->
         yield worker
 
 
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
 def wait_for(spans: InMemorySpanExporter, name: str, count: int = 1) -> list[ReadableSpan]:
     """The spans of that name; a job's are made just after its commit."""
     return eventually(

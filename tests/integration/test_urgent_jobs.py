@@ -15,13 +15,6 @@ LONG = "0123456789" * 40
 SHORT = "somebody waits"
 
 
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
 @pytest.fixture(params=[0.0, 0.01], ids=["recomputed", "swapped"])
 def worker(request: pytest.FixtureRequest, client: QueueClient) -> Iterator[Worker]:
     config = worker_config(

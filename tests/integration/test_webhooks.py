@@ -88,13 +88,6 @@ def producer(valkey_url: str, queue_name: str) -> Iterator[Producer]:
         yield producer
 
 
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
 def config(client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
     """A worker that may call the receiver, which is on a private address."""
     with monkeypatch.context() as patch:

@@ -44,13 +44,6 @@ if "engine_host.child" in " ".join(os.sys.orig_argv):
 
 
 @pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
-@pytest.fixture
 def spawn(valkey_url: str, queue_name: str, tmp_path: Path) -> Iterator[Spawn]:
     spawned: list[WorkerProcess] = []
 

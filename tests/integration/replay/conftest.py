@@ -33,10 +33,3 @@ def smollm2(valkey_url: str) -> Any:
         return worker_config(valkey_url, queue, **fields)
 
     return config
-
-
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()

@@ -56,13 +56,6 @@ Start = Callable[[str], WorkerProcess]
 
 
 @pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
-@pytest.fixture
 def start(client: QueueClient, revisions: Revisions, tmp_path: Path) -> Iterator[Start]:
     started: list[WorkerProcess] = []
 

@@ -103,13 +103,6 @@ def files(tmp_path: Path) -> TestedStore:
     return folder(tmp_path / "store")
 
 
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
 def storing(client: QueueClient, store: TestedStore, **settings: Any) -> Any:
     """The settings of a worker with this store."""
     return worker_config(client.url, client.queue, store_url=store.url, store_over_bytes=OVER, **settings)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.worker.harness import PATIENCE_S, QueueClient, eventually
+from tests.worker.harness import PATIENCE_S, eventually
 
 QUICK = ("lease_s=1.5", "renew_s=0.3", "checkpoint_s=0.1", "max_num_seqs=16")
 
@@ -101,13 +101,6 @@ def is_alive(pid: int) -> bool:
 
 
 Start = Callable[..., Up]
-
-
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,6 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         name: save_adapter(model, root / name, Trained(rank=8, seed=seed, std=3.0))
         for seed, name in enumerate(("red", "blue"))
     }
-
-
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
 
 
 def settings(model: Path, **more: Any) -> dict[str, Any]:

@@ -66,13 +66,6 @@ def environment(hub: LoopbackHub, tmp_path_factory: pytest.TempPathFactory) -> d
     }  # fmt: skip
 
 
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
 def generate(model: str, environment: dict[str, str]) -> tuple[list[str], str, str]:
     command = [sys.executable, "-c", GENERATE, model, PROMPT]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -30,13 +30,6 @@ SLOW = "echo:5"
 
 
 @pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
-@pytest.fixture
 def worker(valkey_url: str, queue_name: str, engine_host: str) -> Iterator[Worker]:
     with running_worker(worker_config(valkey_url, queue_name)) as worker:
         yield worker

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,13 +20,6 @@ from tests.worker.harness import (
 )
 
 LOGPROBS = {"logprobs": 20, "ignore_eos": True, "temperature": 0.0}
-
-
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
 
 
 @pytest.mark.parametrize(

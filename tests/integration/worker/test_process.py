@@ -35,13 +35,6 @@ BRIEF = {"prompt": "0123456789" * 60, "max_tokens": 600}
 
 
 @pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
-@pytest.fixture
 def spawn(valkey_url: str, queue_name: str, tmp_path: Path) -> Iterator[Spawn]:
     """Start worker processes; what is left of them at the end is killed."""
     spawned: list[WorkerProcess] = []

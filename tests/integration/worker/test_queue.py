@@ -14,13 +14,6 @@ from tests.worker.harness import QueueClient, eventually, running_worker, worker
 
 
 @pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
-@pytest.fixture
 def worker(valkey_url: str, queue_name: str) -> Iterator[Worker]:
     with running_worker(worker_config(valkey_url, queue_name)) as worker:
         yield worker

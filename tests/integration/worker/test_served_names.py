@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from pagemill import Producer
@@ -12,13 +10,6 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.worker.harness import QueueClient, eventually, get_json, running_worker, worker_config
 
 COMMIT = "a" * 12
-
-
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
 
 
 def test_every_name_is_a_lane_of_one_worker(valkey_url: str, client: QueueClient) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +62,6 @@ def uninterrupted(valkey_url: str, model: Path) -> dict[str, Result]:
 def submit(client: QueueClient) -> list[str]:
     common = {"model": "tiny", "prompt_token_ids": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
     return client.submit(*(common | options for options in JOBS.values()))
-
-
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
 
 
 def interrupt(client: QueueClient, nursery: Nursery, number: int) -> tuple[list[str], list[str]] | None:

@@ -40,24 +40,28 @@ def write_pair(directory: Path, form: Format) -> tuple[Path, Path]:
     """Write a tiny LLaMA in this format, its head left out as publishers do, and its twin of plain fp32 numbers."""
     plain, stored = directory / "plain", directory / "stored"
     save_tiny_llama(plain, hidden_size=128, intermediate_size=256, std=0.15)
+    quantise(plain, stored, form)
+    return stored, plain
+
+
+def quantise(plain: Path, stored: Path, form: Format) -> None:
+    """Write a copy of a checkpoint with its projections in this format, and into it the numbers they stand for."""
     tensors, out = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
-        if name.endswith("_proj.weight"):
+        if "_proj" in name and name.endswith(".weight") and tensor.ndim == 2:
             made = form.store(tensor)
-            tensors[name] = made.weight
+            tensors[name] = made.weight.contiguous()
             module = name.removesuffix("weight")
             out |= {module + part: value.contiguous() for part, value in made.parts.items()}
         else:
             out[name] = tensor
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     stored.mkdir()
-    for file in plain.iterdir():
-        if file.suffix == ".json":
-            (stored / file.name).write_bytes(file.read_bytes())
+    for file in plain.glob("*.json"):
+        (stored / file.name).write_bytes(file.read_bytes())
     config = json.loads((plain / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps(config | {"quantization_config": form.config}))
     save_file(out, stored / "model.safetensors", {"format": "pt"})
-    return stored, plain
 
 
 def pack_words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:

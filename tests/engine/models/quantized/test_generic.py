@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pagemill.engine.llm import LLM
 from tests.engine.models.generic.test_latents import CASES, OPTIONS, outputs
 from tests.engine.models.generic.tiny_configs import tiny_config
 from tests.engine.models.generic.trial import build, write_checkpoint
-from tests.engine.models.quantized.checkpoints import Format, float8_blocks, int8
+from tests.engine.models.quantized.checkpoints import Format, float8_blocks, int8, quantise
 
 FP8, INT8 = float8_blocks(32, 32), int8()
 
@@ -26,20 +25,7 @@ def write_pair(directory: Path, model_type: str, fields: dict[str, Any], form: F
     plain, stored = directory / "plain", directory / "stored"
     plain.mkdir()
     write_checkpoint(build(model_type, tiny_config(model_type, 0) | fields), plain)
-    tensors, out = load_file(plain / "model.safetensors"), {}
-    for name, tensor in list(tensors.items()):
-        if "_proj" in name and name.endswith(".weight") and tensor.ndim == 2:
-            made = form.store(tensor)
-            tensors[name] = made.weight.contiguous()
-            module = name.removesuffix("weight")
-            out |= {module + part: value.contiguous() for part, value in made.parts.items()}
-        else:
-            out[name] = tensor
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    stored.mkdir()
-    config = json.loads((plain / "config.json").read_text())
-    (stored / "config.json").write_text(json.dumps(config | {"quantization_config": form.config}))
-    save_file(out, stored / "model.safetensors", {"format": "pt"})
+    quantise(plain, stored, form)
     return stored, plain
 
 

@@ -35,13 +35,6 @@ def worker(config: WorkerConfig) -> Iterator[Worker]:
         yield worker
 
 
-@pytest.fixture
-def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
-
-
 def test_signed_jobs_run_and_others_fail_alone(worker: Worker, client: QueueClient) -> None:
     jobs = [
         {"prompt": f"row {i}", "model": "echo", "max_tokens": 6, "tenant": f"t{i % 3}"} for i in range(20)

@@ -1,7 +1,8 @@
 """Rows labelled per second when 2,000 rows share a prompt, beside vLLM with its prefix cache on.
 
 `python -m benchmarks.bulk`. Every output is one of a few labels. `distinct`: no two rows are equal. `repeated`: each
-row comes four times, as in data that nobody has deduplicated. Engines take turns as in `benchmarks.throughput`. Labels
+row comes four times, as in data that nobody has deduplicated. `news`: rows of some 45 words, all different, behind an
+instruction of some 150 tokens (`--rows 300`). Engines take turns as in `benchmarks.throughput`. Labels
 need not agree everywhere: engines cut a label into tokens in different ways, and choose token by token.
 """
 
@@ -25,7 +26,7 @@ from benchmarks.engines import peers
 from benchmarks.engines.contenders import Contender
 from benchmarks.measure import Request
 from benchmarks.report import model_directory, result_path, write
-from benchmarks.throughput import Measurements, Spread, measure_all, passes_as_json
+from benchmarks.throughput import Measurements, Spread, measure_all, passes_as_json, ratio_cell
 from benchmarks.workloads import LOWEST_TOKEN_ID, Workload
 
 GOAL = 3.0
@@ -33,6 +34,8 @@ CHOICES = ["positive", "negative", "neutral", "mixed"]
 LABEL_TOKENS = 16
 SHARED_TOKENS = 256
 OWN_TOKENS = (16, 48)
+LENGTHS = {"news": (150, (52, 72))}
+"""Tokens that all rows share, and each row's own, where these are others than above."""
 REPEATS = 4
 OURS = Contender("pagemill", "benchmarks.engines.bulk_engine", "this engine, offline")
 OURS_IN_INT8 = Contender(
@@ -41,9 +44,22 @@ OURS_IN_INT8 = Contender(
     "this engine, int8 weights and activations",
     options=(("quantization", "int8"),),
 )
+OURS_IN_BF16 = Contender(
+    "pagemill-bf16",
+    "benchmarks.engines.bulk_engine",
+    "this engine, bfloat16 products and KV cache",
+    options=(("dtype", "bfloat16"),),
+)
 VLLM = Contender("vllm", "benchmarks.engines.bulk_vllm", "vLLM's CPU build, offline", peers.VLLM)
+VLLM_IN_BF16 = Contender(
+    "vllm-bf16",
+    "benchmarks.engines.bulk_vllm",
+    "vLLM's CPU build, bfloat16",
+    peers.VLLM,
+    (("PAGEMILL_BENCH_VLLM_DTYPE", "bfloat16"),),
+)
 
-CONTENDERS = (OURS, OURS_IN_INT8, VLLM)
+CONTENDERS = (OURS, OURS_IN_BF16, OURS_IN_INT8, VLLM, VLLM_IN_BF16)
 
 
 def build_workload(name: str, vocab_size: int, num_rows: int, seed: int) -> Workload:
@@ -53,9 +69,10 @@ def build_workload(name: str, vocab_size: int, num_rows: int, seed: int) -> Work
     def tokens(count: int) -> list[int]:
         return [rng.randrange(LOWEST_TOKEN_ID, vocab_size) for _ in range(count)]
 
-    shared = tokens(SHARED_TOKENS)
+    num_shared, own = LENGTHS.get(name, (SHARED_TOKENS, OWN_TOKENS))
+    shared = tokens(num_shared)
     num_distinct = -(-num_rows // REPEATS) if name == "repeated" else num_rows
-    distinct = [shared + tokens(rng.randint(*OWN_TOKENS)) for _ in range(num_distinct)]
+    distinct = [shared + tokens(rng.randint(*own)) for _ in range(num_distinct)]
     rows = (distinct * REPEATS)[:num_rows] if name == "repeated" else distinct
     rng.shuffle(rows)
     return Workload(name, rows, [1] * num_rows)
@@ -63,21 +80,20 @@ def build_workload(name: str, vocab_size: int, num_rows: int, seed: int) -> Work
 
 def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
     view = Table(title=f"Rows labelled per second (goal: {GOAL:.0f} x vLLM)")
-    columns = ("workload", "engine", "median", "lowest", "best", "over vllm", "labels as pagemill")
+    peers_here = [peer.name for peer in (VLLM, VLLM_IN_BF16) if peer.name in measurements.contenders]
+    over = (f"over {name}" for name in peers_here)
+    columns = ("workload", "engine", "median", "lowest", "best", *over, "labels as pagemill")
     for column in columns:
         view.add_column(column, justify="left" if column in ("workload", "engine") else "right")
     for workload in workloads:
         for name in measurements.contenders:
             rates = Spread.of(measurements.rates(name, workload.name))
-            ratios = measurements.ratios(name, VLLM.name, workload.name)
-            ratio, same = "", ""
-            if name != VLLM.name and ratios:
-                spread = Spread.of(ratios)
-                ratio = f"{spread.median:.2f} x ({spread.low:.2f}..{spread.high:.2f})"
+            ratios = [ratio_cell(measurements, name, peer, workload.name) for peer in peers_here]
+            same = ""
             if name != OURS.name and measurements.rates(OURS.name, workload.name):
                 same = "{}/{}".format(*same_labels(measurements, name, workload.name))
             figures = (f"{rate:.1f}" for rate in (rates.median, rates.low, rates.high))
-            view.add_row(workload.name, name, *figures, ratio, same)
+            view.add_row(workload.name, name, *figures, *ratios, same)
     return view
 
 
@@ -102,7 +118,7 @@ def main() -> int:
         default=[OURS.name, VLLM.name],
     )
     parser.add_argument(
-        "--workloads", nargs="+", choices=["distinct", "repeated"], default=["distinct", "repeated"]
+        "--workloads", nargs="+", choices=["distinct", "repeated", "news"], default=["distinct", "repeated"]
     )
     parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
     parser.add_argument("--kv-cache-gib", type=int, default=2)
@@ -112,9 +128,9 @@ def main() -> int:
     if min(given.rows, given.rounds) < 1:
         parser.error("--rows and --rounds must be at least 1")
     contenders = [contender for contender in CONTENDERS if contender.name in given.engines]
-    if VLLM in contenders and peers.VLLM.python() is None:
+    if any(contender.peer for contender in contenders) and peers.VLLM.python() is None:
         print("vllm: no environment for it; see python -m benchmarks --install-peers", file=sys.stderr)
-        contenders.remove(VLLM)
+        contenders = [contender for contender in contenders if contender.peer is None]
     return run(given, contenders, Console(width=None if sys.stdout.isatty() else 120))
 
 
@@ -154,12 +170,15 @@ def _report(
         "versions": {name: ready.versions for name, ready in measurements.ready.items()},
         "peak_memory_bytes": measurements.peak_memory_bytes,
         "failures": measurements.failures,
-        "over_vllm": {
-            workload: {
-                contender.name: measurements.ratios(contender.name, VLLM.name, workload)
-                for contender in (OURS, OURS_IN_INT8)
+        **{
+            f"over_{peer.name}": {
+                workload: {
+                    contender.name: measurements.ratios(contender.name, peer.name, workload)
+                    for contender in (OURS, OURS_IN_BF16, OURS_IN_INT8)
+                }
+                for workload in given.workloads
             }
-            for workload in given.workloads
+            for peer in (VLLM, VLLM_IN_BF16)
         },
         "passes": [
             {

@@ -30,7 +30,7 @@ class Request:
     """Tokens of the longest request that will come, prompt and output."""
     kv_cache_memory_bytes: int
     options: dict[str, Any] = field(default_factory=dict)
-    """Engine options; only Pagemill's engine takes any."""
+    """What a contender is told beside the workloads: options of our engine, a batch size."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

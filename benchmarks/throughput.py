@@ -20,10 +20,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engines.contenders import INT8_SUBJECT, REFERENCE, SUBJECT, Contender
+from benchmarks.engines.contenders import BF16_SUBJECT, INT8_SUBJECT, REFERENCE, SUBJECT, Contender
 from benchmarks.engines.process import EngineFailedError, EngineProcess
 from benchmarks.measure import Ready, Request, Timing
 from benchmarks.workloads import WORKLOADS, Workload
+
+SUBJECTS = (SUBJECT, BF16_SUBJECT, INT8_SUBJECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ def _failure_noted(measurements: Measurements, process: EngineProcess) -> Iterat
 
 
 def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
-    subjects = [name for name in (SUBJECT, INT8_SUBJECT) if name in measurements.contenders]
+    subjects = [name for name in SUBJECTS if name in measurements.contenders]
     view = Table(title="Output tokens per second (greedy, fp32 unless the name says otherwise)")
     view.add_column("workload")
     view.add_column("engine")
@@ -206,7 +208,7 @@ def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
                 contender,
                 *(f"{rate:.1f}" for rate in (rates.median, rates.low, rates.high)),
                 str(len(measurements.rates(contender, workload.name))),
-                *(_ratio_cell(measurements, name, contender, workload.name) for name in subjects),
+                *(ratio_cell(measurements, name, contender, workload.name) for name in subjects),
                 "" if contender == REFERENCE or equal is None else f"{equal[0]}/{equal[1]}",
             )
         view.add_section()
@@ -249,7 +251,7 @@ def _engine_summary(measurements: Measurements, contender: str, workload: str) -
         "median": round(statistics.median(rates), 2),
         "outputs_equal_to_transformers": measurements.equal_outputs(contender, workload),
     }
-    for subject in (SUBJECT, INT8_SUBJECT):
+    for subject in SUBJECTS:
         ratios = measurements.ratios(subject, contender, workload)
         if ratios and subject != contender:
             spread = Spread.of(ratios)
@@ -260,7 +262,7 @@ def _engine_summary(measurements: Measurements, contender: str, workload: str) -
     return found
 
 
-def _ratio_cell(measurements: Measurements, subject: str, contender: str, workload: str) -> str:
+def ratio_cell(measurements: Measurements, subject: str, contender: str, workload: str) -> str:
     ratios = measurements.ratios(subject, contender, workload)
     if subject == contender or not ratios:
         return ""

@@ -5,9 +5,12 @@ Version 0.32.0 returns, now and then, a text that is none of the choices: such a
 
 from __future__ import annotations
 
+import os
+
 from benchmarks import measure
 
 NO_CHOICE = -1
+DTYPE = os.environ.get("PAGEMILL_BENCH_VLLM_DTYPE", "float32")
 
 
 def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
@@ -19,7 +22,7 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     choices: list[str] = request.options["choices"]
     llm = vllm.LLM(
         model=request.model,
-        dtype="float32",
+        dtype=DTYPE,
         max_model_len=request.longest,
         enable_prefix_caching=True,
         seed=0,

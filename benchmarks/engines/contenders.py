@@ -38,6 +38,13 @@ CONTENDERS = (
         options=(("dtype", "bfloat16"),),
     ),
     Contender("vllm", "benchmarks.engines.vllm", "vLLM's CPU build, offline", peers.VLLM),
+    Contender(
+        "vllm-bf16",
+        "benchmarks.engines.vllm",
+        "vLLM's CPU build, bfloat16",
+        peers.VLLM,
+        (("PAGEMILL_BENCH_VLLM_DTYPE", "bfloat16"),),
+    ),
     Contender("openvino", "benchmarks.engines.openvino", "OpenVINO GenAI, fp32", peers.OPENVINO),
     Contender(
         INT8_SUBJECT,

@@ -12,6 +12,7 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import transformers
     from transformers import AutoModelForCausalLM
 
+    batch_size: int = request.options.get("batch_size", BATCH_SIZE)
     transformers.utils.logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(request.model, dtype=torch.float32).eval()
     # No end-of-sequence: every request runs to its length, as in the other engines.
@@ -34,8 +35,8 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     @torch.inference_mode()
     def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
         outputs: list[list[int]] = []
-        for start in range(0, len(prompts), BATCH_SIZE):
-            batch = slice(start, start + BATCH_SIZE)
+        for start in range(0, len(prompts), batch_size):
+            batch = slice(start, start + batch_size)
             outputs += generate_batch(prompts[batch], max_tokens[batch])
         return outputs
 

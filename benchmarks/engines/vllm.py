@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from benchmarks import measure
+
+DTYPE = os.environ.get("PAGEMILL_BENCH_VLLM_DTYPE", "float32")
 
 
 def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
@@ -11,7 +15,7 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import vllm
 
     llm = vllm.LLM(
-        model=request.model, dtype="float32", max_model_len=request.longest, skip_tokenizer_init=True, seed=0
+        model=request.model, dtype=DTYPE, max_model_len=request.longest, skip_tokenizer_init=True, seed=0
     )
 
     def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:

@@ -258,10 +258,11 @@ def _combine_rows(first, last, out, rows, places, weights, top_k, size):
 
 
 @jit(parallel=True)
-def _route_parallel(num_threads, num_rows, *arguments):
+def _route_parallel(num_threads, num_rows, weights, indices, rows, num_experts, choice, numbers):
+    # Named, not *arguments: numba hands a loop's body tuples, but no tuples of tuples.
     for thread in prange(num_threads):
         first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _route_rows(first, last, *arguments)
+        _route_rows(first, last, weights, indices, rows, num_experts, choice, numbers)
 
 
 @jit(parallel=True)

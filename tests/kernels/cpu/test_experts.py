@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -25,11 +27,20 @@ ROUTINGS = [
 KINDS: list[KindName] = ["fp32", "int8", *(["bf16"] if bf16.is_native() else [])]
 
 
+@pytest.fixture(autouse=True, params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Every test with one thread and with two: more are other kernels, from some thousand numbers a thread on."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_routing(routing: Routing, has_bias: bool) -> None:
     torch.manual_seed(0)
-    logits, bias = torch.randn(37, 16) * 2, torch.randn(16) if has_bias else None
+    logits, bias = torch.randn(1500, 16) * 2, torch.randn(16) if has_bias else None
     with dispatch.override("reference"):
         weights, indices = dispatch.route(logits, bias, routing)
     found_weights, found = dispatch.route(logits, bias, routing)
@@ -61,8 +72,8 @@ def test_clamped_swiglu(size: int) -> None:
 
 def test_rows_are_sorted_by_expert_and_combined() -> None:
     torch.manual_seed(0)
-    x, indices = torch.randn(11, 37), torch.stack([torch.randperm(6)[:3] for _ in range(11)])
-    weights = torch.rand(11, 3)
+    x, indices = torch.randn(900, 37), torch.stack([torch.randperm(6)[:3] for _ in range(900)])
+    weights = torch.rand(900, 3)
     found = dispatch.sort_by_expert(x, indices, 8)
     with dispatch.override("reference"):
         expected = dispatch.sort_by_expert(x, indices, 8)
@@ -111,16 +122,11 @@ def test_grouped_products(kind: KindName, out_features: int, in_features: int, h
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_row_has_the_same_bits_whatever_its_neighbours_are(kind: KindName, num_threads: int) -> None:
+def test_a_row_has_the_same_bits_whatever_its_neighbours_are(kind: KindName) -> None:
     torch.manual_seed(0)
     weights = packed(torch.randn(4, 64, 96), None, kind)
-    x, before = torch.randn(300, 96), torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        together = multiply(x, torch.tensor([0, 0, 150, 160, 300]), weights)
-    finally:
-        torch.set_num_threads(before)
+    x = torch.randn(300, 96)
+    together = multiply(x, torch.tensor([0, 0, 150, 160, 300]), weights)
     for row, expert in ((0, 1), (149, 1), (155, 2), (160, 3), (299, 3)):
         offsets = torch.tensor([0] * (expert + 1) + [1] * (4 - expert))
         assert torch.equal(multiply(x[row : row + 1], offsets, weights)[0], together[row])

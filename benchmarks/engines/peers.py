@@ -70,7 +70,9 @@ OPENVINO = Peer(
     ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0+cpu"),
     ("torchvision",),
 )
-PEERS = (VLLM, OPENVINO)
+# No wheel: compiled for this machine's processor, some eight minutes.
+LLAMACPP = Peer("llamacpp", "llama_cpp", ("llama-cpp-python==0.3.36",))
+PEERS = (VLLM, OPENVINO, LLAMACPP)
 
 
 def process_environment(kv_cache_memory_bytes: int) -> dict[str, str]:

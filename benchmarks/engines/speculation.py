@@ -12,6 +12,7 @@ import random
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, report
@@ -96,18 +97,25 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--quantization", choices=["int8"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     args = parser.parse_args()
     started, about = datetime.now(UTC), machine.describe()
-    options = {"quantization": args.quantization, "num_kv_blocks": 2048, "max_num_seqs": max(args.rows) * 2}
+    options = {
+        "quantization": args.quantization,
+        "dtype": args.dtype,
+        "num_kv_blocks": 2048,
+        "max_num_seqs": max(64, 2 * max(args.rows)),
+    }
     plain = Side(LLM(args.model, **options, num_speculative_tokens=0))
     drafting = Side(LLM(args.model, **options))
     for side in (plain, drafting):
         side.run([[{"role": "user", "content": "Hello"}]], SamplingParams(max_tokens=16))
     runs = [compare(task, rows, (plain, drafting), args) for task in args.tasks for rows in args.rows]
     print(json.dumps(runs, indent=1))
-    report.write(
-        report.result_path("speculation", started), {"machine": about, "options": vars(args), "runs": runs}
-    )
+    asked = {name: value for name, value in vars(args).items() if name != "out"}
+    path = args.out or report.result_path("speculation", started)
+    report.write(path, {"machine": about, "options": asked, "runs": runs})
 
 
 if __name__ == "__main__":

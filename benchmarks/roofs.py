@@ -1,0 +1,221 @@
+"""What a CPU could do at most: memory read and products multiplied per second, and the tokens per second that follow.
+
+    python -m benchmarks.roofs [--throughput FILE] [--rounds N]
+
+Bandwidth: summing 512 MiB. Products: torch's own (fp32 and bfloat16, its weights reordered) and ours, over copies of
+SmolLM2's widest weight and of a large one, at the rows of a decode step and of a prompt; the best of all is the roof of
+its dtype, and int8 is held to ours. A workload's roof takes prompts at that rate and decodes at it or at the bandwidth,
+whichever is slower, with nothing else to do. `--throughput`: a file of `python -m benchmarks`, whose medians are shown
+as shares of the roofs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.report import model_directory, result_path, write
+from benchmarks.workloads import WORKLOADS, Workload
+from pagemill.kernels.cpu.matmul import bf16, fp32, int8, weight_packing
+from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
+
+SHAPES = ((576, 3072), (2048, 8192))
+ROWS = (32, 512)
+STREAMED_BYTES = 1 << 29
+BYTES_PER_WEIGHT = {"fp32": 0.75, "bf16": 2.0, "int8": 1.125}
+"""In fp32 the packaged model's weights are kept as 4-bit integers and scales (docs/quantization.md)."""
+KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0625}
+ENGINES = {
+    "pagemill": "fp32", "vllm": "fp32", "openvino": "fp32", "transformers": "fp32", "pagemill-bf16": "bf16",
+    "vllm-bf16": "bf16", "pagemill-int8": "int8", "openvino-int8": "int8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A decoder's weights and cache, counted."""
+
+    layer_weights: int
+    head_weights: int
+    attention_width: int
+    """Numbers of all query heads, over all layers: each is multiplied by a key's and weighs a value's."""
+    kv_numbers: int
+    """Per token, over all layers."""
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Sizes:
+        hidden, layers, heads = (
+            config[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        )
+        width = heads * (config.get("head_dim") or hidden // heads)
+        kv_width = width * config["num_key_value_heads"] // heads
+        weights = hidden * (2 * width + 2 * kv_width + 3 * config["intermediate_size"])
+        return cls(layers * weights, hidden * config["vocab_size"], layers * width, 2 * layers * kv_width)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofs:
+    """A machine's rates, per second."""
+
+    bytes: float
+    operations: dict[str, float]
+    """By dtype."""
+
+    def tokens_per_second(self, workload: Workload, sizes: Sizes, dtype: str) -> float:
+        shared = _shared_prefix(workload.prompts)
+        own = [len(prompt) - shared for prompt in workload.prompts]
+        prompt_tokens = shared + sum(own)
+        attended = sum(n * (shared + n / 2) for n in own) + shared * shared / 2
+        prompt = 2.0 * sizes.layer_weights * prompt_tokens + 4.0 * sizes.attention_width * attended
+        contexts = [
+            (count, len(tokens) + count / 2)
+            for tokens, count in zip(workload.prompts, workload.max_tokens, strict=True)
+        ]
+        decoded = sum(count * context for count, context in contexts)
+        weights = sizes.layer_weights + sizes.head_weights
+        decode = 2.0 * weights * workload.num_output_tokens + 4.0 * sizes.attention_width * decoded
+        read = max(workload.max_tokens) * weights * BYTES_PER_WEIGHT[dtype]
+        read += decoded * sizes.kv_numbers * KV_BYTES[dtype]
+        rate = self.operations[dtype]
+        return workload.num_output_tokens / (prompt / rate + max(decode / rate, read / self.bytes))
+
+
+def _shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    first = prompts[0]
+    others = prompts[1:] or [[]]
+    return next(
+        (i for i, token in enumerate(first) if any(i >= len(p) or p[i] != token for p in others)), len(first)
+    )
+
+
+def best_seconds(run: Callable[[], object], rounds: int) -> float:
+    """Return the least time; the first run, which warms up, does not count."""
+    found = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - started)
+    return min(found[1:])
+
+
+def measure_bandwidth(rounds: int) -> float:
+    numbers = torch.ones(STREAMED_BYTES // 4)
+    return STREAMED_BYTES / best_seconds(numbers.sum, rounds)
+
+
+def measure_products(rounds: int) -> list[dict[str, Any]]:
+    """Return operations per second of each side, shape and number of rows."""
+    found = []
+    for in_features, out_features in SHAPES:
+        weight = torch.randn(out_features, in_features)
+        bias = torch.zeros(-(-out_features // PANEL) * PANEL)
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, in_features)
+            for (dtype, side), run in _sides(x, weight, bias).items():
+                seconds = best_seconds(run, rounds)
+                rate = 2.0 * num_rows * in_features * out_features / seconds
+                shape = {"in": in_features, "out": out_features, "rows": num_rows}
+                found.append({"dtype": dtype, "side": side, **shape, "operations_per_second": rate})
+    return found
+
+
+def _sides(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> dict[tuple[str, str], Callable[[], object]]:
+    width = len(weight)
+    sides: dict[tuple[str, str], Callable[[], object]] = {
+        ("fp32", "torch"): partial(torch.mm, x, weight.t()),
+        ("fp32", "ours"): partial(fp32.multiply, x, weight_packing.pack(weight), bias),
+        ("int8", "ours"): partial(int8.multiply, x, int8.pack(weight), bias, width),
+    }
+    if bf16.is_native():
+        halves, reordered = x.bfloat16(), torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), None)
+        sides["bf16", "torch"] = partial(
+            torch.ops.mkldnn._linear_pointwise, halves, reordered, None, "none", [], ""
+        )
+        sides["bf16", "ours"] = partial(bf16.multiply, x, bf16.pack(weight), bias, width)
+    return sides
+
+
+def measure(rounds: int) -> tuple[Roofs, list[dict[str, Any]]]:
+    products = measure_products(rounds)
+    operations: dict[str, float] = {}
+    for item in products:
+        operations[item["dtype"]] = max(operations.get(item["dtype"], 0.0), item["operations_per_second"])
+    return Roofs(measure_bandwidth(rounds), operations), products
+
+
+def shares(roofs: Roofs, model: str, throughput: Path | None) -> list[dict[str, Any]]:
+    """Return each workload's roof by dtype, and the share of it that each engine of a file reached."""
+    config = json.loads((model_directory(model) / "config.json").read_text())
+    report = json.loads(throughput.read_text())["workloads"] if throughput is not None else {}
+    found = []
+    for name, build in WORKLOADS.items():
+        workload = build(config["vocab_size"], 0, 1.0)
+        for dtype in roofs.operations:
+            roof = roofs.tokens_per_second(workload, Sizes.of(config), dtype)
+            engines = report.get(name, {}).get("engines", {})
+            medians = {
+                engine: figures["median"]
+                for engine, figures in engines.items()
+                if ENGINES.get(engine) == dtype
+            }
+            found.append({"workload": name, "dtype": dtype, "roof": roof, "medians": medians})
+    return found
+
+
+def print_tables(roofs: Roofs, products: list[dict[str, Any]], reached: list[dict[str, Any]]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(f"memory: {roofs.bytes / 1e9:.1f} GB/s with {torch.get_num_threads()} threads")
+    view = Table(title="Products, GFLOP/s")
+    for column in ("dtype", "side", *(f"{i} x {o}, {r} rows" for i, o in SHAPES for r in ROWS)):
+        view.add_column(column, justify="left" if column in ("dtype", "side") else "right")
+    for dtype, side in dict.fromkeys((item["dtype"], item["side"]) for item in products):
+        mine = [item for item in products if (item["dtype"], item["side"]) == (dtype, side)]
+        view.add_row(dtype, side, *(f"{item['operations_per_second'] / 1e9:.0f}" for item in mine))
+    console.print(view)
+    view = Table(title="Roofs, output tokens/s, and the share reached")
+    for column in ("workload", "dtype", "roof", "engines"):
+        view.add_column(column, justify="right" if column == "roof" else "left")
+    for item in reached:
+        roof = item["roof"]
+        engines = (f"{name} {rate:.0f} ({rate / roof:.0%})" for name, rate in item["medians"].items())
+        view.add_row(item["workload"], item["dtype"], f"{roof:.0f}", ", ".join(engines))
+    console.print(view)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--throughput", type=Path, help="a result of python -m benchmarks")
+    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
+    given = parser.parse_args()
+    started, where = datetime.now(UTC), machine.describe()
+    roofs, products = measure(given.rounds)
+    reached = shares(roofs, given.model, given.throughput)
+    print_tables(roofs, products, reached)
+    path = given.out or result_path("roofs", started)
+    head = {"date": started.isoformat(timespec="seconds"), "machine": where, "bytes_per_second": roofs.bytes}
+    write(path, head | {"products": products, "workloads": reached})
+    print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

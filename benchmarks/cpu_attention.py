@@ -1,18 +1,24 @@
 """Time the CPU operators at a small model's shapes (9 heads, 3 KV heads of 64, 30 layers) against plain torch.
 
-    python -m benchmarks.cpu_attention [num_threads]
+    python -m benchmarks.cpu_attention [num_threads]    # all but the last part
+    python -m benchmarks.cpu_attention shared           # attention of rows that begin with the same blocks
 
 Every figure is the best of many runs, in microseconds a layer. "cold" walks 30 layers' caches in turn, as a step
 does; "hot" repeats one layer. Compare within one run only.
+
+"shared" measures processor time on one thread, rows together and each on its own by turns, and their ratio's median.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
+import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +26,7 @@ import torch.nn.functional as F
 from pagemill.kernels import reference
 from pagemill.kernels.cpu import fused_rows
 from pagemill.kernels.cpu import operators as cpu
-from pagemill.kernels.types.layer_cache import LayerCache
+from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
 
@@ -28,6 +34,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 9, 3, 64, 16, 30
 HIDDEN, INTERMEDIATE = 576, 1536
 SCALE = HEAD_DIM**-0.5
 SCORING = Scoring(SCALE)
+SHARED_ROWS, SHARED_TOKENS, OWN_TOKENS = (4, 16, 32, 64), (256, 1024, 4096), 32
 
 
 def best(function: Callable[[], object], seconds: float = 0.5) -> float:
@@ -173,7 +180,88 @@ def fused_table() -> None:
             print(f"{n:>24} {name:>18} {best(ours):8.0f} {best(in_torch):8.0f}")
 
 
+def shared_metadata(num_rows: int, shared: int, own: int, query_len: int = 1) -> AttentionMetadata:
+    """Rows that begin with the same `shared` tokens and go on with `own` of theirs."""
+    metadata = make_metadata(query_len, shared + own, num_rows)
+    num_shared = shared // BLOCK_SIZE
+    num_own = metadata.block_tables.shape[1] - num_shared
+    blocks = torch.randperm(num_shared + num_rows * num_own).int()
+    metadata.block_tables[:, :num_shared] = blocks[:num_shared]
+    metadata.block_tables[:, num_shared:] = blocks[num_shared:].view(num_rows, num_own)
+    return metadata
+
+
+def by_turns(*functions: Callable[[], object], rounds: int = 9) -> list[list[float]]:
+    """Microseconds of processor time of each function, round by round."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds + 1):  # the first is for the caches
+        for function, found in zip(functions, times, strict=True):
+            start = time.process_time()
+            function()
+            found.append((time.process_time() - start) * 1e6)
+    return [found[1:] for found in times]
+
+
+def shared_table() -> None:
+    print(f"{'one query a row':>42} {'apart':>9} {'together':>9} {'ratio':>6} {'GFLOP/s':>8}")
+    shapes = [(9, 3, 64), (32, 8, 128)]
+    cases = itertools.product(shapes, (torch.float32, torch.bfloat16, torch.int8), SHARED_TOKENS, SHARED_ROWS)
+    for (num_heads, num_kv_heads, head_dim), dtype, shared, num_rows in cases:
+        metadata = shared_metadata(num_rows, shared, OWN_TOKENS)
+        num_blocks = int(metadata.block_tables.max()) + 1
+        num_layers = 2 if num_rows * shared > 2**15 else 4
+        layers = [
+            allocate_layer(num_blocks, num_kv_heads, BLOCK_SIZE, head_dim, dtype) for _ in range(num_layers)
+        ]
+        for tensor in itertools.chain.from_iterable(layer.tensors() for layer in layers):
+            tensor.copy_(torch.randint(-9, 9, tensor.shape[-1:]))
+        query, scoring = torch.randn(num_rows, num_heads, head_dim), Scoring(head_dim**-0.5)
+        apart = replace(metadata)
+        apart.sharing = torch.empty(0, dtype=torch.int32)
+
+        def step(metadata=metadata, layers=layers, query=query, scoring=scoring) -> torch.Tensor:
+            return torch.stack([cpu.paged_attention(query, layer, metadata, scoring) for layer in layers])
+
+        assert torch.equal(step(), step(apart))
+        alone, together = by_turns(lambda step=step, apart=apart: step(apart), step)
+        ratio = statistics.median(map(operator.truediv, alone, together))
+        rate = 4e-3 * num_rows * (shared + OWN_TOKENS) * num_heads * head_dim * num_layers / min(together)
+        name = f"{num_heads}/{num_kv_heads} x {head_dim} {str(dtype)[6:]}, {num_rows} rows x {shared}"
+        print(
+            f"{name:>42} {min(alone) / num_layers:9.0f} {min(together) / num_layers:9.0f} {ratio:6.2f} {rate:8.1f}"
+        )
+
+
+def shared_prompts_table() -> None:
+    """Prompts that continue the same blocks, and others that continue copies of them."""
+    print(f"\n{'40 queries a row':>42} {'copies':>9} {'shared':>9} {'ratio':>6}")
+    for shared, num_rows in itertools.product(SHARED_TOKENS, SHARED_ROWS):
+        length = shared + 40
+        copies, metadata = make_metadata(40, length, num_rows), shared_metadata(num_rows, shared, 40, 40)
+        shape = (int(copies.block_tables.max()) + 1, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        layer = LayerCache(torch.randn(shape), torch.randn(shape))
+        query = torch.randn(num_rows * 40, NUM_HEADS, HEAD_DIM)
+        apart, together = by_turns(
+            *(
+                lambda metadata=metadata, layer=layer, query=query: cpu.paged_attention(
+                    query, layer, metadata, SCORING
+                )
+                for metadata in (copies, metadata)
+            )
+        )
+        ratio = statistics.median(map(operator.truediv, apart, together))
+        name = f"{num_rows} rows x {shared}"
+        print(f"{name:>42} {min(apart):9.0f} {min(together):9.0f} {ratio:6.2f}")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["shared"]:
+        torch.set_num_threads(1)
+        torch.manual_seed(42)
+        with torch.inference_mode():
+            shared_table()
+            shared_prompts_table()
+        return
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else torch.get_num_threads())
     torch.manual_seed(42)
     warnings.filterwarnings("ignore", message="index_reduce")

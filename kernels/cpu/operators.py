@@ -13,6 +13,7 @@ from pagemill.kernels.cpu import cache as cpu_cache
 from pagemill.kernels.cpu import fused_rows
 from pagemill.kernels.cpu.attention.decode import decode
 from pagemill.kernels.cpu.attention.prefill import prefill
+from pagemill.kernels.cpu.attention.sharing import sharing_of
 from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, run_rows, use_torch_threads
 from pagemill.kernels.cpu.jit.element import element_of
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
@@ -121,7 +122,7 @@ def paged_attention(
         use_torch_threads(),
     )
     if num_decode_rows:
-        decode(*views, seq_lens.data_ptr(), num_decode_rows, *heads, metadata.max_seq_len, *numbers)
+        decode(*views, seq_lens.data_ptr(), sharing_of(metadata), num_decode_rows, *heads, *numbers)
     if num_decode_rows < num_rows:
         lengths = (starts.data_ptr(), seq_lens.data_ptr())
         prefill(*views, *lengths, num_decode_rows, num_rows, num_tokens, *heads, *numbers)

@@ -31,6 +31,8 @@ class AttentionMetadata:
     # Filled by the prefill kernel's first call of the step and read by the other layers' calls: which (row,
     # query tile) every program takes, by (query heads per KV head, tile height).
     work_lists: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    # The same for the CPU's decode kernel: which rows read the same leading blocks. Empty = none do.
+    sharing: torch.Tensor | None = field(default=None, init=False)
     others: list[AttentionMetadata] = field(default_factory=list)
     """The same step by the block tables of the other groups of layers, in their order."""
 

@@ -84,13 +84,19 @@ def _add_narrow_dots(scores, q, element, keys, num_keys, begin, head_dim):
 
 
 @jit
+def _splat_four(numbers):
+    """Four numbers, each in every lane. Loaded before anything is stored: LLVM would load them again after it."""
+    four = f32_pointer(numbers)
+    return vector.splat(four[0]), vector.splat(four[1]), vector.splat(four[2]), vector.splat(four[3])
+
+
+@jit
 def _add_four(target, weights, v0, v1, v2, v3):
     """target += four weights times a vector each, one after the other."""
-    weight = f32_pointer(weights)
-    total = vector.multiply_add(vector.splat(weight[0]), v0, vector.load(target))
-    total = vector.multiply_add(vector.splat(weight[1]), v1, total)
-    total = vector.multiply_add(vector.splat(weight[2]), v2, total)
-    vector.store(target, vector.multiply_add(vector.splat(weight[3]), v3, total))
+    total = vector.multiply_add(weights[0], v0, vector.load(target))
+    total = vector.multiply_add(weights[1], v1, total)
+    total = vector.multiply_add(weights[2], v2, total)
+    vector.store(target, vector.multiply_add(weights[3], v3, total))
 
 
 @jit
@@ -113,7 +119,7 @@ def add_weighted(acc, weights, stride, group, element, values, num_keys, head_di
             v2 = _load_four(element, value + 2 * value_bytes)
             v3 = _load_four(element, value + 3 * value_bytes)
             for g in range(group):
-                target, weight = acc + F32 * (g * head_dim + d), weights + g * stride + F32 * j
+                target, weight = acc + F32 * (g * head_dim + d), _splat_four(weights + g * stride + F32 * j)
                 _add_four(target, weight, v0[0], v1[0], v2[0], v3[0])
                 _add_four(target + VECTOR, weight, v0[1], v1[1], v2[1], v3[1])
                 _add_four(target + 2 * VECTOR, weight, v0[2], v1[2], v2[2], v3[2])

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 import torch
 
+from pagemill.kernels.cpu.attention.sharing import sharing_of
 from pagemill.kernels.cpu.jit.compiler import use_torch_threads
 from pagemill.kernels.cpu.jit.element import element_of
 from pagemill.kernels.cpu.layer.steps import finish, place_and_attend, project
@@ -41,8 +42,9 @@ _LAYER = np.dtype(
 _STEP = np.dtype(
     [
         *((name, _ADDRESS) for name in ("slot_mapping", "block_tables", "query_start_loc", "seq_lens")),
+        ("sharing", _ADDRESS),
         *((name, np.int64) for name in ("block_table_stride", "num_rows", "num_decode_rows", "num_tokens")),
-        *((name, np.int64) for name in ("num_padded", "max_seq_len", "num_read")),
+        *((name, np.int64) for name in ("num_padded", "num_read")),
         *((name, _ADDRESS) for name in ("normed", "qkv", "attended", "gated", "read_tokens")),
     ]
 )
@@ -110,7 +112,7 @@ class StepBuffers:
         step["block_table_stride"] = tables.stride(0)
         step["num_rows"], step["num_decode_rows"] = len(metadata.seq_lens_host), metadata.num_decode_rows
         step["num_tokens"], step["num_padded"] = num_tokens, num_tokens - sum(metadata.query_lens_host)
-        step["max_seq_len"] = metadata.max_seq_len
+        step["sharing"] = sharing_of(metadata)
         heads, head_dim = weights.num_heads, weights.head_dim
         self._reserve("normed", num_tokens * max(len(weights.input_norm), heads * head_dim))
         qkv_size = (heads + 2 * weights.num_kv_heads) * head_dim

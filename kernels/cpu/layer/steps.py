@@ -93,8 +93,8 @@ def _attend(element, layer, step, num_threads):
         decode(
             step[0].attended, step[0].qkv, row, head_dim, element, layer[0].key_cache, layer[0].value_cache,
             layer[0].key_scales, layer[0].value_scales, step[0].block_tables, step[0].block_table_stride,
-            step[0].seq_lens, step[0].num_decode_rows, kv_heads, group, head_dim, layer[0].block_size,
-            step[0].max_seq_len, layer[0].scale, layer[0].window, layer[0].softcap, layer[0].slopes,
+            step[0].seq_lens, step[0].sharing, step[0].num_decode_rows, kv_heads, group, head_dim,
+            layer[0].block_size, layer[0].scale, layer[0].window, layer[0].softcap, layer[0].slopes,
             layer[0].sinks, num_threads,
         )  # fmt: skip
     if step[0].num_decode_rows < step[0].num_rows:

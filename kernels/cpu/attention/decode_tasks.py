@@ -1,0 +1,125 @@
+"""What single-token attention is shared out as: tasks of some rows, one split of their keys and one KV head.
+
+A task's rows read the same leading keys of the split, by their block numbers, and go on with keys of their own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagemill.kernels.cpu.jit.compiler import i32_pointer, jit
+from pagemill.kernels.cpu.jit.row import I32
+
+SPLIT = 256  # keys; long enough to drown the merge, short enough that threads can share one long row
+FEWEST_KEYS = 64
+"""The fewest keys of a split that are read once for several rows: by 64, with 32 of their own, two gain 1 to 17 %."""
+MOST_HEADS = 64
+"""Query heads of a task, unless those of one row alone are more: 16 are 0.9 times as fast, 32 within 3 %."""
+FEWEST_TASKS = 4
+"""Per thread: rows are not put together where that would leave threads without work."""
+
+# Columns of rows.
+BEGIN, END, PARTIAL = range(3)
+# Columns of tasks.
+KV_HEAD, PLACE, COUNT, FIRST_SPLIT_KEY, SHARED_END = range(5)
+
+
+@jit
+def num_splits(begin, end):
+    """Splits that the keys begin .. end - 1 lie in; they are counted from key 0."""
+    return (end - 1) // SPLIT - begin // SPLIT + 1 if end > 0 else 0
+
+
+@jit
+def most_rows_of_a_task(num_tasks, group, num_threads):
+    """`num_tasks`: of rows that are taken one by one."""
+    fitting = num_tasks // (FEWEST_TASKS * num_threads) if num_threads > 1 else MOST_HEADS
+    return max(1, min(MOST_HEADS // group, fitting))
+
+
+@jit
+def plan_rows(rows, seq_lens, num_rows, window):
+    """rows[row] = (first key, last key + 1, its first partial result or -1); return the numbers of splits and partials.
+
+    A row whose keys lie in one split has no partial results.
+    """
+    count, num_partials = 0, 0
+    for row in range(num_rows):
+        end = int(seq_lens[row])
+        rows[row, BEGIN], rows[row, END] = max(0, end - window) if window > 0 else 0, end
+        splits = num_splits(rows[row, BEGIN], end)
+        rows[row, PARTIAL] = num_partials if splits > 1 else -1
+        num_partials += splits if splits > 1 else 0
+        count += splits
+    return count, num_partials
+
+
+@jit
+def plan_order(order, sharing, rows, num_rows, block_size):
+    """order[place] = (row, number of leading keys it shares with the row before it); `sharing`: of `shared_blocks`.
+
+    Only whole blocks that both rows have filled count: what a table holds past them is undefined.
+    """
+    numbers, blocks = i32_pointer(sharing), i32_pointer(sharing + I32 * num_rows)
+    for place in range(num_rows):
+        order[place, 0] = numbers[place] if sharing != 0 else place
+        order[place, 1] = 0
+        if sharing != 0 and place > 0:
+            ends = rows[order[place, 0], END], rows[order[place - 1, 0], END]
+            filled = min(ends[0], ends[1]) // block_size
+            order[place, 1] = min(int(blocks[place]), filled) * block_size
+
+
+@jit
+def _plan_split(tasks, costs, count, rows, order, first, last, key, num_kv_heads, most_rows):
+    """Add the tasks of one split, which begins at `key`, for the rows at places first .. last - 1."""
+    place = first
+    while place < last:
+        row, num_rows, keys = order[place, 0], 1, 0
+        begin, end = max(rows[row, BEGIN], key), min(rows[row, END], key + SPLIT)
+        shared_end, longest = key + SPLIT, end
+        while begin == key and place + num_rows < last and num_rows < most_rows:
+            row, joined_end = order[place + num_rows, 0], min(order[place + num_rows, 1], shared_end)
+            longest = max(longest, min(rows[row, END], key + SPLIT))
+            # No row has more keys of its own than all share: it would be in the others' way.
+            if rows[row, BEGIN] > key or joined_end - key < max(FEWEST_KEYS, longest - joined_end):
+                break
+            shared_end, num_rows = joined_end, num_rows + 1
+        for other in range(place, place + num_rows):
+            keys += 8 + min(rows[order[other, 0], END], key + SPLIT) - begin
+        for kv_head in range(num_kv_heads if begin < end else 0):
+            tasks[count, KV_HEAD], tasks[count, PLACE], tasks[count, COUNT] = kv_head, place, num_rows
+            tasks[count, FIRST_SPLIT_KEY] = begin
+            tasks[count, SHARED_END] = shared_end if num_rows > 1 else begin
+            costs[count + 1] = costs[count] + keys
+            count += 1
+        place += num_rows
+    return count
+
+
+@jit
+def plan_tasks(rows, order, num_rows, num_row_splits, num_kv_heads, most_rows):
+    """Return the tasks, what the first n of them cost together for every n, and the most rows that one has.
+
+    Neighbours read the same keys, or those beside them: rows that share any are taken split by split, and what a task's
+    rows do not share, KV head by KV head, while it is at hand.
+    """
+    tasks = np.empty((num_row_splits * num_kv_heads, 5), np.int64)
+    costs = np.zeros(num_row_splits * num_kv_heads + 1, np.int64)
+    count, first, largest = 0, 0, 1
+    while first < num_rows:
+        last = first + 1
+        while last < num_rows and order[last, 1] >= FEWEST_KEYS:
+            last += 1
+        key, end = rows[order[first, 0], BEGIN], 0
+        for place in range(first, last):
+            key, end = min(key, rows[order[place, 0], BEGIN]), max(end, rows[order[place, 0], END])
+        for split_key in range(key // SPLIT * SPLIT, end, SPLIT):
+            start = count
+            count = _plan_split(
+                tasks, costs, count, rows, order, first, last, split_key, num_kv_heads, most_rows
+            )
+            for task in range(start, count):
+                largest = max(largest, tasks[task, COUNT])
+        first = last
+    return tasks[:count], costs[: count + 1], largest

@@ -250,9 +250,11 @@ def test_rows_without_a_common_block_are_left_in_their_order() -> None:
 
 
 def test_what_is_found_is_found_once_a_step() -> None:
-    metadata = Case([(64, [5, 9])]).step().metadata
+    metadata = Case([(64, [5, 9]), (16, [3, 3, 40]), (0, [20, 20])]).step().metadata
+    assert metadata.count_sharing_rows() == 0
     address = sharing_of(metadata)
     assert address == sharing_of(metadata) != 0
+    assert metadata.count_sharing_rows() == 5
     assert replace(metadata).sharing is None  # of other tables, perhaps
 
 

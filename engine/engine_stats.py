@@ -53,6 +53,7 @@ class StepRecorder:
         """Record a retired step."""
         self.stats.finished += 1
         self.stats.replayed += result.is_replayed
+        self.stats.sharing_rows += result.sharing_rows
         self.stats.computed_tokens += plan.num_tokens
         self.stats.last_time = time.monotonic()
         kind = plan.kind

@@ -241,6 +241,8 @@ class StepStats:
     finished: int = 0
     replayed: int = 0
     """Steps replayed by a CUDA graph; the others ran eagerly."""
+    sharing_rows: int = 0
+    """Rows by step, of one token, that began with the same blocks as another row: a CPU reads these once for both."""
     computed_tokens: int = 0
     """Tokens that went through the model, including recomputed ones."""
     busy_seconds: float = 0.0

@@ -157,6 +157,8 @@ class StepResult:
     """Sample numbers for which the request's own parameters left no token; their `token_ids` are meaningless."""
     is_replayed: bool = False
     """True if a CUDA graph ran it."""
+    sharing_rows: int = 0
+    """Rows with one token that begin with the same blocks as another: a CPU reads these once for both."""
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0

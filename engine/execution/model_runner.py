@@ -41,12 +41,14 @@ class LaunchedStep:
     sample_s: float
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     reads: ReadLogprobs | None = None
+    sharing_rows: int = 0
 
     def wait(self) -> StepResult:
         result = StepResult(
             self.plan.step_id,
             token_ids=[],
             is_replayed=self.is_replayed,
+            sharing_rows=self.sharing_rows,
             prepare_s=self.prepare_s,
             forward_s=self.forward_s,
             sample_s=self.sample_s,
@@ -159,6 +161,7 @@ class ModelRunner:
             sampled - forwarded,
             computed.scored,
             computed.reads,
+            inputs.metadata.count_sharing_rows(),
         )
 
     def is_device_alive(self) -> bool:

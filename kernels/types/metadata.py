@@ -31,7 +31,8 @@ class AttentionMetadata:
     # Filled by the prefill kernel's first call of the step and read by the other layers' calls: which (row,
     # query tile) every program takes, by (query heads per KV head, tile height).
     work_lists: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    # The same for the CPU's decode kernel: which rows read the same leading blocks. Empty = none do.
+    # Filled likewise for the CPU's decode kernel: [2, num_decode_rows] int32, the rows in an order in which those that
+    # begin with the same blocks are neighbours, and the number of blocks each shares with the one before. Empty = none.
     sharing: torch.Tensor | None = field(default=None, init=False)
     others: list[AttentionMetadata] = field(default_factory=list)
     """The same step by the block tables of the other groups of layers, in their order."""
@@ -39,6 +40,13 @@ class AttentionMetadata:
     def of_group(self, group: int) -> AttentionMetadata:
         """Return the step by the block tables of a group of layers."""
         return self.others[group - 1] if group else self
+
+    def count_sharing_rows(self) -> int:
+        """Return how many decode rows begin with the same blocks as another; 0 where no kernel has looked."""
+        if self.sharing is None or not len(self.sharing):
+            return 0
+        joins = self.sharing[1] > 0  # never the first row
+        return int((joins | joins.roll(-1)).sum())
 
 
 def warm_up_metadata() -> AttentionMetadata:

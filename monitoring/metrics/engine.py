@@ -66,6 +66,12 @@ STEPS: tuple[Metric[EngineStats], ...] = (
         lambda s: s.steps.computed_tokens,
     ),
     counter(
+        "engine_sharing_rows_total",
+        "Rows by step, of one token, that began with the same blocks as another row. Of 64 common tokens or more a CPU"
+        " reads keys and values once for both.",
+        lambda s: s.steps.sharing_rows,
+    ),
+    counter(
         "engine_discarded_tokens_total",
         "Sampled tokens thrown away because their sequence had ended a step before.",
         lambda s: s.scheduler.discarded_tokens,

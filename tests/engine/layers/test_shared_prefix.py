@@ -33,11 +33,14 @@ PARAMS = (
 )
 
 
-def results(**options: Any) -> list[Any]:
+def results(**options: Any) -> tuple[int, list[Any]]:
     llm = LLM("smollm2", num_kv_blocks=400, **options)
     prompts = [f"{INSTRUCTIONS * 3}\nMessage: {message}\nCategory:" for message in MESSAGES]
     outputs = [row.outputs[0] for params in PARAMS for row in llm.generate(prompts, params, use_tqdm=False)]
-    return [(output.text, output.token_ids, output.logprobs, output.label_probs) for output in outputs]
+    counted = llm.engine.stats().steps.sharing_rows
+    return counted, [
+        (output.text, output.token_ids, output.logprobs, output.label_probs) for output in outputs
+    ]
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.slow)])
@@ -52,13 +55,14 @@ def test_labels_and_texts_after_a_shared_prompt_are_those_of_rows_on_their_own(
         return found[-1]
 
     monkeypatch.setattr(sharing, "shared_blocks", watch)
-    together = results(kv_cache_dtype=cache_dtype)
+    counted, together = results(kv_cache_dtype=cache_dtype)
     enough = decode_tasks.SPLIT // 16
     num_steps = sum(order is not None and (order[1] >= enough).sum() == len(MESSAGES) - 1 for order in found)
     assert num_steps >= 5  # one for the labels' second tokens, four for the texts' after the first
 
     monkeypatch.setattr(sharing, "shared_blocks", lambda tables: None)
-    assert together == results(kv_cache_dtype=cache_dtype)
+    assert counted >= 5 * len(MESSAGES)
+    assert results(kv_cache_dtype=cache_dtype) == (0, together)
     texts = [text for text, *_ in together]
     assert set(texts[: len(MESSAGES)]) <= set(LABELS)
     assert len(set(texts)) > 2

@@ -105,6 +105,16 @@ def test_an_output_that_repeats_its_prompt(client: QueueClient) -> None:
         assert client.wait([job_id])[0].result.outputs[0].text == "all of this again, please"
 
 
+def test_samples_of_one_prompt_share_its_blocks(client: QueueClient, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    config = worker_config(client.url, client.queue, model=str(tmp_path), skip_tokenizer_init=True)
+    with running_worker(config) as worker:
+        job = {"prompt_token_ids": list(range(4, 44)), "n": 4, "max_tokens": 20, "ignore_eos": True}
+        ids = client.submit({"model": worker.model, **job})
+        has_counted(worker, "engine_sharing_rows_total{}")
+        assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+
+
 def test_blocks_that_windows_leave_behind(client: QueueClient, tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention"]
     save_tiny_ministral(tmp_path, kinds, std=0.3, vocab_size=61, eos=[3])

@@ -242,6 +242,15 @@ def test_a_row_with_more_keys_of_its_own_than_it_shares_goes_alone() -> None:
     assert tasks_of(Case([(96, [96, 96])]).step())[:, decode_tasks.COUNT].tolist() == [2]
 
 
+def test_blocks_that_windows_left_behind_are_alike_and_never_read() -> None:
+    step, window = Case([(512, [300, 280, 5, 300])]).step(), 300
+    for table, length in zip(step.metadata.block_tables, step.metadata.seq_lens.tolist(), strict=True):
+        table[: (length - window) // 16] = NO_BLOCK
+    assert sharing_of(step.metadata) != 0
+    scoring = Scoring(0.2, sliding_window=window)
+    assert torch.equal(step.attend(scoring, together=True), step.attend(scoring, together=False))
+
+
 def test_rows_without_a_common_block_are_left_in_their_order() -> None:
     step = Case([(0, [40] * 9)]).step()
     assert sharing_of(step.metadata) == 0
@@ -250,9 +259,11 @@ def test_rows_without_a_common_block_are_left_in_their_order() -> None:
 
 
 def test_what_is_found_is_found_once_a_step() -> None:
-    metadata = Case([(64, [5, 9])]).step().metadata
+    metadata = Case([(64, [5, 9]), (16, [3, 3, 40]), (0, [20, 20])]).step().metadata
+    assert metadata.count_sharing_rows() == 0
     address = sharing_of(metadata)
     assert address == sharing_of(metadata) != 0
+    assert metadata.count_sharing_rows() == 5
     assert replace(metadata).sharing is None  # of other tables, perhaps
 
 

@@ -29,7 +29,7 @@ from pagemill.engine.layers.experts.products import PackedGroupedProduct, PlainI
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.int8_products import PlainInt8Product
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct, PackedProduct
 from pagemill.engine.layers.quantized_weight import Weight, dense
 from pagemill.kernels import grouped_int8
 
@@ -188,9 +188,10 @@ def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> 
 
 
 def _warm_up_products(module: nn.Module) -> None:
-    for kernel in {part.kernel() for part in module.modules() if isinstance(part, ConvertedProduct)}:
+    parts = list(module.modules())
+    for kernel in {part.kernel() for part in parts if isinstance(part, PackedProduct | ConvertedProduct)}:
         kernel.warm_up()
-    for part in module.modules():
+    for part in parts:
         if isinstance(part, PackedGroupedProduct):
             part.warm_up()
 

@@ -7,11 +7,10 @@ So the order of every sum depends on the row alone, never on its neighbours or t
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from pagemill.kernels.cpu.attention.dots import add_dots, add_weighted
 from pagemill.kernels.cpu.jit import vector
-from pagemill.kernels.cpu.jit.compiler import f32_pointer, i32_pointer, jit
+from pagemill.kernels.cpu.jit.compiler import external, f32_pointer, i32_pointer, jit
 from pagemill.kernels.cpu.jit.element import size_of
 from pagemill.kernels.cpu.jit.row import (
     F32,
@@ -30,6 +29,7 @@ from pagemill.kernels.cpu.jit.row import (
     store_scaled,
     weigh,
 )
+from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, take
 
 SPLIT = 256  # keys; long enough to drown the merge, short enough that threads can share one long row
@@ -250,8 +250,55 @@ def _attend_split(
     )  # fmt: skip
 
 
-# The parallel kernel writes through no address itself: numba would drop such a store as dead.
-@jit(parallel=True)
+@jit
+def _attend_turns(
+    thread, splits, turns, counter, partials, stats, scratch, thread_lines, out, query, query_row_stride,
+    query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables, block_table_stride,
+    seq_lens, num_kv_heads, group, head_dim, block_size, query_scale, softcap, alibi_slopes, sinks,
+):  # fmt: skip
+    """Run one thread's tasks, turn by turn."""
+    num_heads, tile_bytes = num_kv_heads * group, size_of(element) * block_size * head_dim
+    acc = line_in(scratch) + VECTOR * thread * thread_lines
+    turn = take(line_in(counter))
+    while turn < len(turns) - 1:
+        for task in range(turns[turn], turns[turn + 1]):
+            kv_head = task % num_kv_heads
+            row, begin, end, partial = splits[task // num_kv_heads]
+            head = kv_head * group
+            scale_offset = F32 * kv_head * block_size
+            task_stats = address_of(stats) + F32 * 2 * task * group
+            _attend_split(
+                acc,
+                task_stats,
+                query + F32 * (row * query_row_stride + head * query_head_stride),
+                query_head_stride,
+                element,
+                key_cache + kv_head * tile_bytes,
+                value_cache + kv_head * tile_bytes,
+                key_scales + scale_offset if key_scales != 0 else 0,
+                value_scales + scale_offset if value_scales != 0 else 0,
+                i32_pointer(block_tables + I32 * row * block_table_stride),
+                begin,
+                end,
+                int(i32_pointer(seq_lens)[row]),
+                num_kv_heads,
+                group,
+                head_dim,
+                block_size,
+                query_scale,
+                softcap,
+                alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
+            )
+            if partial < 0:
+                target = out + F32 * (row * num_heads + head) * head_dim
+            else:
+                target = address_of(partials) + F32 * (partial * num_heads + head) * head_dim
+            head_sinks = sinks + F32 * head if sinks != 0 else 0
+            _store_split(target, acc, task_stats, partial < 0, group, head_dim, head_sinks)
+        turn = take(line_in(counter))
+
+
+@external
 def decode(
     out,  # [num_rows, num_kv_heads * group, head_dim]
     query,  # the same shape, with strides
@@ -292,44 +339,11 @@ def decode(
     scratch = np.empty((num_threads * thread_lines + 1) * vector.LANES, np.float32)
     # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
     query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
-    tile_bytes = size_of(element) * block_size * head_dim
-    for thread in prange(num_threads):
-        acc = line_in(scratch) + VECTOR * thread * thread_lines
-        turn = take(line_in(counter))
-        while turn < len(turns) - 1:
-            for task in range(turns[turn], turns[turn + 1]):
-                kv_head = task % num_kv_heads
-                row, begin, end, partial = splits[task // num_kv_heads]
-                head = kv_head * group
-                scale_offset = F32 * kv_head * block_size
-                task_stats = address_of(stats) + F32 * 2 * task * group
-                _attend_split(
-                    acc,
-                    task_stats,
-                    query + F32 * (row * query_row_stride + head * query_head_stride),
-                    query_head_stride,
-                    element,
-                    key_cache + kv_head * tile_bytes,
-                    value_cache + kv_head * tile_bytes,
-                    key_scales + scale_offset if key_scales != 0 else 0,
-                    value_scales + scale_offset if value_scales != 0 else 0,
-                    i32_pointer(block_tables + I32 * row * block_table_stride),
-                    begin,
-                    end,
-                    int(i32_pointer(seq_lens)[row]),
-                    num_kv_heads,
-                    group,
-                    head_dim,
-                    block_size,
-                    query_scale,
-                    np.float32(softcap) * LOG2_E,
-                    alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
-                )
-                if partial < 0:
-                    target = out + F32 * (row * num_heads + head) * head_dim
-                else:
-                    target = address_of(partials) + F32 * (partial * num_heads + head) * head_dim
-                head_sinks = sinks + F32 * head if sinks != 0 else 0
-                _store_split(target, acc, task_stats, partial < 0, group, head_dim, head_sinks)
-            turn = take(line_in(counter))
+    arguments = (
+        splits, turns, counter, partials, stats, scratch, thread_lines, out, query, query_row_stride,
+        query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables, block_table_stride,
+        seq_lens, num_kv_heads, group, head_dim, block_size, query_scale, np.float32(softcap) * LOG2_E, alibi_slopes,
+        sinks,
+    )  # fmt: skip
+    launch(_attend_turns, num_threads, arguments)
     _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, head_dim, sinks)

@@ -17,6 +17,7 @@ from pagemill.kernels.cpu.jit.compiler import run_rows, use_torch_threads
 from pagemill.kernels.cpu.jit.element import element_of
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
 from pagemill.kernels.cpu.matmul import low_rank
+from pagemill.kernels.cpu.sampling import argmax as cpu_argmax
 from pagemill.kernels.cpu.sampling import noise as cpu_noise
 from pagemill.kernels.cpu.sampling import selection as cpu_selection
 from pagemill.kernels.reference import copy_blocks
@@ -140,10 +141,10 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
 
 
 def warm_up() -> None:
-    """Compile what every model runs, or load it from the disk, so that no step pays for it: seconds at first."""
+    """Compile what every model runs, or load it from the disk, so that no step pays for it."""
     rows = torch.zeros(1, 64)
     fused_rows.rms_norm(rows, rows[0], 1e-5)
-    low_rank.warm_up()
+    cpu_argmax.warm_up()
     cpu_noise.warm_up()
     cpu_selection.warm_up()
 

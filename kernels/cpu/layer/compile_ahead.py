@@ -10,12 +10,15 @@ import gc
 import hashlib
 import logging
 import os
+import queue
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -23,6 +26,7 @@ import numba
 import torch
 from numba.core import registry
 
+from pagemill.kernels.cpu import operators
 from pagemill.kernels.cpu.layer import layer as cpu_layer
 from pagemill.kernels.cpu.matmul.kinds import KindName
 
@@ -52,6 +56,26 @@ class Part(NamedTuple):
         return cls(name, cast(KindName, kind), getattr(torch, dtype))
 
 
+_early: ContextVar[subprocess.Popen[bytes] | None] = ContextVar("early", default=None)
+
+
+@contextmanager
+def compiling_early() -> Iterator[None]:
+    """Inside, where nothing is compiled yet, another process compiles what every model runs; then `compile_apart`'s."""
+    directory = Path(numba.config.CACHE_DIR)
+    if any(directory.glob("compiled-*")) or not _can_help(directory):
+        yield
+        return
+    other = next(_start_others(1), None)
+    token = _early.set(other)
+    try:
+        yield
+    finally:
+        _early.reset(token)
+        if other is not None:
+            _end(other)
+
+
 def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
     """Compile parts in this process, which runs `meanwhile` first, and in others; at once if they are compiled.
 
@@ -60,8 +84,12 @@ def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
     marker = Path(numba.config.CACHE_DIR) / f"compiled-{_fingerprint(parts)}"
     others: list[subprocess.Popen[bytes]] = []
     try:
-        if not marker.exists() and _can_keep(marker.parent) and _can_start_python():
-            others += _start_others(parts, min(_num_cores(), len(parts)) - 1)
+        if not marker.exists() and _can_help(marker.parent):
+            early = _early.get()
+            others += [] if early is None else [early]
+            others += _start_others(min(_num_cores(), len(parts)) - 1 - len(others))
+        for first, other in enumerate(others):
+            _ask_for([*parts[first:], *parts[:first]], other)
         meanwhile()
         for part in reversed(parts):  # the others begin at the front
             part.compile()
@@ -72,36 +100,48 @@ def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
             _end(other)
 
 
-def _start_others(parts: Sequence[Part], count: int) -> Iterator[subprocess.Popen[bytes]]:
-    for first in range(count):
+def _can_help(directory: Path) -> bool:
+    """Return True if another process can run, and keep for this one what it compiles."""
+    return _num_cores() > 1 and _can_keep(directory) and _can_start_python()
+
+
+def _start_others(count: int) -> Iterator[subprocess.Popen[bytes]]:
+    for _ in range(count):
         try:
-            yield _start([*parts[first:], *parts[:first]])
+            yield _start()
         except OSError as error:
             logger.warning("no other process compiles kernels: %s", error)
             return
 
 
-def _end(other: subprocess.Popen[bytes]) -> None:
-    """End a process, which has nothing left to do."""
-    if (status := other.poll()) not in (None, 0):
-        command = shlex.join(map(str, cast(list[str], other.args)))
-        logger.warning(
-            "compiling kernels apart failed (exit status %s), so all was here: %s", status, command
-        )
-    with other:
-        other.kill()
-
-
-def _start(parts: Sequence[Part]) -> subprocess.Popen[bytes]:
-    """Start a process that compiles parts in this order."""
+def _start() -> subprocess.Popen[bytes]:
+    """Start a process that compiles what every model runs, and then what it is asked for."""
     paths = [path or os.getcwd() for path in sys.path]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, *(part.word() for part in parts)],
+        [sys.executable, "-P", "-m", __name__],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.PIPE,  # open as long as this process lives
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def _ask_for(parts: Sequence[Part], other: subprocess.Popen[bytes]) -> None:
+    assert other.stdin is not None
+    with suppress(OSError):  # it has ended
+        other.stdin.write("".join(f"{part.word()}\n" for part in parts).encode())
+        other.stdin.flush()
+
+
+def _end(other: subprocess.Popen[bytes]) -> None:
+    """End a process, which has nothing left to do."""
+    if (status := other.poll()) not in (None, 0, -signal.SIGKILL):
+        command = shlex.join(map(str, cast(list[str], other.args)))
+        logger.warning(
+            "compiling kernels apart failed (exit status %s), so all was here: %s", status, command
+        )
+    with suppress(OSError), other:
+        other.kill()
 
 
 def _can_keep(directory: Path) -> bool:
@@ -125,13 +165,24 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _end_with_parent() -> None:
-    os.read(0, 1)  # not by `sys.stdin`, which an ending interpreter wants to lock
+def _read_words(words: queue.SimpleQueue[str]) -> None:
+    """Pass on what the parent asks for, and end with it."""
+    left = ""
+    while text := os.read(0, 1 << 16):  # not by `sys.stdin`, which an ending interpreter wants to lock
+        *lines, left = (left + text.decode()).split("\n")
+        for line in lines:
+            words.put(line)
     os._exit(1)
 
 
-if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _compile_what_is_asked_for() -> None:
     gc.disable()  # a tenth of the time, for a process that soon ends
-    for word in sys.argv[1:]:
-        Part.of(word).compile()
+    words: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read_words, args=(words,), daemon=True).start()
+    operators.warm_up()
+    while True:
+        Part.of(words.get()).compile()
+
+
+if __name__ == "__main__":
+    _compile_what_is_asked_for()

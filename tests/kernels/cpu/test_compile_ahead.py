@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ pytest.importorskip("numba")
 
 import numba
 
-from pagemill.kernels.cpu.jit.progress import report_compiling
 from pagemill.kernels.cpu.layer import compile_ahead
 from pagemill.kernels.cpu.layer import layer as cpu_layer
 from pagemill.kernels.cpu.layer.compile_ahead import Part, compile_apart
@@ -36,8 +35,8 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     started: list[subprocess.Popen[bytes]] = []
     start = compile_ahead._start
 
-    def note(parts: Sequence[Part]) -> subprocess.Popen[bytes]:
-        started.append(start(parts))
+    def note() -> subprocess.Popen[bytes]:
+        started.append(start())
         return started[-1]
 
     monkeypatch.setattr(compile_ahead, "_start", note)
@@ -93,22 +92,24 @@ def wait_for(child: subprocess.Popen[bytes]) -> None:
     child.wait(timeout=120)
 
 
-def test_what_another_process_compiles_is_loaded(children, monkeypatch):
-    """In the tests' own cache, so that the kernels are compiled once for all tests."""
-    monkeypatch.setattr(compile_ahead, "_fingerprint", lambda parts: "test")
-    marker = Path(numba.config.CACHE_DIR) / "compiled-test"
-    marker.unlink(missing_ok=True)
-    counts = []
-    with report_compiling(lambda count, seconds: counts.append(count), every=0.0):
-        compile_apart([PART, PART], meanwhile=lambda: wait_for(children[0]))
-    assert children[0].returncode == 0
-    assert not counts
-    assert marker.exists()
-    ran = []
-    compile_apart([PART, PART], meanwhile=lambda: ran.append("here"))
-    assert ran == ["here"]
-    assert len(children) == 1, "compiled already"
-    marker.unlink()
+def test_another_process_keeps_what_it_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    with compile_ahead._start() as child:
+        compile_ahead._ask_for([PART], child)
+        deadline = time.monotonic() + 300
+        while not list(tmp_path.rglob("*steps.project*.nbc")):
+            assert child.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        compile_ahead._end(child)
+
+
+def test_what_is_compiled_starts_nothing(children, compiled):
+    for _ in range(2):
+        compile_apart(PARTS, meanwhile=lambda: None)
+    with compile_ahead.compiling_early():
+        pass
+    assert len(children) == 1
 
 
 def test_all_is_compiled_here_where_other_processes_fail(children, compiled, monkeypatch, caplog):
@@ -125,18 +126,27 @@ def test_all_is_compiled_here_where_another_process_hangs(children, compiled, mo
     assert [child.returncode for child in children] == [-9]
 
 
-def test_others_begin_with_different_parts(children, compiled, monkeypatch):
-    monkeypatch.setattr(compile_ahead, "_num_cores", lambda: 8)
-    run_instead(monkeypatch, "")
-    commands = []
-    popen = compile_ahead.subprocess.Popen
-    monkeypatch.setattr(
-        compile_ahead.subprocess,
-        "Popen",
-        lambda words, **options: (commands.append(words), popen(words, **options))[1],
-    )
-    compile_apart(PARTS, meanwhile=lambda: None)
-    assert [[Part.of(word) for word in words[4:]] for words in commands] == [PARTS, [*PARTS[1:], PARTS[0]]]
+def test_others_begin_with_different_parts_and_the_early_one_with_the_first(compiled, children, monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_num_cores", lambda: 3)
+    run_instead(monkeypatch, "import time; time.sleep(600)")
+    asked = []
+    monkeypatch.setattr(compile_ahead, "_ask_for", lambda parts, other: asked.append((other, list(parts))))
+    with compile_ahead.compiling_early():
+        assert len(children) == 1
+        compile_apart(PARTS, meanwhile=lambda: None)
+    assert asked == [(children[0], PARTS), (children[1], [*PARTS[1:], PARTS[0]])]
+    assert [child.returncode for child in children] == [-9, -9]
+
+
+def test_an_early_process_ends_with_a_model_that_does_not_load(compiled, children, monkeypatch):
+    run_instead(monkeypatch, "import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt), compile_ahead.compiling_early():
+        raise KeyboardInterrupt
+    assert [child.returncode for child in children] == [-9]
+
+
+def test_a_part_is_told_to_another_process():
+    assert [Part.of(part.word()) for part in PARTS] == PARTS
 
 
 def test_one_core_or_no_place_to_keep_them_starts_nothing(children, compiled, monkeypatch, tmp_path):
@@ -164,7 +174,7 @@ def test_processes_end_with_what_runs_meanwhile(children, compiled, monkeypatch)
 
 def test_a_process_ends_with_the_one_that_started_it(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # so that it has much to compile
-    with compile_ahead._start([PART]) as child:
+    with compile_ahead._start() as child:
         assert child.stdin is not None
         child.stdin.close()  # as when this process is killed
         assert child.wait(timeout=120) == 1

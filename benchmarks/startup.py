@@ -1,20 +1,24 @@
 """Time until a worker's engine is ready, and until a lone job's first token, beside the bare model.
 
 `python -m benchmarks.startup`. `ready`: from starting a fresh interpreter until an engine of a converted, cached model
-can take requests. `first token`: of one request that has the warm engine to itself, beside transformers' own forward
-pass of the same prompt, alternating, in one process. `--imports` lists what the imports of a start cost.
+can take requests. `first start`: the same where no machine code is kept, beside the processor time of all its
+processes, their ends included. `first token`: of one request that has the warm engine to itself, beside transformers'
+own forward pass of the same prompt, alternating, in one process. `--imports` lists what the imports of a start cost.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from benchmarks.report import model_directory, result_path, write
 from benchmarks.workloads import LOWEST_TOKEN_ID
 
 READY_GOAL_S = 5.0
+FIRST_START_GOAL_S = 15.0
 FIRST_TOKEN_GOAL = 1.5
 PROMPT_TOKENS = (16, 128, 512)
 START = """
@@ -43,11 +48,27 @@ def ready_seconds(model: Path) -> float:
     return seconds_until_ready([sys.executable, "-c", START, str(model)])
 
 
-def seconds_until_ready(command: list[str]) -> float:
+def first_start(model: Path) -> tuple[float, float]:
+    """(seconds until ready, processor seconds) where every kernel is compiled."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory(prefix="startup-") as directory:
+        environment = os.environ | {"NUMBA_CACHE_DIR": directory}
+        seconds = seconds_until_ready([sys.executable, "-c", START, str(model)], environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def seconds_until_ready(command: list[str], environment: Mapping[str, str] | None = None) -> float:
     """Until it says so: ending an interpreter with torch in it takes a second more, which no request waits for."""
     started = time.perf_counter()
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
@@ -100,13 +121,18 @@ def first_token_seconds(model: Path, num_tokens: int, repeats: int) -> tuple[lis
     return ours[1:], theirs[1:]  # the first of each warms up
 
 
-def table(ready: Sequence[float], first: dict[int, dict[str, Any]]) -> Table:
+def table(
+    ready: Sequence[float], cold: Sequence[tuple[float, float]], first: dict[int, dict[str, Any]]
+) -> Table:
     view = Table(title="Start-up and a lone job")
     for column in ("what", "median", "lowest", "beside", "goal"):
         view.add_column(column, justify="left" if column == "what" else "right")
     view.add_row(
         "ready", f"{statistics.median(ready):.2f} s", f"{min(ready):.2f} s", "", f"{READY_GOAL_S:.0f} s"
     )
+    for seconds, processor in cold:
+        beside = f"{processor:.1f} s of processor"
+        view.add_row("first start", f"{seconds:.1f} s", "", beside, f"{FIRST_START_GOAL_S:.0f} s")
     for num_tokens, figures in first.items():
         ours, theirs = figures["seconds"], figures["bare_seconds"]
         view.add_row(
@@ -125,6 +151,7 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=PROMPT_TOKENS)
+    parser.add_argument("--first-starts", type=int, default=1, help="that compile every kernel")
     parser.add_argument("--imports", action="store_true", help="also list the imports above 50 ms")
     parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
     parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
@@ -136,18 +163,19 @@ def main() -> int:
     started, where = datetime.now(UTC), machine.describe()
     model = model_directory(given.model)
     ready = [ready_seconds(model) for _ in range(given.repeats + 1)][1:]  # the first one fills the file cache
+    cold = [first_start(model) for _ in range(given.first_starts)]
     first: dict[int, dict[str, Any]] = {}
     for num_tokens in given.prompt_tokens:
         ours, theirs = first_token_seconds(model, num_tokens, given.repeats)
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         first[num_tokens] = {"seconds": ours, "bare_seconds": theirs, "ratio": ratio}
     console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table(ready, first))
+    console.print(table(ready, cold, first))
     if given.imports:
         for name, seconds in import_seconds(model):
             console.print(f"{seconds:7.2f} s  {name}")
     path = given.out or result_path("startup", started)
-    figures = {"ready_seconds": ready, "first_token": first}
+    figures = {"ready_seconds": ready, "first_starts": cold, "first_token": first}
     report = {"date": started.isoformat(timespec="seconds"), "machine": where, "model": given.model}
     write(path, report | figures)
     console.print(f"written to {path}")

@@ -38,6 +38,7 @@ from pagemill.fingerprint import with_commit
 if TYPE_CHECKING:
     import torch
 
+    from pagemill.engine.devices.backend import DeviceBackend
     from pagemill.engine.execution.parallel.rank_processes import RankProcesses
     from pagemill.engine.layers.kv_cache_shape import KVCacheShape
     from pagemill.engine.models.loader import LoadedModel
@@ -165,6 +166,14 @@ def _build_echo(config: EngineConfig) -> EngineParts:
 def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
     """Build this process's model: the whole of it, or rank 0's share."""
     from pagemill.engine.devices.registry import find_device
+
+    device = find_device(config.device)
+    device.tune_process(config.num_threads)
+    with device.preparing():
+        return _build_model_on(device, config, ranks)
+
+
+def _build_model_on(device: DeviceBackend, config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
     from pagemill.engine.execution.host_cache import measure_link
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
     from pagemill.engine.execution.model_runner import ModelRunner
@@ -172,8 +181,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
     from pagemill.engine.execution.rehearsal import step_bytes
     from pagemill.engine.models.loader import load_model
 
-    device, group = find_device(config.device), None if ranks is None else ranks.group
-    device.tune_process(config.num_threads)
+    group = None if ranks is None else ranks.group
     model = load_model(config, device, group)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
     max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)

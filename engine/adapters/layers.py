@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,8 +94,16 @@ class AdaptedLayers:
                 matrices[part.index] = pair
                 entries[part.index] = torch.tensor([a.data_ptr(), b.data_ptr(), change.rank])
                 num_bytes += a.nbytes + b.nbytes
+        self._prepare_kernel()
         found = Adapter(adapter.name, adapter.directory, folder.digest, rank, num_bytes)
         return ReadyAdapter(found, matrices, entries)
+
+    def _prepare_kernel(self) -> None:
+        """Compile what adds an adapter's change to a product, or load it from the disk: before a step needs it."""
+        if self._device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+            from pagemill.kernels.cpu.matmul import low_rank
+
+            low_rank.warm_up()
 
     def install(self, slot: int, ready: ReadyAdapter) -> None:
         """Put an adapter into a slot that no row of a step names. The engine's thread, between two steps."""

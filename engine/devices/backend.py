@@ -8,6 +8,7 @@ import ctypes
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -146,6 +147,10 @@ class DeviceBackend(ABC):
         if traits is not None and (fusion := self.fusion(traits, dtype, make_product)) is not None:
             fusion.run(module.model)
         replace_linears(module, make_product)
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """Return what a model is loaded and warmed up in: a device may meanwhile compile what every model runs."""
+        return nullcontext()
 
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
         """Compile in advance what a fused model of this dtype needs in its first step."""

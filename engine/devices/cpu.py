@@ -7,6 +7,7 @@ import logging
 import mmap
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -29,7 +30,7 @@ from pagemill.engine.layers.experts.products import PackedGroupedProduct, PlainI
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.int8_products import PlainInt8Product
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct, PackedProduct
 from pagemill.engine.layers.quantized_weight import Weight, dense
 from pagemill.kernels import grouped_int8
 
@@ -120,6 +121,13 @@ class CpuBackend(DeviceBackend):
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
         return CpuFusion(traits, make_product) if self.has_kernels(dtype) else None
 
+    def preparing(self) -> AbstractContextManager[None]:
+        if not _has_numba():
+            return nullcontext()
+        from pagemill.kernels.cpu.layer.compile_ahead import compiling_early
+
+        return compiling_early()
+
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
         """Compile the operators, or load them from disk."""
         if self.has_kernels(dtype):
@@ -162,17 +170,17 @@ def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> 
     from pagemill.kernels.cpu import operators as cpu
     from pagemill.kernels.cpu.jit.progress import report_compiling
     from pagemill.kernels.cpu.layer.compile_ahead import compile_apart
-    from pagemill.kernels.cpu.sampling import argmax as cpu_argmax
 
     layer = next((part for part in module.modules() if isinstance(part, FusedDecoderLayer)), None)
 
     def warm_up_operators() -> None:
-        cpu.warm_up()
-        cpu_argmax.warm_up()
         _warm_up_products(module)
+        cpu.warm_up()
 
     started = time.monotonic()
-    logger.info("preparing the CPU kernels (compiled on first use, 1 to 2 minutes in all; then kept on disk)")
+    logger.info(
+        "preparing the CPU kernels (compiled on first use, some 20 s on two cores; then kept on disk)"
+    )
     with report_compiling(_log_compiling):
         if layer is not None:
             compile_apart(layer.parts(shape.dtype), meanwhile=warm_up_operators)
@@ -188,9 +196,10 @@ def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> 
 
 
 def _warm_up_products(module: nn.Module) -> None:
-    for kernel in {part.kernel() for part in module.modules() if isinstance(part, ConvertedProduct)}:
+    parts = list(module.modules())
+    for kernel in {part.kernel() for part in parts if isinstance(part, PackedProduct | ConvertedProduct)}:
         kernel.warm_up()
-    for part in module.modules():
+    for part in parts:
         if isinstance(part, PackedGroupedProduct):
             part.warm_up()
 

@@ -141,17 +141,25 @@ class PackedProduct(nn.Module):
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
-        from pagemill.kernels.cpu.matmul import fp32, fp32_tile
+        from pagemill.kernels.cpu.matmul import fp32_tile
 
-        self._multiply = fp32.multiply
+        self._multiply = self.kernel().multiply
         self.packed = packed
         self.panels = self.packed.panels
         self.bias = torch.zeros(len(self.panels) * fp32_tile.PANEL)
         if bias is not None:
             self.bias[: self.packed.out_features] = bias
 
+    @staticmethod
+    def kernel() -> Any:
+        """Return the module with `multiply` and `warm_up`."""
+        from pagemill.kernels.cpu.matmul import fp32
+
+        return fp32
+
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._multiply(rows, self.packed, self.bias)
+        out: torch.Tensor = self._multiply(rows, self.packed, self.bias)
+        return out
 
     @classmethod
     def of(cls, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> PackedProduct:

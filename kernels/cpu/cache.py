@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import f32_pointer, i64_pointer, jit
 from pagemill.kernels.cpu.jit.element import size_of, store_number, store_vector
 from pagemill.kernels.cpu.jit.row import F32, ONE, ZERO, peak_of
+from pagemill.kernels.cpu.jit.threads import launch_rows
 from pagemill.kernels.types.layer_cache import SMALLEST_PEAK
 
 _SMALLEST_PEAK = np.float32(SMALLEST_PEAK)
@@ -68,8 +68,6 @@ def write_tokens(
             _store_head(element, target, source, head_dim, value_scales + F32 * at, limit)
 
 
-@jit(parallel=True)
+@jit
 def write_tokens_parallel(num_threads, num_tokens, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
-        write_tokens(first, last, *arguments)
+    launch_rows(write_tokens, num_threads, num_tokens, arguments)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import prange
 
 from pagemill.kernels.cpu.jit import vector
-from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit, run_rows
+from pagemill.kernels.cpu.jit.compiler import external, f32_pointer, jit, run_rows
 from pagemill.kernels.cpu.jit.row import F32, LOG2_E, ONE, VECTOR, ZERO
+from pagemill.kernels.cpu.jit.threads import launch_rows
 
 LOWEST_GATE = np.float32(-87.0)  # exp(87) is about the largest that fp32 holds; silu is 0 long before
 
@@ -25,7 +25,7 @@ def rms_norm(
     out = torch.empty((num_tokens, size)) if out is None else out
     addresses = (x.data_ptr(), weight.data_ptr(), 0, 0, out.data_ptr())
     strides = (x.stride(0), 0, out.stride(0))
-    run_rows(rms_norm_rows, rms_norm_parallel, num_tokens, size, (*addresses, *strides, size, eps))
+    run_rows(rms_norm_parallel, num_tokens, size, (*addresses, *strides, size, eps))
     return out
 
 
@@ -43,7 +43,7 @@ def add_rms_norm(
         normed.data_ptr(),
     )
     strides = (x.stride(0), residual.stride(0), size)
-    run_rows(rms_norm_rows, rms_norm_parallel, num_tokens, size, (*addresses, *strides, size, eps))
+    run_rows(rms_norm_parallel, num_tokens, size, (*addresses, *strides, size, eps))
     return normed, total
 
 
@@ -52,7 +52,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size))
     arguments = (gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), size)
-    run_rows(silu_and_mul_rows, silu_and_mul_parallel, num_tokens, size, arguments)
+    run_rows(silu_and_mul_parallel, num_tokens, size, arguments)
     return out
 
 
@@ -66,10 +66,10 @@ def rotary_embedding(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, 
     angles = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0), rotary_dim // 2)
     for x in (query, key):
         arguments = (x.data_ptr(), x.stride(0), x.stride(1), x.shape[1], *angles)
-        run_rows(rotate_rows, rotate_parallel, num_tokens, x.shape[1] * rotary_dim, arguments)
+        run_rows(rotate_parallel, num_tokens, x.shape[1] * rotary_dim, arguments)
 
 
-@jit
+@external
 def rms_norm_rows(
     first, last, x, weight, residual, total, out, x_stride, residual_stride, out_stride, size, eps
 ):
@@ -146,22 +146,16 @@ def rotate_rows(first, last, x, row_stride, head_stride, num_heads, cos, sin, co
                 f32_pointer(target)[half + i] = b * cosine + a * sine
 
 
-@jit(parallel=True)
+@jit
 def rms_norm_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        rms_norm_rows(first, last, *arguments)
+    launch_rows(rms_norm_rows, num_threads, num_rows, arguments)
 
 
-@jit(parallel=True)
+@jit
 def silu_and_mul_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        silu_and_mul_rows(first, last, *arguments)
+    launch_rows(silu_and_mul_rows, num_threads, num_rows, arguments)
 
 
-@jit(parallel=True)
+@jit
 def rotate_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        rotate_rows(first, last, *arguments)
+    launch_rows(rotate_rows, num_threads, num_rows, arguments)

@@ -14,10 +14,11 @@ from pagemill.kernels.cpu import fused_rows
 from pagemill.kernels.cpu.attention.decode import decode
 from pagemill.kernels.cpu.attention.prefill import prefill
 from pagemill.kernels.cpu.attention.sharing import sharing_of
-from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, run_rows, use_torch_threads
+from pagemill.kernels.cpu.jit.compiler import run_rows, use_torch_threads
 from pagemill.kernels.cpu.jit.element import element_of
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
-from pagemill.kernels.cpu.matmul import fp32, fp32_tile, low_rank, weight_packing
+from pagemill.kernels.cpu.matmul import low_rank
+from pagemill.kernels.cpu.sampling import argmax as cpu_argmax
 from pagemill.kernels.cpu.sampling import noise as cpu_noise
 from pagemill.kernels.cpu.sampling import selection as cpu_selection
 from pagemill.kernels.reference import copy_blocks
@@ -63,7 +64,7 @@ def reshape_and_cache(
         head_dim,
     )
     row_size = 2 * num_kv_heads * head_dim
-    run_rows(cpu_cache.write_tokens, cpu_cache.write_tokens_parallel, num_tokens, row_size, arguments)
+    run_rows(cpu_cache.write_tokens_parallel, num_tokens, row_size, arguments)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -141,15 +142,12 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
 
 
 def warm_up() -> None:
-    """Compile what every model runs, or load it from the disk, so that no step pays for it: seconds at first."""
-    rows = torch.zeros(2 * NUMBERS_PER_THREAD // 64, 64)
-    for n in (1, len(rows)):  # one row takes a kernel's serial form, so many its parallel one
-        fused_rows.rms_norm(rows[:n], rows[0], 1e-5)
-    low_rank.warm_up()
+    """Compile what every model runs, or load it from the disk, so that no step pays for it."""
+    rows = torch.zeros(1, 64)
+    fused_rows.rms_norm(rows, rows[0], 1e-5)
+    cpu_argmax.warm_up()
     cpu_noise.warm_up()
     cpu_selection.warm_up()
-    if fp32.is_supported():
-        fp32.multiply(rows[:1], weight_packing.pack(rows[:1]), torch.zeros(fp32_tile.PANEL))
 
 
 def warm_up_layers(
@@ -161,15 +159,12 @@ def warm_up_layers(
     rounds_to_cache: bool = False,
 ) -> None:
     """The same for the operators of layers that are called one by one."""
-    many = -(-2 * NUMBERS_PER_THREAD // (num_kv_heads * head_dim))
-    query, key, value = torch.zeros(many, num_heads + 2 * num_kv_heads, head_dim).split(
+    query, key, value = torch.zeros(3, num_heads + 2 * num_kv_heads, head_dim).split(
         [num_heads, num_kv_heads, num_kv_heads], dim=1
     )
     cache = allocate_layer(1, num_kv_heads, block_size, head_dim, cache_dtype)
-    angles = torch.zeros(many, head_dim)
-    rows = torch.zeros(many, 2 * num_kv_heads * head_dim)
-    for n in (1, many):
-        reshape_and_cache(key[:n], value[:n], cache, torch.full((n,), -1))
-        fused_rows.rotary_embedding(query[:n], key[:n], angles[:n], angles[:n])
-        fused_rows.silu_and_mul(rows[:n])
-    paged_attention(query[:3], cache, warm_up_metadata(), Scoring(1.0, rounds_to_cache=rounds_to_cache))
+    angles = torch.zeros(3, head_dim)
+    reshape_and_cache(key, value, cache, torch.full((3,), -1))
+    fused_rows.rotary_embedding(query, key, angles, angles)
+    fused_rows.silu_and_mul(torch.zeros(1, 2 * head_dim))
+    paged_attention(query, cache, warm_up_metadata(), Scoring(1.0, rounds_to_cache=rounds_to_cache))

@@ -88,7 +88,7 @@ def test_a_bare_name_is_refused(name: str) -> None:
     assert f"import pagemill.{name}" in run.stderr
 
 
-FOREIGN = {"os", "torch", "dist", "channel", "kernel", "module_class"}
+FOREIGN = {"os", "torch", "dist", "channel", "kernel", "compiled", "module_class"}
 """Names under which parts of other libraries are reached that have no public name."""
 
 

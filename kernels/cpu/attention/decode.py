@@ -10,7 +10,6 @@ and becomes fp32, once for all of them, and each row's sums are what they are wi
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from pagemill.kernels.cpu.attention.decode_tasks import (
     BEGIN,
@@ -30,7 +29,7 @@ from pagemill.kernels.cpu.attention.decode_tasks import (
 )
 from pagemill.kernels.cpu.attention.dots import add_dots, add_weighted
 from pagemill.kernels.cpu.jit import vector
-from pagemill.kernels.cpu.jit.compiler import f32_pointer, i32_pointer, jit
+from pagemill.kernels.cpu.jit.compiler import external, f32_pointer, i32_pointer, jit
 from pagemill.kernels.cpu.jit.element import size_of
 from pagemill.kernels.cpu.jit.row import (
     F32,
@@ -49,6 +48,7 @@ from pagemill.kernels.cpu.jit.row import (
     store_scaled,
     weigh,
 )
+from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, take
 
 SCORES = SPLIT + vector.LANES
@@ -336,8 +336,26 @@ def _attend_task(
         _store_heads(target, acc + at * head_bytes, row_stats, partial < 0, group, head_dim, head_sinks)
 
 
-# The parallel kernel writes through no address itself: numba would drop such a store as dead.
-@jit(parallel=True)
+@jit
+def _attend_turns(
+    thread, tasks, turns, counter, scratch, thread_lines, rows, order, partials, stats, out, query, query_row_stride,
+    query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables, block_table_stride,
+    num_kv_heads, group, head_dim, block_size, query_scale, softcap, alibi_slopes, sinks,
+):  # fmt: skip
+    """Run one thread's tasks, turn by turn."""
+    acc = line_in(scratch) + VECTOR * thread * thread_lines
+    turn = take(line_in(counter))
+    while turn < len(turns) - 1:
+        for task in range(turns[turn], turns[turn + 1]):
+            _attend_task(
+                tasks[task], rows, order, acc, partials, stats, out, query, query_row_stride, query_head_stride,
+                element, key_cache, value_cache, key_scales, value_scales, block_tables, block_table_stride,
+                num_kv_heads, group, head_dim, block_size, query_scale, softcap, alibi_slopes, sinks,
+            )  # fmt: skip
+        turn = take(line_in(counter))
+
+
+@external
 def decode(
     out,  # [num_rows, num_kv_heads * group, head_dim]
     query,  # the same shape, with strides
@@ -382,16 +400,10 @@ def decode(
     scratch = np.empty((num_threads * thread_lines + 1) * vector.LANES, np.float32)
     # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
     query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
-    for thread in prange(num_threads):
-        acc = line_in(scratch) + VECTOR * thread * thread_lines
-        turn = take(line_in(counter))
-        while turn < len(turns) - 1:
-            for task in range(turns[turn], turns[turn + 1]):
-                _attend_task(
-                    tasks[task], rows, order, acc, partials, stats, out, query, query_row_stride, query_head_stride,
-                    element, key_cache, value_cache, key_scales, value_scales, block_tables, block_table_stride,
-                    num_kv_heads, group, head_dim, block_size, query_scale, np.float32(softcap) * LOG2_E,
-                    alibi_slopes, sinks,
-                )  # fmt: skip
-            turn = take(line_in(counter))
+    arguments = (
+        tasks, turns, counter, scratch, thread_lines, rows, order, partials, stats, out, query, query_row_stride,
+        query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables, block_table_stride,
+        num_kv_heads, group, head_dim, block_size, query_scale, np.float32(softcap) * LOG2_E, alibi_slopes, sinks,
+    )  # fmt: skip
+    launch(_attend_turns, num_threads, arguments)
     _merge_rows(out, rows, num_rows, partials, stats, num_heads, head_dim, sinks)

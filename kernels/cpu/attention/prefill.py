@@ -7,13 +7,13 @@ begin with the same blocks. The panels of the first keys are gathered once for a
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from pagemill.kernels.cpu.attention.panels import num_common_blocks
 from pagemill.kernels.cpu.attention.tile import KEYS, attend_tile, clear_slots, slot_bytes, tile_bytes
-from pagemill.kernels.cpu.jit.compiler import i32_pointer, jit
+from pagemill.kernels.cpu.jit.compiler import external, i32_pointer, jit
 from pagemill.kernels.cpu.jit.element import size_of
 from pagemill.kernels.cpu.jit.row import F32, I32, LOG2_E, VECTOR, ZERO, fill, line_in
+from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, take
 
 QUERIES = 48
@@ -62,13 +62,14 @@ def _num_slots(tiles, num_tiles, head_dim):
 
 @jit
 def _attend_tiles(
+    thread,
     tiles,
     num_tiles,
     turns,  # the tasks turns[i] .. turns[i + 1] - 1 are taken together
     counter,
-    panels,
     num_slots,
-    scratch,
+    memory,  # of all threads
+    thread_bytes,
     out,
     query,
     query_token_stride,
@@ -91,6 +92,8 @@ def _attend_tiles(
     sinks,
 ):
     """Run one thread's tasks. They go through the tiles head by head, so that the next often meets the same keys."""
+    panels = line_in(memory) + thread * thread_bytes
+    scratch = panels + num_slots * slot_bytes(head_dim)
     clear_slots(panels, num_slots, head_dim)
     num_heads = num_kv_heads * group
     held_head, held_row, num_held = -1, 0, 0
@@ -141,8 +144,7 @@ def _attend_tiles(
         turn = take(line_in(counter))
 
 
-# The parallel kernel writes through no address itself: numba would drop such a store as dead.
-@jit(parallel=True)
+@external
 def prefill(
     out,  # [num_tokens, num_kv_heads * group, head_dim]
     query,  # the same shape, with strides
@@ -188,16 +190,14 @@ def prefill(
     turns = plan_turns(_plan_costs(tiles, num_tiles, num_kv_heads, group, window), num_threads)
     counter = new_counter()
     num_slots = _num_slots(tiles, num_tiles, head_dim)
-    panel_bytes = num_slots * slot_bytes(head_dim)
-    thread_bytes = panel_bytes + tile_bytes(num_tokens_per_tile * group, head_dim)
+    thread_bytes = num_slots * slot_bytes(head_dim) + tile_bytes(num_tokens_per_tile * group, head_dim)
     memory = np.empty(num_threads * thread_bytes + VECTOR, np.uint8)
     # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
     query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
-    for thread in prange(num_threads):
-        panels = line_in(memory) + thread * thread_bytes
-        _attend_tiles(
-            tiles, num_tiles, turns, counter, panels, num_slots, panels + panel_bytes, out, query, query_token_stride,
-            query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables,
-            block_table_stride, num_kv_heads, group, head_dim, block_size, query_scale, window,
-            np.float32(softcap) * LOG2_E, alibi_slopes, sinks,
-        )  # fmt: skip
+    arguments = (
+        tiles, num_tiles, turns, counter, num_slots, memory, thread_bytes, out, query, query_token_stride,
+        query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables,
+        block_table_stride, num_kv_heads, group, head_dim, block_size, query_scale, window,
+        np.float32(softcap) * LOG2_E, alibi_slopes, sinks,
+    )  # fmt: skip
+    launch(_attend_tiles, num_threads, arguments)

@@ -11,10 +11,10 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import prange
 
 from pagemill.kernels.cpu.jit.compiler import i64_pointer, jit, use_torch_threads
 from pagemill.kernels.cpu.jit.row import F32, line_in
+from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul import bf16, converted, fp32, int8, weight_packing
 from pagemill.kernels.cpu.matmul.converted import NO_FORMAT
 from pagemill.kernels.cpu.matmul.fp32_panel import Strided, Weight, num_panels_of
@@ -109,7 +109,7 @@ def _with_rows(offsets, num_experts):
 
 
 @jit
-def _take_parts(kind, out, x, x_stride, offsets, addresses, sizes, experts, counter, num_threads):
+def _take_parts(thread, kind, out, x, x_stride, offsets, addresses, sizes, experts, counter, num_threads):
     panels, expert_bytes, weight_format, bias, bias_stride = addresses
     _, out_features, in_features = sizes
     any_weight = Weight(panels, weight_format, bias, out_features, in_features)
@@ -135,9 +135,8 @@ def _take_parts(kind, out, x, x_stride, offsets, addresses, sizes, experts, coun
         turn = take(line_in(counter))
 
 
-@jit(parallel=True)
+@jit
 def _multiply_parallel(kind, out, x, x_stride, offsets, addresses, sizes, num_threads):
-    counter = new_counter()
-    experts = _with_rows(offsets, sizes[0])
-    for _ in prange(num_threads):
-        _take_parts(kind, out, x, x_stride, offsets, addresses, sizes, experts, counter, num_threads)
+    experts, counter = _with_rows(offsets, sizes[0]), new_counter()
+    arguments = (kind, out, x, x_stride, offsets, addresses, sizes, experts, counter, num_threads)
+    launch(_take_parts, num_threads, arguments)

@@ -9,13 +9,13 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import prange
 
 from pagemill.kernels import experts as reference
 from pagemill.kernels.cpu import fused_rows
 from pagemill.kernels.cpu.jit import vector
-from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit, run_rows
+from pagemill.kernels.cpu.jit.compiler import f32_pointer, i64_pointer, jit, run_rows
 from pagemill.kernels.cpu.jit.row import F32, LOG2_E, ONE, VECTOR, ZERO
+from pagemill.kernels.cpu.jit.threads import launch_rows
 from pagemill.kernels.experts import Routing
 
 _SOFTMAX, _SIGMOID = 0, 1
@@ -35,7 +35,7 @@ def route(
     kind = _SIGMOID if routing.scores == "sigmoid" else _SOFTMAX
     numbers = (kind, routing.normalises, np.float32(routing.epsilon), np.float32(routing.scale))
     arguments = (weights.data_ptr(), indices.data_ptr(), rows, num_experts, choice, numbers)
-    run_rows(_route_rows, _route_parallel, num_rows, num_experts * routing.top_k, arguments)
+    run_rows(_route_parallel, num_rows, num_experts * routing.top_k, arguments)
     return weights, indices
 
 
@@ -52,7 +52,7 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
         np.float32(alpha),
         np.float32(limit),
     )
-    run_rows(_clamped_rows, _clamped_parallel, num_rows, size, arguments)
+    run_rows(_clamped_parallel, num_rows, size, arguments)
     return out
 
 
@@ -68,7 +68,7 @@ def sort_by_expert(
     _sort(indices.data_ptr(), count, num_experts, places.data_ptr(), offsets.data_ptr())
     rows = torch.empty(count, size)
     arguments = (rows.data_ptr(), x.data_ptr(), x.stride(0), places.data_ptr(), top_k, size)
-    run_rows(_spread_rows, _spread_parallel, len(x), top_k * size, arguments)
+    run_rows(_spread_parallel, len(x), top_k * size, arguments)
     return rows, places, offsets
 
 
@@ -79,20 +79,19 @@ def combine_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Ten
     num_rows, top_k = weights.shape
     out = torch.empty(num_rows, rows.shape[1])
     arguments = (out.data_ptr(), rows.data_ptr(), places.data_ptr(), weights.data_ptr(), top_k, rows.shape[1])
-    run_rows(_combine_rows, _combine_parallel, num_rows, top_k * rows.shape[1], arguments)
+    run_rows(_combine_parallel, num_rows, top_k * rows.shape[1], arguments)
     return out
 
 
 @cache
 def warm_up() -> None:
     """Compile the kernels, or load them from the disk, so that no step pays for it."""
-    for num_rows in (1, 2 * NUMBERS_PER_THREAD // 64):
-        x, top_k = torch.zeros(num_rows, 64), Routing(top_k=1)
-        weights, indices = route(x, None, top_k)
-        rows, places, _ = sort_by_expert(x, indices, 64)
-        combine_experts(rows, places, weights)
-        fused_rows.silu_and_mul(x)
-        clamped_swiglu(x, 1.0, 1.0)
+    x, top_k = torch.zeros(1, 64), Routing(top_k=1)
+    weights, indices = route(x, None, top_k)
+    rows, places, _ = sort_by_expert(x, indices, 64)
+    combine_experts(rows, places, weights)
+    fused_rows.silu_and_mul(x)
+    clamped_swiglu(x, 1.0, 1.0)
 
 
 @jit(exact=True)
@@ -257,30 +256,21 @@ def _combine_rows(first, last, out, rows, places, weights, top_k, size):
                 f32_pointer(target)[i] = term_i if j == 0 else f32_pointer(target)[i] + term_i
 
 
-@jit(parallel=True)
-def _route_parallel(num_threads, num_rows, weights, indices, rows, num_experts, choice, numbers):
-    # Named, not *arguments: numba hands a loop's body tuples, but no tuples of tuples.
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _route_rows(first, last, weights, indices, rows, num_experts, choice, numbers)
+@jit
+def _route_parallel(num_threads, num_rows, *arguments):
+    launch_rows(_route_rows, num_threads, num_rows, arguments)
 
 
-@jit(parallel=True)
+@jit
 def _spread_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _spread_rows(first, last, *arguments)
+    launch_rows(_spread_rows, num_threads, num_rows, arguments)
 
 
-@jit(parallel=True)
+@jit
 def _clamped_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _clamped_rows(first, last, *arguments)
+    launch_rows(_clamped_rows, num_threads, num_rows, arguments)
 
 
-@jit(parallel=True)
+@jit
 def _combine_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _combine_rows(first, last, *arguments)
+    launch_rows(_combine_rows, num_threads, num_rows, arguments)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 # isort: off
 import torch  # before numba: its OpenMP runtime must be the first one loaded
-import llvmlite.binding
 import numba
 
 # isort: on
@@ -28,6 +27,7 @@ from numba.extending import intrinsic
 
 from pagemill.kernels import cache_directory
 from pagemill.kernels.cpu.jit import file_lock
+from pagemill.kernels.cpu.jit.kernel import Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -72,27 +72,29 @@ NUMBERS_PER_THREAD = 16384
 
 _LONGEST_SAVE_S = 10.0
 
-_CODE: dict[str, Any] = {
+_OPTIONS: dict[str, Any] = {
     "fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"},
     "error_model": "numpy",  # x / 0 is an infinity, an integer's 0: no exception to unwind
+    "nogil": True,
 }
-_OPTIONS: dict[str, Any] = {**_CODE, "nogil": True}
 
 
-def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False, exact: bool = False) -> Any:
+def jit(function: Callable[..., Any] | None = None, *, exact: bool = False) -> Any:
     """Compile lazily, for the argument types of the first call, keeping the machine code on disk where possible.
 
     NaN and infinity keep their meaning (masked scores are -inf); sums may be reordered, the same way every call.
     `exact`: every operation is IEEE's, in the order written, divisions included.
     """
     if function is None:
-        return lambda f: jit(f, parallel=parallel, exact=exact)
-    options = {**_OPTIONS, "fastmath": False} if exact else _OPTIONS
-    try:
-        kernel = numba.njit(cache=True, parallel=parallel, **options)(function)
-    except RuntimeError:  # nowhere to keep it
-        return numba.njit(parallel=parallel, **options)(function)
-    _save_one_at_a_time(kernel)
+        return lambda f: jit(f, exact=exact)
+    return _make(function, {**_OPTIONS, "fastmath": False} if exact else _OPTIONS)
+
+
+def _make(function: Callable[..., Any], options: dict[str, Any], *, by_symbol: bool = False) -> Kernel:
+    kernel = Kernel(function, options, by_symbol=by_symbol)
+    with suppress(RuntimeError):  # nowhere to keep it
+        kernel.enable_caching()
+        _save_one_at_a_time(kernel)
     return kernel
 
 
@@ -121,37 +123,14 @@ def _say_it_is_not_kept(reason: str) -> None:
     logger.warning("compiled kernels are not kept, so the next start compiles them again: %s", reason)
 
 
-_externals: list[Any] = []  # their machine code lives as long as they do
+def external(function: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
+    """`jit` for a kernel that compiled callers call by its symbol instead of taking it in.
 
-
-def external(function: Callable[..., Any]) -> Any:
-    """A kernel, of int64 arguments and without a result, that others call by its symbol.
-
-    numba takes what a kernel calls into that kernel's own code and compiles it again, at every level of calls: large
-    ones that take microseconds to run are better compiled once. That happens here, or they are loaded from the disk.
-    For compiled callers alone.
+    For what is large, takes microseconds to run, and has several callers: it is compiled once for all of them.
     """
-    parameters = inspect.signature(function).parameters.values()
-    signature = types.void(*[types.int64] * len(parameters))
-    symbol = f"{function.__module__}.{function.__qualname__}"
-    try:
-        kernel = numba.cfunc(signature, cache=True, **_CODE)(function)
-    except RuntimeError:  # nowhere to keep it
-        kernel = numba.cfunc(signature, **_CODE)(function)
-    _externals.append(kernel)
-    llvmlite.binding.add_symbol(symbol, kernel.address)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        void = cgutils.ir.FunctionType(cgutils.ir.VoidType(), [argument.type for argument in arguments])
-        builder.call(cgutils.get_or_insert_function(builder.module, void, symbol), arguments)
-        return context.get_dummy_value()
-
-    def call(typing_context: Any, *arguments: Any) -> Any:
-        return signature, generate
-
-    context = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    call.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
-    return intrinsic(call)
+    if function is None:
+        return lambda f: external(f, parallel=parallel)
+    return _make(function, {**_OPTIONS, "parallel": parallel}, by_symbol=True)
 
 
 def _launch_threads() -> None:
@@ -171,16 +150,13 @@ def use_torch_threads() -> int:
     return num_threads
 
 
-def run_rows(serial: Any, parallel: Any, num_rows: int, row_size: int, arguments: tuple[Any, ...]) -> None:
-    """Call `serial(first, last, *arguments)` over all rows, or `parallel(num_threads, num_rows, *arguments)`.
+def run_rows(kernel: Any, num_rows: int, row_size: int, arguments: tuple[Any, ...]) -> None:
+    """Call `kernel(num_threads, num_rows, *arguments)` with as many threads as pay.
 
     `row_size` is how many numbers a row holds.
     """
     num_threads = min(torch.get_num_threads(), num_rows * row_size // NUMBERS_PER_THREAD)
-    if num_threads > 1:
-        parallel(min(num_threads, use_torch_threads()), num_rows, *arguments)
-    else:
-        serial(0, num_rows, *arguments)
+    kernel(min(num_threads, use_torch_threads()) if num_threads > 1 else 1, num_rows, *arguments)
 
 
 def _pointer_intrinsic(element: Any) -> Any:

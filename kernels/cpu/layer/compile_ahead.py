@@ -1,21 +1,24 @@
 """Compiles the kernels of decoder layers in several processes at once: within one, numba compiles one at a time.
 
-What one process has compiled the others load from the disk. Processes that start together compile once: one does, the
-others wait for it.
+All take the same kernels in different orders. What one process is compiling another waits for, and then loads it from
+the disk (`Kernel.compile`); so do processes that start together.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
+import queue
 import shlex
+import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -23,15 +26,11 @@ import numba
 import torch
 from numba.core import registry
 
-from pagemill.kernels.cpu.jit import file_lock
+from pagemill.kernels.cpu import operators
 from pagemill.kernels.cpu.layer import layer as cpu_layer
 from pagemill.kernels.cpu.matmul.kinds import KindName
 
 logger = logging.getLogger(__name__)
-
-_LONGEST_S = 600.0
-"""The longest a process waits for another that compiles the same kernels before it compiles them too."""
-_REPORT_S = 15.0
 
 
 class Part(NamedTuple):
@@ -47,106 +46,108 @@ class Part(NamedTuple):
         """Compile it, or load it from the disk."""
         cpu_layer.compile_part(self.name, kind=self.kind, cache_dtype=self.cache_dtype)
 
-    def arguments(self) -> list[str]:
-        """Of a process that compiles it."""
-        dtype = str(self.cache_dtype).removeprefix("torch.")
-        return ["-m", __name__, self.name, self.kind, dtype]
+    def word(self) -> str:
+        """Tell another process of it."""
+        return f"{self.name}:{self.kind}:{str(self.cache_dtype).removeprefix('torch.')}"
+
+    @classmethod
+    def of(cls, word: str) -> Part:
+        name, kind, dtype = word.split(":")
+        return cls(name, cast(KindName, kind), getattr(torch, dtype))
+
+
+_early: ContextVar[subprocess.Popen[bytes] | None] = ContextVar("early", default=None)
+
+
+@contextmanager
+def compiling_early() -> Iterator[None]:
+    """Inside, where nothing is compiled yet, another process compiles what every model runs; then `compile_apart`'s."""
+    directory = Path(numba.config.CACHE_DIR)
+    if any(directory.glob("compiled-*")) or not _can_help(directory):
+        yield
+        return
+    other = next(_start_others(1), None)
+    token = _early.set(other)
+    try:
+        yield
+    finally:
+        _early.reset(token)
+        if other is not None:
+            _end(other)
 
 
 def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
     """Compile parts in this process, which runs `meanwhile` first, and in others; at once if they are compiled.
 
-    This only saves time: where nothing can be kept on the disk, or a process fails, who calls a part compiles it.
+    Others only save time: where nothing can be kept on the disk, or one fails, all is compiled here.
     """
     marker = Path(numba.config.CACHE_DIR) / f"compiled-{_fingerprint(parts)}"
-    num_others = min(_num_cores(), len(parts)) - 1  # one is for this process, which takes parts as they do
-    if marker.exists() or num_others <= 0 or not _can_start_python():
+    others: list[subprocess.Popen[bytes]] = []
+    try:
+        if not marker.exists() and _can_help(marker.parent):
+            early = _early.get()
+            others += [] if early is None else [early]
+            others += _start_others(min(_num_cores(), len(parts)) - 1 - len(others))
+        for first, other in enumerate(others):
+            _ask_for([*parts[first:], *parts[:first]], other)
         meanwhile()
-        return
-    with file_lock.hold(marker.with_suffix(".lock"), _LONGEST_S) as is_alone:
-        if not is_alone or marker.exists():
-            meanwhile()
-            return
-        crew = _Crew(parts, num_others)
-        try:
-            meanwhile()
-            crew.help()
-        finally:
-            crew.dismiss()
-        if not crew.has_failed:
-            with suppress(OSError):
-                marker.touch()
-
-
-class _Crew:
-    """Threads that take one part after the other, each to be compiled by a process of its own."""
-
-    def __init__(self, parts: Sequence[Part], num_threads: int) -> None:
-        self.has_failed = False
-        self._is_dismissed = False
-        self._waiting = deque(parts)
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
-
-    def help(self) -> None:
-        """Take parts here as well, until all are done."""
-        for part in self._taken():
+        for part in reversed(parts):  # the others begin at the front
             part.compile()
-        for thread in self._threads:
-            while thread.is_alive():
-                thread.join(_REPORT_S)
-                if thread.is_alive():
-                    logger.info("still compiling, in another process")
-
-    def dismiss(self) -> None:
-        """Leave what has not been taken, and end what has."""
-        self._is_dismissed = True
-        self._waiting.clear()
-        for child in self._children:
-            child.kill()  # does nothing to those that have ended
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        for part in self._taken():
-            try:
-                child = _start(part)
-            except OSError as error:
-                self._report(part, str(error))
-                continue
-            with child:
-                self._children.append(child)
-                if self._is_dismissed:  # perhaps too late for `dismiss` to see it
-                    child.kill()
-                if child.wait() != 0 and not self._is_dismissed:
-                    self._report(part, f"exit status {child.returncode}")
-
-    def _report(self, part: Part, problem: str) -> None:
-        self.has_failed = True
-        command = shlex.join([sys.executable, *part.arguments()])
-        logger.warning(
-            "compiling a kernel apart failed (%s), so it will be compiled here: %s", problem, command
-        )
-
-    def _taken(self) -> Iterator[Part]:
-        while True:
-            try:
-                yield self._waiting.popleft()
-            except IndexError:
-                return
+        with suppress(OSError):
+            marker.touch()
+    finally:
+        for other in others:
+            _end(other)
 
 
-def _start(part: Part) -> subprocess.Popen[bytes]:
+def _can_help(directory: Path) -> bool:
+    """Return True if another process can run, and keep for this one what it compiles."""
+    return _num_cores() > 1 and _can_keep(directory) and _can_start_python()
+
+
+def _start_others(count: int) -> Iterator[subprocess.Popen[bytes]]:
+    for _ in range(count):
+        try:
+            yield _start()
+        except OSError as error:
+            logger.warning("no other process compiles kernels: %s", error)
+            return
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """Start a process that compiles what every model runs, and then what it is asked for."""
     paths = [path or os.getcwd() for path in sys.path]
     return subprocess.Popen(
-        [sys.executable, "-P", *part.arguments()],
+        [sys.executable, "-P", "-m", __name__],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.PIPE,  # open as long as this process lives
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def _ask_for(parts: Sequence[Part], other: subprocess.Popen[bytes]) -> None:
+    assert other.stdin is not None
+    with suppress(OSError):  # it has ended
+        other.stdin.write("".join(f"{part.word()}\n" for part in parts).encode())
+        other.stdin.flush()
+
+
+def _end(other: subprocess.Popen[bytes]) -> None:
+    """End a process, which has nothing left to do."""
+    if (status := other.poll()) not in (None, 0, -signal.SIGKILL):
+        command = shlex.join(map(str, cast(list[str], other.args)))
+        logger.warning(
+            "compiling kernels apart failed (exit status %s), so all was here: %s", status, command
+        )
+    with suppress(OSError), other:
+        other.kill()
+
+
+def _can_keep(directory: Path) -> bool:
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+    return os.access(directory, os.W_OK)
 
 
 def _can_start_python() -> bool:
@@ -156,7 +157,7 @@ def _can_start_python() -> bool:
 def _fingerprint(parts: Sequence[Part]) -> str:
     """Of what numba takes machine code for the same by: CPU, versions, and place; and of which parts it is about."""
     target = registry.cpu_target.target_context.codegen().magic_tuple()
-    facts = (sys.version, numba.__version__, target, __file__, *(part.arguments() for part in parts))
+    facts = (sys.version, numba.__version__, target, __file__, *(part.word() for part in parts))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -164,12 +165,24 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _end_with_parent() -> None:
-    os.read(0, 1)  # not by `sys.stdin`, which an ending interpreter wants to lock
+def _read_words(words: queue.SimpleQueue[str]) -> None:
+    """Pass on what the parent asks for, and end with it."""
+    left = ""
+    while text := os.read(0, 1 << 16):  # not by `sys.stdin`, which an ending interpreter wants to lock
+        *lines, left = (left + text.decode()).split("\n")
+        for line in lines:
+            words.put(line)
     os._exit(1)
 
 
+def _compile_what_is_asked_for() -> None:
+    gc.disable()  # a tenth of the time, for a process that soon ends
+    words: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read_words, args=(words,), daemon=True).start()
+    operators.warm_up()
+    while True:
+        Part.of(words.get()).compile()
+
+
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    name, kind, dtype = sys.argv[1:]
-    Part(name, cast(KindName, kind), getattr(torch, dtype)).compile()
+    _compile_what_is_asked_for()

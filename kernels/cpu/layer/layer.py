@@ -7,6 +7,7 @@ in machine code, on buffers that all layers share. Numbers are the same to the l
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import numba
 import numpy as np
 import torch
 
+from pagemill.kernels.cpu.attention.decode import decode
+from pagemill.kernels.cpu.attention.prefill import prefill
 from pagemill.kernels.cpu.attention.sharing import sharing_of
 from pagemill.kernels.cpu.jit.compiler import use_torch_threads
 from pagemill.kernels.cpu.jit.element import element_of
@@ -147,20 +150,27 @@ def angles_of(rotation: tuple[torch.Tensor, torch.Tensor]) -> Angles:
 
 
 # Three kernels, so that the products are not compiled anew for every dtype of the cache, nor attention for every kind
-# of product.
-PARTS = ("place_and_attend", "finish", "project")  # what takes longest to compile comes first
+# of product; and the two that the second calls. What takes longest to compile comes first.
+PARTS = ("prefill", "decode", "place_and_attend", "finish", "project")
 
 
 def compile_part(name: str, *, kind: KindName, cache_dtype: torch.dtype) -> None:
-    """Compile one of the three, or load it from the disk."""
+    """Compile one of them, or load it from the disk."""
     number, element = KINDS[kind], element_of(cache_dtype, rounds=kind == "bf16")
     layer, step = np.zeros(1, _LAYER), np.zeros(1, _STEP)
     kernel, arguments = {
+        "prefill": (prefill, _attention_arguments(prefill, element)),
+        "decode": (decode, _attention_arguments(decode, element)),
         "project": (project, (number, layer, step, 0, 1)),
         "place_and_attend": (place_and_attend, (element, layer, step, *NO_ROTATION, 1)),
         "finish": (finish, (number, layer, step, 0, 1)),
     }[name]
     kernel.compile(tuple(map(numba.typeof, arguments)))
+
+
+def _attention_arguments(kernel: Any, element: Any) -> tuple[Any, ...]:
+    others = {"element": element, "scale": 0.0, "softcap": 0.0}
+    return tuple(others.get(name, 0) for name in inspect.signature(kernel.py_func).parameters)
 
 
 class DecoderLayer:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from numba import prange
-
 from pagemill.kernels.cpu.attention.decode import decode
 from pagemill.kernels.cpu.attention.prefill import prefill
 from pagemill.kernels.cpu.cache import write_tokens
@@ -14,6 +12,7 @@ from pagemill.kernels.cpu.fused_rows import rms_norm_parallel, rms_norm_rows, ro
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, ZERO, fill, line_in
+from pagemill.kernels.cpu.jit.threads import launch, launch_rows
 from pagemill.kernels.cpu.matmul import converted, converted_mlp, fp32, fp32_mlp
 from pagemill.kernels.cpu.matmul.kinds import by_kind
 from pagemill.kernels.cpu.matmul.work_sharing import (
@@ -43,10 +42,7 @@ def _share(num_threads, num_numbers):
 
 @jit
 def _norm(num_threads, num_rows, x, weight, residual, total, out, size, eps):
-    if num_threads > 1:
-        rms_norm_parallel(num_threads, num_rows, x, weight, residual, total, out, size, size, size, size, eps)
-    else:
-        rms_norm_rows(0, num_rows, x, weight, residual, total, out, size, size, size, size, eps)
+    rms_norm_parallel(num_threads, num_rows, x, weight, residual, total, out, size, size, size, size, eps)
 
 
 @jit
@@ -75,14 +71,6 @@ def _place_tokens(first, last, element, layer, step, cos, sin, stride, half):
         layer[0].key_cache, layer[0].value_cache, layer[0].key_scales, layer[0].value_scales,
         layer[0].limit, step[0].slot_mapping, kv_heads, layer[0].block_size, head_dim,
     )  # fmt: skip
-
-
-@jit(parallel=True)
-def _place(num_threads, element, layer, step, cos, sin, stride, half):
-    num_tokens = step[0].num_tokens
-    for thread in prange(num_threads):
-        first, last = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
-        _place_tokens(first, last, element, layer, step, cos, sin, stride, half)
 
 
 @jit
@@ -132,7 +120,7 @@ def _project_rows(kind, layer, hidden, num_rows, normed, qkv):
 
 
 @jit
-def _project_taken(kind, layer, step, hidden, counter, bounds):
+def _project_taken(thread, kind, layer, step, hidden, counter, bounds):
     size = layer[0].hidden_size
     block = take(line_in(counter))
     while block < len(bounds) - 1:
@@ -143,19 +131,13 @@ def _project_taken(kind, layer, step, hidden, counter, bounds):
         block = take(line_in(counter))
 
 
-@jit(parallel=True)
-def _project_blocks(kind, layer, step, hidden, num_threads):
-    counter, bounds = new_counter(), plan_blocks(step[0].num_tokens, num_threads)
-    for _ in prange(num_threads):
-        _project_taken(kind, layer, step, hidden, counter, bounds)
-
-
 @jit
 def project(kind, layer, step, hidden, num_threads):
     """qkv = product of the normed hidden states."""
     size, num_tokens = layer[0].hidden_size, step[0].num_tokens
     if are_rows_taken(num_tokens, num_threads):
-        _project_blocks(kind, layer, step, hidden, num_threads)
+        bounds = plan_blocks(num_tokens, num_threads)
+        launch(_project_taken, num_threads, (kind, layer, step, hidden, new_counter(), bounds))
         return
     shares = _share(num_threads, num_tokens * size)
     _norm(shares, num_tokens, hidden, layer[0].input_norm, 0, 0, step[0].normed, size, layer[0].eps)
@@ -170,7 +152,8 @@ def place_and_attend(element, layer, step, cos, sin, stride, half, num_threads):
     """attended = attention over the cache, this step's keys and values included."""
     row = (layer[0].num_heads + 2 * layer[0].num_kv_heads) * layer[0].head_dim
     shares = _share(num_threads, step[0].num_tokens * row)
-    _place(shares, element, layer, step, cos, sin, stride, half)
+    arguments = (element, layer, step, cos, sin, stride, half)
+    launch_rows(_place_tokens, shares, step[0].num_tokens, arguments)
     _attend(element, layer, step, num_threads)
 
 
@@ -212,8 +195,9 @@ def _finish_block(kind, layer, hidden, attended, normed, gated, num_rows):
 
 
 @jit
-def _finish_taken(kind, layer, step, hidden, counter, bounds, gated):
+def _finish_taken(thread, kind, layer, step, hidden, counter, bounds, gated_bytes):
     size, width = layer[0].hidden_size, layer[0].num_heads * layer[0].head_dim
+    gated = step[0].gated + gated_bytes * thread
     block = take(line_in(counter))
     while block < len(bounds) - 1:
         first, last = bounds[block], bounds[block + 1]
@@ -222,12 +206,11 @@ def _finish_taken(kind, layer, step, hidden, counter, bounds, gated):
         block = take(line_in(counter))
 
 
-@jit(parallel=True)
+@jit
 def _finish_blocks(kind, layer, step, hidden, num_rows, num_threads):
     counter, bounds = new_counter(), plan_blocks(num_rows, num_threads)
     gated_bytes = F32 * min(num_rows, BLOCK_ROWS) * layer[0].intermediate_size
-    for thread in prange(num_threads):
-        _finish_taken(kind, layer, step, hidden, counter, bounds, step[0].gated + gated_bytes * thread)
+    launch(_finish_taken, num_threads, (kind, layer, step, hidden, counter, bounds, gated_bytes))
 
 
 @jit

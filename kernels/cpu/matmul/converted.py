@@ -8,12 +8,12 @@ take the kind of numbers first (`kinds`): integers or bfloats.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from pagemill.kernels import grouped_int8
 from pagemill.kernels.cpu.jit import vector
-from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, f32_pointer, jit
+from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, external, f32_pointer, jit
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, address_of, line_in
+from pagemill.kernels.cpu.jit.threads import launch, launch_rows
 from pagemill.kernels.cpu.matmul import bf16_rows, bf16_tile, int8_rows, int8_tile
 from pagemill.kernels.cpu.matmul.fp32_panel import (
     SUMS_BYTES,
@@ -77,7 +77,7 @@ def num_groups_of(weight):
     return (weight.in_features + GROUP - 1) // GROUP
 
 
-@jit
+@external
 def sum_panel(kind, sums, rows, weight, panel, following, tiles):
     """sums = the bias of a panel's channels + rows @ the panel, for some tiles; `sums` as `sums_at` makes it.
 
@@ -209,11 +209,11 @@ def multiply_range(kind, first, last, out, x, num_rows, weight):
     """The panels first .. last - 1 of every row, converted here, by one thread. `x` and `out` are `Strided`."""
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
     memory = np.empty(SUMS_BYTES + VECTOR, np.uint8)
-    convert_part(kind, 0, num_rows, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
+    convert_part(0, num_rows, kind, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
     _multiply_blocks(kind, first, last, out, line_in(workspace), num_rows, weight, memory)
 
 
-@jit
+@external
 def multiply_block(kind, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
     """Run `multiply_parallel` on one thread."""
     weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
@@ -221,29 +221,23 @@ def multiply_block(kind, out, x, x_stride, packed, weight_format, bias, num_rows
 
 
 @jit(exact=True)
-def convert_part(kind, first, last, num_rows, x, x_stride, workspace, in_features):
+def convert_part(first, last, kind, num_rows, x, x_stride, workspace, in_features):
     convert_rows(kind, first, last, num_rows, x, x_stride, line_in(workspace), in_features)
-
-
-@jit(parallel=True)
-def _convert_parallel(kind, workspace, x, x_stride, num_rows, in_features, num_threads):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        convert_part(kind, first, last, num_rows, x, x_stride, workspace, in_features)
 
 
 @jit
 def convert(kind, workspace, x, x_stride, num_rows, in_features, num_threads):
     """All rows to their places in the workspace, by one thread or all."""
     if num_rows * in_features < 2 * NUMBERS_PER_THREAD:
-        convert_part(kind, 0, num_rows, num_rows, x, x_stride, workspace, in_features)
+        convert_part(0, num_rows, kind, num_rows, x, x_stride, workspace, in_features)
     else:
-        _convert_parallel(kind, workspace, x, x_stride, num_rows, in_features, num_threads)
+        arguments = (kind, num_rows, x, x_stride, workspace, in_features)
+        launch_rows(convert_part, num_threads, num_rows, arguments)
 
 
 @jit
 def _multiply_part(
-    kind, thread, num_threads, counter, out, workspace, packed, bias, num_rows, out_features, in_features
+    thread, kind, num_threads, counter, out, workspace, packed, bias, num_rows, out_features, in_features
 ):
     weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
     target = Strided(out, F32 * out_features)
@@ -251,7 +245,9 @@ def _multiply_part(
 
 
 @jit
-def _multiply_taken_rows(kind, counter, bounds, out, x, x_stride, packed, bias, out_features, in_features):
+def _multiply_taken_rows(
+    thread, kind, counter, bounds, out, x, x_stride, packed, bias, out_features, in_features
+):
     weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
     source, target = Strided(x, F32 * x_stride), Strided(out, F32 * out_features)
     block = take(line_in(counter))
@@ -261,7 +257,7 @@ def _multiply_taken_rows(kind, counter, bounds, out, x, x_stride, packed, bias, 
         block = take(line_in(counter))
 
 
-@jit(parallel=True)
+@external
 def multiply_parallel(
     kind, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
@@ -270,25 +266,13 @@ def multiply_parallel(
     # As there: rows are shared out where each thread then has a block of them. No thread waits for another's.
     if are_rows_taken(num_rows, num_threads):
         bounds = plan_blocks(num_rows, num_threads)
-        for _ in prange(num_threads):
-            _multiply_taken_rows(
-                kind, counter, bounds, out, x, x_stride, packed, bias, out_features, in_features
-            )
+        rows = (kind, counter, bounds, out, x, x_stride, packed, bias, out_features, in_features)
+        launch(_multiply_taken_rows, num_threads, rows)
         return
     weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
     convert(kind, workspace, x, x_stride, num_rows, in_features, num_threads)
-    for thread in prange(num_threads):
-        _multiply_part(
-            kind,
-            thread,
-            num_threads,
-            counter,
-            out,
-            workspace,
-            packed,
-            bias,
-            num_rows,
-            out_features,
-            in_features,
-        )
+    arguments = (
+        kind, num_threads, counter, out, workspace, packed, bias, num_rows, out_features, in_features,
+    )  # fmt: skip
+    launch(_multiply_part, num_threads, arguments)

@@ -8,12 +8,12 @@ converted where they come up, and never written as floats. Numbers are the same 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from pagemill.kernels.cpu.fused_rows import silu_times
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import jit
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, line_in
+from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul.converted import (
     GROUP,
     NO_FORMAT,
@@ -78,7 +78,7 @@ def gate_rows(kind, gated, x, num_rows, weight):
     """gated = silu(gate) * up of every row of x (`Strided`), converted, by one thread."""
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
     memory = np.empty(_THREAD_BYTES + VECTOR, np.uint8)
-    convert_part(kind, 0, num_rows, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
+    convert_part(0, num_rows, kind, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
     _gate_blocks(kind, 0, num_panels_of(weight) // 2, gated, workspace, num_rows, weight, memory)
 
 
@@ -98,7 +98,7 @@ def _take_pairs(kind, counter, num_threads, gated, workspace, num_rows, weight, 
 
 
 @jit
-def _gate_part(kind, thread, num_threads, counter, layer, gated, workspace, num_rows):
+def _gate_part(thread, kind, num_threads, counter, layer, gated, workspace, num_rows):
     """One thread's part: pairs are taken as long as the rows stay in a second-level cache, else a share is fixed."""
     memory, weight = np.empty(_THREAD_BYTES + VECTOR, np.uint8), _gate_weight(layer)
     if num_tiles_of(num_rows) <= tiles_at_once(kind, weight):
@@ -109,13 +109,12 @@ def _gate_part(kind, thread, num_threads, counter, layer, gated, workspace, num_
         _gate_blocks(kind, first, last, gated, workspace, num_rows, weight, memory)
 
 
-@jit(parallel=True)
+@jit
 def _gate_parallel(kind, layer, gated, x, num_rows, num_threads):
     counter, size = new_counter(), layer[0].hidden_size
     workspace = np.empty(workspace_bytes(kind, num_rows, _gate_weight(layer)), np.uint8)
     convert(kind, workspace, x, size, num_rows, size, num_threads)
-    for thread in prange(num_threads):
-        _gate_part(kind, thread, num_threads, counter, layer, gated, workspace, num_rows)
+    launch(_gate_part, num_threads, (kind, num_threads, counter, layer, gated, workspace, num_rows))
 
 
 @jit
@@ -140,20 +139,13 @@ def mlp_rows(kind, layer, x, gated, num_rows):
 
 
 @jit
-def _down_part(kind, thread, num_threads, counter, layer, x, gated, num_rows):
+def _down_part(thread, kind, num_threads, counter, layer, x, gated, num_rows):
     rows = Strided(x, F32 * layer[0].hidden_size)
     multiply_share(kind, thread, num_threads, counter, rows, gated, num_rows, _down_weight(layer))
-
-
-@jit(parallel=True)
-def _down_parallel(kind, layer, x, gated, num_rows, num_threads):
-    counter = new_counter()
-    for thread in prange(num_threads):
-        _down_part(kind, thread, num_threads, counter, layer, x, gated, num_rows)
 
 
 @jit
 def mlp_parallel(kind, layer, x, gated, num_rows, num_threads):
     """`mlp_rows` by all threads, each of which has all rows of some channels."""
     _gate_parallel(kind, layer, gated, x, num_rows, num_threads)
-    _down_parallel(kind, layer, x, gated, num_rows, num_threads)
+    launch(_down_part, num_threads, (kind, num_threads, new_counter(), layer, x, gated, num_rows))

@@ -8,12 +8,14 @@ whatever the number of rows or threads, and whichever thread takes what.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
-from numba import prange
 
-from pagemill.kernels.cpu.jit.compiler import compiles_for, f32_pointer, jit, use_torch_threads
+from pagemill.kernels.cpu.jit.compiler import compiles_for, external, f32_pointer, jit, use_torch_threads
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, line_in
+from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.jit.vector import LANES
 from pagemill.kernels.cpu.matmul.fp32_panel import (
     PIECE_BYTES,
@@ -31,7 +33,7 @@ from pagemill.kernels.cpu.matmul.fp32_panel import (
 )
 from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
 from pagemill.kernels.cpu.matmul.weight_formats import GROUP
-from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight
+from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight, pack
 from pagemill.kernels.cpu.matmul.work_sharing import (
     BLOCK_ROWS,
     are_rows_taken,
@@ -77,6 +79,12 @@ def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch
         use_torch_threads(),
     )
     return out
+
+
+@cache
+def warm_up() -> None:
+    """Compile the kernel, or load it from the disk, so that no step pays for it."""
+    multiply(torch.zeros(1, 1), pack(torch.zeros(1, 1)), torch.zeros(PANEL))
 
 
 @jit
@@ -170,7 +178,7 @@ def multiply_range(first, last, out, x, num_rows, weight):
         _multiply_channels(out, x, lines, tiles, weight, panel, panel + 1, 0, 0, weight.in_features, address)
 
 
-@jit
+@external
 def multiply_block(out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
     """Run `multiply_parallel` on one thread."""
     weight = Weight(packed, weight_format, bias, out_features, in_features)
@@ -250,7 +258,7 @@ def _multiply_lined_part(
 
 @jit
 def _multiply_taken_rows(
-    counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features
+    thread, counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features
 ):
     weight = Weight(packed, weight_format, bias, out_features, in_features)
     source, target = Strided(x, F32 * x_stride), Strided(out, F32 * out_features)
@@ -262,7 +270,7 @@ def _multiply_taken_rows(
         block = take(address)
 
 
-@jit(parallel=True)
+@external
 def multiply_parallel(
     out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
@@ -272,26 +280,21 @@ def multiply_parallel(
     # copied by one thread alone.
     if are_rows_taken(num_rows, num_threads):
         bounds = plan_blocks(num_rows, num_threads)
-        for _ in prange(num_threads):
-            _multiply_taken_rows(
-                counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features
-            )
+        rows = (counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features)
+        launch(_multiply_taken_rows, num_threads, rows)
         return
-    for thread in prange(num_threads):
-        _multiply_part(
-            thread, num_threads, counter, out, x, x_stride, packed, weight_format, bias, num_rows, out_features,
-            in_features,
-        )  # fmt: skip
+    arguments = (
+        num_threads, counter, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features,
+    )  # fmt: skip
+    launch(_multiply_part, num_threads, arguments)
 
 
-@jit(parallel=True)
+@jit
 def multiply_lined_parallel(
     out, lines, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
     """`multiply_parallel` for an x of whole lines that lies in lines; threads have panels of all rows."""
-    counter = new_counter()
-    for thread in prange(num_threads):
-        _multiply_lined_part(
-            thread, num_threads, counter, out, lines, packed, weight_format, bias, num_rows, out_features,
-            in_features,
-        )  # fmt: skip
+    arguments = (
+        num_threads, new_counter(), out, lines, packed, weight_format, bias, num_rows, out_features, in_features,
+    )  # fmt: skip
+    launch(_multiply_lined_part, num_threads, arguments)

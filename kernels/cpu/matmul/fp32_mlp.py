@@ -10,12 +10,12 @@ the last bit as those of `cpu_matmul` and `cpu_fused`.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from pagemill.kernels.cpu.fused_rows import silu_times
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import jit
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, line_in
+from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.jit.vector import LANES
 from pagemill.kernels.cpu.matmul.fp32 import (
     BLOCK_INPUTS,
@@ -127,13 +127,6 @@ def _gate_part(thread, num_threads, counter, layer, gated, x, num_rows):
         _gate_blocks(first, last, lines, rows, num_rows, weight, memory, line_memory)
 
 
-@jit(parallel=True)
-def _gate_parallel(layer, gated, x, num_rows, num_threads):
-    counter = new_counter()
-    for thread in prange(num_threads):
-        _gate_part(thread, num_threads, counter, layer, gated, x, num_rows)
-
-
 @jit
 def _gate_weight(layer):
     gate_up, bias, kind = layer[0].gate_up, layer[0].gate_up_bias, layer[0].gate_up_format
@@ -164,7 +157,7 @@ def mlp_rows(layer, x, gated, num_rows):
 def mlp_parallel(layer, x, gated, num_rows, num_threads):
     """`mlp_rows` by all threads, each of which has all rows of some channels."""
     size, inner = layer[0].hidden_size, layer[0].intermediate_size
-    _gate_parallel(layer, gated, x, num_rows, num_threads)
+    launch(_gate_part, num_threads, (num_threads, new_counter(), layer, gated, x, num_rows))
     multiply_lined_parallel(
         x, gated, layer[0].down, layer[0].down_format, layer[0].down_bias, num_rows, size, inner, num_threads
     )

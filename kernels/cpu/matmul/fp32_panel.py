@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagemill.kernels.cpu.jit import vector
-from pagemill.kernels.cpu.jit.compiler import jit
+from pagemill.kernels.cpu.jit.compiler import external, jit
 from pagemill.kernels.cpu.jit.row import F32, VECTOR
 from pagemill.kernels.cpu.jit.vector import LANES
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL, first_row, multiply_lined_tile, multiply_tile
@@ -126,7 +126,7 @@ def _multiply_piece(out, start, x, lined, tiles, weights, begin, end, ahead, ahe
         first, fetched = first + count, fetched + (end - begin) * step
 
 
-@jit
+@external
 def multiply_panel(out, start, x, lined, tiles, weight, panel, following, origin, begin, end, expanded, sums):
     """out = start + x @ one panel, over the inputs begin .. end - 1 of the weight; x begins with the input `origin`.
 

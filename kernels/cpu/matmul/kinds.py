@@ -11,10 +11,16 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from pagemill.kernels.cpu.jit.kernel import PART_OPTIONS
+
 FLOATS, INTEGERS, BFLOATS = np.float32(0), np.uint8(0), np.uint16(0)
 KindName = Literal["fp32", "int8", "bf16"]
 KINDS: dict[KindName, Any] = {"fp32": FLOATS, "int8": INTEGERS, "bf16": BFLOATS}
 """fp32: weights in any of `weight_formats`; int8 and bf16: weights in one, and rows that are `converted`."""
+
+
+def _overload(chosen: Any) -> Any:
+    return overload(chosen, jit_options=PART_OPTIONS)
 
 
 def choose_kernel(kind: Any, floats: Any, converted: Any) -> Any:
@@ -54,7 +60,7 @@ def by_kind(floats: Any, converted: Any) -> Any:
     def chosen(kind, *arguments):
         raise NotImplementedError
 
-    overload(chosen)(lambda kind, *arguments: choose_kernel(kind, floats, converted))
+    _overload(chosen)(lambda kind, *arguments: choose_kernel(kind, floats, converted))
     return chosen
 
 
@@ -64,7 +70,7 @@ def by_converted_kind(integers: Any, bfloats: Any) -> Any:
     def chosen(kind, *arguments):
         raise NotImplementedError
 
-    overload(chosen)(lambda kind, *arguments: choose_converted(kind, integers, bfloats))
+    _overload(chosen)(lambda kind, *arguments: choose_converted(kind, integers, bfloats))
     return chosen
 
 
@@ -79,5 +85,5 @@ def number_by_kind(integers: int, bfloats: int) -> Any:
     def choose(number: int) -> Any:
         return lambda kind: number
 
-    overload(chosen)(lambda kind: choose(numbers[kind]))
+    _overload(chosen)(lambda kind: choose(numbers[kind]))
     return chosen

@@ -7,11 +7,9 @@ them in the cache. A row's sums are made in one order whatever the other rows.
 from __future__ import annotations
 
 import torch
-from numba import prange
 
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import (
-    NUMBERS_PER_THREAD,
     f32_pointer,
     i32_pointer,
     i64_pointer,
@@ -19,6 +17,7 @@ from pagemill.kernels.cpu.jit.compiler import (
     run_rows,
 )
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, ZERO
+from pagemill.kernels.cpu.jit.threads import launch_rows
 from pagemill.kernels.types.low_rank import NO_ADAPTER, AdapterRows, LowRankTable
 
 I64 = 8
@@ -45,16 +44,14 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
         products.data_ptr(),
         table.max_rank,
     )
-    run_rows(low_rank_rows, low_rank_parallel, num_rows, in_features + out.shape[1], arguments)
+    run_rows(low_rank_parallel, num_rows, in_features + out.shape[1], arguments)
 
 
 def warm_up() -> None:
     """Compile, or load from the disk: before a step needs it."""
     table = LowRankTable(torch.zeros(1, 1, 3, dtype=torch.int64), torch.tensor([0, 64]), 1)
-    for num_rows in (1, 2 * NUMBERS_PER_THREAD // 128):
-        x = torch.zeros(num_rows, 64)
-        slots = torch.full((num_rows,), NO_ADAPTER, dtype=torch.int32)
-        add_low_rank(x, x.clone(), table, AdapterRows(slots, slots[:0], slots[:0]))
+    x, slots = torch.zeros(1, 64), torch.full((1,), NO_ADAPTER, dtype=torch.int32)
+    add_low_rank(x, x.clone(), table, AdapterRows(slots, slots[:0], slots[:0]))
 
 
 @jit
@@ -151,8 +148,6 @@ def low_rank_rows(
                     expand(target + F32 * begin, small, i64_pointer(entry)[1], rank, end - begin)
 
 
-@jit(parallel=True)
+@jit
 def low_rank_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        low_rank_rows(first, last, *arguments)
+    launch_rows(low_rank_rows, num_threads, num_rows, arguments)

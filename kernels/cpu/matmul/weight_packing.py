@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagemill.kernels.cpu.jit.compiler import f32_pointer, i8_pointer, i32_pointer, jit, use_torch_threads
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
 from pagemill.kernels.cpu.jit.row import F32, ONE, VECTOR, ZERO, address_of, fill
+from pagemill.kernels.cpu.jit.threads import launch_rows
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 from pagemill.kernels.cpu.matmul.weight_formats import (
@@ -327,23 +328,21 @@ def _pack_panel(weight_format, source, in_features, num_channels, target, scratc
     return _pack_integers(weight_format, source, in_features, num_channels, target, scratch)
 
 
-@jit(parallel=True)
+@jit
+def _pack_panels(first, last, weight_format, weight, out_features, in_features, panels, misfits):
+    size, scratch = panel_bytes(weight_format, in_features), np.empty(2 * PANEL, np.float32)
+    for panel in range(first, last):
+        if misfits[0] == 0:
+            source = weight + F32 * PANEL * in_features * panel
+            num_channels = min(PANEL, out_features - PANEL * panel)
+            target = panels + size * panel
+            if not _pack_panel(weight_format, source, in_features, num_channels, target, address_of(scratch)):
+                misfits[0] = 1
+
+
+@jit
 def _pack_parallel(weight_format, weight, out_features, in_features, panels, misfits, num_threads):
     """Ends with the first misfit, which every thread looks for before its next panel."""
     num_panels = (out_features + PANEL - 1) // PANEL
-    size = panel_bytes(weight_format, in_features)
-    for thread in prange(num_threads):
-        scratch = np.empty(2 * PANEL, np.float32)
-        for panel in range(num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads):
-            if misfits[0] == 0:
-                source = weight + F32 * PANEL * in_features * panel
-                num_channels = min(PANEL, out_features - PANEL * panel)
-                if not _pack_panel(
-                    weight_format,
-                    source,
-                    in_features,
-                    num_channels,
-                    panels + size * panel,
-                    address_of(scratch),
-                ):
-                    misfits[0] = 1
+    arguments = (weight_format, weight, out_features, in_features, panels, misfits)
+    launch_rows(_pack_panels, num_threads, num_panels, arguments)

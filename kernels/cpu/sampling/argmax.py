@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -23,6 +23,7 @@ from pagemill.kernels.cpu.jit.compiler import (
     use_torch_threads,
 )
 from pagemill.kernels.cpu.jit.row import F32, VECTOR
+from pagemill.kernels.cpu.jit.threads import launch_rows
 from pagemill.kernels.cpu.jit.vector import LANES, call, f32x16
 
 _ir = cgutils.ir
@@ -39,18 +40,13 @@ def largest(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_threads = max(1, min(use_torch_threads(), numbers.numel() // NUMBERS_PER_THREAD))
     arguments = (num_rows, numbers.data_ptr(), numbers.stride(0), size)
     outputs = (maxima.data_ptr(), num_stretches, peaks.data_ptr(), places.data_ptr())
-    if num_threads > 1:
-        _stretch_maxima_parallel(num_threads, *arguments, *outputs[:2])
-    else:
-        _stretch_maxima(0, num_rows * num_stretches, *arguments[1:], *outputs[:2])
-    _places(*arguments, *outputs)
+    _find_largest(num_threads, *arguments, *outputs)
     return peaks, places
 
 
 def warm_up() -> None:
-    """Compile both forms, for one thread and for several."""
-    for num_rows in (1, 2 * NUMBERS_PER_THREAD // LANES):
-        largest(torch.zeros(num_rows, LANES))
+    """Compile, or load from the disk: before a step needs it."""
+    largest(torch.zeros(1, LANES))
 
 
 def _maximum(builder: Any, a: Any, b: Any, count: int) -> Any:
@@ -121,14 +117,6 @@ def _stretch_maxima(first, last, numbers, stride, size, maxima, num_stretches):
         f32_pointer(maxima)[i] = _maximum_of(source, min(_STRETCH, size - begin))
 
 
-@jit(parallel=True)
-def _stretch_maxima_parallel(num_threads, num_rows, numbers, stride, size, maxima, num_stretches):
-    total = num_rows * num_stretches
-    for thread in prange(num_threads):
-        first, last = total * thread // num_threads, total * (thread + 1) // num_threads
-        _stretch_maxima(first, last, numbers, stride, size, maxima, num_stretches)
-
-
 @jit(exact=True)
 def _places(num_rows, numbers, stride, size, maxima, num_stretches, peaks, places):
     for row in range(num_rows):
@@ -143,3 +131,10 @@ def _places(num_rows, numbers, stride, size, maxima, num_stretches, peaks, place
         # Of equal numbers the first: zeros are equal whatever their signs.
         f32_pointer(peaks)[row] = f32_pointer(source)[place]
         i64_pointer(places)[row] = place
+
+
+@jit
+def _find_largest(num_threads, num_rows, numbers, stride, size, maxima, num_stretches, peaks, places):
+    arguments = (numbers, stride, size, maxima, num_stretches)
+    launch_rows(_stretch_maxima, num_threads, num_rows * num_stretches, arguments)
+    _places(num_rows, numbers, stride, size, maxima, num_stretches, peaks, places)

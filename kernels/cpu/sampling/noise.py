@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagemill.kernels.cpu.jit import vector
-from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, f32_pointer, i32_pointer, jit, run_rows
+from pagemill.kernels.cpu.jit.compiler import f32_pointer, i32_pointer, jit, run_rows
 from pagemill.kernels.cpu.jit.row import F32, I32, LOG2_E, ZERO, address_of
+from pagemill.kernels.cpu.jit.threads import launch_rows
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, emit_splat, f32x16
 from pagemill.kernels.noise import argmax_of_sums, gumbel_noise
 
@@ -70,14 +71,13 @@ def candidates(logits: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, 
         ids.data_ptr(),
         counts.data_ptr(),
     )
-    run_rows(_find_candidates, _find_candidates_parallel, num_rows, size, arguments)
+    run_rows(_find_candidates_parallel, num_rows, size, arguments)
     return ids, counts
 
 
 def warm_up() -> None:
-    """Compile both forms, for one thread and for several."""
-    for num_rows in (1, 2 * NUMBERS_PER_THREAD // _BLOCK):
-        argmax_with_noise(torch.zeros(num_rows, _BLOCK), torch.zeros(num_rows, dtype=torch.int32))
+    """Compile, or load from the disk: before a step needs it."""
+    argmax_with_noise(torch.zeros(1, _BLOCK), torch.zeros(1, dtype=torch.int32))
 
 
 @intrinsic
@@ -153,8 +153,6 @@ def _find_candidates(first_row, last_row, logits, stride, size, keys, ids, count
         i32_pointer(counts)[row] = count
 
 
-@jit(parallel=True)
+@jit
 def _find_candidates_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _find_candidates(first, last, *arguments)
+    launch_rows(_find_candidates, num_threads, num_rows, arguments)

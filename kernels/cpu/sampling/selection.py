@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import prange
 
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import (
-    NUMBERS_PER_THREAD,
     f32_pointer,
     f64_pointer,
     i32_pointer,
@@ -21,6 +19,7 @@ from pagemill.kernels.cpu.jit.compiler import (
     run_rows,
 )
 from pagemill.kernels.cpu.jit.row import F32, ZERO
+from pagemill.kernels.cpu.jit.threads import launch_rows
 from pagemill.kernels.cpu.jit.vector import LANES
 
 _BUCKETS = 2048
@@ -36,7 +35,7 @@ def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     out, counts = torch.empty((len(logits), 1)), counts.to(torch.int64).contiguous()
     size = logits.shape[1]
     arguments = (out.data_ptr(), logits.data_ptr(), logits.stride(0), size, counts.data_ptr())
-    run_rows(_kth_largest, _kth_largest_parallel, len(logits), size, arguments)
+    run_rows(_kth_largest_parallel, len(logits), size, arguments)
     return out
 
 
@@ -53,16 +52,15 @@ def top_p_thresholds(logits: torch.Tensor, probabilities: torch.Tensor, mass: to
         probabilities.data_ptr(),
         mass.data_ptr(),
     )
-    run_rows(_top_p_thresholds, _top_p_thresholds_parallel, len(logits), size, arguments)
+    run_rows(_top_p_thresholds_parallel, len(logits), size, arguments)
     return out
 
 
 def warm_up() -> None:
-    """Compile both forms of each, for one thread and for several."""
-    for num_rows in (1, 2 * NUMBERS_PER_THREAD // LANES):
-        logits = torch.zeros(num_rows, LANES)
-        kth_largest(logits, torch.ones(num_rows, dtype=torch.int64))
-        top_p_thresholds(logits, logits, torch.zeros(num_rows, dtype=torch.float64))
+    """Compile both, or load them from the disk: before a step needs them."""
+    logits = torch.zeros(1, LANES)
+    kth_largest(logits, torch.ones(1, dtype=torch.int64))
+    top_p_thresholds(logits, logits, torch.zeros(1, dtype=torch.float64))
 
 
 @jit(exact=True)
@@ -144,15 +142,11 @@ def _top_p_thresholds(first, last, out, logits, stride, size, probabilities, mas
         f32_pointer(out)[row] = f32_pointer(source)[keys[place] & _INDEX]
 
 
-@jit(parallel=True)
+@jit
 def _kth_largest_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _kth_largest(first, last, *arguments)
+    launch_rows(_kth_largest, num_threads, num_rows, arguments)
 
 
-@jit(parallel=True)
+@jit
 def _top_p_thresholds_parallel(num_threads, num_rows, *arguments):
-    for thread in prange(num_threads):
-        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _top_p_thresholds(first, last, *arguments)
+    launch_rows(_top_p_thresholds, num_threads, num_rows, arguments)

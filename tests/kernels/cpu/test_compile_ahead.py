@@ -13,7 +13,6 @@ pytest.importorskip("numba")
 
 import numba
 
-from pagemill.kernels.cpu.jit.progress import report_compiling
 from pagemill.kernels.cpu.layer import compile_ahead
 from pagemill.kernels.cpu.layer import layer as cpu_layer
 from pagemill.kernels.cpu.layer.compile_ahead import Part, compile_apart
@@ -22,19 +21,7 @@ from pagemill.kernels.cpu.matmul.weight_packing import pack
 from pagemill.kernels.types.scoring import Scoring
 
 PART = Part("project", kind="fp32", cache_dtype=torch.float32)
-
-
-class Broken(Part):
-    def arguments(self) -> list[str]:
-        return ["-c", "raise SystemExit(1)", "broken"]
-
-    def compile(self) -> None:
-        pass
-
-
-class Endless(Part):
-    def arguments(self) -> list[str]:
-        return ["-c", "import time; time.sleep(600)", "endless"]
+PARTS = [PART._replace(name=name) for name in cpu_layer.PARTS]
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +35,31 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     started: list[subprocess.Popen[bytes]] = []
     start = compile_ahead._start
 
-    def note(part: Part) -> subprocess.Popen[bytes]:
-        started.append(start(part))
+    def note() -> subprocess.Popen[bytes]:
+        started.append(start())
         return started[-1]
 
     monkeypatch.setattr(compile_ahead, "_start", note)
     return started
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Part]:
+    """The parts that are compiled here, where each takes no time."""
+    taken: list[Part] = []
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(Part, "compile", lambda part: taken.append(part))
+    return taken
+
+
+def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let every other process run this program."""
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        compile_ahead.subprocess,
+        "Popen",
+        lambda command, **options: popen([command[0], "-c", program], **options),
+    )
 
 
 def tiny_layer() -> cpu_layer.DecoderLayer:
@@ -82,94 +88,104 @@ def tiny_layer() -> cpu_layer.DecoderLayer:
     return cpu_layer.DecoderLayer(weights, Scoring(scale=1.0), cpu_layer.StepBuffers())
 
 
-def wait_for(children: list[subprocess.Popen[bytes]], count: int) -> None:
-    deadline = time.monotonic() + 120
-    while len([child for child in children if child.poll() is not None]) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_for(child: subprocess.Popen[bytes]) -> None:
+    child.wait(timeout=120)
 
 
-def test_what_another_process_compiles_is_loaded(children, monkeypatch):
-    """In the tests' own cache, so that the kernels are compiled once for all tests."""
-    monkeypatch.setattr(compile_ahead, "_fingerprint", lambda parts: "test")
-    marker = Path(numba.config.CACHE_DIR) / "compiled-test"
-    marker.unlink(missing_ok=True)
-    compile_apart([PART, PART], meanwhile=lambda: wait_for(children, 2))  # so that it takes both
-    assert [child.returncode for child in children] == [0, 0]
-    assert marker.exists()
-    counts = []
-    with report_compiling(lambda count, seconds: counts.append(count), every=0.0):
-        PART.compile()
-    assert not counts
-    ran = []
-    compile_apart([PART, PART], meanwhile=lambda: ran.append("here"))
-    assert ran == ["here"]
-    assert len(children) == 2, "compiled already"
-    marker.unlink()
+def test_another_process_keeps_what_it_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    with compile_ahead._start() as child:
+        compile_ahead._ask_for([PART], child)
+        deadline = time.monotonic() + 300
+        while not list(tmp_path.rglob("*steps.project*.nbc")):
+            assert child.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        compile_ahead._end(child)
 
 
-def test_a_process_that_fails_is_nobodys_harm(children, monkeypatch, tmp_path):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    broken = Broken(*PART)
-    for runs in (1, 2):
-        compile_apart([broken, broken], meanwhile=lambda runs=runs: wait_for(children, 2 * runs))
-    assert [child.returncode for child in children] == [1] * 4, "not compiled yet, so tried again"
-
-
-def test_parts_that_nobody_took_are_compiled_here(children, monkeypatch, tmp_path):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    taken = []
-    monkeypatch.setattr(Endless, "compile", lambda part: (taken.append(part), children[0].kill()))
-    endless = Endless(*PART)
-
-    def wait_for_start() -> None:
-        while not children:
-            time.sleep(0.01)
-
-    compile_apart([endless, endless], meanwhile=wait_for_start)
-    assert taken == [endless]
+def test_what_is_compiled_starts_nothing(children, compiled):
+    for _ in range(2):
+        compile_apart(PARTS, meanwhile=lambda: None)
+    with compile_ahead.compiling_early():
+        pass
     assert len(children) == 1
 
 
-def test_one_core_or_no_place_to_keep_them_starts_nothing(children, monkeypatch, tmp_path):
+def test_all_is_compiled_here_where_other_processes_fail(children, compiled, monkeypatch, caplog):
+    run_instead(monkeypatch, "raise SystemExit(1)")
+    compile_apart(PARTS, meanwhile=lambda: wait_for(children[0]))
+    assert compiled == PARTS[::-1]
+    assert "exit status 1" in caplog.text
+
+
+def test_all_is_compiled_here_where_another_process_hangs(children, compiled, monkeypatch):
+    run_instead(monkeypatch, "import time; time.sleep(600)")
+    compile_apart(PARTS, meanwhile=lambda: None)
+    assert compiled == PARTS[::-1]
+    assert [child.returncode for child in children] == [-9]
+
+
+def test_others_begin_with_different_parts_and_the_early_one_with_the_first(compiled, children, monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_num_cores", lambda: 3)
+    run_instead(monkeypatch, "import time; time.sleep(600)")
+    asked = []
+    monkeypatch.setattr(compile_ahead, "_ask_for", lambda parts, other: asked.append((other, list(parts))))
+    with compile_ahead.compiling_early():
+        assert len(children) == 1
+        compile_apart(PARTS, meanwhile=lambda: None)
+    assert asked == [(children[0], PARTS), (children[1], [*PARTS[1:], PARTS[0]])]
+    assert [child.returncode for child in children] == [-9, -9]
+
+
+def test_an_early_process_ends_with_a_model_that_does_not_load(compiled, children, monkeypatch):
+    run_instead(monkeypatch, "import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt), compile_ahead.compiling_early():
+        raise KeyboardInterrupt
+    assert [child.returncode for child in children] == [-9]
+
+
+def test_a_part_is_told_to_another_process():
+    assert [Part.of(part.word()) for part in PARTS] == PARTS
+
+
+def test_one_core_or_no_place_to_keep_them_starts_nothing(children, compiled, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     ran = []
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "file" / "cache"))
-    compile_apart([PART, PART], meanwhile=lambda: ran.append("here"))
+    compile_apart(PARTS, meanwhile=lambda: ran.append("here"))
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compile_ahead, "_num_cores", lambda: 1)
-    compile_apart([PART, PART], meanwhile=lambda: ran.append("here"))
+    compile_apart(PARTS, meanwhile=lambda: ran.append("here"))
     assert (children, ran) == ([], ["here"] * 2)
 
 
-def test_processes_end_with_what_runs_meanwhile(children, monkeypatch, tmp_path):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+def test_processes_end_with_what_runs_meanwhile(children, compiled, monkeypatch):
+    run_instead(monkeypatch, "import time; time.sleep(600)")
 
     def fail() -> None:
-        while not children:
-            time.sleep(0.01)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compile_apart([Endless(*PART)] * 3, meanwhile=fail)
+        compile_apart(PARTS, meanwhile=fail)
     assert [child.wait(timeout=60) for child in children] == [-9]
+    assert not compiled
 
 
 def test_a_process_ends_with_the_one_that_started_it(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # so that it has much to compile
-    with compile_ahead._start(PART) as child:
+    with compile_ahead._start() as child:
         assert child.stdin is not None
         child.stdin.close()  # as when this process is killed
         assert child.wait(timeout=120) == 1
 
 
-def test_a_python_that_cannot_be_started_is_nobodys_harm(monkeypatch, tmp_path):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile_ahead.sys, "executable", str(tmp_path / "nowhere"))
-    compile_apart([Broken(*PART)] * 2, meanwhile=lambda: time.sleep(0.1))
-    assert not list(tmp_path.glob("compiled-*[!k]")), "must not count as compiled"
-    monkeypatch.setattr(compile_ahead.sys, "executable", "")
-    compile_apart([Broken(*PART)] * 2, meanwhile=lambda: None)
+def test_a_python_that_cannot_be_started_is_nobodys_harm(compiled, monkeypatch, tmp_path):
+    for executable in (str(tmp_path / "nowhere"), ""):
+        monkeypatch.setattr(compile_ahead.sys, "executable", executable)
+        compile_apart(PARTS, meanwhile=lambda: None)
+        next(tmp_path.glob("compiled-*")).unlink()
+    assert compiled == PARTS[::-1] * 2
 
 
 @pytest.mark.parametrize("name", cpu_layer.PARTS)

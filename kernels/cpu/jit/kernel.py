@@ -1,0 +1,174 @@
+"""Kernels that LLVM compiles once for each that is called from Python, however many others take them in.
+
+numba optimises every function and makes machine code of it, takes the optimised code into each caller, and begins
+again there: at the bottom of a tree of calls for every level above. Here a caller takes in what was lowered, as it is,
+and only the root of a tree is optimised and becomes machine code. What is large, and called by several roots, is a root
+of its own that the others call by its symbol.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# isort: off
+import torch  # noqa: F401  before numba: its OpenMP runtime must be the first one loaded
+import llvmlite.binding
+import numba
+
+# isort: on
+from numba.core import sigutils, types
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher
+from numba.core.types.misc import unliteral
+
+from pagemill.kernels.cpu.jit import file_lock
+
+_LONGEST_S = 300.0
+"""The longest that a process waits for another to compile a kernel before it compiles it too."""
+_NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+class _PartLibrary(JITCodeLibrary):
+    """Code for callers to take in, with all that it calls."""
+
+    def finalize(self) -> None:
+        for library in dict.fromkeys(self._linking_libraries):
+            self._reload_init.update(library._reload_init)
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Return 0, as for what is not compiled."""
+        self._ensure_finalized()
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        """What numba tells of a function's environment: nothing, for there is no place for one yet."""
+        return _Nowhere
+
+
+class _Nowhere:
+    @staticmethod
+    def set_env(name: str, environment: Any) -> None:
+        pass
+
+
+class PartCompiler(Compiler):
+    """Leaves optimising, and making machine code, to the root."""
+
+    def define_pipelines(self) -> Any:
+        state = self.state
+        state.library = _PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        return super().define_pipelines()
+
+
+PART_OPTIONS = {**_NO_WRAPPERS, "pipeline_class": PartCompiler}
+"""Of `numba.jit`, for what only compiled callers call."""
+
+
+class _Part(CPUDispatcher):
+    """What compiled callers take in."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(function, {}, options | _NO_WRAPPERS, PartCompiler)
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """Do without a specialisation for each constant."""
+        return super().get_call_template(tuple(map(unliteral, args)), kws)
+
+
+class _NoCode(_PartLibrary):
+    """Stands for a root in its callers: who loads one of these loads the root first, so that its symbol is known."""
+
+    def __init__(self, codegen: Any, name: str, load: Callable[[], None]) -> None:
+        super().__init__(codegen, name)
+        self._reload_init = {load}
+
+    def _get_module_for_linking(self) -> Any:
+        return self._final_module
+
+
+class _Symbol(CPUDispatcher):
+    """What compiled callers call by its symbol."""
+
+    def __init__(self, kernel: Kernel, options: dict[str, Any]) -> None:
+        super().__init__(kernel.py_func, {}, options | _NO_WRAPPERS)
+        self._kernel = kernel
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        return super().get_call_template(tuple(map(unliteral, args)), kws)
+
+    def compile(self, sig: Any) -> Any:
+        arguments, _ = sigutils.normalize_signature(sig)
+        if arguments not in self.overloads:
+            self._kernel.compile(arguments)
+            self._declare(self._kernel.overloads[arguments])
+        return self.overloads[arguments].entry_point
+
+    def _declare(self, compiled: Any) -> None:
+        arguments, function = compiled.signature.args, self.py_func
+        address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+        # The name that it has counts the functions that this process compiled before.
+        described = copy.copy(compiled.fndesc)
+        described.mangled_name = f"{function.__module__}.{function.__qualname__}.{_digest(arguments)}"
+        llvmlite.binding.add_symbol(described.mangled_name, address)
+        load = partial(_load, function.__module__, function.__qualname__, arguments)
+        library = _NoCode(compiled.library.codegen, described.mangled_name, load)
+        declared = compiled._replace(fndesc=described, library=library, entry_point=_Entry())
+        self.targetctx.insert_user_function(declared.entry_point, described, [library])
+        self.overloads[arguments] = declared
+
+
+def _digest(arguments: Any) -> str:
+    return hashlib.sha256(str(arguments).encode()).hexdigest()[:16]
+
+
+class _Entry:
+    """The key of what is called by its symbol; stands for the function that Python would call."""
+
+
+def _load(module: str, name: str, arguments: Any) -> None:
+    getattr(importlib.import_module(module), name).part.compile(arguments)
+
+
+class Kernel(CPUDispatcher):
+    """A root when Python calls it. Compiled callers take in its part, or call it by its symbol."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any], *, by_symbol: bool) -> None:
+        options = {"nopython": True, "no_cfunc_wrapper": True, **options}
+        super().__init__(function, {}, options)
+        self.part = _Symbol(self, options) if by_symbol else _Part(function, options)
+
+    @property
+    def _numba_type_(self) -> Any:
+        return types.Dispatcher(self.part)
+
+    def add_overload(self, compiled: Any) -> None:
+        for environment in compiled._find_referenced_environments():  # of the parts too
+            compiled.codegen.set_env(environment.env_name, environment)
+        super().add_overload(compiled)
+
+    def compile(self, sig: Any) -> Any:
+        """Compile it, or load it from the disk; what another process is compiling is waited for."""
+        arguments, _ = sigutils.normalize_signature(sig)
+        function = self.py_func
+        name = f"{function.__module__}.{function.__qualname__}.{_digest(arguments)}.lock"
+        with (
+            global_compiler_lock,  # first: a thread that has it may be waiting for the file
+            nullcontext() if arguments in self.overloads else file_lock.hold(_directory() / name, _LONGEST_S),
+        ):
+            return super().compile(sig)
+
+
+def _directory() -> Path:
+    return Path(numba.config.CACHE_DIR)

@@ -1,0 +1,104 @@
+"""What is compiled, and how often: a kernel once for a machine, whoever calls it and however many start together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba")
+
+_COUNT = """
+import collections, json, os, sys
+import torch
+from numba.core.codegen import JITCodeLibrary
+from numba.core import event
+from pagemill.kernels.cpu.jit.kernel import Kernel
+
+code, roots = collections.Counter(), collections.Counter()
+optimise = JITCodeLibrary._optimize_final_module
+
+def count(library):
+    functions = [function for function in library._final_module.functions if not function.is_declaration]
+    code.update(function.name for function in functions if function.name.startswith("_ZN8pagemill"))
+    optimise(library)
+
+class Roots(event.Listener):
+    def on_start(self, event): pass
+    def on_end(self, event):
+        if isinstance(event.data["dispatcher"], Kernel):
+            roots[event.data["dispatcher"].py_func.__name__] += 1
+
+JITCodeLibrary._optimize_final_module = count
+event.register("numba:compile", Roots())
+"""
+_NORM = """
+from pagemill.kernels.cpu.fused_rows import rms_norm
+x = torch.arange(12.0).view(3, 4)
+assert torch.allclose(rms_norm(x, torch.ones(4), 1e-5), torch.nn.functional.rms_norm(x, (4,), eps=1e-5))
+"""
+_MODEL = """
+from pagemill.kernels.cpu import operators
+from pagemill.kernels.cpu.layer import layer
+from pagemill.kernels.cpu.matmul import {kind}
+for name in layer.PARTS:
+    layer.compile_part(name, kind="{kind}", cache_dtype=torch.{dtype})
+{kind}.warm_up()
+operators.warm_up()
+"""
+_REPORT = """
+print(json.dumps([code, roots]))
+"""
+_EXPENSIVE = ("attend_tile", "_attend_split", "sum_panel", "multiply_tile", "convert_rows", "rms_norm_rows")
+
+
+def start(program: str, cache: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", _COUNT + program + _REPORT]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def counts(child: subprocess.Popen[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """(how often LLVM met each function, how often each kernel became a root)."""
+    output, _ = child.communicate(timeout=570)
+    assert child.returncode == 0
+    code, roots = json.loads(output)
+    return code, roots
+
+
+def test_a_kernel_that_others_call_is_compiled_once_and_then_loaded(tmp_path: Path) -> None:
+    code, roots = counts(start(_NORM, tmp_path))
+    assert roots == {"rms_norm_parallel": 1, "rms_norm_rows": 1, "_run": 1}
+    assert sum("rms_norm_rows" in name for name in code) == 1, "called by its symbol"
+    assert counts(start(_NORM, tmp_path))[1] == {}
+
+
+def test_a_kernel_that_is_gone_from_the_disk_is_compiled_for_its_callers(tmp_path: Path) -> None:
+    counts(start(_NORM, tmp_path))
+    gone = list(tmp_path.rglob("*rms_norm_rows*.nb?"))
+    assert gone
+    for path in gone:
+        path.unlink()
+    assert counts(start(_NORM, tmp_path))[1] == {"rms_norm_rows": 1}
+
+
+def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> None:
+    children = [start(_NORM, tmp_path) for _ in range(3)]
+    together = [counts(child)[1] for child in children]
+    assert sum(sum(roots.values()) for roots in together) == 3
+    assert counts(start(_NORM, tmp_path))[1] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", "float32"), ("bf16", "bfloat16")])
+def test_llvm_meets_the_expensive_kernels_of_a_model_once(kind: str, dtype: str, tmp_path: Path) -> None:
+    code, roots = counts(start(_MODEL.format(kind=kind, dtype=dtype), tmp_path))
+    assert max(roots.values()) == 1
+    for kernel in _EXPENSIVE:
+        found = {name: count for name, count in code.items() if kernel in name}
+        assert found
+        assert set(found.values()) == {1}, (kernel, found)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from benchmarks.engines.contenders import SUBJECT, Contender
-from benchmarks.engines.rows import PROMPT_IN, Rows, measure
+from benchmarks.decoding.rows import PROMPT_IN, Rows, measure
 
 MODULE = "tests.benchmarks.counting_engine"
 

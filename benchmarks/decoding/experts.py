@@ -1,6 +1,6 @@
 """A mixture of experts with random weights: this engine beside transformers' own `generate` and vLLM, fp32, in one run.
 
-    python -m benchmarks.engines.experts [--layers 12] [--experts 64] [--rows 1 8 32] [--rounds 3]
+    python -m benchmarks.decoding.experts [--layers 12] [--experts 64] [--rows 1 8 32] [--rounds 3]
 
 Every row brings 8 tokens and gets 64; `prompt` is requests of 512 tokens that get one. Engines take turns as in
 `benchmarks.throughput`.
@@ -21,9 +21,9 @@ from rich.console import Console
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks import machine
+from benchmarks.decoding.rows import Rows, measure
 from benchmarks.engines import peers
 from benchmarks.engines.contenders import REFERENCE, SUBJECT, WITHOUT_DRAFTS, Contender
-from benchmarks.engines.rows import Rows, measure
 from benchmarks.report import result_path, write
 
 VOCAB_SIZE = 32_000

@@ -1,6 +1,6 @@
 """4-bit GGUF files: this engine beside llama.cpp, which reads the same file, in one run.
 
-    python -m benchmarks.engines.gguf [--types Q4_0 Q4_K_M] [--rows 1 8 32] [--rounds 3]
+    python -m benchmarks.decoding.gguf [--types Q4_0 Q4_K_M] [--rows 1 8 32] [--rounds 3]
 
 The packaged model's file is written again in each type by llama.cpp. Every row brings 32 tokens and gets 96; `prompt`
 is requests of 512 tokens that get one. Engines take turns as in `benchmarks.throughput`.
@@ -20,9 +20,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import machine
+from benchmarks.decoding.rows import Rows, measure
 from benchmarks.engines import peers
 from benchmarks.engines.contenders import INT8_SUBJECT, SUBJECT, WITHOUT_DRAFTS, Contender
-from benchmarks.engines.rows import Rows, measure
 from benchmarks.report import model_directory, result_path, write
 from pagemill.engine.models.packaged import find_gguf
 

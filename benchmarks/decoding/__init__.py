@@ -1,0 +1,1 @@
+"""Decoding by number of rows, beside peers."""

@@ -19,6 +19,7 @@ from pagemill.error_codes import FINAL_CODES, RETRYABLE_CODES
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo
+from pagemill.producer.wire.schema.sealing import ring
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_host.host import EngineHost
 from pagemill.worker.job_queue import Backoff, JobQueue
@@ -400,8 +401,8 @@ class ProgressReporter:
 
     def _write_checkpoints(self, jobs: Sequence[RunningJob]) -> None:
         assert self._engine is not None, "jobs run only once there is an engine"
-        now = self._clock.now()
-        calls = [checkpoint_call(self._queue.queue, job, now, self._hmac_keys) for job in jobs]
+        now, keys = self._clock.now(), ring()
+        calls = [checkpoint_call(self._queue.queue, job, now, self._hmac_keys, keys) for job in jobs]
         for job, reply in zip(jobs, self._queue.run_many(calls), strict=True):
             self._counters.progress_writes.inc("written" if reply in ("ok", "cancelled") else "refused")
             if reply == "stale":

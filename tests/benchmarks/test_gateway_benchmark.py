@@ -115,7 +115,7 @@ def test_both_servers_get_the_same_requests(
     """A server of this interpreter stands for vLLM's."""
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
-    (package / "api_server.py").write_text(VLLM_STUB)
+    (package / "api_server").with_suffix(".py").write_text(VLLM_STUB)
     python = tmp_path / "environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')

@@ -123,7 +123,7 @@ class WorkerConfig(BaseSettings):
     checkpoint_tokens: int = Field(default=32, ge=1, le=2**20)
     """A job's progress is written every `checkpoint_s` or `checkpoint_tokens`, whichever comes first."""
     stream_checkpoint_s: float = Field(default=0.05, ge=0.001, le=60)
-    """As `checkpoint_s`, for jobs that have a stream reader."""
+    """As `checkpoint_s`, for jobs with a stream reader: after their first tokens twice this if they are over 32."""
     max_held_results: int = Field(default=1000, ge=1, le=10**6)
     max_held_bytes: int = Field(default=256 * 1024 * 1024, ge=1, le=2**40)
     """Limits on results held in memory during a Redis outage; beyond them the engine stops stepping."""

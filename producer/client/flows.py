@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pagemill.producer.client.effects import Emit, Flow, Read, Sleep, Wait, Watch
+from pagemill.producer.client.feed_reader import FeedReader
 from pagemill.producer.wire.calls import batches, reads, registry, transitions
 from pagemill.producer.wire.calls.batches import Page
-from pagemill.producer.wire.calls.reads import Feed, Outcome
+from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema.errors import (
     InvalidJob,
@@ -22,15 +23,12 @@ from pagemill.producer.wire.schema.errors import (
 from pagemill.producer.wire.schema.outputs import (
     BatchCounts,
     BatchInfo,
-    Delta,
     ErrorInfo,
     JobStatus,
-    Output,
     Result,
     StreamEvent,
 )
 from pagemill.producer.wire.schema.sealing import SealedError
-from pagemill.producer.wire.schema.text.parsed_text import ParsedText, begins_with, new_call_parts
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.store.stub import read_payload_stub
 
@@ -298,7 +296,7 @@ def stream(queue: str, job_id: str) -> Flow[None]:
     """Emit StreamEvents until the job has ended. Raises JobNotFound and, if its result was removed, ResultExpired."""
     topic = f"feed:{job_id}"
     yield Watch(topic)
-    reader = _FeedReader(job_id)
+    reader = FeedReader(job_id)
     pace = _Pace()
     while True:
         feed = yield from _patiently(call(reads.feed(queue, job_id, reader.epoch, reader.position)), pace)
@@ -319,111 +317,3 @@ def stream(queue: str, job_id: str) -> Flow[None]:
             yield Emit(StreamEvent(type="end", attempt=feed.attempt, state=feed.end))
             return
         yield Wait(topic, pace.next_interval())
-
-
-class _FeedReader:
-    """One reader's position in a feed; turns news into the events that bring the reader up to date."""
-
-    def __init__(self, job_id: str) -> None:
-        self.epoch = 0
-        self.position = 0
-        self._job_id = job_id
-        self._fresh = True
-        """Nothing of this epoch has been read yet: existing output is sent as snapshots."""
-        self._seen: dict[int, Output] = {}
-        self._texts: dict[int, ParsedText] = {}
-        self._stale: set[int] = set()
-        """Samples whose text was sent in an earlier epoch: a snapshot has to replace it."""
-
-    def read(self, feed: Feed) -> list[StreamEvent]:
-        if feed.epoch != self.epoch:
-            self.epoch, self.position, self._fresh = feed.epoch, 0, True
-            self._stale |= set(self._seen)
-            self._seen, self._texts = {}, {}
-        before: dict[int, Output] = {}
-        """Of samples that have grown, in the order in which they did."""
-        as_a_whole: set[int] = set()
-        for delta in feed.deltas:
-            seen = self._seen.get(delta.index) or Output(index=delta.index)
-            grown = Output.model_construct(
-                index=delta.index,
-                **self._parsed(delta),
-                token_ids=seen.token_ids + delta.token_ids,
-                logprobs=None if delta.logprobs is None else (seen.logprobs or ()) + delta.logprobs,
-            )
-            self._seen[delta.index] = grown
-            if self._fresh or delta.index in self._stale:
-                as_a_whole.add(delta.index)
-            else:
-                before.setdefault(delta.index, seen)
-        # Who reads late gets one event for several tokens, and so catches up.
-        events = [_gain(feed.attempt, seen, self._seen[index]) for index, seen in before.items()]
-        events += [_snapshot(feed.attempt, self._seen[index]) for index in sorted(as_a_whole)]
-        self._stale -= as_a_whole
-        self._fresh = False
-        self.position += len(feed.deltas)
-        for output in feed.result.outputs if feed.result else ():
-            events += self._rest(feed.attempt, output)
-        return events
-
-    def _parsed(self, delta: Delta) -> dict[str, Any]:
-        text = self._texts.get(delta.index)
-        if text is None:
-            text = self._texts[delta.index] = ParsedText(delta.syntax, self._job_id, delta.index)
-        text.add(delta.text, is_end=delta.finish_reason is not None)
-        return text.output_fields()
-
-    def _rest(self, attempt: int, output: Output) -> list[StreamEvent]:
-        """Return events for what the result has beyond the feed, which is removed once the result exists."""
-        seen = self._seen.get(output.index) or Output(index=output.index)
-        self._seen[output.index] = output
-        if output.index in self._stale:
-            self._stale.discard(output.index)
-            return [_snapshot(attempt, output)]
-        if _parts(output) == _parts(seen) and output.token_ids == seen.token_ids:
-            return []
-        is_longer = output.token_ids[: len(seen.token_ids)] == seen.token_ids
-        if not (is_longer and _continues(output, seen)):
-            return [_snapshot(attempt, output)]
-        return [_gain(attempt, seen, output)]
-
-
-def _parts(output: Output) -> tuple[object, ...]:
-    return output.text, output.reasoning, output.tool_calls
-
-
-def _continues(grown: Output, seen: Output) -> bool:
-    return (
-        grown.text.startswith(seen.text)
-        and (grown.reasoning or "").startswith(seen.reasoning or "")
-        and begins_with(grown.tool_calls, seen.tool_calls)
-    )
-
-
-def _snapshot(attempt: int, seen: Output) -> StreamEvent:
-    return StreamEvent(
-        type="snapshot",
-        attempt=attempt,
-        index=seen.index,
-        token_ids=seen.token_ids,
-        text=seen.text,
-        logprobs=seen.logprobs,
-        reasoning=seen.reasoning or "",
-        tool_calls=new_call_parts((), seen.tool_calls),
-    )
-
-
-def _gain(attempt: int, seen: Output, grown: Output) -> StreamEvent:
-    """Return a token event for what `grown` has beyond `seen`."""
-    offset = len(seen.token_ids)
-    return StreamEvent(
-        type="token",
-        attempt=attempt,
-        index=grown.index,
-        offset=offset,
-        token_ids=grown.token_ids[offset:],
-        text=grown.text[len(seen.text) :],
-        logprobs=None if grown.logprobs is None else grown.logprobs[offset:],
-        reasoning=(grown.reasoning or "")[len(seen.reasoning or "") :],
-        tool_calls=new_call_parts(seen.tool_calls, grown.tool_calls),
-    )

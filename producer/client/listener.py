@@ -10,10 +10,9 @@ from typing import Any
 
 import redis
 
-from pagemill.producer.client.waiting_room import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
+from pagemill.producer.client.waiting_room import LEASE_PATIENCE_MS, POLL_CHUNK, Channels, WaitingRoom
 from pagemill.producer.wire.calls import reads, transitions
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
-from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
 from pagemill.producer.wire.server.transport import SyncTransport, wrap_errors
 
@@ -51,7 +50,7 @@ class Listener:
     def __init__(self, transport: SyncTransport, queue: str) -> None:
         self._transport = transport
         self._queue = queue
-        self._feed_channel = keys.feed_channel(queue)
+        self._channels = Channels(queue)
         self._room = WaitingRoom()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -113,7 +112,7 @@ class Listener:
     def _listen(self) -> None:
         """Listen until there has been no wait for a while, or the connection is lost."""
         with self._transport.client.pubsub(ignore_subscribe_messages=True) as pubsub:
-            pubsub.subscribe(keys.ended_channel(self._queue), self._feed_channel)
+            pubsub.subscribe(*self._channels.names)
             last_busy = time.monotonic()
             while not self._closed and time.monotonic() - last_busy < IDLE_EXIT_S:
                 if len(self._room):
@@ -124,7 +123,7 @@ class Listener:
     def _hear(self, pubsub: Any) -> None:
         timeout = self._room.tick()
         while message := pubsub.get_message(timeout=timeout):
-            self._room.call([topic_of(message["channel"], message["data"], self._feed_channel)])
+            self._room.call(self._channels.topics(message))
             timeout = 0.0
 
     def _poll(self) -> None:

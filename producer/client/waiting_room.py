@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from pagemill.producer.wire.schema import keys
 
 FIRST_POLL_S = 0.05
 LAST_POLL_S = 1.0
@@ -109,7 +112,14 @@ class WaitingRoom:
         return FIRST_POLL_S if young else IDLE_TICK_S
 
 
-def topic_of(channel: bytes, message: bytes, feed_channel: str) -> str:
-    """Return the topic of a hint."""
-    text = message.decode()
-    return f"feed:{text}" if channel.decode() == feed_channel else text
+class Channels:
+    """The channels with the hints of a queue, and how they are read."""
+
+    def __init__(self, queue: str) -> None:
+        self._feeds = frozenset((keys.feed_channel(queue), keys.feeds_channel(queue)))
+        self.names = (keys.ended_channel(queue), *sorted(self._feeds))
+
+    def topics(self, message: Mapping[str, Any]) -> list[str]:
+        """Return the topics of a hint, a message of the driver's."""
+        words: list[str] = message["data"].decode().split(" ")
+        return [f"feed:{word}" for word in words] if message["channel"].decode() in self._feeds else words

@@ -40,6 +40,7 @@ END_PATIENCE_S = 10.0
 """Timeout for the result, which normally exists once the stream has ended."""
 _DONE = b"data: [DONE]\n\n"
 _PING = b": waiting\n\n"
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _MERGED_EVENTS = 64
 """Events of several jobs buffered for a slow client; the rest stays in Redis."""
 
@@ -125,6 +126,14 @@ class CompletionStream:
         self._results: dict[int, Result] = {}
         self._ended: set[int] = set()
         self._created = int(time.time())
+        head = {
+            "id": completion_id(ask.url, handles[0].id),
+            "object": "chat.completion.chunk" if is_chat(ask.url) else "text_completion",
+            "created": self._created,
+            "model": ask.model,
+        }
+        self._head = _json(head)[:-1]
+        """What all chunks begin with."""
         self.has_failed = False
         """A server error ended the stream after its head."""
 
@@ -156,7 +165,7 @@ class CompletionStream:
 
     def _closing(self) -> list[bytes]:
         """Return the events after the last answer's end."""
-        usage = [_event(self._chunk([], usage_body(self.usage())))] if self._ask.include_usage else []
+        usage = [self._chunk(b"[]", usage_body(self.usage()))] if self._ask.include_usage else []
         return [*usage, _DONE]
 
     def _failing(self, error: ApiError) -> bytes:
@@ -202,7 +211,7 @@ class CompletionStream:
             body = {"delta": _delta(one)} if is_chat(self._ask.url) else {"text": one.text}
             offset = len(self._samples[number, index].sent.get(one.part, "")) - len(one.text)
             logprobs = logprobs_body(self._ask.url, positions or None, offset)
-            pieces.append(_event(self._chunk([self._choice(number, index, body, logprobs)])))
+            pieces.append(self._chunk(self._choice(number, index, body, logprobs)))
             positions = None
         return pieces
 
@@ -223,7 +232,7 @@ class CompletionStream:
         """Return the events that end a sample."""
         body: dict[str, Any] = {"delta": {}} if is_chat(self._ask.url) else {"text": ""}
         choice = self._choice(number, output.index, body, finish_reason=finish_reason(output))
-        return [_event(self._chunk([choice]))]
+        return [self._chunk(choice)]
 
     def _begin(self, number: int, index: int) -> list[bytes]:
         """Return a chat's first chunk, which holds the role, unless it was sent."""
@@ -232,7 +241,7 @@ class CompletionStream:
             return []
         sample.has_begun = True
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return [_event(self._chunk([self._choice(number, index, {"delta": delta})]))]
+        return [self._chunk(self._choice(number, index, {"delta": delta}))]
 
     def _choice(
         self,
@@ -241,23 +250,19 @@ class CompletionStream:
         body: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
-    ) -> dict[str, Any]:
-        return {
+    ) -> bytes:
+        """Return the JSON of the one choice that a chunk has."""
+        choice = {
             "index": number * self._ask.n + index,
             **body,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
+        return b"[%b]" % _json(choice)
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        chunk: dict[str, Any] = {
-            "id": completion_id(self._ask.url, self._handles[0].id),
-            "object": "chat.completion.chunk" if is_chat(self._ask.url) else "text_completion",
-            "created": self._created,
-            "model": self._ask.model,
-            "choices": choices,
-        }
-        return chunk | {"usage": usage} if self._ask.include_usage else chunk
+    def _chunk(self, choices: bytes, usage: dict[str, Any] | None = None) -> bytes:
+        end = b',"usage":%b' % _json(usage) if self._ask.include_usage else b""
+        return b'data: %b,"choices":%b%b}\n\n' % (self._head, choices, end)
 
 
 async def _merged(handles: Sequence[AsyncJobHandle]) -> AsyncIterator[tuple[int, StreamEvent]]:
@@ -305,8 +310,12 @@ def _delta(news: News) -> dict[str, Any]:
     }
 
 
+def _json(value: Any) -> bytes:
+    return _ENCODER.encode(value).encode()
+
+
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    return b"data: %b\n\n" % _json(body)
 
 
 class EventStream(Response):

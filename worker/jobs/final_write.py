@@ -12,7 +12,7 @@ from pagemill.producer.wire.calls.metering.usage import Used
 from pagemill.producer.wire.calls.promises import Estimate
 from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob, RenewReply
 from pagemill.producer.wire.schema.outputs import ErrorInfo
-from pagemill.producer.wire.schema.sealing import ring
+from pagemill.producer.wire.schema.sealing import KeyRing, ring
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.worker.jobs.running_job import Ending, RunningJob, end_state
@@ -104,10 +104,10 @@ class FinalWrite:
         counters.promise_ratio.observe(promised.ratio(now))
 
 
-def checkpoint_call(queue: str, job: RunningJob, now: float, hmac_keys: Keys) -> Call[CheckpointReply]:
+def checkpoint_call(
+    queue: str, job: RunningJob, now: float, hmac_keys: Keys, keys: KeyRing
+) -> Call[CheckpointReply]:
     """Build the call that writes progress and the part of the checkpoint not yet stored."""
-
-    keys = ring()
 
     def sign(entry: bytes) -> bytes:
         digest = digest_of(job.fingerprint)

@@ -19,6 +19,7 @@ from pagemill.error_codes import FINAL_CODES, RETRYABLE_CODES
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo
+from pagemill.producer.wire.schema.sealing import ring
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_host.host import EngineHost
 from pagemill.worker.job_queue import Backoff, JobQueue
@@ -45,6 +46,9 @@ TAKE_S = 0.05
 """The longest that events are taken in between two writes."""
 RELEASE_PATIENCE_S = 2.0
 """The longest that a job being handed back waits for the engine's final output."""
+MAX_STREAMS_OFTEN = 32
+"""With more streams than these, what follows their first tokens is written half as often: a write is a read, an event
+and a packet for each of them, which take the processor from a model that runs beside them."""
 MAX_WRITES = 500
 """Writes in one round trip."""
 MAX_UNSAVED_LOGPROBS = 16_384
@@ -90,14 +94,15 @@ class Written:
 Event = list[RequestOutput] | Lost | Stop | EngineLost | End | Written
 
 
-def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float) -> bool:
-    """Return True if a running job's progress should be written now (monotonic seconds)."""
+def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float, streams: int = 1) -> bool:
+    """Return True if a running job's progress should be written now (monotonic seconds), with this many streams."""
     if job.is_progress_saved and not job.has_unsaved:
         return False
     if job.unsaved_tokens >= config.checkpoint_tokens:
         return True
     if job.is_saved_often:  # its first token goes out at once
-        return now - job.saved_at >= config.stream_checkpoint_s
+        slower = streams > MAX_STREAMS_OFTEN and job.has_saved_tokens
+        return now - job.saved_at >= config.stream_checkpoint_s * (2 if slower else 1)
     if job.is_about_to_end:
         return False  # its final write follows shortly, with everything
     # Before its first unsaved token there was nothing to lose, however long it waited.
@@ -374,8 +379,9 @@ class ProgressReporter:
         self._on_finished(None)
 
     def _write(self) -> None:
-        now = time.monotonic()
-        due = [job for job in self._table.running() if self._is_due(job, now)]
+        now, running = time.monotonic(), self._table.running()
+        streams = sum(job.is_saved_often for job in running)
+        due = [job for job in running if self._is_due(job, now, streams)]
         for jobs in _round_trips(due):
             self._write_checkpoints(jobs)
         ended = [
@@ -387,10 +393,10 @@ class ProgressReporter:
             self._write_ends(ended[start : start + MAX_WRITES])
         self._backoff.reset()
 
-    def _is_due(self, job: RunningJob, now: float) -> bool:
+    def _is_due(self, job: RunningJob, now: float, streams: int) -> bool:
         if job.request_id in self._ended:
             return self._lacks_checkpoint(self._ended[job.request_id])
-        return is_checkpoint_due(job, self._config, now)
+        return is_checkpoint_due(job, self._config, now, streams)
 
     def _lacks_checkpoint(self, write: FinalWrite) -> bool:
         job = self._table.by_request(write.key)
@@ -400,8 +406,8 @@ class ProgressReporter:
 
     def _write_checkpoints(self, jobs: Sequence[RunningJob]) -> None:
         assert self._engine is not None, "jobs run only once there is an engine"
-        now = self._clock.now()
-        calls = [checkpoint_call(self._queue.queue, job, now, self._hmac_keys) for job in jobs]
+        now, keys = self._clock.now(), ring()
+        calls = [checkpoint_call(self._queue.queue, job, now, self._hmac_keys, keys) for job in jobs]
         for job, reply in zip(jobs, self._queue.run_many(calls), strict=True):
             self._counters.progress_writes.inc("written" if reply in ("ok", "cancelled") else "refused")
             if reply == "stale":

@@ -228,10 +228,13 @@ class RunningJob:
         return sum(len(sample.token_ids) - sample.saved_tokens for sample in self.samples)
 
     @property
+    def has_saved_tokens(self) -> bool:
+        return any(sample.saved_tokens for sample in self.samples)
+
+    @property
     def unsaved_logprobs(self) -> int:
         """Tokens with a log-probability that the checkpoint lacks."""
-        per_token = 0 if self.params.logprobs is None else 1 + self.params.logprobs
-        return per_token * self.unsaved_tokens
+        return 0 if self.params.logprobs is None else (1 + self.params.logprobs) * self.unsaved_tokens
 
     @property
     def has_unsaved(self) -> bool:

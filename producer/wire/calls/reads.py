@@ -28,7 +28,7 @@ from pagemill.producer.wire.schema.outputs import (
     State,
     Timing,
 )
-from pagemill.producer.wire.schema.sealing import SealedError, ring
+from pagemill.producer.wire.schema.sealing import SealedError, opened
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.store.stub import Reference, read_result_stub
 
@@ -165,7 +165,7 @@ def recorded(queue: str, job_id: str) -> Call[Recorded]:
 def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
     """Return deltas from `position` on, counted in the feed of `epoch`."""
     args = (job_id, epoch, position, FEED_ENTRIES)
-    return Call("feed", (keys.prefix(queue),), args, partial(_feed, job_id))
+    return Call("feed", (keys.prefix(queue),), args, partial(_feed, job_id), plural="feeds")
 
 
 def read_outcome(record: list[Any]) -> Outcome:
@@ -219,7 +219,7 @@ def _result(end: _End, out: bytes) -> Result:
 
 def _own_result(out: bytes, job_id: str, computed_by: str) -> Result:
     """Return a result as that of `job_id`: equal jobs share the result of the job that ran."""
-    result = Result.model_validate_json(ring().open(out, "result", computed_by))
+    result = Result.model_validate_json(opened(out, "result", computed_by))
     if result.id == job_id:
         return result
     return result.model_copy(update={"id": job_id, "copied_from": result.id})

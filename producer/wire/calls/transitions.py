@@ -187,7 +187,7 @@ def checkpoint(
             len(delta.token_ids),
             sign(delta.model_dump_json(exclude_defaults=True).encode()),
         ]
-    return Call("checkpoint", (keys.prefix(queue),), tuple(args), _word)
+    return Call("checkpoint", (keys.prefix(queue),), tuple(args), _word, plural="checkpoints")
 
 
 def commit(

@@ -12,15 +12,14 @@ from pagemill.producer.wire.schema.outputs import (
     Output,
     PositionLogprobs,
 )
-from pagemill.producer.wire.schema.sealing import ring
+from pagemill.producer.wire.schema.sealing import opened
 from pagemill.producer.wire.schema.signing import unsigned_entry
 from pagemill.producer.wire.schema.text.parsed_text import ParsedText
 
 
 def read_deltas(job_id: str, entries: Iterable[bytes]) -> list[Delta]:
     """Parse a job's entries as deltas. Raises ValueError for an invalid entry, or one that can't be opened here."""
-    keys = ring()
-    return [Delta.model_validate_json(keys.open(unsigned_entry(entry), "delta", job_id)) for entry in entries]
+    return [Delta.model_validate_json(opened(unsigned_entry(entry), "delta", job_id)) for entry in entries]
 
 
 def merge_checkpoint(

@@ -146,8 +146,13 @@ def cancel_channel(queue: str) -> str:
 
 
 def feed_channel(queue: str) -> str:
-    """Pub/sub: the id of every streaming job that has new tokens."""
+    """Pub/sub: the id of every streaming job that has new tokens, or that ended."""
     return f"{prefix(queue)}feed"
+
+
+def feeds_channel(queue: str) -> str:
+    """Pub/sub: the ids of streaming jobs that got new tokens together, apart by spaces."""
+    return f"{prefix(queue)}feeds"
 
 
 def synced(queue: str) -> str:

@@ -123,6 +123,14 @@ class _Key:
             raise SealedError("the stored value is not what was written for this job") from None
 
 
+def opened(stored: bytes, kind: Kind, name: str) -> bytes:
+    """Return a stored value in clear. The keys of the environment are looked up only for one that is sealed.
+
+    Raises SealedError, and InvalidJob for keys that are none.
+    """
+    return ring().open(stored, kind, name) if stored.startswith(_OPENING) else stored
+
+
 def ring() -> KeyRing:
     """Return the keys that the environment names, now. Raises InvalidJob for keys that are none."""
     return _ring(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -12,6 +12,9 @@ from importlib.resources.abc import Traversable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+MAX_JOINED = 64
+"""Calls that one run of a script answers, so that it does not stop the server for long."""
 
 _INCLUDE = re.compile(r"^-- @include (\w+)\n", re.MULTILINE)
 
@@ -28,6 +31,32 @@ class Call(Generic[T]):
     keys: tuple[str, ...]
     args: tuple[str | bytes | int | float, ...]
     parse: Callable[[Any], T]
+    plural: str = ""
+    """A script that answers several such calls in one run: see `each.lua`."""
+
+
+def packed(calls: Sequence[Call[Any]]) -> list[list[Call[Any]]]:
+    """Group calls by the run of a script that answers them: neighbours that have the same plural."""
+    packs: list[list[Call[Any]]] = []
+    for call in calls:
+        pack = packs[-1] if packs else []
+        if call.plural and 0 < len(pack) < MAX_JOINED and _joins(pack[0], call):
+            pack.append(call)
+        else:
+            packs.append([call])
+    return packs
+
+
+def _joins(first: Call[Any], call: Call[Any]) -> bool:
+    return (first.plural, first.keys) == (call.plural, call.keys)
+
+
+def joined(pack: Sequence[Call[Any]]) -> Call[Any]:
+    """Return the call that answers the pack, with a list of replies if there are several calls."""
+    if len(pack) == 1:
+        return pack[0]
+    args = tuple(argument for call in pack for argument in (len(call.args), *call.args))
+    return Call(pack[0].plural, pack[0].keys, args, list)
 
 
 @cache

@@ -70,12 +70,20 @@ def wrap_errors() -> Iterator[None]:
 def _reading() -> Iterator[None]:
     """Turn any error of the driver's parsing into ours: the reply did not come from a Redis server."""
     try:
-        with wrap_errors():
-            yield
+        yield
     except PagemillError:
         raise
     except Exception as error:
-        raise _foreign(error) from error
+        raise _ours(error) from error
+
+
+def _ours(error: Exception) -> PagemillError:
+    """Return an error of ours for one of the driver's, which is its cause."""
+    if isinstance(error, PagemillError):
+        return error
+    ours = _translated(error) if isinstance(error, exceptions.RedisError | OSError) else _foreign(error)
+    ours.__cause__ = error
+    return ours
 
 
 def _foreign(error: Exception) -> RedisUnavailable:
@@ -139,6 +147,14 @@ class SyncTransport:
         return [call.parse(reply) for call, reply in zip(calls, replies, strict=True)]
 
     def _pipeline(self, calls: Sequence[Call[T]]) -> list[Any]:
+        packs = scripts.packed(calls)
+        replies: list[Any] = []
+        for pack, reply in zip(packs, self._replies([scripts.joined(pack) for pack in packs]), strict=True):
+            replies += _shared(pack, reply) or self._replies(pack)
+        return _without_errors(replies)
+
+    def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """Return a reply or an exception for each call, which has a script to itself."""
         replies = self._send(calls)
         for _ in range(_SCRIPT_TRIES - 1):
             unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
@@ -147,7 +163,7 @@ class SyncTransport:
             self._teach()
             for i, reply in zip(unknown, self._send([calls[i] for i in unknown]), strict=True):
                 replies[i] = reply
-        return _without_errors(replies)
+        return replies
 
     def _send(self, calls: Sequence[Call[T]]) -> list[Any]:
         with self.client.pipeline(transaction=False) as pipeline:
@@ -227,9 +243,7 @@ class AsyncTransport:
             loop.call_soon(self._send_waiting)
         answered: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((call, answered))
-        with _reading():
-            reply = await answered
-        return call.parse(reply)
+        return call.parse(await answered)
 
     async def run_alone(self, call: Call[T]) -> T:
         """Like `run`, and sent at once."""
@@ -248,7 +262,7 @@ class AsyncTransport:
         calls = [call for call, _ in waiting]
         replies: list[Any]
         try:
-            replies = [await self._run(calls[0])] if len(calls) == 1 else await self._replies(calls)
+            replies = [await self._run(calls[0])] if len(calls) == 1 else await self._pipeline(calls)
         except Exception as error:
             replies = [error] * len(calls)
         except asyncio.CancelledError:  # the loop ends
@@ -259,7 +273,7 @@ class AsyncTransport:
             if future.done():
                 continue
             if isinstance(reply, Exception):
-                future.set_exception(reply)
+                future.set_exception(_ours(reply))
             else:
                 future.set_result(reply)
 
@@ -277,11 +291,20 @@ class AsyncTransport:
         replies: list[Any] = []
         with _reading():
             for start in range(0, len(calls), _PIPELINE_CALLS):
-                replies += _without_errors(await self._replies(calls[start : start + _PIPELINE_CALLS]))
+                replies += _without_errors(await self._pipeline(calls[start : start + _PIPELINE_CALLS]))
         return [call.parse(reply) for call, reply in zip(calls, replies, strict=True)]
 
-    async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def _pipeline(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Return a reply or an exception for each call."""
+        packs = scripts.packed(calls)
+        found = await self._replies([scripts.joined(pack) for pack in packs])
+        replies: list[Any] = []
+        for pack, reply in zip(packs, found, strict=True):
+            replies += _shared(pack, reply) or await self._replies(pack)
+        return replies
+
+    async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """Return a reply or an exception for each call, which has a script to itself."""
         replies = await self._send(calls)
         for _ in range(_SCRIPT_TRIES - 1):
             unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
@@ -315,6 +338,13 @@ class AsyncTransport:
 
 def _evalsha(call: Call[Any]) -> tuple[Any, ...]:
     return (scripts.sha1(call.script), len(call.keys), *call.keys, *call.args)
+
+
+def _shared(pack: Sequence[Call[Any]], reply: Any) -> list[Any]:
+    """Return the reply to each call of a pack; nothing if several were refused, for one of them."""
+    if len(pack) == 1:
+        return [reply]
+    return reply if isinstance(reply, list) and len(reply) == len(pack) else []
 
 
 def _without_errors(replies: list[Any]) -> list[Any]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 from starlette.types import Message, Scope
 
+from pagemill import AsyncProducer
+from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.guard.limits import ClientGone
-from pagemill.producer.gateway.streaming import EventStream
+from pagemill.producer.gateway.request_parsing import Ask
+from pagemill.producer.gateway.streaming import CompletionStream, EventStream
+from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL, is_chat
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import PositionLogprobs, StreamEvent, TokenLogprob
 
 Take = Callable[[bytes], None]
 
@@ -90,3 +97,35 @@ async def test_the_gateway_s_end_is_told() -> None:
     with pytest.raises(asyncio.CancelledError):
         await answer
     assert b'"code":"stopping"' in client.taken[-1]
+
+
+POSITION = PositionLogprobs(chosen=TokenLogprob(token_id=5, logprob=-0.5, text="a"))
+TEXT = 'a "quoted"\n\u2028 wörd 😀'
+
+
+def asked(url: str, *, include_usage: bool) -> Ask:
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if is_chat(url) else {"prompt": "x"}
+    return Ask(url, (Job.parse({"model": "org/m@1", "n": 2, **prompt}),), True, include_usage, 60.0)
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize("url", [CHAT_URL, COMPLETIONS_URL])
+async def test_a_chunk_is_the_json_of_the_whole_object(url: str, include_usage: bool) -> None:
+    """Byte for byte, though what all chunks of a stream share is written once."""
+    async with AsyncProducer("redis://127.0.0.1:1", queue="q") as producer:
+        handles = [AsyncJobHandle(producer, name) for name in ("one", "two")]
+        stream = CompletionStream(asked(url, include_usage=include_usage), handles)
+        token = StreamEvent(type="token", index=1, token_ids=(5,), text=TEXT, logprobs=(POSITION,))
+        chunks = await stream._chunks_of(1, token)
+        assert len(chunks) == (2 if is_chat(url) else 1)
+        chunks += [chunk for chunk in stream._closing() if b"DONE" not in chunk]
+    names = ["id", "object", "created", "model", "choices", *(["usage"] if include_usage else [])]
+    for chunk in chunks:
+        body = json.loads(chunk.removeprefix(b"data: "))
+        assert chunk == b"data: %b\n\n" % json.dumps(body, separators=(",", ":")).encode()
+        assert list(body) == names
+        assert body["id"] == ("chatcmpl-one" if is_chat(url) else "cmpl-one")
+    (choice,) = json.loads(chunks[1 if is_chat(url) else 0].removeprefix(b"data: "))["choices"]
+    assert (choice["index"], choice["finish_reason"]) == (3, None)
+    assert (choice["delta"]["content"] if is_chat(url) else choice["text"]) == TEXT
+    assert choice["logprobs"] is not None

@@ -14,7 +14,7 @@ from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint, CheckpointSample, Output, Result
 from pagemill.worker.config import WorkerConfig
-from pagemill.worker.jobs.reporter import is_checkpoint_due
+from pagemill.worker.jobs.reporter import MAX_STREAMS_OFTEN, is_checkpoint_due
 from pagemill.worker.jobs.running_job import RunningJob, engine_params, sample_records, sample_states
 
 
@@ -59,6 +59,22 @@ def test_a_checkpoint_is_due_an_interval_after_the_first_news() -> None:
     assert not is_checkpoint_due(job, config, long_after)
     job.apply(news(CompletionDelta(0, [7, 8, 9, 10, 11], "cdefg", 2)))
     assert is_checkpoint_due(job, config, job.unsaved_since)  # 5 tokens
+
+
+def test_many_streams_are_written_half_as_often_after_their_first_tokens() -> None:
+    config = WorkerConfig.load(model="echo", stream_checkpoint_s=0.1)
+    job = running_job(stream=True)
+    job.saved_at = began = time.monotonic()
+    job.apply(news(CompletionDelta(0, [5], "a", 0)))
+    assert is_checkpoint_due(job, config, began + 0.1, streams=64)
+    job.unsaved()
+    job.mark_saved(began + 0.1)
+    job.apply(news(CompletionDelta(0, [6], "b", 1)))
+    assert is_checkpoint_due(job, config, began + 0.25, streams=MAX_STREAMS_OFTEN)
+    assert not is_checkpoint_due(job, config, began + 0.25, streams=MAX_STREAMS_OFTEN + 1)
+    job.apply(news(CompletionDelta(0, [7], "c", 2)))
+    assert is_checkpoint_due(job, config, began + 0.31, streams=64)
+    assert [delta.text for delta in job.unsaved()] == ["bc"]
 
 
 def test_a_job_whose_worker_died_is_checkpointed_at_its_first_token() -> None:

@@ -1,0 +1,1 @@
+"""The cost of HTTP; `python -m benchmarks.gateway`."""

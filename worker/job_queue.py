@@ -205,9 +205,14 @@ class JobQueue:
         """
         began = time.monotonic()
         try:
-            replies = list(self._guard(lambda: self._transport.run_many(calls)))
+            joined = list(transitions.joined(calls))
+            replies = self._guard(lambda: self._transport.run_many([call for call, _ in joined]))
             self._connectivity.took(calls[0].script if calls else "other", began)
-            return replies
+            return [
+                one
+                for reply, (_, count) in zip(replies, joined, strict=True)
+                for one in (reply if count > 1 else [reply])
+            ]
         except RedisUnavailable:
             raise
         except Exception:

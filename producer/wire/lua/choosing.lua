@@ -74,26 +74,43 @@ local function age(lane)
   return at > NOW and AGEING + 1 or NOW - at
 end
 
--- The lane of a class and model whose tenant's turn it is. One that has run empty loses its place here.
-local nobody_waits = {}
--- Places that one call looks at in vain; the doorbell is rung for what is behind them.
+-- By class and model: the versions of which jobs may wait, each with the name of its turns.
+local places = {}
+local function places_of(class, model)
+  local found = places[class .. model]
+  if not found then
+    found = {}
+    local names = {}
+    for i, version in ipairs(versions_of(model)) do
+      names[i] = turns_key(version, class, model)
+      found[i] = {version = version, turns = names[i]}
+    end
+    if #names > 0 and redis.call('EXISTS', unpack(names)) == 0 then
+      found = {}
+    end
+    places[class .. model] = found
+  end
+  return found
+end
+
+-- The lane of a place whose tenant's turn it is. One that has run empty loses its turn here.
+-- Tenants that one call looks at in vain are bounded; the doorbell is rung for what is behind them.
 local MAX_SKIPPED = 1024
 local skipped = 0
-local function next_lane(version, class, model)
-  local turns = turns_key(version, class, model)
-  while not nobody_waits[turns] do
-    local tenant = redis.call('ZRANGE', turns, 0, 0)[1]
+local function next_lane(place, class, model)
+  while not place.is_empty do
+    local tenant = redis.call('ZRANGE', place.turns, 0, 0)[1]
     if not tenant or skipped >= MAX_SKIPPED then
-      nobody_waits[turns] = true
+      place.is_empty = true
       return nil
     end
-    local lane = lane_name(version, class, tenant, model)
+    local lane = lane_name(place.version, class, tenant, model)
     if oldest(lane) then
       return lane
     end
     fronts[lane] = nil
     skipped = skipped + 1
-    redis.call('ZREM', turns, tenant)
+    redis.call('ZREM', place.turns, tenant)
   end
 end
 
@@ -104,8 +121,8 @@ local function lane_of(class)
   for i = 0, #models - 1 do
     local at = cursor + i
     local model, lanes = models[at % #models + 1], {}
-    for _, version in ipairs(versions_of(model)) do
-      lanes[#lanes + 1] = next_lane(version, class, model)
+    for _, place in ipairs(places_of(class, model)) do
+      lanes[#lanes + 1] = next_lane(place, class, model)
     end
     if #lanes > 0 then
       passed = i
@@ -120,8 +137,8 @@ local function longest_waiting()
   local found, longest = nil, AGEING
   for _, class in ipairs(classes) do
     for _, model in ipairs(models) do
-      for _, version in ipairs(versions_of(model)) do
-        local lane = next_lane(version, class, model)
+      for _, place in ipairs(places_of(class, model)) do
+        local lane = next_lane(place, class, model)
         local waited = lane and age(lane)
         if waited and waited > longest then
           found, longest = lane, waited

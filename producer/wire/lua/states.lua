@@ -35,12 +35,26 @@ local function load(id)
   return job
 end
 
-local function count(batch, from, to)
-  redis.call('HINCRBY', P .. 'counts', from, -1)
-  redis.call('HINCRBY', P .. 'counts', to, 1)
-  if batch then
-    redis.call('HINCRBY', P .. 'batch:' .. batch, from, -1)
-    redis.call('HINCRBY', P .. 'batch:' .. batch, to, 1)
+-- Changes of counts by key and state, where a call writes them at its end (commit.lua).
+local counting
+local count
+do
+  local function add(key, state, by)
+    if not counting then
+      redis.call('HINCRBY', key, state, by)
+      return
+    end
+    counting[key] = counting[key] or {}
+    counting[key][state] = (counting[key][state] or 0) + by
+  end
+
+  function count(batch, from, to)
+    add(P .. 'counts', from, -1)
+    add(P .. 'counts', to, 1)
+    if batch then
+      add(P .. 'batch:' .. batch, from, -1)
+      add(P .. 'batch:' .. batch, to, 1)
+    end
   end
 end
 
@@ -62,6 +76,8 @@ local function close_lane(lane)
     redis.call('ZREM', turns, tenant)
   end
 end
+
+local has_suspects -- as far as this call has asked
 
 -- Out of whatever set its state keeps it in.
 local function detach(id, job)
@@ -85,8 +101,13 @@ local function detach(id, job)
     if job.waits then
       leave_parents(id, job)
     end
-  elseif job.worker and redis.call('HGET', P .. 'suspects', job.worker) == id then
-    redis.call('HDEL', P .. 'suspects', job.worker)
+  elseif job.worker then
+    if has_suspects == nil then
+      has_suspects = redis.call('EXISTS', P .. 'suspects') == 1
+    end
+    if has_suspects and redis.call('HGET', P .. 'suspects', job.worker) == id then
+      redis.call('HDEL', P .. 'suspects', job.worker)
+    end
   end
 end
 

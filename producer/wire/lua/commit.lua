@@ -44,6 +44,7 @@ local is_well, problem = pcall(function()
   end
 end)
 -- Also where one of them failed: the others' ends stand.
+write_usage()
 for key, changes in pairs(counting) do
   for state, by in pairs(changes) do
     redis.call('HINCRBY', key, state, by)

@@ -75,11 +75,14 @@ local function take(lane, in_order, alone)
     redis.call('ZREM', P .. 'wait:' .. lane, name)
     remove_alike(lane, affinity, rank)
   elseif tonumber(job.deadline or math.huge) <= NOW then
+    write_turns()
     finish(id, job, 'expired', EXPIRED)
   elseif not payload then
+    write_turns()
     finish(id, job, 'failed', LOST_PAYLOAD)
   else
     if sides.left_to_others(lane, name, rank, id, job) then
+      write_turns()
       note_taken(lane, name, nil, in_order)
       return true
     end
@@ -90,6 +93,7 @@ local function take(lane, in_order, alone)
       if name ~= oldest(lane) then
         return take(lane, true, alone) -- the oldest may cost less, or was charged before
       end
+      write_turns()
       quotas.park(lane, pause)
       return true
     end

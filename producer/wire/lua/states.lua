@@ -35,8 +35,6 @@ local function load(id)
   return job
 end
 
--- Changes of counts by key and state, where a call writes them at its end (commit.lua).
-local counting
 local count
 do
   local function add(key, state, by)
@@ -192,6 +190,9 @@ local function forget(id)
   end
 end
 
+-- Batches of which a job has ended in this call: they live on from now, and their waiters were woken.
+local told_batches = {}
+
 local function record_ttl(state)
   return state == 'dead' and DEAD_TTL or DAY
 end
@@ -216,7 +217,9 @@ local function keep(id, job, state)
   end
   if job.batch then
     redis.call('RPUSH', P .. 'bfeed:' .. job.batch, id)
-    redis.call('ZADD', P .. 'bexpiry', int(NOW + BATCH_TTL), job.batch)
+    if not told_batches[job.batch] then
+      redis.call('ZADD', P .. 'bexpiry', int(NOW + BATCH_TTL), job.batch)
+    end
     return
   end
   local ttl = record_ttl(state)
@@ -290,7 +293,8 @@ local function record_end(id, job, state, out)
   end
   keep(id, job, state)
   redis.call('PUBLISH', P .. 'ended', id)
-  if job.batch then
+  if job.batch and not told_batches[job.batch] then
+    told_batches[job.batch] = true
     redis.call('PUBLISH', P .. 'ended', 'batch:' .. job.batch)
   end
   if job.stream then

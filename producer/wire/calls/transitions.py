@@ -222,7 +222,8 @@ def commit(
 def joined(calls: Sequence[Call[Any]]) -> Iterator[tuple[Call[Any], int]]:
     """Yield calls to one queue, in order, with commits next to each other as one; and how many each stands for.
 
-    The reply of several commits is a list. They cost the server less so; an error may leave only the first ones done.
+    The reply of several commits is a list, which may lack the last ones: those were not done, and are to be sent again.
+    Together they cost the server less; an error may leave only the first ones done.
     """
     commits: list[Call[Any]] = []
     size = 0

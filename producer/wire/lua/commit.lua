@@ -6,7 +6,8 @@
 -- ARGV[7] what the ledger counts: `<prompt tokens> <of them cached> <generated tokens> <ms of the device>`, or ''
 -- ARGV[8] and on: the same seven of further jobs
 -- Returns committed | already_done (this very commit came before) | fenced (nothing written)
---   | cancelled | expired (that end had been asked for, and came first); of several jobs a word each, apart by spaces
+--   | cancelled | expired (that end had been asked for, and came first); of several jobs a word each, apart by spaces,
+--   and none for the last ones where this call has ended as many as one may: they are to be sent again
 -- @include fenced
 -- @include keeping
 local WIDTH = 7
@@ -40,7 +41,9 @@ counting = {}
 local words = {}
 local is_well, problem = pcall(function()
   for at = 1, #ARGV, WIDTH do
-    words[#words + 1] = commit(at)
+    if ends < MAX_ENDS then
+      words[#words + 1] = commit(at)
+    end
   end
 end)
 -- Also where one of them failed: the others' ends stand.

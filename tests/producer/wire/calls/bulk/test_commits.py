@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import batches, transitions
 from pagemill.producer.wire.calls.transitions import MAX_COMMIT_BYTES, MAX_COMMITS, PulledJob
 from pagemill.producer.wire.schema.errors import RedisRefused
 from pagemill.producer.wire.server.scripts import Call
+from pagemill.worker.job_queue import Connectivity, JobQueue
 from tests.producer.driving import DECODE, Queue, error_json, result_json
 
 
@@ -89,6 +91,28 @@ def test_a_failure_leaves_the_counts_right(queue: Queue) -> None:
     assert states(queue, "batch") == (3, 2, 1, 0)
     assert [queue.run(calls[0]), queue.run(calls[2])] == ["already_done", "committed"]
     assert states(queue, "batch") == (3, 1, 2, 0)
+
+
+def test_no_call_ends_more_than_one_may(queue: Queue) -> None:
+    """Cancelled leaders whose followers move up: the last commits get no word, and are sent again by a worker."""
+    for number in range(8):
+        names = (f"lead{number}", *(f"f{number}.{follower}" for follower in range(250)))
+        queue.submit(*names, prompt=f"p{number}", dedupe=True, temperature=0.0)
+    jobs = queue.pull()
+    for job in jobs:
+        queue.cancel(job.job_id)
+    calls = [commit_of(queue, job) for job in jobs]
+    words = together(queue, *calls)
+    assert 1 < len(words) < 8
+    assert set(words) == {"cancelled"}
+    assert [queue.state(job.job_id) for job in jobs] == ["cancelled"] * len(words) + ["running"] * (
+        8 - len(words)
+    )
+    worker = JobQueue(queue.url, queue.name, "w1", 60_000, Connectivity(WorkerCounters()))
+    assert worker.run_many(calls) == ["already_done"] * len(words) + ["cancelled"] * (8 - len(words))
+    assert worker.run_many(calls) == ["already_done"] * 8
+    worker.close()
+    assert queue.client.hget(f"{queue.prefix}counts", "queued") == b"2000"
 
 
 def test_joined_calls_keep_their_order_and_their_bounds() -> None:

@@ -335,8 +335,8 @@ def hold_to_quotas(queue: Queue) -> None:
 
 CASES: tuple[Case, ...] = (
     full_submit, pull_payloads, pull_small, pull_past_idle_tenants, pull_through_an_index, pull_a_checkpoint,
-    crash_leaders, expire_leaders, purge_batches, commit_shared, commit_together, read_batches, cancel_leaders, bury, tell,
-    look, look_at_many_lanes, crowd, store_files, release, meter_and_erase, hold_to_quotas,
+    crash_leaders, expire_leaders, purge_batches, commit_shared, commit_together, read_batches, cancel_leaders, bury,
+    tell, look, look_at_many_lanes, crowd, store_files, release, meter_and_erase, hold_to_quotas,
 )  # fmt: skip
 
 

@@ -205,9 +205,15 @@ class JobQueue:
         """
         began = time.monotonic()
         try:
-            replies = list(self._guard(lambda: self._transport.run_many(calls)))
+            joined = list(transitions.joined(calls))
+            replies = self._guard(lambda: self._transport.run_many([call for call, _ in joined]))
             self._connectivity.took(calls[0].script if calls else "other", began)
-            return replies
+            found: list[Any | Exception] = []
+            for reply, (_, count) in zip(replies, joined, strict=True):
+                words = reply if count > 1 else [reply]
+                left = calls[len(found) + len(words) : len(found) + count]
+                found += [*words, *map(self._run_or_error, left)]
+            return found
         except RedisUnavailable:
             raise
         except Exception:

@@ -1,22 +1,24 @@
 """Rates of jobs into the queue and out of it, their cost there, and the same work by other queues.
 
-    python -m benchmarks.queues.rates
+    python -m benchmarks.queues.rates [--waiting 100000 1000000]
 
 Submitting: a job has a 500-byte prompt; every contender runs on the same server (append-only file, written once a
 second), round by round, so that the ratios of one run count. Celery and rq are measured when they are installed
-(`pip install 'pagemill[bench]'`). Pulling: what one pull costs beside an empty queue and beside a full one.
+(`pip install 'pagemill[bench]'`). Pulling: what one pull costs beside an empty queue and beside full ones, and how many
+jobs a second several workers' connections pull and commit. Every rate is told by the clock and by processor time, which
+holds on a machine that others use as well: client and server of a bulk submit work side by side, so the busier of the
+two sets its rate; the other contenders wait for each reply.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,18 +29,34 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
+from benchmarks.queues.drain import Drained, drain, processor_seconds
 from benchmarks.queues.server import kinds, start_server, used_memory
-from benchmarks.report import RESULTS
+from benchmarks.report import result_path, write
 from pagemill import Producer
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.server.transport import SyncTransport
 
 PROMPT_BYTES = 500
+ENVELOPE_BYTES = 121
+"""Of a payload beside its prompt, about."""
 MODEL = "m"
 PULLED_AT_ONCE = 16
 
 Submit = Callable[[str, int], None]
 """(server's URL, jobs): returns when all are accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Processor time per job, in microseconds."""
+
+    client_us: float
+    server_us: float
+
+    def rate(self, *, side_by_side: bool) -> float:
+        """Jobs per second if nothing else used the two processors."""
+        both = (self.client_us, self.server_us)
+        return 1e6 / (max(both) if side_by_side else sum(both))
 
 
 @dataclass(slots=True)
@@ -47,30 +65,63 @@ class Figures:
 
     server: str
     rates: dict[str, list[float]] = field(default_factory=dict)
-    bytes_per_job: float = 0.0
-    waiting_megabytes: float = 0.0
-    """The size of the waiting jobs of the memory measurement, in 10^6 bytes."""
+    costs: dict[str, list[Cost]] = field(default_factory=dict)
+    drained: list[Drained] = field(default_factory=list)
+    bytes_per_job: dict[str, float] = field(default_factory=dict)
+    """By how many wait, and how large they are."""
     pull_us: dict[str, float] = field(default_factory=dict)
     """Microseconds of one pull, round trip included: median."""
+    pull_server_us: dict[str, float] = field(default_factory=dict)
+    """The server's processor time of one pull: median."""
 
     def rate(self, name: str) -> float:
         return statistics.median(self.rates[name])
 
+    def processor_rate(self, name: str) -> float:
+        """Like `rate`, by processor time."""
+        side_by_side = name == "submit_many"
+        return statistics.median(cost.rate(side_by_side=side_by_side) for cost in self.costs[name])
 
-def rows(count: int) -> Iterator[dict[str, Any]]:
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A goal of the queue, and the figures for it; `by_processor` is None where no clock is read."""
+
+    name: str
+    wanted: float
+    found: float
+    by_processor: float | None = None
+    is_least: bool = True
+
+    def reached(self, found: float) -> bool:
+        return found >= self.wanted if self.is_least else found <= self.wanted
+
+    def as_json(self) -> dict[str, Any]:
+        figures = {"by_clock": self.found} if self.by_processor is not None else {"counted": self.found}
+        if self.by_processor is not None:
+            figures["by_processor"] = self.by_processor
+        sign = ">=" if self.is_least else "<="
+        return {
+            "goal": f"{self.name} {sign} {self.wanted:g}",
+            **{name: round(value, 2) for name, value in figures.items()},
+            "reached": {name: self.reached(value) for name, value in figures.items()},
+        }
+
+
+def rows(count: int, prompt_bytes: int = PROMPT_BYTES) -> Iterator[dict[str, Any]]:
     for i in range(count):
         text = f"Row {i}: "
         yield {
             "model": MODEL,
-            "prompt": text + "x" * (PROMPT_BYTES - len(text)),
+            "prompt": text + "x" * (prompt_bytes - len(text)),
             "max_tokens": 16,
             "temperature": 0.0,
         }
 
 
-def submit_many(url: str, count: int) -> None:
+def submit_many(url: str, count: int, prompt_bytes: int = PROMPT_BYTES) -> None:
     with Producer(url, queue="bulk") as producer:
-        producer.submit_many(rows(count))
+        producer.submit_many(rows(count, prompt_bytes))
 
 
 def submit_one_by_one(url: str, count: int) -> None:
@@ -121,22 +172,30 @@ def measure_submits(figures: Figures, url: str, jobs: int, rounds: int) -> None:
                     continue
                 count = max(1, round(jobs * share))
                 submit(url, min(50, count))  # connections, scripts and imports are not what is measured
+                server, mine = processor_seconds(client), time.process_time()
                 started = time.perf_counter()
                 submit(url, count)
                 figures.rates.setdefault(name, []).append(count / (time.perf_counter() - started))
+                mine, server = time.process_time() - mine, processor_seconds(client) - server
+                cost = Cost(mine / count * 1e6, server / count * 1e6)
+                figures.costs.setdefault(name, []).append(cost)
                 client.flushdb()
 
 
-def measure_memory(figures: Figures, url: str, waiting: int) -> None:
-    """Leaves the jobs where they are."""
+def measure_memory(figures: Figures, url: str, waiting: Sequence[int], pulls: int) -> None:
+    """Fill the queue step by step; leaves the jobs where they are."""
     with redis.Redis.from_url(url) as client:
-        submit_many(url, 50)
-        client.flushdb()
-        before = used_memory(client)
-        submit_many(url, waiting)
-        used = used_memory(client) - before
-    figures.bytes_per_job = used / waiting
-    figures.waiting_megabytes = used / 1e6
+        for prompt_bytes in (PROMPT_BYTES - ENVELOPE_BYTES, PROMPT_BYTES):
+            submit_many(url, 50)
+            client.flushdb()
+            before, there = used_memory(client), 0
+            for depth in waiting if prompt_bytes == PROMPT_BYTES else waiting[:1]:
+                submit_many(url, depth - there, prompt_bytes)
+                there = depth
+                taken = (used_memory(client) - before) / depth
+                figures.bytes_per_job[f"{depth} waiting, prompts of {prompt_bytes} bytes"] = taken
+                if prompt_bytes == PROMPT_BYTES:
+                    measure_pulls(figures, url, f"{depth} waiting", pulls)
 
 
 def measure_pulls(figures: Figures, url: str, name: str, pulls: int) -> None:
@@ -144,28 +203,66 @@ def measure_pulls(figures: Figures, url: str, name: str, pulls: int) -> None:
     with redis.Redis.from_url(url) as client:
         transport = SyncTransport(client)
         pull = transitions.pull("bulk", "w", [MODEL], PULLED_AT_ONCE, 1 << 40)
-        seconds = []
+        transport.run(transitions.pull("bulk", "w", [MODEL], 0, 1 << 40))
+        seconds, server, asked = [], [], []
         for _ in range(pulls):
-            started = time.perf_counter()
+            idle, before, started = processor_seconds(client), processor_seconds(client), time.perf_counter()
             jobs = transport.run(pull).jobs
             seconds.append(time.perf_counter() - started)
+            server.append(processor_seconds(client) - before)
+            asked.append(before - idle)
             transport.run_many([transitions.release("bulk", job.job_id, job.token) for job in jobs])
         figures.pull_us[name] = statistics.median(seconds) * 1e6
+        figures.pull_server_us[name] = (statistics.median(server) - statistics.median(asked)) * 1e6
 
 
-def measure(kind: str, jobs: int, waiting: int, pulls: int, rounds: int) -> Figures:
+def measure_drain(figures: Figures, url: str, arguments: argparse.Namespace) -> None:
+    with redis.Redis.from_url(url) as client:
+        for _ in range(arguments.rounds):
+            client.flushdb()
+            submit_many(url, arguments.jobs)
+            figures.drained.append(drain(url, "bulk", MODEL, arguments.workers, arguments.at_once))
+        client.flushdb()
+
+
+def measure(kind: str, arguments: argparse.Namespace) -> Figures:
     figures = Figures(kind)
     with tempfile.TemporaryDirectory() as directory, start_server(kind, Path(directory)) as url:
-        measure_submits(figures, url, jobs, rounds)
-        measure_pulls(figures, url, "nothing waiting", pulls)
+        measure_submits(figures, url, arguments.jobs, arguments.rounds)
+        measure_drain(figures, url, arguments)
+        measure_pulls(figures, url, "nothing waiting", arguments.pulls)
         submit_many(url, PULLED_AT_ONCE)
-        measure_pulls(figures, url, f"{PULLED_AT_ONCE} waiting", pulls)
-        measure_memory(figures, url, waiting)
-        measure_pulls(figures, url, f"{waiting} waiting", pulls)
+        measure_pulls(figures, url, f"{PULLED_AT_ONCE} waiting", arguments.pulls)
+        measure_memory(figures, url, arguments.waiting, arguments.pulls)
     return figures
 
 
-def table(measured: list[Figures], waiting: int) -> Table:
+def goals(figures: Figures) -> list[Goal]:
+    """Return what is wanted of the queue, with this server's figures."""
+    found = [
+        Goal(
+            f"submit_many over {name}, times",
+            wanted,
+            figures.rate("submit_many") / figures.rate(name),
+            figures.processor_rate("submit_many") / figures.processor_rate(name),
+        )
+        for name, wanted in (("celery send_task", 30), ("rq enqueue_many", 10))
+        if name in figures.rates
+    ]
+    drained = figures.drained
+    rates = [statistics.median(way) for way in zip(*((d.rate, d.server_rate) for d in drained), strict=True)]
+    found.append(Goal("pulls and commits a second", 20_000, *rates))
+    found += [
+        Goal(f"bytes a job, {name}", 900, taken, is_least=False)
+        for name, taken in figures.bytes_per_job.items()
+    ]
+    few, *_, most = list(figures.pull_us)[1:]
+    clock, server = (way[most] / way[few] for way in (figures.pull_us, figures.pull_server_us))
+    found.append(Goal(f"a pull with {most} over one with {few}, times", 1.25, clock, server, is_least=False))
+    return found
+
+
+def table(measured: list[Figures]) -> Table:
     made = Table(title="the queue; jobs with 500-byte prompts")
     made.add_column("")
     for figures in measured:
@@ -175,41 +272,85 @@ def table(measured: list[Figures], waiting: int) -> Table:
             made.add_row(
                 f"{name}, jobs/s", *(f"{f.rate(name):,.0f}" if name in f.rates else "-" for f in measured)
             )
-    for name in ("celery send_task", "rq enqueue_many"):
-        if any(name in figures.rates for figures in measured):
-            ratios = (
-                f"{f.rate('submit_many') / f.rate(name):.1f} x" if name in f.rates else "-" for f in measured
+            made.add_row(
+                "  processor: client + server, us a job",
+                *(_costs(f.costs[name]) if name in f.costs else "-" for f in measured),
             )
-            made.add_row(f"submit_many over {name}", *ratios)
-    made.add_row("bytes per waiting job", *(f"{f.bytes_per_job:,.0f}" for f in measured))
-    made.add_row(f"{waiting:,} waiting jobs, MB", *(f"{f.waiting_megabytes:.1f}" for f in measured))
+    made.add_row("pulled and committed, jobs/s", *(f"{_middle(f).rate:,.0f}" for f in measured))
+    made.add_row(
+        "  processor: workers + server, us a job",
+        *(f"{_middle(f).workers_us:.1f} + {_middle(f).server_us:.1f}" for f in measured),
+    )
+    for name in measured[0].bytes_per_job:
+        made.add_row(f"bytes a job, {name}", *(f"{f.bytes_per_job[name]:,.0f}" for f in measured))
     for name in measured[0].pull_us:
-        made.add_row(f"pull of {PULLED_AT_ONCE}, {name}, us", *(f"{f.pull_us[name]:,.0f}" for f in measured))
+        made.add_row(
+            f"pull of {PULLED_AT_ONCE}, {name}, us (processor)",
+            *(f"{f.pull_us[name]:,.0f} ({f.pull_server_us[name]:,.0f})" for f in measured),
+        )
+    return made
+
+
+def _costs(costs: list[Cost]) -> str:
+    client, server = (
+        statistics.median(side) for side in zip(*((c.client_us, c.server_us) for c in costs), strict=True)
+    )
+    return f"{client:.1f} + {server:.1f}"
+
+
+def _middle(figures: Figures) -> Drained:
+    return sorted(figures.drained, key=lambda drained: drained.rate)[len(figures.drained) // 2]
+
+
+def goal_table(measured: list[Figures]) -> Table:
+    made = Table(title="goals: by the clock, by processor time")
+    made.add_column("")
+    for figures in measured:
+        made.add_column(figures.server, justify="right")
+    for row in zip(*map(goals, measured), strict=True):
+        goal = row[0].as_json()["goal"]
+        made.add_row(goal, *(_told(each) for each in row))
+    return made
+
+
+def _told(goal: Goal) -> str:
+    found = [goal.found] if goal.by_processor is None else [goal.found, goal.by_processor]
+    return ", ".join(f"{value:,.1f} {'yes' if goal.reached(value) else 'no'}" for value in found)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.queues.rates",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--servers", nargs="+", choices=kinds(), default=kinds())
+    made.add_argument("--jobs", type=int, default=40_000, help="jobs of one timed bulk submit, or drained")
+    made.add_argument(
+        "--waiting",
+        type=int,
+        nargs="+",
+        default=[100_000],
+        help="depths, rising, at which memory and pulls are measured",
+    )
+    made.add_argument("--pulls", type=int, default=500)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--workers", type=int, default=4, help="connections that drain a queue")
+    made.add_argument("--at-once", type=int, default=64, help="jobs that each of them pulls, and commits")
+    made.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     return made
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.queues.rates", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--servers", nargs="+", choices=kinds(), default=kinds())
-    parser.add_argument("--jobs", type=int, default=40_000, help="jobs of one timed bulk submit")
-    parser.add_argument("--waiting", type=int, default=100_000, help="jobs of the memory measurement")
-    parser.add_argument("--pulls", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     if machine.is_busy():
         print("this machine is busy: the figures will be too low, and the ratios doubtful", file=sys.stderr)
     started, where = datetime.now(UTC), machine.describe()
-    measured = [
-        measure(kind, arguments.jobs, arguments.waiting, arguments.pulls, arguments.rounds)
-        for kind in arguments.servers
-    ]
-    console.print(table(measured, arguments.waiting))
-    path = arguments.out or RESULTS / f"queue-{started:%Y%m%dT%H%M%SZ}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    measured = [measure(kind, arguments) for kind in arguments.servers]
+    console.print(table(measured))
+    console.print(goal_table(measured))
+    path = arguments.out or result_path("queue", started)
     report = {
         "question": "jobs per second into the queue, their memory there, and what a pull takes",
         "date": started.isoformat(timespec="seconds"),
@@ -217,15 +358,20 @@ def main() -> int:
         "settings": {name: value for name, value in vars(arguments).items() if name != "out"},
         "servers": {
             figures.server: {
+                "goals": [goal.as_json() for goal in goals(figures)],
                 "jobs_per_second": figures.rates,
-                "bytes_per_job": round(figures.bytes_per_job, 1),
-                "waiting_megabytes": round(figures.waiting_megabytes, 2),
+                "processor_us_per_job": {
+                    name: [asdict(cost) for cost in costs] for name, costs in figures.costs.items()
+                },
+                "drained": [asdict(drained) | {"rate": drained.rate} for drained in figures.drained],
+                "bytes_per_job": {name: round(value, 1) for name, value in figures.bytes_per_job.items()},
                 "pull_us": {name: round(value, 1) for name, value in figures.pull_us.items()},
+                "pull_server_us": {name: round(value, 1) for name, value in figures.pull_server_us.items()},
             }
             for figures in measured
         },
     }
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    write(path, report)
     console.print(f"written to {path}")
     return 0
 

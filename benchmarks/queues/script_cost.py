@@ -21,6 +21,7 @@ from pagemill.producer.wire.calls.metering import quotas
 from pagemill.producer.wire.calls.metering.quotas import EVERYBODY, Quota
 from pagemill.producer.wire.calls.metering.usage import Used
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Progress
 from pagemill.producer.wire.server.scripts import Call, expanded
 from tests.producer.driving import Queue, open_queue, result_json
@@ -77,7 +78,7 @@ class Tree:
         return {"pull": (between - before) / (pulls + 1), "commit": (after - between) / len(held)}
 
     def _items(self, number: int, tenant: int, count: int) -> list[submissions.Submission]:
-        job = transitions.Job.parse({"prompt": "hello " * 50, "model": "m", "tenant": f"t{tenant}"})
+        job = Job.parse({"prompt": "hello " * 50, "model": "m", "tenant": f"t{tenant}"})
         return [submissions.prepare(job, f"j{number}.{tenant}.{place}") for place in range(count)]
 
     def _spent(self) -> float:

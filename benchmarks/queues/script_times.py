@@ -29,6 +29,7 @@ from pagemill.producer.wire.calls.gateway import stored_files
 from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
 from pagemill.producer.wire.calls.metering import quotas, usage
 from pagemill.producer.wire.calls.metering.quotas import Quota
+from pagemill.producer.wire.calls.transitions import MAX_COMMITS
 from pagemill.producer.wire.schema.dependencies import MAX_PARENTS
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES
 from pagemill.producer.wire.server import scripts
@@ -176,6 +177,23 @@ def commit_shared(queue: Queue) -> None:
     queue.run(reads.outcome(queue.name, "f0.1"))
 
 
+def commit_together(queue: Queue) -> None:
+    """Leaders that were cancelled, whose followers move up, and then plain jobs, as many as one call takes."""
+    groups(queue, MAX_COMMITS)
+    submit_all(queue, ids("j", MAX_COMMITS), batch_id="b")
+    for _ in range(2):
+        held = queue.pull(MAX_COMMITS)
+        for job in held:
+            if job.job_id.startswith("lead"):
+                queue.cancel(job.job_id)
+        bodies = ((job, result_json(job.job_id, "x" * 30_000)) for job in held)
+        calls = [
+            transitions.commit(queue.name, job.job_id, job.token, "succeeded", body) for job, body in bodies
+        ]
+        for call, _ in transitions.joined(calls):
+            queue.run(call)
+
+
 def read_batches(queue: Queue) -> None:
     submit_all(queue, ids("j", CHUNK_JOBS), batch_id="small")
     while jobs := queue.pull(MAX_JOBS_PER_PULL):
@@ -317,8 +335,8 @@ def hold_to_quotas(queue: Queue) -> None:
 
 CASES: tuple[Case, ...] = (
     full_submit, pull_payloads, pull_small, pull_past_idle_tenants, pull_through_an_index, pull_a_checkpoint,
-    crash_leaders, expire_leaders, purge_batches, commit_shared, read_batches, cancel_leaders, bury, tell, look,
-    look_at_many_lanes, crowd, store_files, release, meter_and_erase, hold_to_quotas,
+    crash_leaders, expire_leaders, purge_batches, commit_shared, commit_together, read_batches, cancel_leaders, bury,
+    tell, look, look_at_many_lanes, crowd, store_files, release, meter_and_erase, hold_to_quotas,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
 import json
@@ -16,7 +17,6 @@ from pagemill.producer.wire.calls import submissions
 from pagemill.producer.wire.calls.submission_form import (
     JobForm,
     JobForms,
-    Text,
     read_key,
     read_metadata,
     read_text,
@@ -36,6 +36,7 @@ from pagemill.producer.wire.store.stub import Upload, payload_stub, read_payload
 JobLike: TypeAlias = Job | Mapping[str, Any]
 OnInvalid: TypeAlias = Literal["record", "raise"]
 
+_SEED_HASH = hashlib.blake2b(digest_size=8, person=b"pagemill-seed")
 _MAX_REASON = 2000
 """Characters of an error message that are stored with an invalid row."""
 
@@ -45,7 +46,8 @@ def new_job_id() -> str:
 
 
 def new_batch_id() -> str:
-    return secrets.token_hex(10)
+    # Base32 has 16 characters for 80 bits; each is in the record of every job of the batch.
+    return base64.b32encode(secrets.token_bytes(10)).decode().lower()
 
 
 def item_id(batch_id: str, key: str) -> str:
@@ -64,8 +66,9 @@ def seed_of(job_id: str) -> int:
 
     It is derived from the id, so that submitting an id again submits the same job.
     """
-    digest = hashlib.blake2b(job_id.encode(), digest_size=8, person=b"pagemill-seed").digest()
-    return int.from_bytes(digest, "big") >> 1
+    hashed = _SEED_HASH.copy()
+    hashed.update(job_id.encode())
+    return int.from_bytes(hashed.digest(), "big") >> 1
 
 
 def opened_envelope(envelope: bytes, job_id: str) -> bytes:
@@ -99,6 +102,8 @@ class Preparer:
         self._keyring = ring()
         self._store = store
         self._max_bytes = MAX_PAYLOAD_BYTES if store is None else MAX_STORED_BYTES
+        self._may_change = bool(self._keyring or store is not None or hmac_keys)
+        """Payloads are encrypted, signed, or put into a store."""
 
     def lacks_model(self, job: object, fields: Mapping[str, Any] | None = None) -> bool:
         """Return whether neither a job that is given as a mapping nor a default names its model."""
@@ -174,32 +179,33 @@ class Preparer:
             options: dict[str, Any] = {"by_content": by_content, "traceparent": traceparent}
             yield from preparer.items(jobs, batch_id, on_invalid=on_invalid, **options)
             return
-        names = _Names(by_content)
+        names = _Names(batch_id, by_content)
         forms = JobForms()
         for position, given in enumerate(jobs):
             names.position = position
             try:
                 row = given if traceparent is None else traced(given, traceparent)
-                yield self._item(row, batch_id, names, forms)
+                yield self._item(row, names, forms)
             except InvalidJob as error:
                 if on_invalid == "raise":
                     raise InvalidJob(f"item {position}: {error}", error.code) from None
                 yield _record_row(given, position, batch_id, error, self._defaults["tenant"])
 
-    def _item(self, given: JobLike, batch_id: str, names: _Names, forms: JobForms) -> Submission:
-        shape, form = forms.find(given) if type(given) is dict else (b"", None)
-        if form is not None and type(given) is dict:
-            item = self._fill(form, given, batch_id, names)
-            if item is not None:
-                return self._signed(item, form.tenant)
+    def _item(self, given: JobLike, names: _Names, forms: JobForms) -> Submission:
+        shape = None
+        if type(given) is dict:
+            shape, form = forms.find(given)
+            item = self._fill(form, given, names) if form is not None else None
+            if form is not None and item is not None:
+                return self._signed(item, form.tenant) if self._may_change else item
         job = self._build(given, {})
         if job.idempotency_key is not None:
             message = "idempotency_key is for single jobs; in a batch, `key` does its work"
             raise InvalidJob(message, "unsupported_feature")
         if job.after is not None:
-            job = job.model_copy(update={"after": _resolved(job.after, batch_id)})
-        key = names.of(job.key, job.digest)
-        job_id = item_id(batch_id, key)
+            job = job.model_copy(update={"after": _resolved(job.after, names.batch_id)})
+        key = job.key or names.of(job.digest)
+        job_id = names.id_of(key)
         item = submissions.prepare(job, job_id, key=key, seed=seed_of(job_id), max_bytes=self._max_bytes)
         forms.learn(shape, job)
         return self._signed(item, job.tenant)
@@ -219,11 +225,17 @@ class Preparer:
         given |= fields
         return Job.parse(given)
 
-    def _fill(self, form: JobForm, row: dict[str, Any], batch_id: str, names: _Names) -> Submission | None:
-        text = read_text(row)
-        if text is None or (self._store is not None and self._store.takes(len(text.member))):
+    def _fill(self, form: JobForm, row: dict[str, Any], names: _Names) -> Submission | None:
+        """Prepare a row by its form; None if the row needs full validation."""
+        text, key = read_text(row), read_key(row)
+        metadata, is_sound = read_metadata(row)
+        if text is None or key is None or not is_sound:
             return None
-        return _fill(form, text, row, batch_id, names)
+        if self._store is not None and self._store.takes(len(text.member)):
+            return None
+        name = key or names.of(lambda: form.digest(text))
+        job_id = names.id_of(name)
+        return form.fill(text, job_id, name, metadata, seed_of(job_id) if form.needs_seed else None)
 
     def _signed(self, item: Submission, tenant: str) -> Submission:
         if self._keyring:
@@ -253,32 +265,27 @@ def _resolved(parents: Mapping[str, str], batch_id: str) -> dict[str, str]:
 
 
 class _Names:
-    """The keys of a batch's items."""
+    """The keys and ids of a batch's items."""
 
-    def __init__(self, by_content: bool) -> None:
+    def __init__(self, batch_id: str, by_content: bool) -> None:
+        self.batch_id = batch_id
         self.position = 0
         self._seen: dict[str, int] | None = {} if by_content else None
+        self._hash = hashlib.blake2b(f"{batch_id}\0".encode(), digest_size=12)
 
-    def of(self, key: str | None, digest: Callable[[], str]) -> str:
-        """Return the item's own key, else a generated one."""
-        if key:
-            return key
+    def of(self, digest: Callable[[], str]) -> str:
+        """Return the key of an item without one; `digest` gives that of its work."""
         if self._seen is None:
             return str(self.position)
         work = digest()
         self._seen[work] = self._seen.get(work, 0) + 1
         return f"{work}-{self._seen[work]}"
 
-
-def _fill(form: JobForm, text: Text, row: dict[str, Any], batch_id: str, names: _Names) -> Submission | None:
-    """Prepare a row by its form; None if the row needs full validation."""
-    key = read_key(row)
-    metadata, is_sound = read_metadata(row)
-    if key is None or not is_sound:
-        return None
-    name = names.of(key, lambda: form.digest(text))
-    job_id = item_id(batch_id, name)
-    return form.fill(text, job_id, name, metadata, seed_of(job_id) if form.needs_seed else None)
+    def id_of(self, key: str) -> str:
+        """Like `item_id`."""
+        hashed = self._hash.copy()
+        hashed.update(key.encode())
+        return hashed.hexdigest()
 
 
 def _stored(item: Submission, uri: str, tenant: str) -> Submission:

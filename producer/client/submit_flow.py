@@ -205,6 +205,8 @@ class _Batch:
         """Return the items to send again, and a reply that refuses one for now. Raises InvalidJob."""
         left, refused = [], None
         for item, answer in zip(chunk, replies, strict=True):
+            if answer.status == "created":
+                continue
             if answer.status in FULL:
                 left.append(item)
                 refused = answer

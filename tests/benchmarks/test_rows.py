@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from benchmarks.engines.contenders import SUBJECT, Contender
 from benchmarks.decoding.rows import PROMPT_IN, Rows, measure
+from benchmarks.engines.contenders import SUBJECT, Contender
 
 MODULE = "tests.benchmarks.counting_engine"
 

@@ -10,10 +10,10 @@ third of the time at 64 rows and a fifth at 1,000 (five interleaved runs: 22 and
 from __future__ import annotations
 
 import marshal
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from json.encoder import encode_basestring, encode_basestring_ascii
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from pagemill.producer.wire.calls.submissions import Submission, header_options, lane_of
 from pagemill.producer.wire.schema.affinity import adapter_affinity, chat_affinity, prompt_affinity
@@ -31,10 +31,11 @@ from pagemill.producer.wire.schema.text.token_estimates import text_tokens, turn
 MAX_FORMS = 64
 _VARYING: Final = {"prompt", "messages", "key", "metadata"}
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
+_Shape: TypeAlias = tuple[tuple[str, ...], bool, bytes]
+"""A row's fields, whether it has no messages, and the values that it shares with others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """A row's prompt, parsed once for all uses."""
 
     member: str
@@ -104,24 +105,38 @@ class JobForms:
     """The forms of one bulk submit, made when a shape is seen for the second time."""
 
     def __init__(self) -> None:
-        self._forms: dict[bytes, JobForm | None] = {}
+        self._forms: dict[_Shape, JobForm | None] = {}
+        self._shared: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Any] | None] = {}
+        """What is shared, of rows with these fields; None: rows with these fields have no form."""
 
-    def find(self, row: Mapping[str, Any]) -> tuple[bytes, JobForm | None]:
-        """Return the row's shape, and its form if known. An empty shape: the row has none."""
-        if "after" in row:
-            return b"", None
-        shape = {name: value for name, value in row.items() if name not in _VARYING}
+    def find(self, row: Mapping[str, Any]) -> tuple[_Shape | None, JobForm | None]:
+        """Return the row's shape, and its form if known. No shape: the row has no form."""
+        names = tuple(row)
+        try:
+            shared = self._shared[names]
+        except KeyError:
+            shared = self._learn_fields(names)
+        if shared is None:
+            return None, None
         try:
             # Unlike equality, marshal distinguishes 1 from 1.0 and True, and it accepts plain types only.
-            name = (row.get("messages") is not None).to_bytes() + marshal.dumps(shape, 2)
+            shape = names, row.get("messages") is None, marshal.dumps(shared(row), 2)
         except ValueError:
-            return b"", None
-        return name, self._forms.get(name)
+            return None, None
+        return shape, self._forms.get(shape)
 
-    def learn(self, shape: bytes, job: Job) -> None:
+    def _learn_fields(self, names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], Any] | None:
+        if len(self._shared) >= MAX_FORMS:
+            self._shared.clear()
+        fields = [name for name in names if name not in _VARYING]
+        shared = itemgetter(*fields) if fields else _nothing
+        self._shared[names] = None if "after" in names else shared
+        return self._shared[names]
+
+    def learn(self, shape: _Shape | None, job: Job) -> None:
         """Learn a shape from `job`, a valid row of it."""
         if (
-            not shape
+            shape is None
             or job.after is not None
             or job.idempotency_key is not None
             or job.prompt_token_ids is not None
@@ -191,6 +206,10 @@ def _chat(messages: list[Any] | tuple[Any, ...]) -> Text | None:
         b"%b:%d:%b" % (role.encode(), len(raw), raw) for (role, _), raw in zip(turns, contents, strict=True)
     )
     return Text(f'"messages":[{member}]', sum(map(turn_tokens, contents)), work, chat_affinity(turns))
+
+
+def _nothing(row: Mapping[str, Any]) -> None:
+    """What rows share that have nothing to share."""
 
 
 def _json(value: str | int) -> str:

@@ -32,8 +32,14 @@ local function add_alike(lane, affinity, rank)
   end
 end
 
+-- Which lanes have an index, as far as this call has asked.
+local indexed = {}
+
 local function remove_alike(lane, affinity, rank)
-  if affinity then
+  if affinity and indexed[lane] == nil then
+    indexed[lane] = redis.call('EXISTS', alike_key(lane)) == 1
+  end
+  if affinity and indexed[lane] then
     redis.call('ZREM', alike_key(lane), place_of(affinity, rank))
   end
 end
@@ -60,5 +66,6 @@ local function extend_alike(lane, limit)
   redis.call('ZREM', key, place_of('!', frontier or 0))
   redis.call('ZADD', key, unpack(entries))
   redis.call('PEXPIRE', key, ALIKE_TTL)
+  indexed[lane] = true
   return #found == 2 * ALIKE_CHUNK
 end

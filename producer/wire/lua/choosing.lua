@@ -74,26 +74,63 @@ local function age(lane)
   return at > NOW and AGEING + 1 or NOW - at
 end
 
--- The lane of a class and model whose tenant's turn it is. One that has run empty loses its place here.
-local nobody_waits = {}
--- Places that one call looks at in vain; the doorbell is rung for what is behind them.
+-- By class and model: the versions of which jobs may wait, each with the name of its turns.
+local places = {}
+local function places_of(class, model)
+  local found = places[class .. model]
+  if not found then
+    found = {}
+    local names = {}
+    for i, version in ipairs(versions_of(model)) do
+      names[i] = turns_key(version, class, model)
+      found[i] = {version = version, turns = names[i]}
+    end
+    if #names > 0 and redis.call('EXISTS', unpack(names)) == 0 then
+      found = {}
+    end
+    places[class .. model] = found
+  end
+  return found
+end
+
+-- By lane: its place and tenant, what a turn counts, and turns that are not written yet. A tenant who is alone at its place is
+-- not asked for again, and its turns are written together: before anything else is done to the turns of the queue.
+local strides = {}
+local function write_turns()
+  for _, stride in pairs(strides) do
+    if stride.had > 0 then
+      redis.call('ZINCRBY', stride.place.turns, stride.had * stride.by, stride.tenant)
+      stride.had = 0
+    end
+    stride.place.alone = nil
+  end
+end
+
+-- The lane of a place whose tenant's turn it is. One that has run empty loses its turn here.
+-- Tenants that one call looks at in vain are bounded; the doorbell is rung for what is behind them.
 local MAX_SKIPPED = 1024
 local skipped = 0
-local function next_lane(version, class, model)
-  local turns = turns_key(version, class, model)
-  while not nobody_waits[turns] do
-    local tenant = redis.call('ZRANGE', turns, 0, 0)[1]
+local function next_lane(place, class, model)
+  while not place.is_empty do
+    local tenant = place.alone
+    if not tenant then
+      local tenants = redis.call('ZRANGE', place.turns, 0, 1)
+      tenant = tenants[1]
+      place.alone = not tenants[2] and tenant
+    end
     if not tenant or skipped >= MAX_SKIPPED then
-      nobody_waits[turns] = true
+      place.is_empty = true
       return nil
     end
-    local lane = lane_name(version, class, tenant, model)
+    local lane = lane_name(place.version, class, tenant, model)
     if oldest(lane) then
       return lane
     end
+    place.alone = nil
     fronts[lane] = nil
     skipped = skipped + 1
-    redis.call('ZREM', turns, tenant)
+    write_turns()
+    redis.call('ZREM', place.turns, tenant)
   end
 end
 
@@ -104,8 +141,8 @@ local function lane_of(class)
   for i = 0, #models - 1 do
     local at = cursor + i
     local model, lanes = models[at % #models + 1], {}
-    for _, version in ipairs(versions_of(model)) do
-      lanes[#lanes + 1] = next_lane(version, class, model)
+    for _, place in ipairs(places_of(class, model)) do
+      lanes[#lanes + 1] = next_lane(place, class, model)
     end
     if #lanes > 0 then
       passed = i
@@ -120,8 +157,8 @@ local function longest_waiting()
   local found, longest = nil, AGEING
   for _, class in ipairs(classes) do
     for _, model in ipairs(models) do
-      for _, version in ipairs(versions_of(model)) do
-        local lane = next_lane(version, class, model)
+      for _, place in ipairs(places_of(class, model)) do
+        local lane = next_lane(place, class, model)
         local waited = lane and age(lane)
         if waited and waited > longest then
           found, longest = lane, waited
@@ -233,22 +270,27 @@ local function note_taken(lane, name, affinity, in_order)
 end
 
 -- The tenant of a lane has had a turn: one of weight 3 has three while one of weight 1 has one.
-local strides = {}
 local function note_turn(lane)
   local stride = strides[lane]
   if not stride then
     local version, class, tenant, model = split_lane(lane)
-    local weight = tonumber(redis.call('HGET', P .. 'weights', tenant) or 1)
-    stride = {turns = turns_key(version, class, model), tenant = tenant, by = 1 / weight}
+    stride = {tenant = tenant, by = 1 / tonumber(redis.call('HGET', P .. 'weights', tenant) or 1), had = 0}
+    for _, place in ipairs(places_of(class, model)) do
+      stride.place = place.version == version and place or stride.place
+    end
     strides[lane] = stride
   end
-  redis.call('ZINCRBY', stride.turns, stride.by, stride.tenant)
+  stride.had = stride.had + 1
+  if not stride.place.alone then
+    write_turns()
+  end
   turn = turn + 1
   cursor = cursor + passed + 1
 end
 
 -- Once per call, after the last job was taken.
 local function save_choices()
+  write_turns()
   for lane, has_changed in pairs(touched) do
     if has_changed and overtaken[lane] == 0 then
       redis.call('HDEL', P .. 'overtaken', lane)

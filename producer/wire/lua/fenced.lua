@@ -1,8 +1,13 @@
 -- @include states
--- What a worker may do with a job it holds begins here. ARGV[1] is the job's id, ARGV[2] the token it was
--- pulled with; a call that was sent twice, its first reply lost, is told from one that comes too late.
-local id, token = ARGV[1], ARGV[2]
-local job = load(id)
+-- What a worker may do with a job it holds begins here: a call that was sent twice, its first reply lost, is told from one
+-- that comes too late.
+local id, token, job
+
+-- Take the job up whose id is ARGV[at], pulled with the token behind it.
+local function take_up(at)
+  id, token = ARGV[at], ARGV[at + 1]
+  job = load(id)
+end
 
 -- The word for a call that changes nothing: already_done (this very call, or the same end, came before) | fenced.
 -- `hands_back`: the call gives the job away, so one that did so before is the same one.

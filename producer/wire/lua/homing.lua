@@ -16,8 +16,8 @@ end
 local function or_another(lane)
   if is_anothers(lane) then
     local _, class, _, model = split_lane(lane)
-    for _, version in ipairs(versions_of(model)) do
-      local other = version ~= '7' and next_lane(version, class, model)
+    for _, place in ipairs(places_of(class, model)) do
+      local other = place.version ~= '7' and next_lane(place, class, model)
       if other then
         overtaken[lane] = overtakes(lane) + 1
         touched[lane] = true

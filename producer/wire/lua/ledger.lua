@@ -2,85 +2,105 @@
 -- @include charging
 -- What ended jobs took, a hash for each UTC day and a row in it for each tenant, model and API key (docs/usage.md). Ends
 -- are put into the list `usage:new`, and from there into the rows by the dozen, and before anyone reads them.
-local NEW_USAGE = P .. 'usage:new'
-local USAGE_TTL = 34560000000 -- 400 days
-local MAX_NEW = 64
+-- Changes of counts by key and state, where a call writes them, and the ledger's entries, at its end (commit.lua).
+local counting
+-- A block around the rest: a script may have 200 local names at most.
+local fold_usage, write_usage, note_usage
+do
+  local NEW_USAGE = P .. 'usage:new'
+  local USAGE_TTL = 34560000000 -- 400 days
+  local MAX_NEW = 64
 
--- A row that the day does not have: its name and its sums. With the first row the day begins, and the oldest days are
--- dropped where they are too many, or have too many rows. `*:*` stands for all that the day has no more rows for; no
--- tenant has this name.
-local function open_row(day, key, row)
-  local rows = redis.call('HLEN', key)
-  if rows >= 4096 then
-    return '*:*', redis.call('HGET', key, '*:*') or ''
-  elseif rows > 0 then
+  -- A row that the day does not have: its name and its sums. With the first row the day begins, and the oldest days are
+  -- dropped where they are too many, or have too many rows. `*:*` stands for all that the day has no more rows for; no
+  -- tenant has this name.
+  local function open_row(day, key, row)
+    local rows = redis.call('HLEN', key)
+    if rows >= 4096 then
+      return '*:*', redis.call('HGET', key, '*:*') or ''
+    elseif rows > 0 then
+      return row, ''
+    end
+    redis.call('ZREMRANGEBYSCORE', P .. 'usage', '-inf', day - USAGE_TTL / 86400000)
+    redis.call('ZADD', P .. 'usage', day, day)
+    redis.call('HSET', key, row, '')
+    redis.call('PEXPIRE', key, USAGE_TTL)
+    redis.call('PEXPIRE', P .. 'usage', USAGE_TTL)
+    for _, other in ipairs(redis.call('ZREVRANGE', P .. 'usage', 0, -1)) do
+      rows = rows + redis.call('HLEN', P .. 'usage:' .. other)
+      if rows > 100000 then
+        redis.call('ZREM', P .. 'usage', other)
+        redis.call('UNLINK', P .. 'usage:' .. other)
+      end
+    end
     return row, ''
   end
-  redis.call('ZREMRANGEBYSCORE', P .. 'usage', '-inf', day - USAGE_TTL / 86400000)
-  redis.call('ZADD', P .. 'usage', day, day)
-  redis.call('HSET', key, row, '')
-  redis.call('PEXPIRE', key, USAGE_TTL)
-  redis.call('PEXPIRE', P .. 'usage', USAGE_TTL)
-  for _, other in ipairs(redis.call('ZREVRANGE', P .. 'usage', 0, -1)) do
-    rows = rows + redis.call('HLEN', P .. 'usage:' .. other)
-    if rows > 100000 then
-      redis.call('ZREM', P .. 'usage', other)
-      redis.call('UNLINK', P .. 'usage:' .. other)
-    end
-  end
-  return row, ''
-end
 
-local function fold_usage()
-  local entries, added = redis.call('LRANGE', NEW_USAGE, 0, -1), {}
-  redis.call('UNLINK', NEW_USAGE)
-  for _, entry in ipairs(entries) do
-    local day, input, cached, output, device, row = string.match(entry, '^(%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
-    if day then
-      local place = day .. ' ' .. row
-      local sums = added[place] or {day, row, 0, 0, 0, 0, 0}
-      added[place] = sums
-      sums[3], sums[4], sums[5] = sums[3] + 1, sums[4] + input, sums[5] + cached
-      sums[6], sums[7] = sums[6] + output, sums[7] + device
+  function fold_usage()
+    local entries, added = redis.call('LRANGE', NEW_USAGE, 0, -1), {}
+    redis.call('UNLINK', NEW_USAGE)
+    for _, entry in ipairs(entries) do
+      local day, input, cached, output, device, row = string.match(entry, '^(%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+      if day then
+        local place = day .. ' ' .. row
+        local sums = added[place] or {day, row, 0, 0, 0, 0, 0}
+        added[place] = sums
+        sums[3], sums[4], sums[5] = sums[3] + 1, sums[4] + input, sums[5] + cached
+        sums[6], sums[7] = sums[6] + output, sums[7] + device
+      end
+    end
+    for _, sums in pairs(added) do
+      local key, row = P .. 'usage:' .. sums[1], sums[2]
+      local before = redis.call('HGET', key, row)
+      if not before then
+        row, before = open_row(tonumber(sums[1]), key, row)
+      end
+      local a, b, c, d, e = string.match(before, '^(%d+) (%d+) (%d+) (%d+) (%d+)$')
+      redis.call('HSET', key, row, string.format('%.0f %.0f %.0f %.0f %.0f', sums[3] + (a or 0), sums[4] + (b or 0),
+        sums[5] + (c or 0), sums[6] + (d or 0), sums[7] + (e or 0)))
     end
   end
-  for _, sums in pairs(added) do
-    local key, row = P .. 'usage:' .. sums[1], sums[2]
-    local before = redis.call('HGET', key, row)
-    if not before then
-      row, before = open_row(tonumber(sums[1]), key, row)
-    end
-    local a, b, c, d, e = string.match(before, '^(%d+) (%d+) (%d+) (%d+) (%d+)$')
-    redis.call('HSET', key, row, string.format('%.0f %.0f %.0f %.0f %.0f', sums[3] + (a or 0), sums[4] + (b or 0),
-      sums[5] + (c or 0), sums[6] + (d or 0), sums[7] + (e or 0)))
-  end
-end
 
--- A job ends: what its last execution took, as its worker says in the commit (`job.used`); of an end that no worker
--- writes, what its status shows. A follower took nothing: its leader did.
-local function note_usage(job)
-  if job.uncounted then
-    return
+  -- What is not in the list yet.
+  local new_usage = {}
+  function write_usage()
+    if #new_usage == 0 then
+      return
+    end
+    local length = redis.call('RPUSH', NEW_USAGE, unpack(new_usage))
+    if length == #new_usage then
+      redis.call('PEXPIRE', NEW_USAGE, USAGE_TTL)
+    end
+    if length >= MAX_NEW then
+      fold_usage()
+    end
+    new_usage = {}
   end
-  local used = job.used
-  if job.leader then
-    used = '0 0 0 0'
-  elseif not used or #used > 64 or not string.find(used, '^%d+ %d+ %d+ %d+$') then
-    local input, output = string.match(job.progress or '', '^%a+ (%d+) %d+ (%d+)')
-    used = (input or 0) .. ' 0 ' .. (output or 0) .. ' 0'
-  end
-  local row = string.match(job.lane, ':%w:([^~]*)') -- of whatever revision
-  if job.api_key then
-    row = row .. ' ' .. job.api_key
-  end
-  local length = redis.call('RPUSH', NEW_USAGE, math.floor(NOW / 86400000) .. ' ' .. used .. ' ' .. row)
-  if length == 1 then
-    redis.call('PEXPIRE', NEW_USAGE, USAGE_TTL)
-  elseif length >= MAX_NEW then
-    fold_usage()
-  end
-  if job.charged then
-    local input, output = string.match(used, '^(%d+) %d+ (%d+)')
-    charging().settle(job, input + output)
+
+  -- A job ends: what its last execution took, as its worker says in the commit (`job.used`); of an end that no worker
+  -- writes, what its status shows. A follower took nothing: its leader did.
+  function note_usage(job)
+    if job.uncounted then
+      return
+    end
+    local used = job.used
+    if job.leader then
+      used = '0 0 0 0'
+    elseif not used or #used > 64 or not string.find(used, '^%d+ %d+ %d+ %d+$') then
+      local input, output = string.match(job.progress or '', '^%a+ (%d+) %d+ (%d+)')
+      used = (input or 0) .. ' 0 ' .. (output or 0) .. ' 0'
+    end
+    local row = string.match(job.lane, ':%w:([^~]*)') -- of whatever revision
+    if job.api_key then
+      row = row .. ' ' .. job.api_key
+    end
+    new_usage[#new_usage + 1] = math.floor(NOW / 86400000) .. ' ' .. used .. ' ' .. row
+    if not counting then
+      write_usage()
+    end
+    if job.charged then
+      local input, output = string.match(used, '^(%d+) %d+ (%d+)')
+      charging().settle(job, input + output)
+    end
   end
 end

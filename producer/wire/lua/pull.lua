@@ -16,6 +16,7 @@ local holding = tonumber(ARGV[5])
 -- Payloads and checkpoints in one reply, in bytes; the last job may bring it over.
 local MAX_BYTES = 4194304
 local jobs, leases, moved = {}, {}, {}
+local now_text, lapses = int(NOW), int(NOW + lease)
 local quotas = meta[8] == '1' and charging()
 local longest, bytes = tonumber(ARGV[6]), 0
 local token
@@ -24,7 +25,7 @@ local token
 local function give(id, job, affinity, payload, alone)
   -- Tokens are taken by the handful: a gap between two does no harm.
   token = (token or redis.call('HINCRBY', P .. 'meta', 'token', max_jobs) - max_jobs) + 1
-  leases[#leases + 1] = int(NOW + lease)
+  leases[#leases + 1] = lapses
   leases[#leases + 1] = id
   local attempt = tonumber(job.failures or 0) + 1
   local entries = {}
@@ -35,23 +36,27 @@ local function give(id, job, affinity, payload, alone)
     bytes = bytes + tonumber(job.saved or 0)
   end
   bytes = bytes + #payload
-  redis.call('HSET', P .. 'job:' .. id, 'state', 'running', 'worker', worker, 'token', token, 'started_at', int(NOW),
-    'attempt', attempt)
+  local fields = {
+    'state', 'running', 'worker', worker, 'token', token, 'started_at', now_text, 'attempt', attempt
+  }
   local place = sides.here_of(job.lane)
   if place and not place.is_over then
-    redis.call('HSET', P .. 'job:' .. id, 'side', place.side)
+    fields[11], fields[12] = 'side', place.side
   elseif job.side then
     redis.call('HDEL', P .. 'job:' .. id, 'side')
   end
   if affinity and not job.affinity then
     -- It may come back to the lane.
-    redis.call('HSET', P .. 'job:' .. id, 'affinity', affinity)
+    fields[#fields + 1] = 'affinity'
+    fields[#fields + 1] = affinity
   end
+  redis.call('HSET', P .. 'job:' .. id, unpack(fields))
   if job.batch then
     moved[job.batch] = (moved[job.batch] or 0) + 1
   end
   if alone then
     redis.call('HSET', P .. 'suspects', worker, id)
+    has_suspects = true
   end
   jobs[#jobs + 1] = {
     id, token, payload, attempt, tonumber(job.crashes or 0), alone and 1 or 0, job.at, job.deadline or '',
@@ -70,11 +75,14 @@ local function take(lane, in_order, alone)
     redis.call('ZREM', P .. 'wait:' .. lane, name)
     remove_alike(lane, affinity, rank)
   elseif tonumber(job.deadline or math.huge) <= NOW then
+    write_turns()
     finish(id, job, 'expired', EXPIRED)
   elseif not payload then
+    write_turns()
     finish(id, job, 'failed', LOST_PAYLOAD)
   else
     if sides.left_to_others(lane, name, rank, id, job) then
+      write_turns()
       note_taken(lane, name, nil, in_order)
       return true
     end
@@ -85,6 +93,7 @@ local function take(lane, in_order, alone)
       if name ~= oldest(lane) then
         return take(lane, true, alone) -- the oldest may cost less, or was charged before
       end
+      write_turns()
       quotas.park(lane, pause)
       return true
     end

@@ -35,12 +35,24 @@ local function load(id)
   return job
 end
 
-local function count(batch, from, to)
-  redis.call('HINCRBY', P .. 'counts', from, -1)
-  redis.call('HINCRBY', P .. 'counts', to, 1)
-  if batch then
-    redis.call('HINCRBY', P .. 'batch:' .. batch, from, -1)
-    redis.call('HINCRBY', P .. 'batch:' .. batch, to, 1)
+local count
+do
+  local function add(key, state, by)
+    if not counting then
+      redis.call('HINCRBY', key, state, by)
+      return
+    end
+    counting[key] = counting[key] or {}
+    counting[key][state] = (counting[key][state] or 0) + by
+  end
+
+  function count(batch, from, to)
+    add(P .. 'counts', from, -1)
+    add(P .. 'counts', to, 1)
+    if batch then
+      add(P .. 'batch:' .. batch, from, -1)
+      add(P .. 'batch:' .. batch, to, 1)
+    end
   end
 end
 
@@ -62,6 +74,8 @@ local function close_lane(lane)
     redis.call('ZREM', turns, tenant)
   end
 end
+
+local has_suspects -- as far as this call has asked
 
 -- Out of whatever set its state keeps it in.
 local function detach(id, job)
@@ -85,8 +99,13 @@ local function detach(id, job)
     if job.waits then
       leave_parents(id, job)
     end
-  elseif job.worker and redis.call('HGET', P .. 'suspects', job.worker) == id then
-    redis.call('HDEL', P .. 'suspects', job.worker)
+  elseif job.worker then
+    if has_suspects == nil then
+      has_suspects = redis.call('EXISTS', P .. 'suspects') == 1
+    end
+    if has_suspects and redis.call('HGET', P .. 'suspects', job.worker) == id then
+      redis.call('HDEL', P .. 'suspects', job.worker)
+    end
   end
 end
 
@@ -171,6 +190,9 @@ local function forget(id)
   end
 end
 
+-- Batches of which a job has ended in this call: they live on from now, and their waiters were woken.
+local told_batches = {}
+
 local function record_ttl(state)
   return state == 'dead' and DEAD_TTL or DAY
 end
@@ -195,7 +217,9 @@ local function keep(id, job, state)
   end
   if job.batch then
     redis.call('RPUSH', P .. 'bfeed:' .. job.batch, id)
-    redis.call('ZADD', P .. 'bexpiry', int(NOW + BATCH_TTL), job.batch)
+    if not told_batches[job.batch] then
+      redis.call('ZADD', P .. 'bexpiry', int(NOW + BATCH_TTL), job.batch)
+    end
     return
   end
   local ttl = record_ttl(state)
@@ -269,7 +293,8 @@ local function record_end(id, job, state, out)
   end
   keep(id, job, state)
   redis.call('PUBLISH', P .. 'ended', id)
-  if job.batch then
+  if job.batch and not told_batches[job.batch] then
+    told_batches[job.batch] = true
     redis.call('PUBLISH', P .. 'ended', 'batch:' .. job.batch)
   end
   if job.stream then

@@ -54,10 +54,50 @@ local function is_sound(job)
     and (not job.promise or string.match(job.promise, '^%l+:%d+:%d+:%d+:%d+$'))
 end
 
+-- The header that clients write for a row of a bulk submit. This pattern reads it in a third of the time that cjson takes, and
+-- finds nothing wrong in what it reads but lengths; what rows have in common behind their keys is decoded and checked once.
+local ROW = '^{"id":"([%w._-]+)","lane":"([%w._@:/+#~-]+)","cost":([1-9]%d*),"affinity":"(%w+)","key":"([^"\\%c]*)"(.*)}$'
+local SHORT_ROW = '^{"id":"([%w._-]+)","lane":"([%w._@:/+#~-]+)","cost":([1-9]%d*),"key":"([^"\\%c]*)"(.*)}$'
+local common = {} -- by lane and those members: they decoded
+
+-- A header's job, or nil and what its members are to be found by in `common`, if it is a row's.
+local function read_row(header)
+  local id, lane, cost, affinity, key, rest = string.match(header, ROW)
+  if not id then
+    id, lane, cost, key, rest = string.match(header, SHORT_ROW)
+  end
+  local found = id and common[lane .. rest]
+  if not found or #id > LONGEST.id or #cost > 15 or #key > LONGEST.key or #(affinity or '') > LONGEST.affinity then
+    return nil, id and lane .. rest, rest
+  end
+  local job = {id = id, lane = lane, cost = cost, affinity = affinity, key = key}
+  for name, value in pairs(found) do
+    job[name] = value
+  end
+  return job
+end
+
+-- The same of any header; nil if it makes no sense.
+local function read_header(header)
+  local job, kind, rest = read_row(header)
+  if job then
+    return job
+  end
+  local read
+  read, job = pcall(cjson.decode, header)
+  if not read or type(job) ~= 'table' or not is_sound(job) then
+    return nil
+  elseif kind then
+    local is_list, members = pcall(cjson.decode, '{' .. string.sub(rest, 2) .. '}')
+    common[kind] = is_list and members or nil
+  end
+  return job
+end
+
 local jobs, names, words = {}, {}, {}
 for i = 3, #ARGV, 2 do
-  local read, job = pcall(cjson.decode, ARGV[i])
-  if not read or type(job) ~= 'table' or not is_sound(job) or not ARGV[i + 1] then
+  local job = read_header(ARGV[i])
+  if not job or not ARGV[i + 1] then
     return redis.error_reply('PAGEMILL bad header at ARGV ' .. i)
   end
   job.payload = ARGV[i + 1]
@@ -225,25 +265,30 @@ for _, name in ipairs(OPTIONAL) do
   is_optional[name] = true
 end
 
+-- One list for the records of all jobs: what is behind its end, of an earlier one, is not sent.
+local record = {'state', '', 'lane', '', 'seq', 0, 'cost', 0, 'at', int(NOW), batch and 'batch', batch}
+local RECORD_LENGTH = batch and 12 or 10
+
 local function store(job, name)
   seq = (seq or redis.call('HINCRBY', P .. 'meta', 'seq', #jobs) - #jobs) + 1
   room = room - 1
-  local due = math.max(job.run_at or 0, job.delay and NOW + job.delay or 0)
-  local state = 'queued'
-  local fields = {'lane', job.lane, 'seq', seq, 'cost', job.cost, 'at', NOW}
-  local deadline = math.min(job.deadline or math.huge, job.ttl and NOW + job.ttl or math.huge)
-  if deadline < math.huge then
-    fields[9], fields[10] = 'deadline', int(deadline)
-    redis.call('ZADD', P .. 'deadlines', int(deadline), job.id)
+  local length = RECORD_LENGTH
+  record[2], record[4], record[6], record[8] = 'queued', job.lane, seq, job.cost
+  local due = (job.run_at or job.delay) and math.max(job.run_at or 0, job.delay and NOW + job.delay or 0) or 0
+  if job.deadline or job.ttl then
+    local deadline = int(math.min(job.deadline or math.huge, job.ttl and NOW + job.ttl or math.huge))
+    record[length + 1], record[length + 2] = 'deadline', deadline
+    length = length + 2
+    redis.call('ZADD', P .. 'deadlines', deadline, job.id)
   end
   if due > NOW then
-    fields[#fields + 1] = 'due_at'
-    fields[#fields + 1] = int(due)
+    record[length + 1], record[length + 2] = 'due_at', int(due)
+    length = length + 2
   end
   if due > NOW or job.after then
     -- What is to wait anyway neither leads nor follows.
     job.twin = nil
-    state = 'delayed'
+    record[2] = 'delayed'
     redis.call('ZADD', P .. 'delayed', int(job.after and HELD or due), job.id)
     delayed = delayed + 1
     if job.after then
@@ -261,18 +306,16 @@ local function store(job, name)
       job.affinity = nil
     end
   end
-  for name, value in pairs(job) do
-    if is_optional[name] then
-      fields[#fields + 1] = name
-      fields[#fields + 1] = value
+  for field, value in pairs(job) do
+    if is_optional[field] then
+      record[length + 1], record[length + 2] = field, value
+      length = length + 2
     end
   end
   if batch then
-    fields[#fields + 1] = 'batch'
-    fields[#fields + 1] = batch
     join_batch(job.id)
   end
-  redis.call('HSET', name, 'state', state, unpack(fields))
+  redis.call('HSET', name, unpack(record, 1, length))
   set('in:' .. job.id, job.payload)
   if job.metadata then
     set('md:' .. job.id, job.metadata)

@@ -56,9 +56,6 @@ def adapter_affinity(affinity: str | None, adapter: str | None) -> str | None:
 def _digest(prefix: str) -> str:
     # Short, because it is stored with the id of every waiting job. Two prefixes of a lane rarely share one of
     # 238,328 names, and then a job merely goes first without benefit.
-    number = int.from_bytes(hashlib.blake2b(prefix.encode(), digest_size=8).digest())
-    letters = []
-    for _ in range(3):
-        number, place = divmod(number, len(_ALPHABET))
-        letters.append(_ALPHABET[place])
-    return "".join(letters)
+    number = int.from_bytes(hashlib.blake2b(prefix.encode(), digest_size=8).digest()) % len(_ALPHABET) ** 3
+    rest, first = divmod(number, len(_ALPHABET))
+    return _ALPHABET[first] + _ALPHABET[rest % len(_ALPHABET)] + _ALPHABET[rest // len(_ALPHABET)]

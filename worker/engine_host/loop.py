@@ -23,6 +23,7 @@ from pagemill.worker.engine_host.messages import (
     Stop,
     WatchBlocks,
 )
+from pagemill.worker.interpreter import spin_briefly
 
 if TYPE_CHECKING:
     from pagemill.engine.serving import AnyEngine
@@ -32,6 +33,7 @@ STATS_INTERVAL_S = 0.1
 
 def load(config: EngineConfig) -> AnyEngine:
     """Load the model for a worker. Raises `EngineError`, mostly `ModelLoadError`."""
+    spin_briefly()
     # Imports torch, so only who owns the engine pays for it.
     from pagemill.engine.serving import load_engine
 

@@ -30,6 +30,7 @@ BOUNDED_BY_CONSTRUCTION = {
     "engine/devices/cpu.py": "one answer",
     "engine/execution/sampling/narrow_head.py": "8 selections of 256 channels at most",
     "kernels/cpu/matmul/bf16.py": "one answer",
+    "kernels/cpu/matmul/fp32.py": "one answer",
     "kernels/cpu/matmul/int8.py": "one answer",
     "kernels/cpu/jit/compiler.py": "one directory",
     "kernels/cpu/experts/grouped.py": "an entry per kind of weights",

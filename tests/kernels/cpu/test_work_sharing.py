@@ -11,10 +11,10 @@ pytest.importorskip("numba")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from numba import prange
 
 from pagemill.kernels.cpu.jit.compiler import jit, use_torch_threads
 from pagemill.kernels.cpu.jit.row import line_in
+from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS
 from pagemill.kernels.cpu.matmul.work_sharing import (
     BLOCK_ROWS,
@@ -29,18 +29,16 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @jit
-def _take_all(counter, takers, thread):
+def _take_all(thread, counter, takers):
     number = take(line_in(counter))
     while number < takers.shape[1]:
         takers[thread, number] += 1
         number = take(line_in(counter))
 
 
-@jit(parallel=True)
+@jit
 def _share_out(takers, num_threads):
-    counter = new_counter()
-    for thread in prange(num_threads):
-        _take_all(counter, takers, thread)
+    launch(_take_all, num_threads, (new_counter(), takers))
 
 
 def test_each_number_is_given_to_one_thread() -> None:

@@ -138,8 +138,11 @@ def run(given: argparse.Namespace, contenders: Sequence[Contender], console: Con
     model = model_directory(given.model)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     workloads = [build_workload(name, vocab_size, given.rows, given.seed) for name in given.workloads]
-    warmup = build_workload("distinct", vocab_size, max(2, given.rows // 50), given.seed + 1)
-    longest = max(map(len, (prompt for workload in workloads for prompt in workload.prompts))) + LABEL_TOKENS
+    warmup = build_workload(given.workloads[0], vocab_size, max(2, given.rows // 50), given.seed + 1)
+    longest = (
+        max(map(len, (prompt for workload in [*workloads, warmup] for prompt in workload.prompts)))
+        + LABEL_TOKENS
+    )
     request = Request(str(model), [warmup], longest, given.kv_cache_gib * 2**30, {"choices": CHOICES})
     started, where = datetime.now(UTC), machine.describe()
     path = given.out or result_path("bulk", started)

@@ -54,7 +54,7 @@ operators.warm_up()
 _REPORT = """
 print(json.dumps([code, roots]))
 """
-_EXPENSIVE = ("attend_tile", "_attend_split", "sum_panel", "multiply_tile", "rms_norm_rows")
+_EXPENSIVE = ("attend_tile", "_attend_task", "sum_panel", "multiply_tile", "rms_norm_rows")
 
 
 def start(program: str, cache: Path) -> subprocess.Popen[str]:

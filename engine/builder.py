@@ -261,8 +261,9 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | NoA
     if (size := config.tensor_parallel_size) > 1:
         return NoAdapters(f"adapters with tensor_parallel_size={size} are not supported")
     layers = AdaptedLayers(
-        model.module, model.family, num_slots=config.adapter_slots, max_rank=config.max_adapter_rank
-    )
+        model.module, model.family, model.device.warm_up_adapters,
+        num_slots=config.adapter_slots, max_rank=config.max_adapter_rank,
+    )  # fmt: skip
     memory_bytes = adapter_bytes_for(config, model.device)
     pool = AdapterPool(layers, AdapterLimits(config.max_adapters, config.adapter_slots, memory_bytes))
     for text in config.adapters:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +42,11 @@ class _Part:
 class AdaptedLayers:
     """The linear layers of one model, with tables for `num_slots` adapters."""
 
-    def __init__(self, module: Any, family: Family, *, num_slots: int, max_rank: int) -> None:
-        """`module`: a causal language model that its device has rewritten."""
+    def __init__(
+        self, module: Any, family: Family, warm_up: Callable[[], None], *, num_slots: int, max_rank: int
+    ) -> None:
+        """`module`: a causal language model that its device has rewritten; `warm_up`: `warm_up_adapters` of that."""
+        self._warm_up = warm_up
         self._family, self._config = family, module.config
         self._max_rank = max_rank
         self._parts: dict[str, _Part] = {}
@@ -94,16 +96,9 @@ class AdaptedLayers:
                 matrices[part.index] = pair
                 entries[part.index] = torch.tensor([a.data_ptr(), b.data_ptr(), change.rank])
                 num_bytes += a.nbytes + b.nbytes
-        self._prepare_kernel()
+        self._warm_up()
         found = Adapter(adapter.name, adapter.directory, folder.digest, rank, num_bytes)
         return ReadyAdapter(found, matrices, entries)
-
-    def _prepare_kernel(self) -> None:
-        """Compile what adds an adapter's change to a product, or load it from the disk: before a step needs it."""
-        if self._device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-            from pagemill.kernels.cpu.matmul import low_rank
-
-            low_rank.warm_up()
 
     def install(self, slot: int, ready: ReadyAdapter) -> None:
         """Put an adapter into a slot that no row of a step names. The engine's thread, between two steps."""

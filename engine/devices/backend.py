@@ -155,6 +155,9 @@ class DeviceBackend(ABC):
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
         """Compile in advance what a fused model of this dtype needs in its first step."""
 
+    def warm_up_adapters(self) -> None:
+        """Compile in advance what adds an adapter's change to a product."""
+
     @abstractmethod
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate zeros of the shape and dtype of a tensor without memory, for the KV pool."""

@@ -135,6 +135,12 @@ class CpuBackend(DeviceBackend):
         else:
             _warm_up_products(module)
 
+    def warm_up_adapters(self) -> None:
+        if _has_numba():
+            from pagemill.kernels.cpu.matmul import low_rank
+
+            low_rank.warm_up()
+
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate separately mapped memory, none of which is touched before it is written.
 

@@ -67,11 +67,18 @@ local function oldest(lane)
   return members[1], tonumber(members[2])
 end
 
-local function age(lane)
-  local id = split_member((oldest(lane)))
-  local at = tonumber(redis.call('HGET', P .. 'job:' .. id, 'at') or NOW)
-  -- The clock was set back since: how long is not known, but it is better served now than after that time.
-  return at > NOW and AGEING + 1 or NOW - at
+-- How long a lane's oldest job has waited. Whoever has waited longest is looked for again until a job is given away: each
+-- is asked for once.
+local age
+do
+  local submitted = {}
+  function age(lane)
+    local id = split_member((oldest(lane)))
+    submitted[id] = submitted[id] or tonumber(redis.call('HGET', P .. 'job:' .. id, 'at') or NOW)
+    local at = submitted[id]
+    -- The clock was set back since: how long is not known, but it is better served now than after that time.
+    return at > NOW and AGEING + 1 or NOW - at
+  end
 end
 
 -- By class and model: the versions of which jobs may wait, each with the name of its turns.

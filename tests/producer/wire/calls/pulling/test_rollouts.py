@@ -93,6 +93,24 @@ def test_a_pull_moves_a_bounded_number_of_jobs(queue: Queue) -> None:
     assert taken(queue, "new", 1000) == names(74)
 
 
+def test_whoever_has_waited_longest_is_asked_once_while_jobs_are_moved(queue: Queue) -> None:
+    """No job is given away meanwhile, so that the turn of the longest waiting is not over."""
+    others = tuple(f"other-{number}" for number in range(30))
+    alive(queue, "old", "new")
+    queue.submit(*names(200))
+    start(queue, 1.0)
+    for name in names(200):
+        queue.client.hincrby(f"{queue.prefix}job:{name}", "at", -120_000)
+    for other in others:
+        queue.submit(*names(8, other), model=other)
+        for name in names(8, other):
+            queue.client.hincrby(f"{queue.prefix}job:{name}", "at", -60_000)
+    assert len(queue.pull(7, worker="old", models=others)) == 7
+    queue.client.config_resetstat()
+    queue.pull(1000, worker="old", models=OLD + others)
+    assert queue.client.info("commandstats")["cmdstat_hget"]["calls"] < 1000
+
+
 def test_a_larger_share_keeps_what_the_smaller_one_had(queue: Queue) -> None:
     alive(queue, "old", "new")
     start(queue, 0.2)

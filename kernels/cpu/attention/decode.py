@@ -9,6 +9,8 @@ and becomes fp32, once for all of them, and each row's sums are what they are wi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from pagemill.kernels.cpu.attention.decode_tasks import (
@@ -28,12 +30,22 @@ from pagemill.kernels.cpu.attention.decode_tasks import (
     plan_tasks,
 )
 from pagemill.kernels.cpu.attention.dots import add_dots, add_weighted
+from pagemill.kernels.cpu.attention.operands import (
+    Paged,
+    Queries,
+    Tables,
+    block_bytes_of,
+    key_bytes_of,
+    of_head,
+    of_kv_head,
+    rules_of,
+    scale_bytes_of,
+    table_of,
+)
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import external, f32_pointer, i32_pointer, jit
-from pagemill.kernels.cpu.jit.element import size_of
 from pagemill.kernels.cpu.jit.row import (
     F32,
-    I32,
     LOG2_E,
     ONE,
     VECTOR,
@@ -43,7 +55,6 @@ from pagemill.kernels.cpu.jit.row import (
     fill,
     line_in,
     max_of,
-    scale_columns,
     sink_weight,
     store_scaled,
     weigh,
@@ -54,6 +65,27 @@ from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, ta
 SCORES = SPLIT + vector.LANES
 """From a head's scores to the next one's: a power of two would put those of one key into few sets of a cache."""
 MINUS_INFINITY = np.float32(-np.inf)
+
+
+class _Room(NamedTuple):
+    """A thread's scratch memory for a task of some heads, those of one row after another's."""
+
+    acc: int  # [heads, head_dim]
+    q: int  # likewise
+    scores: int  # [heads, SCORES]
+    stats: int  # [heads, 2]: the largest score, and the sum of weights
+
+
+@jit
+def _numbers_of_a_head(head_dim):
+    return 2 * head_dim + SCORES + 2
+
+
+@jit
+def _room_in(memory, num_heads, head_dim):
+    q = memory + F32 * num_heads * head_dim
+    scores = q + F32 * num_heads * head_dim
+    return _Room(memory, q, scores, scores + F32 * num_heads * SCORES)
 
 
 @jit
@@ -76,118 +108,157 @@ def _softmax_row(scores, num_keys, distance, slope, softcap):
 
 
 @jit
-def _part_of(part, task, rows, order, end):
+def _part_of(part, task, rows, order):
     """A row of the task, and the keys of a part: part 0 is what the rows share, part n what the n-th goes on with."""
     place, begin, shared_end = task[PLACE], task[FIRST_SPLIT_KEY], task[SHARED_END]
     if part == 0:
         return order[place, 0], begin, shared_end
     row = order[place + part - 1, 0]
-    return row, shared_end, min(rows[row, END], end)
+    return row, shared_end, min(rows[row, END], _end_of(task))
 
 
 @jit
-def _tile_after(
-    part, task, rows, order, end, block_tables, block_table_stride, tiles, block_size, stride, other
-):
+def _end_of(task):
+    """Where the task's split ends."""
+    return task[FIRST_SPLIT_KEY] // SPLIT * SPLIT + SPLIT
+
+
+@jit
+def _tile_after(part, task, rows, order, cache, tables, tiles, other):
     """Where the part after this one begins, if there is any, else `other`: to be fetched ahead."""
     if part < task[COUNT]:
-        row, first, last = _part_of(part + 1, task, rows, order, end)
+        row, first, last = _part_of(part + 1, task, rows, order)
         if first < last:
-            table = i32_pointer(block_tables + I32 * row * block_table_stride)
-            return tiles + table[first // block_size] * stride
+            return tiles + table_of(tables, row)[first // cache.block_size] * block_bytes_of(cache)
     return other
 
 
 @jit
-def _score_keys(
-    scores,
-    q,
-    num_heads,
-    element,
-    table,
-    origin,
-    begin,
-    end,
-    tile_stride,
-    keys,
-    head_dim,
-    block_size,
-    next_tile,
-):
-    """scores[h, key - origin] += q[h] . key, over the keys of one KV head; `keys` is its tile in block 0."""
-    key_bytes = size_of(element) * head_dim
-    for block in range(begin // block_size, (end - 1) // block_size + 1):
-        first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
-        tile = keys + table[block] * tile_stride + (first - block * block_size) * key_bytes
-        ahead = keys + table[block + 1] * tile_stride if last < end else next_tile
-        add_dots(
-            scores + F32 * (first - origin),
-            F32 * SCORES,
-            q,
-            num_heads,
-            element,
-            tile,
-            last - first,
-            head_dim,
-            ahead,
-        )
+def _heads_of(part, group, count):
+    """The first head of a part, of those of the task, and how many: part 0 is for the heads of all rows at once."""
+    return max(part - 1, 0) * group, group if part > 0 else count * group
 
 
 @jit
-def _weigh_values(
-    acc,
-    weights,
-    num_heads,
-    element,
-    table,
-    origin,
-    begin,
-    end,
-    tile_stride,
-    values,
-    head_dim,
-    block_size,
-    next_tile,
-):
+def _score_keys(scores, q, num_heads, cache, table, origin, begin, end, next_tile):
+    """scores[h, key - origin] += q[h] . key, over the keys of one KV head."""
+    key_bytes, stride, block_size = key_bytes_of(cache), block_bytes_of(cache), cache.block_size
+    for block in range(begin // block_size, (end - 1) // block_size + 1):
+        first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
+        tile = cache.keys + table[block] * stride + (first - block * block_size) * key_bytes
+        ahead = cache.keys + table[block + 1] * stride if last < end else next_tile
+        target = scores + F32 * (first - origin)
+        add_dots(target, F32 * SCORES, q, num_heads, cache.element, tile, last - first, cache.head_dim, ahead)
+
+
+@jit
+def _weigh_values(acc, weights, num_heads, cache, table, origin, begin, end, next_tile):
     """acc[h] += sum of weights[h, key - origin] * value, over the values of one KV head."""
-    value_bytes = size_of(element) * head_dim
+    value_bytes, stride, block_size = key_bytes_of(cache), block_bytes_of(cache), cache.block_size
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
-        tile = values + table[block] * tile_stride + (first - block * block_size) * value_bytes
-        ahead = values + table[block + 1] * tile_stride if last < end else next_tile
+        tile = cache.values + table[block] * stride + (first - block * block_size) * value_bytes
+        ahead = cache.values + table[block + 1] * stride if last < end else next_tile
+        source = weights + F32 * (first - origin)
         add_weighted(
-            acc,
-            weights + F32 * (first - origin),
-            F32 * SCORES,
-            num_heads,
-            element,
-            tile,
-            last - first,
-            head_dim,
-            ahead,
+            acc, source, F32 * SCORES, num_heads, cache.element, tile, last - first, cache.head_dim, ahead
         )
 
 
 @jit
-def _load_queries(q, source, head_stride, group, head_dim, scale):
-    for g in range(group):
-        store_scaled(q + F32 * g * head_dim, source + F32 * g * head_stride, head_dim, scale)
+def _scale_keys(scores, num_heads, scales, cache, table, origin, begin, end):
+    """scores[h, key - origin] *= the scale of the key's slot; `scales` are the cache's of keys or of values."""
+    block_size = cache.block_size
+    for block in range(begin // block_size, (end - 1) // block_size + 1):
+        first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
+        source = scales + table[block] * scale_bytes_of(cache) + F32 * (first - block * block_size)
+        for h in range(num_heads):
+            target = f32_pointer(scores + F32 * (h * SCORES + first - origin))
+            for j in range(last - first):
+                target[j] *= f32_pointer(source)[j]
 
 
 @jit
-def _softmax_heads(stats, scores, group, num_keys, distance, alibi_slopes, softcap):
-    for g in range(group):
-        slope = LOG2_E * f32_pointer(alibi_slopes)[g] if alibi_slopes != 0 else ZERO
-        largest, total = _softmax_row(scores + F32 * g * SCORES, num_keys, distance, slope, softcap)
-        f32_pointer(stats)[2 * g], f32_pointer(stats)[2 * g + 1] = largest, total
+def _load_queries(room, task, order, queries, cache, scale):
+    group, head = queries.group, task[KV_HEAD] * queries.group
+    for i in range(task[COUNT]):
+        token = order[task[PLACE] + i, 0]
+        source = queries.query + F32 * (token * queries.token_stride + head * queries.head_stride)
+        for g in range(group):
+            target = room.q + F32 * (i * group + g) * cache.head_dim
+            store_scaled(target, source + F32 * g * queries.head_stride, cache.head_dim, scale)
 
 
 @jit
-def _store_heads(target, acc, stats, is_whole_row, group, head_dim, sinks):
-    for g in range(group):
-        stat = f32_pointer(stats + 2 * F32 * g)
-        factor = ONE / (stat[1] + sink_weight(sinks, g, stat[0])) if is_whole_row else ONE
-        store_scaled(target + F32 * g * head_dim, acc + F32 * g * head_dim, head_dim, factor)
+def _score_task(room, task, rows, order, group, cache, tables):
+    """Fill the scores of the task's rows; `cache` is that of its KV head."""
+    count, begin = task[COUNT], task[FIRST_SPLIT_KEY]
+    fill(room.scores, count * group * SCORES, ZERO)
+    # The parts share a call, and so machine code and rounding.
+    for part in range(count + 1):
+        row, first, last = _part_of(part, task, rows, order)
+        if first < last:
+            table, (place, size) = table_of(tables, row), _heads_of(part, group, count)
+            scores, q = room.scores + F32 * SCORES * place, room.q + F32 * cache.head_dim * place
+            values = cache.values + table[begin // cache.block_size] * block_bytes_of(cache)
+            ahead = _tile_after(part, task, rows, order, cache, tables, cache.keys, values)
+            _score_keys(scores, q, size, cache, table, begin, first, last, ahead)
+            if cache.key_scales != 0:
+                _scale_keys(scores, size, cache.key_scales, cache, table, begin, first, last)
+
+
+@jit
+def _softmax_task(room, task, rows, order, group, rules):
+    """Turn scores into weights; `rules` are those of the task's heads."""
+    begin = task[FIRST_SPLIT_KEY]
+    for i in range(task[COUNT]):
+        end = rows[order[task[PLACE] + i, 0], END]
+        num_keys, distance = min(end, _end_of(task)) - begin, begin + 1 - end
+        for g in range(group):
+            slope = LOG2_E * f32_pointer(rules.slopes)[g] if rules.slopes != 0 else ZERO
+            scores = room.scores + F32 * SCORES * (i * group + g)
+            largest, total = _softmax_row(scores, num_keys, distance, slope, rules.softcap)
+            stat = f32_pointer(room.stats + 2 * F32 * (i * group + g))
+            stat[0], stat[1] = largest, total
+
+
+@jit
+def _weigh_task(room, task, rows, order, group, cache, tables):
+    """Sum the values of the task's rows by their weights; `cache` is that of its KV head."""
+    count, begin = task[COUNT], task[FIRST_SPLIT_KEY]
+    fill(room.acc, count * group * cache.head_dim, ZERO)
+    for part in range(count + 1):
+        row, first, last = _part_of(part, task, rows, order)
+        if first < last:
+            table, (place, size) = table_of(tables, row), _heads_of(part, group, count)
+            scores, acc = room.scores + F32 * SCORES * place, room.acc + F32 * cache.head_dim * place
+            if cache.value_scales != 0:
+                _scale_keys(scores, size, cache.value_scales, cache, table, begin, first, last)
+            block = table[begin // cache.block_size] * block_bytes_of(cache)
+            next_keys = cache.keys + block + cache.block_size * key_bytes_of(cache)  # the next head's
+            ahead = _tile_after(part, task, rows, order, cache, tables, cache.values, next_keys)
+            _weigh_values(acc, scores, size, cache, table, begin, first, last, ahead)
+
+
+@jit
+def _store_task(room, task, rows, order, partials, stats, queries, cache, rules):
+    """Put the sums where they belong: into `out`, or with `partials`; `rules` are those of the task's heads."""
+    group, begin = queries.group, task[FIRST_SPLIT_KEY]
+    num_heads, head, head_bytes = cache.num_kv_heads * group, task[KV_HEAD] * group, F32 * cache.head_dim
+    for i in range(task[COUNT]):
+        row = order[task[PLACE] + i, 0]
+        partial, row_stats = rows[row, PARTIAL], room.stats + 2 * F32 * i * group
+        target = queries.out + head_bytes * (row * num_heads + head)
+        if partial >= 0:
+            place = (partial + begin // SPLIT - rows[row, BEGIN] // SPLIT) * num_heads + head
+            target = address_of(partials) + head_bytes * place
+            for g in range(2 * group):
+                f32_pointer(address_of(stats) + 2 * F32 * place)[g] = f32_pointer(row_stats)[g]
+        for g in range(group):
+            stat = f32_pointer(row_stats + 2 * F32 * g)
+            factor = ONE / (stat[1] + sink_weight(rules.sinks, g, stat[0])) if partial < 0 else ONE
+            source = room.acc + head_bytes * (i * group + g)
+            store_scaled(target + head_bytes * g, source, cache.head_dim, factor)
 
 
 @jit
@@ -235,123 +306,29 @@ def _merge_rows(out, rows, num_rows, partials, stats, num_heads, head_dim, sinks
 
 
 @jit
-def _attend_task(
-    task,
-    rows,
-    order,
-    acc,  # [heads of the task, head_dim], then scratch: q [heads, head_dim], scores [heads, SCORES], stats [heads, 2]
-    partials,
-    stats,
-    out,
-    query,
-    query_row_stride,
-    query_head_stride,
-    element,
-    key_cache,
-    value_cache,
-    key_scales,
-    value_scales,
-    block_tables,
-    block_table_stride,
-    num_kv_heads,
-    group,
-    head_dim,
-    block_size,
-    query_scale,
-    softcap,
-    alibi_slopes,
-    sinks,
-):
-    """Put the sums of weighted values of the task's rows where they belong: into `out`, or with `partials`."""
-    num_heads, head, count = num_kv_heads * group, task[KV_HEAD] * group, task[COUNT]
-    begin = task[FIRST_SPLIT_KEY]
-    end = begin // SPLIT * SPLIT + SPLIT
-    head_bytes, row_bytes = F32 * head_dim, F32 * SCORES
-    q = acc + count * group * head_bytes
-    scores = q + count * group * head_bytes
-    task_stats = scores + count * group * row_bytes
-    tile_bytes = size_of(element) * block_size * head_dim
-    stride, scale_stride = num_kv_heads * tile_bytes, F32 * num_kv_heads * block_size
-    keys, values = key_cache + task[KV_HEAD] * tile_bytes, value_cache + task[KV_HEAD] * tile_bytes
-    scale_offset = F32 * task[KV_HEAD] * block_size
-
-    for i in range(count):
-        source = query + F32 * (order[task[PLACE] + i, 0] * query_row_stride + head * query_head_stride)
-        _load_queries(q + i * group * head_bytes, source, query_head_stride, group, head_dim, query_scale)
-    fill(scores, count * group * SCORES, ZERO)
-    # Part 0 is for the heads of all rows at once. The two kinds share a call, and so machine code and rounding.
-    for part in range(count + 1):
-        row, first, last = _part_of(part, task, rows, order, end)
-        if first < last:
-            table = i32_pointer(block_tables + I32 * row * block_table_stride)
-            place, size = max(part - 1, 0) * group, group if part > 0 else count * group
-            ahead = _tile_after(
-                part, task, rows, order, end, block_tables, block_table_stride, keys, block_size, stride,
-                values + table[begin // block_size] * stride,
-            )  # fmt: skip
-            _score_keys(
-                scores + place * row_bytes, q + place * head_bytes, size, element, table, begin, first, last,
-                stride, keys, head_dim, block_size, ahead,
-            )  # fmt: skip
-            if key_scales != 0:
-                scale_columns(
-                    scores + place * row_bytes, size, row_bytes, begin, table, first, last,
-                    key_scales + scale_offset, scale_stride, block_size,
-                )  # fmt: skip
-    for i in range(count):
-        row = order[task[PLACE] + i, 0]
-        _softmax_heads(
-            task_stats + 2 * F32 * i * group, scores + i * group * row_bytes, group, min(rows[row, END], end) - begin,
-            begin + 1 - rows[row, END], alibi_slopes + F32 * head if alibi_slopes != 0 else 0, softcap,
-        )  # fmt: skip
-    fill(acc, count * group * head_dim, ZERO)
-    for part in range(count + 1):
-        row, first, last = _part_of(part, task, rows, order, end)
-        if first < last:
-            table = i32_pointer(block_tables + I32 * row * block_table_stride)
-            place, size = max(part - 1, 0) * group, group if part > 0 else count * group
-            if value_scales != 0:
-                scale_columns(
-                    scores + place * row_bytes, size, row_bytes, begin, table, first, last,
-                    value_scales + scale_offset, scale_stride, block_size,
-                )  # fmt: skip
-            ahead = _tile_after(
-                part, task, rows, order, end, block_tables, block_table_stride, values, block_size, stride,
-                keys + table[begin // block_size] * stride + tile_bytes,
-            )  # fmt: skip
-            _weigh_values(
-                acc + place * head_bytes, scores + place * row_bytes, size, element, table, begin, first, last,
-                stride, values, head_dim, block_size, ahead,
-            )  # fmt: skip
-    for i in range(count):
-        row, at = order[task[PLACE] + i, 0], i * group
-        partial, row_stats = rows[row, PARTIAL], task_stats + 2 * F32 * at
-        target = out + F32 * (row * num_heads + head) * head_dim
-        if partial >= 0:
-            partial = (partial + begin // SPLIT - rows[row, BEGIN] // SPLIT) * num_heads + head
-            target = address_of(partials) + F32 * partial * head_dim
-            for g in range(2 * group):
-                f32_pointer(address_of(stats) + 2 * F32 * partial)[g] = f32_pointer(row_stats)[g]
-        head_sinks = sinks + F32 * head if sinks != 0 else 0
-        _store_heads(target, acc + at * head_bytes, row_stats, partial < 0, group, head_dim, head_sinks)
+def _attend_task(room, task, rows, order, partials, stats, queries, cache, tables, rules):
+    """Attention of the task's rows to the keys of its split."""
+    group = queries.group
+    head_cache, head_rules = of_kv_head(cache, task[KV_HEAD]), of_head(rules, task[KV_HEAD] * group)
+    _load_queries(room, task, order, queries, cache, rules.scale)
+    _score_task(room, task, rows, order, group, head_cache, tables)
+    _softmax_task(room, task, rows, order, group, head_rules)
+    _weigh_task(room, task, rows, order, group, head_cache, tables)
+    _store_task(room, task, rows, order, partials, stats, queries, cache, head_rules)
 
 
 @jit
 def _attend_turns(
-    thread, tasks, turns, counter, scratch, thread_lines, rows, order, partials, stats, out, query, query_row_stride,
-    query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables, block_table_stride,
-    num_kv_heads, group, head_dim, block_size, query_scale, softcap, alibi_slopes, sinks,
+    thread, tasks, turns, counter, scratch, thread_lines, rows, order, partials, stats, queries, cache, tables, rules
 ):  # fmt: skip
     """Run one thread's tasks, turn by turn."""
-    acc = line_in(scratch) + VECTOR * thread * thread_lines
+    memory = line_in(scratch) + VECTOR * thread * thread_lines
     turn = take(line_in(counter))
     while turn < len(turns) - 1:
-        for task in range(turns[turn], turns[turn + 1]):
-            _attend_task(
-                tasks[task], rows, order, acc, partials, stats, out, query, query_row_stride, query_head_stride,
-                element, key_cache, value_cache, key_scales, value_scales, block_tables, block_table_stride,
-                num_kv_heads, group, head_dim, block_size, query_scale, softcap, alibi_slopes, sinks,
-            )  # fmt: skip
+        for number in range(turns[turn], turns[turn + 1]):
+            task = tasks[number]
+            room = _room_in(memory, task[COUNT] * queries.group, cache.head_dim)
+            _attend_task(room, task, rows, order, partials, stats, queries, cache, tables, rules)
         turn = take(line_in(counter))
 
 
@@ -383,6 +360,10 @@ def decode(
     num_threads,
 ):
     """Attention of rows with one query token each. Rows with seq_len 0 come out as zeros."""
+    queries = Queries(out, query, query_row_stride, query_head_stride, group)
+    cache = Paged(
+        element, key_cache, value_cache, key_scales, value_scales, num_kv_heads, head_dim, block_size
+    )
     num_heads = num_kv_heads * group
     rows = np.empty((num_rows, 3), np.int64)
     order = np.empty((num_rows, 2), np.int64)
@@ -395,15 +376,11 @@ def decode(
 
     partials = np.empty((num_partials, num_heads, head_dim), np.float32)
     stats = np.empty((num_partials, num_heads, 2), np.float32)  # largest score, sum of weights
-    head_size = 2 * head_dim + SCORES + 2
-    thread_lines = (most_rows * group * head_size + vector.LANES - 1) // vector.LANES
+    thread_lines = (most_rows * group * _numbers_of_a_head(head_dim) + vector.LANES - 1) // vector.LANES
     scratch = np.empty((num_threads * thread_lines + 1) * vector.LANES, np.float32)
-    # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
-    query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
     arguments = (
-        tasks, turns, counter, scratch, thread_lines, rows, order, partials, stats, out, query, query_row_stride,
-        query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables, block_table_stride,
-        num_kv_heads, group, head_dim, block_size, query_scale, np.float32(softcap) * LOG2_E, alibi_slopes, sinks,
+        tasks, turns, counter, scratch, thread_lines, rows, order, partials, stats, queries, cache,
+        Tables(block_tables, block_table_stride), rules_of(scale, window, softcap, alibi_slopes, sinks),
     )  # fmt: skip
     launch(_attend_turns, num_threads, arguments)
     _merge_rows(out, rows, num_rows, partials, stats, num_heads, head_dim, sinks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagemill.kernels.cpu.attention.operands import block_bytes_of, key_bytes_of, scale_bytes_of
 from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
 from pagemill.kernels.cpu.jit.element import load_number, load_vector, size_of, transpose
 from pagemill.kernels.cpu.jit.row import F32, VECTOR
@@ -13,17 +14,16 @@ PANEL_ROW = F32 * PANEL  # bytes
 
 
 @jit
-def gather_keys(panels, depth, element, keys, table, low, high, origin, head_dim, block_size, block_bytes):
+def gather_keys(panels, depth, cache, table, low, high, origin):
     """panels[p, i, j] = number i of key origin + p * PANEL + j, for the keys low .. high - 1.
 
-    panels [any, depth, PANEL]; numbers past head_dim are left alone. `keys` is the address of the KV head's tile in
-    block 0.
+    panels [any, depth, PANEL]; numbers past head_dim are left alone. `cache` is that of the KV head.
     """
-    key_bytes = size_of(element) * head_dim
+    block_size, key_bytes = cache.block_size, key_bytes_of(cache)
     for block in range(low // block_size, (high - 1) // block_size + 1):
         first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
-        source = keys + table[block] * block_bytes + (first - block * block_size) * key_bytes
-        _transpose(panels, depth, element, source, first - origin, last - first, head_dim)
+        source = cache.keys + table[block] * block_bytes_of(cache) + (first - block * block_size) * key_bytes
+        _transpose(panels, depth, cache.element, source, first - origin, last - first, cache.head_dim)
 
 
 @jit
@@ -47,19 +47,18 @@ def _transpose(panels, depth, element, source, column, num_keys, head_dim):
 
 
 @jit
-def gather_values(
-    panels, num_keys, element, values, table, low, high, origin, head_dim, block_size, block_bytes
-):
+def gather_values(panels, num_keys, cache, table, low, high, origin):
     """panels[p, key - origin, i] = number p * PANEL + i of the value at `key`, for the keys low .. high - 1.
 
-    panels [any, num_keys, PANEL]; numbers past head_dim are left alone. `values` as `keys` of `gather_keys`.
+    panels [any, num_keys, PANEL]; numbers past head_dim are left alone. `cache` is that of the KV head.
     """
+    element, head_dim, block_size = cache.element, cache.head_dim, cache.block_size
     size = size_of(element)
     whole = head_dim // LANES * LANES
     for block in range(low // block_size, (high - 1) // block_size + 1):
         start = block * block_size
         for key in range(max(low, start), min(high, start + block_size)):
-            source = values + table[block] * block_bytes + size * head_dim * (key - start)
+            source = cache.values + table[block] * block_bytes_of(cache) + size * head_dim * (key - start)
             target = panels + PANEL_ROW * (key - origin)
             for i in range(0, whole, LANES):
                 to = target + PANEL_ROW * num_keys * (i // PANEL) + F32 * (i % PANEL)
@@ -84,14 +83,17 @@ def pair_rows(panels, num_panels, num_rows):
 
 
 @jit
-def gather_scales(target, scales, table, low, high, origin, block_stride, block_size):
+def gather_scales(target, scales, cache, table, low, high, origin):
     """target[key - origin] = the scale of the key's slot, for the keys low .. high - 1 of one KV head.
 
-    `scales` is the address of the head's scales in block 0; `block_stride` in bytes.
+    `scales` are the cache's of keys or of values.
     """
+    block_size = cache.block_size
     for block in range(low // block_size, (high - 1) // block_size + 1):
         first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
-        source = f32_pointer(scales + table[block] * block_stride + F32 * (first - block * block_size))
+        source = f32_pointer(
+            scales + table[block] * scale_bytes_of(cache) + F32 * (first - block * block_size)
+        )
         for j in range(last - first):
             f32_pointer(target + F32 * (first - origin))[j] = source[j]
 

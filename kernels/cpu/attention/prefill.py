@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagemill.kernels.cpu.attention.operands import (
+    Paged,
+    Queries,
+    Tables,
+    of_head,
+    of_kv_head,
+    of_token,
+    rules_of,
+    table_of,
+)
 from pagemill.kernels.cpu.attention.panels import num_common_blocks
 from pagemill.kernels.cpu.attention.tile import KEYS, attend_tile, clear_slots, slot_bytes, tile_bytes
 from pagemill.kernels.cpu.jit.compiler import external, i32_pointer, jit
-from pagemill.kernels.cpu.jit.element import size_of
-from pagemill.kernels.cpu.jit.row import F32, I32, LOG2_E, VECTOR, ZERO, fill, line_in
+from pagemill.kernels.cpu.jit.row import F32, VECTOR, ZERO, fill, line_in
 from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, take
 
@@ -61,6 +70,14 @@ def _num_slots(tiles, num_tiles, head_dim):
 
 
 @jit
+def _num_held(num_held, held_row, row, num_keys, tables, block_size):
+    """How many of the tiles of keys that lie in their slots for a row are another row's as well."""
+    num_blocks = (min(num_held * KEYS, num_keys) + block_size - 1) // block_size
+    num_common = num_common_blocks(table_of(tables, row), table_of(tables, held_row), num_blocks)
+    return min(num_held, num_common * block_size // KEYS)
+
+
+@jit
 def _attend_tiles(
     thread,
     tiles,
@@ -70,76 +87,30 @@ def _attend_tiles(
     num_slots,
     memory,  # of all threads
     thread_bytes,
-    out,
-    query,
-    query_token_stride,
-    query_head_stride,
-    element,
-    key_cache,
-    value_cache,
-    key_scales,
-    value_scales,
-    block_tables,
-    block_table_stride,
-    num_kv_heads,
-    group,
-    head_dim,
-    block_size,
-    query_scale,
-    window,
-    softcap,
-    alibi_slopes,
-    sinks,
+    queries,
+    cache,
+    tables,
+    rules,
 ):
     """Run one thread's tasks. They go through the tiles head by head, so that the next often meets the same keys."""
     panels = line_in(memory) + thread * thread_bytes
-    scratch = panels + num_slots * slot_bytes(head_dim)
-    clear_slots(panels, num_slots, head_dim)
-    num_heads = num_kv_heads * group
+    scratch = panels + num_slots * slot_bytes(cache.head_dim)
+    clear_slots(panels, num_slots, cache.head_dim)
     held_head, held_row, num_held = -1, 0, 0
     turn = take(line_in(counter))
     while turn < len(turns) - 1:
         for task in range(turns[turn], turns[turn + 1]):
             row, token, count, position = tiles[task % num_tiles]
             kv_head = task // num_tiles
-            table = i32_pointer(block_tables + I32 * row * block_table_stride)
             if kv_head != held_head:
                 num_held = 0
             elif row != held_row:
-                held_table = i32_pointer(block_tables + I32 * held_row * block_table_stride)
-                num_blocks = (min(num_held * KEYS, position + count) + block_size - 1) // block_size
-                num_common = num_common_blocks(table, held_table, num_blocks)
-                num_held = min(num_held, num_common * block_size // KEYS)
-            head = kv_head * group
-            offset = size_of(element) * kv_head * block_size * head_dim
-            scale_offset = F32 * kv_head * block_size
+                num_held = _num_held(num_held, held_row, row, position + count, tables, cache.block_size)
+            head = kv_head * queries.group
             num_held = attend_tile(
-                out + F32 * (token * num_heads + head) * head_dim,
-                query + F32 * (token * query_token_stride + head * query_head_stride),
-                query_token_stride,
-                query_head_stride,
-                element,
-                key_cache + offset,
-                value_cache + offset,
-                key_scales + scale_offset if key_scales != 0 else 0,
-                value_scales + scale_offset if value_scales != 0 else 0,
-                table,
-                scratch,
-                panels,
-                num_slots,
-                num_held,
-                count,
-                position,
-                num_kv_heads,
-                group,
-                head_dim,
-                block_size,
-                query_scale,
-                window,
-                softcap,
-                alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
-                sinks + F32 * head if sinks != 0 else 0,
-            )
+                of_token(queries, token, head, cache), of_kv_head(cache, kv_head), table_of(tables, row),
+                of_head(rules, head), scratch, panels, num_slots, num_held, count, position,
+            )  # fmt: skip
             held_head, held_row = kv_head, row
         turn = take(line_in(counter))
 
@@ -174,30 +145,23 @@ def prefill(
     num_threads,
 ):
     """Attention of rows first_row .. num_rows - 1, whose queries may be any number of tokens."""
-    num_heads = num_kv_heads * group
+    queries = Queries(out, query, query_token_stride, query_head_stride, group)
+    cache = Paged(
+        element, key_cache, value_cache, key_scales, value_scales, num_kv_heads, head_dim, block_size
+    )
     num_tokens_per_tile = max(1, QUERIES // group)
     tiles = np.empty((num_rows - first_row + num_tokens // num_tokens_per_tile, 4), np.int64)
     num_tiles = _plan_tiles(
-        tiles,
-        out,
-        i32_pointer(query_start_loc),
-        i32_pointer(seq_lens),
-        first_row,
-        num_rows,
-        num_tokens_per_tile,
-        num_heads * head_dim,
-    )
+        tiles, out, i32_pointer(query_start_loc), i32_pointer(seq_lens), first_row, num_rows, num_tokens_per_tile,
+        num_kv_heads * group * head_dim,
+    )  # fmt: skip
     turns = plan_turns(_plan_costs(tiles, num_tiles, num_kv_heads, group, window), num_threads)
     counter = new_counter()
     num_slots = _num_slots(tiles, num_tiles, head_dim)
     thread_bytes = num_slots * slot_bytes(head_dim) + tile_bytes(num_tokens_per_tile * group, head_dim)
     memory = np.empty(num_threads * thread_bytes + VECTOR, np.uint8)
-    # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
-    query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
     arguments = (
-        tiles, num_tiles, turns, counter, num_slots, memory, thread_bytes, out, query, query_token_stride,
-        query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables,
-        block_table_stride, num_kv_heads, group, head_dim, block_size, query_scale, window,
-        np.float32(softcap) * LOG2_E, alibi_slopes, sinks,
+        tiles, num_tiles, turns, counter, num_slots, memory, thread_bytes, queries, cache,
+        Tables(block_tables, block_table_stride), rules_of(scale, window, softcap, alibi_slopes, sinks),
     )  # fmt: skip
     launch(_attend_tiles, num_threads, arguments)

@@ -10,6 +10,8 @@ of values are rounded. Scores, sums and the softmax are fp32 all the same.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from pagemill.kernels.cpu.attention.panels import (
@@ -21,7 +23,7 @@ from pagemill.kernels.cpu.attention.panels import (
 )
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
-from pagemill.kernels.cpu.jit.element import is_rounding, size_of
+from pagemill.kernels.cpu.jit.element import is_rounding
 from pagemill.kernels.cpu.jit.row import (
     F32,
     LOG2_E,
@@ -219,34 +221,20 @@ def _rescale(acc, size, factor):
 
 
 @jit
-def _softmax_tile(
-    scores,
-    stats,
-    acc,
-    acc_stride,
-    num_rows,
-    first_key,
-    position,
-    group,
-    window,
-    slopes,
-    softcap,
-    key_scales,
-    value_scales,
-    work,
-):
-    """Mask, bias and weigh one tile of scores; `position` is that of the first token."""
+def _softmax_tile(room, num_rows, first_key, position, group, rules, key_scales, value_scales, acc_stride):
+    """Mask, bias and weigh one tile of scores; `position` is that of the first token, scales are 0 or the tile's."""
     for part in range(_num_parts(num_rows)):
         first, last = _rows_of(part, num_rows)
-        rows = scores + VECTOR * LINES * first
+        rows = room.scores + VECTOR * LINES * first
         for r in range(first, last):
             query = position + r // group
-            first_visible, first_hidden = query + 1 - window if window > 0 else 0, query + 1
+            first_visible = query + 1 - rules.window if rules.window > 0 else 0
+            first_hidden = query + 1
             if (
                 first_visible > first_key
                 or first_hidden < first_key + KEYS
-                or slopes != 0
-                or softcap > ZERO
+                or rules.slopes != 0
+                or rules.softcap > ZERO
                 or key_scales != 0
             ):
                 _prepare_row(
@@ -255,22 +243,25 @@ def _softmax_tile(
                     first_visible - first_key,
                     first_hidden - first_key,
                     np.float32(first_key - query),
-                    LOG2_E * f32_pointer(slopes)[r % group] if slopes != 0 else ZERO,
-                    softcap,
+                    LOG2_E * f32_pointer(rules.slopes)[r % group] if rules.slopes != 0 else ZERO,
+                    rules.softcap,
                     key_scales,
                 )
-        stat = stats + 2 * VECTOR * part
-        _softmax_part(rows, last - first, stat, acc + acc_stride * first, acc_stride, value_scales, work)
+        stat, acc = room.stats + 2 * VECTOR * part, room.acc + acc_stride * first
+        _softmax_part(rows, last - first, stat, acc, acc_stride, value_scales, room.work)
 
 
 @jit
-def _load_queries(q, query, token_stride, head_stride, num_rows, group, head_dim, scale):
+def _load_queries(q, queries, num_rows, head_dim, scale):
     """The queries times `scale` in lines, part by part, the last line of each filled up with zeros."""
     num_parts, num_lines, factor = _num_parts(num_rows), _depth(head_dim) // vector.LANES, vector.splat(scale)
+    group = queries.group
     for part in range(num_parts):
         first, last = _rows_of(part, num_rows)
         for r in range(first, last):
-            source = query + F32 * (r // group * token_stride + r % group * head_stride)
+            source = queries.query + F32 * (
+                r // group * queries.token_stride + r % group * queries.head_stride
+            )
             target = q + VECTOR * (num_lines * first + r - first)
             for line in range(head_dim // vector.LANES):
                 numbers = vector.multiply(vector.load(source + VECTOR * line), factor)
@@ -283,108 +274,112 @@ def _load_queries(q, query, token_stride, head_stride, num_rows, group, head_dim
 
 
 @jit
-def _store_tile(out, token_stride, acc, acc_stride, stats, num_rows, group, head_dim, sinks):
+def _store_tile(queries, cache, room, num_rows, acc_stride, sinks):
+    group, head_dim = queries.group, cache.head_dim
+    token_stride = cache.num_kv_heads * group * head_dim
     for part in range(_num_parts(num_rows)):
         first, last = _rows_of(part, num_rows)
-        maxima = f32_pointer(stats + 2 * VECTOR * part)
-        totals = f32_pointer(stats + 2 * VECTOR * part + VECTOR)
+        maxima = f32_pointer(room.stats + 2 * VECTOR * part)
+        totals = f32_pointer(room.stats + 2 * VECTOR * part + VECTOR)
         for r in range(first, last):
-            target = out + F32 * (r // group * token_stride + r % group * head_dim)
+            target = queries.out + F32 * (r // group * token_stride + r % group * head_dim)
             total = totals[r - first] + sink_weight(sinks, r % group, maxima[r - first])
-            store_scaled(target, acc + r * acc_stride, head_dim, ONE / total)
+            store_scaled(target, room.acc + r * acc_stride, head_dim, ONE / total)
+
+
+class _Room(NamedTuple):
+    """Scratch memory of a tile of queries."""
+
+    acc: int  # [num_rows, padded head_dim]
+    zeros: int  # a vector of them
+    scores: int  # [num_rows, KEYS], in lines
+    q: int  # [num_rows, depth], in lines
+    key_factors: int  # [KEYS]
+    value_factors: int  # likewise
+    work: int  # of `_softmax_part`
+    stats: int  # likewise, part by part
+
+
+@jit
+def _room_in(scratch, num_rows, head_dim):
+    """Clear and lay out the scratch memory."""
+    zeros = scratch + F32 * num_rows * _padded(head_dim)
+    scores = zeros + VECTOR
+    q = scores + F32 * num_rows * KEYS
+    key_factors = q + F32 * num_rows * _depth(head_dim)
+    value_factors = key_factors + F32 * KEYS
+    work = value_factors + F32 * KEYS
+    stats = work + VECTOR * (vector.LANES + 1)
+    fill(scratch, (scores - scratch) // F32, ZERO)
+    fill(key_factors, (stats - key_factors) // F32, ONE)
+    for part in range(_num_parts(num_rows)):
+        vector.store(stats + 2 * VECTOR * part, vector.splat(HIDDEN))
+        vector.store(stats + 2 * VECTOR * part + VECTOR, vector.splat(ZERO))
+    return _Room(scratch, zeros, scores, q, key_factors, value_factors, work, stats)
+
+
+@jit
+def _gather(is_paired, panels, cache, table, low, high, tile):
+    """Fill the panels of a tile of keys, and of their values, from the keys low .. high - 1."""
+    head_dim, depth = cache.head_dim, _depth(cache.head_dim)
+    values = panels + F32 * KEYS * depth
+    # What lies in the other columns may be no number, or slow to multiply with: numbers next to zero.
+    if high - low < KEYS:
+        fill(panels, slot_bytes(head_dim) // F32, ZERO)
+    gather_keys(panels, depth, cache, table, low, high, tile)
+    gather_values(values, KEYS, cache, table, low, high, tile)
+    if is_paired:
+        pair_rows(panels, KEYS // PANEL, depth)
+        pair_rows(values, head_dim // PANEL, KEYS)
 
 
 @jit
 def attend_tile(
-    out,  # of the tile's first token and head
-    query,  # likewise
-    query_token_stride,
-    query_head_stride,
-    element,
-    keys,  # the KV head's tile in block 0
-    values,
-    key_scales,  # the KV head's in block 0; 0 = the cache has none
-    value_scales,
+    queries,  # from the tile's first token and head on
+    cache,  # of its KV head
     table,
+    rules,  # from its first head on
     scratch,
     panels,  # a slot per tile of keys that may be held, and one for all the others
     num_slots,
     num_held,  # so many tiles of keys, from key 0 on, lie in their slots already
     num_tokens,
     position,  # of the first token
-    num_kv_heads,
-    group,
-    head_dim,
-    block_size,
-    query_scale,
-    window,
-    softcap,
-    slopes,
-    sinks,  # of the tile's first head; 0 = none
 ):
     """Attention of one tile of queries. Returns how many tiles of keys, from key 0 on, now lie in their slots."""
-    num_rows, depth = num_tokens * group, _depth(head_dim)
+    group, head_dim = queries.group, cache.head_dim
+    num_rows, depth, acc_stride = num_tokens * group, _depth(head_dim), F32 * _padded(head_dim)
     # Of heads whose panels are filled: what is left over from packing would be taken for their ends.
-    is_paired = bf16_tile.IS_NATIVE and is_rounding(element) and head_dim % PANEL == 0
-    block_bytes = size_of(element) * num_kv_heads * block_size * head_dim
-    scale_stride = F32 * num_kv_heads * block_size
-    acc_stride = F32 * _padded(head_dim)
-    acc = scratch
-    zeros = acc + num_rows * acc_stride
-    scores = zeros + VECTOR
-    q = scores + F32 * num_rows * KEYS
-    key_factors = q + F32 * num_rows * depth
-    value_factors = key_factors + F32 * KEYS
-    work = value_factors + F32 * KEYS
-    stats = work + VECTOR * (vector.LANES + 1)
-
-    fill(acc, (scores - acc) // F32, ZERO)
-    fill(key_factors, (stats - key_factors) // F32, ONE)
-    _load_queries(q, query, query_token_stride, query_head_stride, num_rows, group, head_dim, query_scale)
+    is_paired = bf16_tile.IS_NATIVE and is_rounding(cache.element) and head_dim % PANEL == 0
+    room = _room_in(scratch, num_rows, head_dim)
+    _load_queries(room.q, queries, num_rows, head_dim, rules.scale)
     if is_paired:
-        _pair_up(q, num_rows, depth // vector.LANES)
-    for part in range(_num_parts(num_rows)):
-        vector.store(stats + 2 * VECTOR * part, vector.splat(HIDDEN))
-        vector.store(stats + 2 * VECTOR * part + VECTOR, vector.splat(ZERO))
-
-    begin, end = max(0, position + 1 - window) if window > 0 else 0, position + num_tokens
+        _pair_up(room.q, num_rows, depth // vector.LANES)
+    begin = max(0, position + 1 - rules.window) if rules.window > 0 else 0
+    end = position + num_tokens
     for tile in range(begin // KEYS * KEYS, end, KEYS):
         low, high = max(begin, tile), min(end, tile + KEYS)
         slot = min(tile // KEYS, num_slots - 1)
         key_panels = panels + slot * slot_bytes(head_dim)
         value_panels = key_panels + F32 * KEYS * depth
         if slot >= num_held:
-            # What lies in the other columns may be no number, or slow to multiply with: numbers next to zero.
-            if high - low < KEYS:
-                fill(key_panels, slot_bytes(head_dim) // F32, ZERO)
-            gather_keys(
-                key_panels, depth, element, keys, table, low, high, tile, head_dim, block_size, block_bytes
-            )
-            gather_values(
-                value_panels, KEYS, element, values, table, low, high, tile, head_dim, block_size, block_bytes
-            )
-            if is_paired:
-                pair_rows(key_panels, KEYS // PANEL, depth)
-                pair_rows(value_panels, head_dim // PANEL, KEYS)
-        if key_scales != 0:
-            gather_scales(key_factors, key_scales, table, low, high, tile, scale_stride, block_size)
-        if value_scales != 0:
-            gather_scales(value_factors, value_scales, table, low, high, tile, scale_stride, block_size)
-        _score(is_paired, scores, q, key_panels, num_rows, depth, zeros)
+            _gather(is_paired, key_panels, cache, table, low, high, tile)
+        if cache.key_scales != 0:
+            gather_scales(room.key_factors, cache.key_scales, cache, table, low, high, tile)
+        if cache.value_scales != 0:
+            gather_scales(room.value_factors, cache.value_scales, cache, table, low, high, tile)
+        _score(is_paired, room.scores, room.q, key_panels, num_rows, depth, room.zeros)
         _softmax_tile(
-            scores, stats, acc, acc_stride, num_rows, tile, position, group, window, slopes, softcap,
-            key_factors if key_scales != 0 else 0, value_factors if value_scales != 0 else 0, work,
+            room, num_rows, tile, position, group, rules, room.key_factors if cache.key_scales != 0 else 0,
+            room.value_factors if cache.value_scales != 0 else 0, acc_stride,
         )  # fmt: skip
         if is_paired:
-            _pair_up(scores, num_rows, LINES)
+            _pair_up(room.scores, num_rows, LINES)
         _add_values(
-            is_paired, acc, acc_stride, scores, value_panels, num_rows, _padded(head_dim) // PANEL,
+            is_paired, room.acc, acc_stride, room.scores, value_panels, num_rows, _padded(head_dim) // PANEL,
             (low - tile) // vector.LANES, (high - tile + vector.LANES - 1) // vector.LANES,
         )  # fmt: skip
-
-    _store_tile(
-        out, num_kv_heads * group * head_dim, acc, acc_stride, stats, num_rows, group, head_dim, sinks
-    )
+    _store_tile(queries, cache, room, num_rows, acc_stride, rules.sinks)
     return min(end // KEYS, num_slots - 1) if begin == 0 else 0
 
 

@@ -87,21 +87,6 @@ def sink_weight(sinks, head, largest):
 
 
 @jit
-def scale_columns(rows, num_rows, row_stride, origin, table, begin, end, scales, block_stride, block_size):
-    """rows[r, key - origin] *= the scale of the key's slot, for the keys begin .. end - 1 of one KV head.
-
-    `scales` is the address of the head's scales in block 0; strides in bytes.
-    """
-    for block in range(begin // block_size, (end - 1) // block_size + 1):
-        first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
-        source = f32_pointer(scales + table[block] * block_stride + F32 * (first - block * block_size))
-        for r in range(num_rows):
-            target = f32_pointer(rows + r * row_stride + F32 * (first - origin))
-            for j in range(last - first):
-                target[j] *= source[j]
-
-
-@jit
 def address_of(array):
     return np.int64(array.ctypes.data)  # unsigned as it comes: mixed with signed offsets it would turn float
 

@@ -1,0 +1,114 @@
+"""What the attention kernels read and write, by address. Kernels build these where they begin and hand them down."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagemill.kernels.cpu.jit.compiler import i32_pointer, jit
+from pagemill.kernels.cpu.jit.element import size_of
+from pagemill.kernels.cpu.jit.row import F32, I32, LOG2_E
+
+
+class Queries(NamedTuple):
+    """fp32 [num_tokens, num_kv_heads * group, head_dim]: the results, contiguous, and the queries, with strides."""
+
+    out: int
+    query: int
+    token_stride: int
+    head_stride: int
+    group: int  # query heads per KV head
+
+
+class Paged(NamedTuple):
+    """A layer's keys and values: of each block, tiles [block_size, head_dim] KV head by KV head.
+
+    Of all heads, or moved to one of them (`of_kv_head`).
+    """
+
+    element: Any
+    keys: int
+    values: int
+    key_scales: int  # 0 = none
+    value_scales: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+
+class Tables(NamedTuple):
+    """Block tables: the first row's, and how far rows are apart, in entries."""
+
+    rows: int
+    stride: int
+
+
+class Rules(NamedTuple):
+    """How scores become weights. Of all query heads, or moved to one of them (`of_head`)."""
+
+    scale: np.float32  # of queries: scores come in units of log 2, or as fractions of the cap
+    window: int  # 0 = none
+    softcap: np.float32  # 0 = none; in units of log 2
+    slopes: int  # 0 = none
+    sinks: int  # 0 = none
+
+
+@jit
+def of_token(queries, token, head, cache):
+    """From one token and query head on."""
+    out = queries.out + F32 * (token * cache.num_kv_heads * queries.group + head) * cache.head_dim
+    query = queries.query + F32 * (token * queries.token_stride + head * queries.head_stride)
+    return Queries(out, query, queries.token_stride, queries.head_stride, queries.group)
+
+
+@jit
+def rules_of(scale, window, softcap, slopes, sinks):
+    factor = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
+    return Rules(factor, window, np.float32(softcap) * LOG2_E, slopes, sinks)
+
+
+@jit
+def of_head(rules, head):
+    """The rules of the query heads from `head` on."""
+    slopes = rules.slopes + F32 * head if rules.slopes != 0 else 0
+    sinks = rules.sinks + F32 * head if rules.sinks != 0 else 0
+    return Rules(rules.scale, rules.window, rules.softcap, slopes, sinks)
+
+
+@jit
+def key_bytes_of(cache):
+    return size_of(cache.element) * cache.head_dim
+
+
+@jit
+def block_bytes_of(cache):
+    """How far a head's tiles are apart."""
+    return cache.num_kv_heads * cache.block_size * key_bytes_of(cache)
+
+
+@jit
+def scale_bytes_of(cache):
+    """How far a head's scales of two blocks are apart."""
+    return F32 * cache.num_kv_heads * cache.block_size
+
+
+@jit
+def of_kv_head(cache, kv_head):
+    """The cache from the first tile and scale of one KV head on."""
+    offset, scale_offset = kv_head * cache.block_size * key_bytes_of(cache), F32 * kv_head * cache.block_size
+    return Paged(
+        cache.element,
+        cache.keys + offset,
+        cache.values + offset,
+        cache.key_scales + scale_offset if cache.key_scales != 0 else 0,
+        cache.value_scales + scale_offset if cache.value_scales != 0 else 0,
+        cache.num_kv_heads,
+        cache.head_dim,
+        cache.block_size,
+    )
+
+
+@jit
+def table_of(tables, row):
+    return i32_pointer(tables.rows + I32 * row * tables.stride)

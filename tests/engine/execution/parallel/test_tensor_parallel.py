@@ -236,7 +236,7 @@ def test_every_family_over_two_and_four_ranks(name: str, size: int, tmp_path: Pa
     llm = make_llm(
         directory,
         tensor_parallel_size=size,
-        num_kv_blocks=48,
+        num_kv_blocks=56,
         max_num_batched_tokens=16,
         swap_space_gib=0.001,
     )

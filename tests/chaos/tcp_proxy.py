@@ -66,6 +66,7 @@ class TcpProxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # connections that are aborted close their sockets in the loop's next turn
 
     def _reset(self) -> None:
         for writer in list(self._writers):
@@ -80,7 +81,7 @@ class TcpProxy:
             return
         try:
             server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             writer.transport.abort()
             return
         self._writers |= {writer, server_writer}

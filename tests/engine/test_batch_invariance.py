@@ -113,7 +113,8 @@ def test_alone_in_a_crowd_in_chunks_and_preempted(model: str, directory: Any) ->
     assert cached.engine.stats().kv.prefix_hit_tokens > 0
     tight = make_llm(path, num_kv_blocks=28, block_size=4)
     assert generate(tight, prompts) == alone
-    assert tight.engine.stats().scheduler.preemptions > 0
+    # All that a request within a window can hold is counted when it is admitted.
+    assert (tight.engine.stats().scheduler.preemptions > 0) is ("window" not in model)
 
 
 @pytest.mark.parametrize(

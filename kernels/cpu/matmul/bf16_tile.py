@@ -71,9 +71,9 @@ def _emit_tile(dots: Dots, builder: Any, num_rows: int, arguments: list[Any], ha
         weights = builder.add(panel, builder.mul(groups.index, int64(PANEL_BYTES)))
         first = builder.mul(groups.index, int64(PAIRS))
         with cgutils.for_range(builder, int64(PAIRS), intp=int64) as pairs:
-            if halves[0] == 0:
-                index = builder.add(first, pairs.index)
-                prefetch_line(builder, builder.add(ahead, builder.mul(index, ahead_step)))
+            for half in halves:
+                line = builder.add(builder.mul(builder.add(first, pairs.index), int64(2)), int64(half))
+                prefetch_line(builder, builder.add(ahead, builder.mul(line, ahead_step)))
             at = builder.add(weights, builder.mul(pairs.index, int64(PANEL * PAIR * BF16)))
             vectors = [_load(builder, _I32X16, at, VECTOR * half) for half in halves]
             numbers = builder.add(rows, builder.mul(pairs.index, int64(I32)))
@@ -91,8 +91,8 @@ def _load(builder: Any, kind: Any, address: Any, distance: int) -> Any:
 def make_tile(dots: Dots, cut: Cut) -> Any:
     """An intrinsic: out[r, 0..PANEL) = start[r] + rows[r] @ panel for 1 to `cut.most_rows` rows.
 
-    What it takes is what `fp32_tile.make_lined_tile`'s takes, a line being a group. With every pair of inputs it asks
-    for the cache line at `ahead`, `ahead_step` bytes further each time.
+    What it takes is what `fp32_tile.make_lined_tile`'s takes, a line being a group. With every cache line
+    of the panel it asks for the one at `ahead`, `ahead_step` bytes further each time.
     """
 
     def body(builder: Any, num_rows: int, arguments: list[Any]) -> None:

@@ -26,7 +26,6 @@ from pagemill.kernels.cpu.matmul.fp32_panel import (
 )
 from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
 from pagemill.kernels.cpu.matmul.kinds import by_converted_kind, number_by_kind
-from pagemill.kernels.cpu.matmul.weight_formats import ROW
 from pagemill.kernels.cpu.matmul.work_sharing import (
     BLOCK_ROWS,
     FEWEST_ROWS,
@@ -107,7 +106,7 @@ def sum_panel(kind, sums, rows, weight, panel, following, tiles):
                 address + _panel_bytes(kind) * group,
                 count,
                 ahead + _panel_bytes(kind) * count * (tile - tiles.low) // (tiles.high - tiles.low),
-                ROW // (tiles.high - tiles.low),
+                VECTOR // (tiles.high - tiles.low),
             )
             first = last
 

@@ -1,4 +1,4 @@
-"""Tiles of a product of 8-bit integers: some quantised rows times one panel, the sums in registers all the while.
+"""Tiles of a product of 8-bit integers: some quantised rows times one panel.
 
 AVX-512 VNNI multiplies unsigned by signed bytes. Weights are the unsigned ones, 128 too large, which adds 128 times
 the sum of the row's group to every channel alike: sums start from that number with its sign turned. AVX2 can multiply
@@ -26,6 +26,8 @@ QUADS = GROUP // QUAD
 # A panel's part of a group: the weights, quad by quad and then channel by channel; then the channels' scales.
 WEIGHT_BYTES = PANEL * GROUP
 PANEL_BYTES = WEIGHT_BYTES + PANEL * F32
+# Their 6 sums, 16 vectors of weights and the numbers of some quads fill the 32 registers of AVX-512.
+_ROWS_TOGETHER = 3
 
 _ir = cgutils.ir
 _I32, _F32 = _ir.IntType(32), _ir.FloatType()
@@ -111,77 +113,148 @@ PRODUCTS = BYTES if compiles_for("avx512vnni") else WORDS if compiles_for("avx2"
 ROW_BYTES = PRODUCTS.row_bytes
 
 
+class _Group(NamedTuple):
+    """Addresses of a group: its rows' part, its panel's, and the first cache line to ask for."""
+
+    rows: Any
+    weights: Any
+    ahead: Any
+
+
 class _Tile:
     """Emits a tile of some height, one of the passes of a panel's halves after the other."""
 
     def __init__(self, products: Products, builder: Any, num_rows: int, arguments: list[Any]) -> None:
-        self._products, self._builder = products, builder
+        self._products, self._builder, self._num_rows = products, builder, num_rows
         self._sums, self._rows, self._panel, self._num_groups, self._ahead, self._ahead_step = arguments
-        self._distances = [products.row_bytes * row for row in range(num_rows)]
 
     def emit(self, halves: range) -> None:
         builder, int64 = self._builder, self._sums.type
-        totals = [[cgutils.alloca_once(builder, _I32X16) for _ in halves] for _ in self._distances]
         with cgutils.for_range(builder, self._num_groups, intp=int64) as groups:
-            group_bytes = len(self._distances) * self._products.row_bytes
-            rows = builder.add(self._rows, builder.mul(groups.index, int64(group_bytes)))
-            weights = builder.add(self._panel, builder.mul(groups.index, int64(PANEL_BYTES)))
-            first_quad = builder.mul(groups.index, int64(QUADS))
-            for distance, row_totals in zip(self._distances, totals, strict=True):
-                start = self._load(_I32, rows, distance + self._products.row_start)
-                for total in row_totals:
-                    builder.store(emit_splat(builder, start), total)
-            # One part after the other: with the weights of several at hand, sums would spill.
-            for part in range(len(self._products.parts)):
-                with cgutils.for_range(builder, int64(QUADS), intp=int64) as quads:
-                    if part == halves[0] == 0:
-                        index = builder.add(first_quad, quads.index)
-                        prefetch_line(builder, builder.add(self._ahead, builder.mul(index, self._ahead_step)))
-                    self._add_quad(quads.index, part, rows, weights, halves, totals)
-            self._add_to_sums(rows, weights, halves, totals)
+            group_bytes = int64(self._num_rows * self._products.row_bytes)
+            ahead_bytes = builder.mul(self._ahead_step, int64(PANEL_BYTES // VECTOR))
+            group = _Group(
+                builder.add(self._rows, builder.mul(groups.index, group_bytes)),
+                builder.add(self._panel, builder.mul(groups.index, int64(PANEL_BYTES))),
+                builder.add(self._ahead, builder.mul(groups.index, ahead_bytes)),
+            )
+            self._add_group(group, halves)
+
+    def _add_group(self, group: _Group, halves: range) -> None:
+        raise NotImplementedError
 
     def _load(self, kind: Any, address: Any, distance: int = 0) -> Any:
         builder = self._builder
         at = builder.inttoptr(builder.add(address, address.type(distance)), kind.as_pointer())
         return builder.load(at, align=4)
 
-    def _add_quad(
-        self, index: Any, part: int, rows: Any, weights: Any, halves: range, totals: list[list[Any]]
+    def _weights_of(self, quad: Any, halves: range) -> list[Any]:
+        return [self._load(_I32X16, quad, VECTOR * half) for half in halves]
+
+    def _scales_of(self, group: _Group, halves: range) -> list[Any]:
+        return [self._load(F32X16, group.weights, WEIGHT_BYTES + VECTOR * half) for half in halves]
+
+    def _row_number(self, rows: Any, row: int, distance: int, kind: Any = _I32) -> Any:
+        """The number that far into a row's part of a group, in every lane."""
+        distance += self._products.row_bytes * row
+        return emit_splat(self._builder, self._load(kind, rows, distance))
+
+    def _ask_ahead(self, group: _Group, quad: Any, halves: range) -> None:
+        """Once for each line of a quad's weights; the scales are as large as another quad."""
+        builder = self._builder
+        for half in halves:
+            line = builder.add(builder.mul(quad, quad.type(2)), quad.type(half))
+            prefetch_line(builder, builder.add(group.ahead, builder.mul(line, self._ahead_step)))
+
+    def _add_to_sums(
+        self, group: _Group, row: int, halves: range, scales: list[Any], totals: list[Any]
     ) -> None:
+        builder = self._builder
+        row_scale = self._row_number(group.rows, row, self._products.row_scale, _F32)
+        for half, scale, total in zip(halves, scales, totals, strict=True):
+            distance = row * PANEL * F32 + VECTOR * half
+            operands = [
+                builder.sitofp(total, F32X16),
+                builder.fmul(scale, row_scale),
+                self._load(F32X16, self._sums, distance),
+            ]
+            added = call(builder, "llvm.fma.v16f32", F32X16, operands)
+            target = builder.add(self._sums, self._sums.type(distance))
+            builder.store(added, builder.inttoptr(target, F32X16.as_pointer()), align=4)
+
+
+class _QuadByQuad(_Tile):
+    """All rows' sums in registers, a quad's weights at a time: for few registers."""
+
+    def _add_group(self, group: _Group, halves: range) -> None:
+        builder, int64 = self._builder, self._sums.type
+        totals = [[cgutils.alloca_once(builder, _I32X16) for _ in halves] for _ in range(self._num_rows)]
+        for row, row_totals in enumerate(totals):
+            start = self._row_number(group.rows, row, self._products.row_start)
+            for total in row_totals:
+                builder.store(start, total)
+        # One part after the other: with the weights of several at hand, sums would spill.
+        for part in range(len(self._products.parts)):
+            with cgutils.for_range(builder, int64(QUADS), intp=int64) as quads:
+                if part == 0:
+                    self._ask_ahead(group, quads.index, halves)
+                self._add_quad(group, quads.index, part, halves, totals)
+        scales = self._scales_of(group, halves)
+        self._ask_ahead(group, int64(QUADS), halves)
+        for row, row_totals in enumerate(totals):
+            self._add_to_sums(group, row, halves, scales, [builder.load(total) for total in row_totals])
+
+    def _add_quad(self, group: _Group, index: Any, part: int, halves: range, totals: list[list[Any]]) -> None:
         builder, products = self._builder, self._products
-        quad = builder.add(weights, builder.mul(index, index.type(PANEL * QUAD)))
-        vectors = [products.split(builder, self._load(_I32X16, quad, VECTOR * half), part) for half in halves]
-        numbers = builder.add(rows, builder.mul(index, index.type(QUAD * products.number_bytes)))
-        for distance, row_totals in zip(self._distances, totals, strict=True):
-            number = emit_splat(builder, self._load(_I32, numbers, distance + I32 * part))
+        quad = builder.add(group.weights, builder.mul(index, index.type(PANEL * QUAD)))
+        vectors = [products.split(builder, weights, part) for weights in self._weights_of(quad, halves)]
+        numbers = builder.add(group.rows, builder.mul(index, index.type(QUAD * products.number_bytes)))
+        for row, row_totals in enumerate(totals):
+            number = self._row_number(numbers, row, I32 * part)
             for vector, total in zip(vectors, row_totals, strict=True):
                 builder.store(products.multiply(builder, builder.load(total), vector, number), total)
 
-    def _add_to_sums(self, rows: Any, weights: Any, halves: range, totals: list[list[Any]]) -> None:
-        builder = self._builder
-        scales = [self._load(F32X16, weights, WEIGHT_BYTES + VECTOR * half) for half in halves]
-        for row, (distance, row_totals) in enumerate(zip(self._distances, totals, strict=True)):
-            row_scale = self._load(_F32, rows, distance + self._products.row_scale)
-            for half, scale, total in zip(halves, scales, row_totals, strict=True):
-                distance_out = row * PANEL * F32 + VECTOR * half
-                operands = [
-                    builder.sitofp(builder.load(total), F32X16),
-                    builder.fmul(scale, emit_splat(builder, row_scale)),
-                    self._load(F32X16, self._sums, distance_out),
-                ]
-                added = call(builder, "llvm.fma.v16f32", F32X16, operands)
-                target = builder.add(self._sums, self._sums.type(distance_out))
-                builder.store(added, builder.inttoptr(target, F32X16.as_pointer()), align=4)
+
+class _GroupByGroup(_Tile):
+    """All of a group's weights in registers, and the sums of a few rows at a time.
+
+    The conversion of some rows' sums, which each wait for the last of a chain of products, then runs beside the
+    products of the next. With the sums of all rows in registers, every row would be converted at the same time, while
+    no product can begin.
+    """
+
+    def _add_group(self, group: _Group, halves: range) -> None:
+        builder, products, int64 = self._builder, self._products, self._sums.type
+        vectors: list[list[Any]] = []
+        for first in range(0, self._num_rows, _ROWS_TOGETHER):
+            rows = range(first, min(first + _ROWS_TOGETHER, self._num_rows))
+            totals = [[self._row_number(group.rows, row, products.row_start)] * len(halves) for row in rows]
+            for quad in range(QUADS):
+                if first == 0:
+                    place = builder.add(group.weights, int64(PANEL * QUAD * quad))
+                    vectors.append(self._weights_of(place, halves))
+                    self._ask_ahead(group, int64(quad), halves)
+                for row, row_totals in zip(rows, totals, strict=True):
+                    number = self._row_number(group.rows, row, I32 * quad)
+                    row_totals[:] = [
+                        products.multiply(builder, total, vector, number)
+                        for vector, total in zip(vectors[quad], row_totals, strict=True)
+                    ]
+            if first == 0:
+                self._ask_ahead(group, int64(QUADS), halves)
+            scales = self._scales_of(group, halves)
+            for row, row_totals in zip(rows, totals, strict=True):
+                self._add_to_sums(group, row, halves, scales, row_totals)
 
 
 def make_tile(products: Products, cut: Cut) -> Any:
     """An intrinsic: sums[r, 0..PANEL) += rows[r] @ panel for 1 to `cut.most_rows` rows.
 
-    With every quad of inputs it asks for the cache line at `ahead`, `ahead_step` bytes further each time.
+    With every cache line of the panel it asks for the one at `ahead`, `ahead_step` bytes further each time.
     """
 
     def body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
-        tile = _Tile(products, builder, num_rows, arguments)
+        tile = (_GroupByGroup if products is BYTES else _QuadByQuad)(products, builder, num_rows, arguments)
         for halves in cut.passes():
             tile.emit(halves)
 

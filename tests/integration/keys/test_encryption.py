@@ -367,7 +367,12 @@ def test_probabilities_of_labels_are_sealed(queue: Queue, keys: str) -> None:
         queue.url, queue.name, model="smollm2", kv_cache_memory_bytes=128 << 20, num_threads=1
     )
     with running_worker(config, load_patience_s=400), Producer(queue.url, queue=queue.name) as producer:
-        handle = producer.submit(prompt=f"{SENTINEL} is a", model="smollm2", label_probs=labels)
+        handle = producer.submit(
+            prompt=f"{SENTINEL} is a",
+            model="smollm2",
+            structured_outputs={"choice": labels},
+            label_probs="product",
+        )
         after = producer.submit(
             prompt="{one.label} {one.prob}", model="smollm2", max_tokens=4, after={"one": handle.id}
         )

@@ -7,7 +7,7 @@ nothing. Reads are in reads.py, batches in batches.py, workers in registry.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,10 +23,6 @@ LEASE_MS = 6000
 SWEEP_LIMIT = 64
 """Most lapsed leases, due jobs and deadlines, each, that one sweep handles."""
 RETRY_CAP_S = 60.0
-MAX_COMMITS = 32
-"""Most that one call takes, so that no script holds the server for long."""
-MAX_COMMIT_BYTES = 1 << 20
-"""Of their results; a single one may have more."""
 
 CheckpointReply = Literal["ok", "stale", "bad_offset", "cancelled"]
 CommitReply = Literal["committed", "fenced", "already_done", "cancelled", "expired"]
@@ -216,37 +212,7 @@ def commit(
     assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
     packed = _pack_progress(progress) if progress is not None else ""
     args = (job_id, token, state, outcome, packed, stored, used.packed() if used is not None else "")
-    return Call("commit", (keys.prefix(queue),), args, _word)
-
-
-def joined(calls: Sequence[Call[Any]]) -> Iterator[tuple[Call[Any], int]]:
-    """Yield calls to one queue, in order, with commits next to each other as one; and how many each stands for.
-
-    The reply of several commits is a list, which may lack the last ones: those were not done, and are to be sent again.
-    Together they cost the server less; an error may leave only the first ones done.
-    """
-    commits: list[Call[Any]] = []
-    size = 0
-    for call in calls:
-        is_commit = call.script == "commit"
-        more = len(call.args[3]) if is_commit else 0  # type: ignore[arg-type]
-        if commits and (not is_commit or len(commits) == MAX_COMMITS or size + more > MAX_COMMIT_BYTES):
-            yield _joined(commits)
-            commits, size = [], 0
-        if is_commit:
-            commits.append(call)
-            size += more
-        else:
-            yield call, 1
-    if commits:
-        yield _joined(commits)
-
-
-def _joined(commits: Sequence[Call[Any]]) -> tuple[Call[Any], int]:
-    if len(commits) == 1:
-        return commits[0], 1
-    args = tuple(arg for call in commits for arg in call.args)
-    return Call("commit", commits[0].keys, args, _words), len(commits)
+    return Call("commit", (keys.prefix(queue),), args, _word, plural="commits")
 
 
 def retry(
@@ -301,10 +267,6 @@ def retry_delay(attempt: int) -> float:
 
 def _word(reply: bytes) -> Any:
     return reply.decode()
-
-
-def _words(reply: bytes) -> Any:
-    return reply.decode().split()
 
 
 def words(reply: list[bytes]) -> Any:

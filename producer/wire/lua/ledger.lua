@@ -2,7 +2,7 @@
 -- @include charging
 -- What ended jobs took, a hash for each UTC day and a row in it for each tenant, model and API key (docs/usage.md). Ends
 -- are put into the list `usage:new`, and from there into the rows by the dozen, and before anyone reads them.
--- Changes of counts by key and state, where a call writes them, and the ledger's entries, at its end (commit.lua).
+-- Changes of counts by key and state, where a call writes them, and the ledger's entries, at its end (commits.lua).
 local counting
 -- A block around the rest: a script may have 200 local names at most.
 local fold_usage, write_usage, note_usage

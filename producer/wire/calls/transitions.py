@@ -306,35 +306,24 @@ def _pull_reply(reply: list[Any]) -> PullReply:
     )
 
 
-def _pulled_job(
-    job_id: bytes,
-    token: int,
-    payload: bytes,
-    attempt: int,
-    crashes: int,
-    alone: int,
-    created_at: bytes,
-    deadline: bytes,
-    fingerprint: bytes,
-    entries: list[bytes],
-    lost_by: bytes,
-    cost: bytes,
-    promise: bytes,
-) -> PulledJob:
+def _pulled_job(words: bytes, payload: bytes, entries: Sequence[bytes] = ()) -> PulledJob:
+    job_id, token, attempt, crashes, alone, created_at, deadline, lost_by, cost, promise, fingerprint = (
+        words.decode(errors="replace").split("\n", 10)
+    )
     return PulledJob(
-        job_id=job_id.decode(),
-        token=token,
+        job_id=job_id,
+        token=int(token),
         payload=payload,
-        fingerprint=fingerprint.decode(errors="replace"),
+        fingerprint=fingerprint,
         entries=tuple(entries),
-        attempt=attempt,
-        crashes=crashes,
-        alone=bool(alone),
+        attempt=int(attempt),
+        crashes=int(crashes),
+        alone=alone == "1",
         submitted_at=int(created_at) / 1000,
         deadline=int(deadline) / 1000 if deadline else None,
-        taken_over_from=lost_by.decode(),
+        taken_over_from=lost_by,
         cost=int(float(cost)),
-        promise=promise.decode(),
+        promise=promise,
     )
 
 

@@ -9,7 +9,7 @@ local function commit(args)
     return word
   end
   if args[5] ~= '' then
-    job.progress, job.progress_at = args[5], int(NOW)
+    job.progress, job.progress_at = args[5], NOW_TEXT
   end
   if (stored or '') ~= '' then
     redis.call('ZREM', P .. 'stored', stored)

@@ -160,7 +160,7 @@ class SyncTransport:
         replies: list[Any] = []
         for pack, reply in zip(packs, self._replies([scripts.joined(pack) for pack in packs]), strict=True):
             done = _shared(pack, reply)
-            replies += done + self._replies(pack[len(done) :])
+            replies += done + (self._replies(pack[len(done) :]) if len(done) < len(pack) else [])
         return replies
 
     def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
@@ -311,7 +311,7 @@ class AsyncTransport:
         replies: list[Any] = []
         for pack, reply in zip(packs, found, strict=True):
             done = _shared(pack, reply)
-            replies += done + await self._replies(pack[len(done) :])
+            replies += done + (await self._replies(pack[len(done) :]) if len(done) < len(pack) else [])
         return replies
 
     async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:

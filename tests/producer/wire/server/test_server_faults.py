@@ -135,7 +135,7 @@ def error() -> transitions.ErrorInfo:
 
 
 def test_at_maxmemory_submits_are_refused_and_running_jobs_still_end(own_queue: Queue) -> None:
-    ids = ["commit", "fail", "retry", "release", "checkpoint"]
+    ids = ["commit", "fail", "retry", "release", "checkpoint", "beside"]
     own_queue.submit(*ids)
     own_queue.submit("lead", "follow", dedupe=True, temperature=0.0)
     jobs = {job.job_id: job for job in own_queue.pull()}
@@ -148,7 +148,11 @@ def test_at_maxmemory_submits_are_refused_and_running_jobs_still_end(own_queue: 
     assert own_queue.run(transitions.renew("q", "w1", held)).lost == []
     assert own_queue.checkpoint(jobs["checkpoint"], delta(0, 1)) == "ok"
     assert own_queue.commit(jobs["commit"]) == "committed"
-    assert own_queue.commit(jobs["lead"]) == "committed"
+    lead, beside = (
+        transitions.commit("q", name, jobs[name].token, "succeeded", result_json(name))
+        for name in ("lead", "beside")
+    )
+    assert own_queue.transport.run_many([lead, beside]) == ["committed"] * 2
     assert own_queue.state("follow") == "succeeded"
     assert own_queue.fail(jobs["fail"]) == "committed"
     assert own_queue.retry(jobs["retry"]) == "retrying"

@@ -29,7 +29,7 @@ local function load(id)
     return nil
   end
   -- With room for all fields at once: a table that grows is filled anew each time.
-  local job = {state = 1, lane = 1, seq = 1, cost = 1, at = 1, batch = nil, worker = nil, token = nil, started_at = nil,
+  local job = {state = nil, lane = nil, seq = nil, cost = nil, at = nil, batch = nil, worker = nil, token = nil, started_at = nil,
     attempt = nil, affinity = nil, progress = nil, progress_at = nil}
   for i = 1, #flat, 2 do
     job[flat[i]] = flat[i + 1]

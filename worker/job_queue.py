@@ -19,7 +19,7 @@ from pagemill.monitoring.counters import RedisErrorKind, WorkerCounters
 from pagemill.producer.wire.calls import registry, transitions
 from pagemill.producer.wire.calls.transitions import PullReply, RenewReply, SweepReply
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
+from pagemill.producer.wire.schema.errors import AccessDenied, PagemillError, RedisUnavailable
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.durability import sync
 from pagemill.producer.wire.server.scripts import Call
@@ -198,35 +198,15 @@ class JobQueue:
         self._connectivity.took(call.script, began)
         return reply
 
-    def run_many(self, calls: Sequence[Call[Any]]) -> list[Any | Exception]:
-        """Run calls in one round trip. A call that the server refuses yields its exception in its place.
+    def run_many(self, calls: Sequence[Call[T]]) -> list[T | PagemillError]:
+        """Run calls in one round trip. A call that the server refuses yields its error in its place.
 
         Raises RedisUnavailable when the outcome of some call is unknown: send all of them again.
         """
         began = time.monotonic()
-        try:
-            joined = list(transitions.joined(calls))
-            replies = self._guard(lambda: self._transport.run_many([call for call, _ in joined]))
-            self._connectivity.took(calls[0].script if calls else "other", began)
-            found: list[Any | Exception] = []
-            for reply, (_, count) in zip(replies, joined, strict=True):
-                words = reply if count > 1 else [reply]
-                left = calls[len(found) + len(words) : len(found) + count]
-                found += [*words, *map(self._run_or_error, left)]
-            return found
-        except RedisUnavailable:
-            raise
-        except Exception:
-            # Transitions may be repeated safely: one at a time shows which of them is refused.
-            return [self._run_or_error(call) for call in calls]
-
-    def _run_or_error(self, call: Call[T]) -> T | Exception:
-        try:
-            return self.run(call)
-        except RedisUnavailable:
-            raise
-        except Exception as error:
-            return error
+        replies = self._guard(lambda: self._transport.run_each(calls))
+        self._connectivity.took(calls[0].script if calls else "other", began)
+        return replies
 
     def sync(self) -> None:
         """Wait until every acknowledged write is in the server's file on disk; see durability.py."""

@@ -408,7 +408,8 @@ class ProgressReporter:
         assert self._engine is not None, "jobs run only once there is an engine"
         now, keys = self._clock.now(), ring()
         calls = [checkpoint_call(self._queue.queue, job, now, self._hmac_keys, keys) for job in jobs]
-        for job, reply in zip(jobs, self._queue.run_many(calls), strict=True):
+        replies = self._queue.run_many(calls)
+        for job, reply in zip(jobs, replies, strict=True):
             self._counters.progress_writes.inc("written" if reply in ("ok", "cancelled") else "refused")
             if reply == "stale":
                 self._drop(job.job_id, job.token)

@@ -7,7 +7,7 @@ nothing. Reads are in reads.py, batches in batches.py, workers in registry.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,10 +23,6 @@ LEASE_MS = 6000
 SWEEP_LIMIT = 64
 """Most lapsed leases, due jobs and deadlines, each, that one sweep handles."""
 RETRY_CAP_S = 60.0
-MAX_COMMITS = 32
-"""Most that one call takes, so that no script holds the server for long."""
-MAX_COMMIT_BYTES = 1 << 20
-"""Of their results; a single one may have more."""
 
 CheckpointReply = Literal["ok", "stale", "bad_offset", "cancelled"]
 CommitReply = Literal["committed", "fenced", "already_done", "cancelled", "expired"]
@@ -216,37 +212,7 @@ def commit(
     assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
     packed = _pack_progress(progress) if progress is not None else ""
     args = (job_id, token, state, outcome, packed, stored, used.packed() if used is not None else "")
-    return Call("commit", (keys.prefix(queue),), args, _word)
-
-
-def joined(calls: Sequence[Call[Any]]) -> Iterator[tuple[Call[Any], int]]:
-    """Yield calls to one queue, in order, with commits next to each other as one; and how many each stands for.
-
-    The reply of several commits is a list, which may lack the last ones: those were not done, and are to be sent again.
-    Together they cost the server less; an error may leave only the first ones done.
-    """
-    commits: list[Call[Any]] = []
-    size = 0
-    for call in calls:
-        is_commit = call.script == "commit"
-        more = len(call.args[3]) if is_commit else 0  # type: ignore[arg-type]
-        if commits and (not is_commit or len(commits) == MAX_COMMITS or size + more > MAX_COMMIT_BYTES):
-            yield _joined(commits)
-            commits, size = [], 0
-        if is_commit:
-            commits.append(call)
-            size += more
-        else:
-            yield call, 1
-    if commits:
-        yield _joined(commits)
-
-
-def _joined(commits: Sequence[Call[Any]]) -> tuple[Call[Any], int]:
-    if len(commits) == 1:
-        return commits[0], 1
-    args = tuple(arg for call in commits for arg in call.args)
-    return Call("commit", commits[0].keys, args, _words), len(commits)
+    return Call("commit", (keys.prefix(queue),), args, _word, plural="commits")
 
 
 def retry(
@@ -303,10 +269,6 @@ def _word(reply: bytes) -> Any:
     return reply.decode()
 
 
-def _words(reply: bytes) -> Any:
-    return reply.decode().split()
-
-
 def words(reply: list[bytes]) -> Any:
     """Parse a reply of words, one per requested id."""
     return [word.decode() for word in reply]
@@ -344,35 +306,24 @@ def _pull_reply(reply: list[Any]) -> PullReply:
     )
 
 
-def _pulled_job(
-    job_id: bytes,
-    token: int,
-    payload: bytes,
-    attempt: int,
-    crashes: int,
-    alone: int,
-    created_at: bytes,
-    deadline: bytes,
-    fingerprint: bytes,
-    entries: list[bytes],
-    lost_by: bytes,
-    cost: bytes,
-    promise: bytes,
-) -> PulledJob:
+def _pulled_job(words: bytes, payload: bytes, entries: Sequence[bytes] = ()) -> PulledJob:
+    job_id, token, attempt, crashes, alone, created_at, deadline, lost_by, cost, promise, fingerprint = (
+        words.decode(errors="replace").split("\n", 10)
+    )
     return PulledJob(
-        job_id=job_id.decode(),
-        token=token,
+        job_id=job_id,
+        token=int(token),
         payload=payload,
-        fingerprint=fingerprint.decode(errors="replace"),
+        fingerprint=fingerprint,
         entries=tuple(entries),
-        attempt=attempt,
-        crashes=crashes,
-        alone=bool(alone),
+        attempt=int(attempt),
+        crashes=int(crashes),
+        alone=alone == "1",
         submitted_at=int(created_at) / 1000,
         deadline=int(deadline) / 1000 if deadline else None,
-        taken_over_from=lost_by.decode(),
+        taken_over_from=lost_by,
         cost=int(float(cost)),
-        promise=promise.decode(),
+        promise=promise,
     )
 
 

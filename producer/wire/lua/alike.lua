@@ -32,14 +32,18 @@ local function add_alike(lane, affinity, rank)
   end
 end
 
--- Which lanes have an index, as far as this call has asked.
+-- Frontiers by lane, as far as this call has asked; false where there is no index. No job behind its frontier is in it.
 local indexed = {}
 
-local function remove_alike(lane, affinity, rank)
-  if affinity and indexed[lane] == nil then
-    indexed[lane] = redis.call('EXISTS', alike_key(lane)) == 1
+local function is_indexed(lane, rank)
+  if indexed[lane] == nil then
+    indexed[lane] = frontier_of(lane) or false
   end
-  if affinity and indexed[lane] then
+  return indexed[lane] and tonumber(rank) <= indexed[lane]
+end
+
+local function remove_alike(lane, affinity, rank)
+  if affinity and is_indexed(lane, rank) then
     redis.call('ZREM', alike_key(lane), place_of(affinity, rank))
   end
 end
@@ -66,6 +70,6 @@ local function extend_alike(lane, limit)
   redis.call('ZREM', key, place_of('!', frontier or 0))
   redis.call('ZADD', key, unpack(entries))
   redis.call('PEXPIRE', key, ALIKE_TTL)
-  indexed[lane] = true
+  indexed[lane] = tonumber(found[#found])
   return #found == 2 * ALIKE_CHUNK
 end

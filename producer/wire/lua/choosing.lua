@@ -19,7 +19,7 @@ local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst',
   'quotas')
 -- Each worker has turns of its own: of two that pull by turns, one would get every second turn of a common count. A new
 -- one begins where the last new one was after its first pull, so that many who pull once each take turns as well.
-local own = redis.call('HMGET', PULLER, 'turn', 'cursor', 'changes')
+local own = redis.call('HMGET', PULLER, 'turn', 'cursor', 'changes', 'vain')
 local is_new = not own[1]
 local first_turn = tonumber(own[1] or meta[1] or 0)
 local turn = first_turn
@@ -53,6 +53,43 @@ end
 -- The first jobs of a lane, names and ranks in turn, and which of them were taken in this call.
 local fronts, taken = {}, {}
 
+-- By lane: jobs that were taken and are not removed yet, and what the index has of them (also by its name). Some of a lane are
+-- removed together, and before anything else looks for its first jobs. Only the first of a call goes at once: a server at
+-- maxmemory lets the rest through then.
+local leaving = {}
+function leaving.write(lane)
+  local gone = leaving[lane]
+  if gone and #gone.names > 0 then
+    redis.call('ZREM', P .. 'wait:' .. lane, unpack(gone.names))
+    if #gone.places > 0 then
+      redis.call('ZREM', alike_key(lane), unpack(gone.places))
+    end
+    leaving[lane] = {names = {}, places = {}}
+  end
+end
+
+function leaving.add(lane, name, affinity, rank)
+  local gone = leaving[lane] or {names = {}, places = {}}
+  leaving[lane] = gone
+  gone.names[#gone.names + 1] = name
+  if affinity and is_indexed(lane, rank) then
+    local place = place_of(affinity, rank)
+    gone.places[#gone.places + 1], gone.places[place] = place, true
+  end
+  if not leaving.has_begun or #gone.names == FRONT then
+    leaving.has_begun = true
+    leaving.write(lane)
+  end
+end
+
+function leaving.write_all()
+  for lane, gone in pairs(leaving) do
+    if type(gone) == 'table' then
+      leaving.write(lane)
+    end
+  end
+end
+
 -- The name and rank of a lane's oldest job, or nil.
 local function oldest(lane)
   local front = fronts[lane]
@@ -62,6 +99,7 @@ local function oldest(lane)
     end
     front.next = front.next + 2
   end
+  leaving.write(lane)
   local members = redis.call('ZRANGE', P .. 'wait:' .. lane, 0, FRONT - 1, 'WITHSCORES')
   fronts[lane] = {members = members, next = 1}
   return members[1], tonumber(members[2])
@@ -82,20 +120,20 @@ do
 end
 
 -- By class and model: the versions of which jobs may wait, each with the name of its turns.
-local places = {}
+local places = {['0'] = {}, ['1'] = {}, ['2'] = {}, s = {}}
 local function places_of(class, model)
-  local found = places[class .. model]
+  local found = places[class][model]
   if not found then
     found = {}
     local names = {}
     for i, version in ipairs(versions_of(model)) do
       names[i] = turns_key(version, class, model)
-      found[i] = {version = version, turns = names[i]}
+      found[i] = {version = version, turns = names[i], lanes = {}}
     end
     if #names > 0 and redis.call('EXISTS', unpack(names)) == 0 then
       found = {}
     end
-    places[class .. model] = found
+    places[class][model] = found
   end
   return found
 end
@@ -104,6 +142,7 @@ end
 -- not asked for again, and its turns are written together: before anything else is done to the turns of the queue.
 local strides = {}
 local function write_turns()
+  leaving.write_all()
   for _, stride in pairs(strides) do
     if stride.had > 0 then
       redis.call('ZINCRBY', stride.place.turns, stride.had * stride.by, stride.tenant)
@@ -129,7 +168,8 @@ local function next_lane(place, class, model)
       place.is_empty = true
       return nil
     end
-    local lane = lane_name(place.version, class, tenant, model)
+    local lane = place.lanes[tenant] or lane_name(place.version, class, tenant, model)
+    place.lanes[tenant] = lane
     if oldest(lane) then
       return lane
     end
@@ -147,13 +187,18 @@ local cursor, passed = tonumber(own[2] or meta[7] or 0), 0
 local function lane_of(class)
   for i = 0, #models - 1 do
     local at = cursor + i
-    local model, lanes = models[at % #models + 1], {}
+    local model, first, lanes = models[at % #models + 1], nil, nil
     for _, place in ipairs(places_of(class, model)) do
-      lanes[#lanes + 1] = next_lane(place, class, model)
+      local lane = not place.is_empty and next_lane(place, class, model)
+      if lane and first then
+        lanes = lanes or {first}
+        lanes[#lanes + 1] = lane
+      end
+      first = first or lane
     end
-    if #lanes > 0 then
+    if first then
       passed = i
-      return lanes[math.floor(at / #models) % #lanes + 1]
+      return lanes and lanes[math.floor(at / #models) % #lanes + 1] or first
     end
   end
 end
@@ -216,7 +261,14 @@ local at_end = {}
 local function first_alike(lane, affinity, rank_of_oldest)
   local limit = rank_of_oldest + REACH
   while stale > 0 do
-    local place = redis.call('ZRANGE', alike_key(lane), '[' .. affinity .. ' ', '(' .. affinity .. '!', 'BYLEX', 'LIMIT', 0, 1)[1]
+    local gone = leaving[lane]
+    local found = redis.call('ZRANGE', alike_key(lane), '[' .. affinity .. ' ', '(' .. affinity .. '!', 'BYLEX', 'LIMIT', 0,
+      gone and #gone.places + 1 or 1)
+    local at = 1
+    while gone and found[at] and gone.places[found[at]] do
+      at = at + 1
+    end
+    local place = found[at]
     local rank = place and rank_of(place)
     if rank then
       local name = rank <= limit and redis.call('ZRANGEBYSCORE', P .. 'wait:' .. lane, rank, rank)[1]
@@ -242,27 +294,50 @@ end
 -- Jobs that waited for one that this worker ran are in lanes of version 7 under this name.
 local near = near_name(worker)
 
--- The name and rank of the job to take from a lane: its oldest, or the first whose parent ran here, or that begins as the
--- worker wants. The oldest is overtaken 64 times at most, and nobody by a job that was submitted further behind than REACH.
+-- How many jobs the worker has taken since one began like the one before. After many, jobs that all begin differently are likely
+-- to go on, and the index is not asked, nor extended, but now and then, and where one of the next few jobs is alike.
+local MAX_VAIN, PROBED = 64, 2048
+local vain = tonumber(own[4] or 0)
+local function may_be_alike(lane, affinity)
+  if vain < MAX_VAIN then
+    return true
+  elseif vain >= PROBED then
+    vain, chunks = MAX_VAIN, math.min(chunks, 1)
+    return true
+  end
+  local front, ending = fronts[lane], ' ' .. affinity
+  for i = front.next, #front.members, 2 do
+    if string.find(front.members[i], ending, 1, true) then
+      return true
+    end
+  end
+end
+
+-- The name, rank, id and affinity of the job to take from a lane: its oldest, or the first whose parent ran here, or that begins
+-- as the worker wants. The oldest is overtaken 64 times at most, and nobody by a job that was submitted further behind than REACH.
 local function candidate(lane, in_order)
   local name, rank = oldest(lane)
-  if in_order or overtakes(lane) >= OVERTAKES then
-    return name, rank
+  local id, own = split_member(name)
+  if not in_order and overtakes(lane) < OVERTAKES then
+    for pass = string.sub(lane, 1, 2) == '7:' and 1 or 2, 2 do
+      local affinity = pass == 1 and near or wanted_of(lane)
+      local other, its_rank
+      if not affinity then
+        break
+      elseif own == affinity then
+        vain = 0
+        break
+      elseif pass == 1 or may_be_alike(lane, affinity) then
+        other, its_rank = first_alike(lane, affinity, rank)
+      end
+      if other then
+        vain = 0
+        return other, its_rank, split_member(other)
+      end
+      vain = vain + 1
+    end
   end
-  local _, own = split_member(name)
-  for _, affinity in ipairs({string.sub(lane, 1, 2) == '7:' and near, wanted_of(lane)}) do
-    if own == affinity then
-      return name, rank
-    end
-    local other, its_rank
-    if affinity then
-      other, its_rank = first_alike(lane, affinity, rank)
-    end
-    if other then
-      return other, its_rank
-    end
-  end
-  return name, rank
+  return name, rank, id, own
 end
 
 -- The job of that name has left the lane. The turn of who has waited longest is no reason to want others like it.
@@ -322,6 +397,10 @@ local function save_choices()
   end
   fields[#fields + 1] = 'changes'
   fields[#fields + 1] = changes
+  if vain ~= tonumber(own[4] or 0) then
+    fields[#fields + 1] = 'vain'
+    fields[#fields + 1] = vain
+  end
   redis.call('HSET', PULLER, unpack(fields))
   redis.call('PEXPIRE', PULLER, PULLER_TTL)
   if is_new then

@@ -14,6 +14,8 @@ local function int(number)
   return string.format('%.0f', number)
 end
 
+local NOW_TEXT = int(NOW)
+
 -- The waiting set a job belongs to. Three crashes make it a suspect, and suspects wait apart.
 local function waiting_lane(lane, crashes)
   if tonumber(crashes or 0) >= 3 then
@@ -74,3 +76,4 @@ local function open_lane(lane)
   redis.call('ZADD', turns, 'NX', first[2] or '0', tenant)
   ring(model)
 end
+-- @level

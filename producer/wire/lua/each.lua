@@ -1,12 +1,14 @@
--- Call `one` with the arguments of each of several calls, before which stands how many they are; returns its replies.
-local function each(one)
+-- Call `one` with the arguments of each of several calls, before which stands how many they are. Returns the replies to the
+-- first of them: one that fails, or for which `has_room` has none, and those behind it are to be sent by themselves.
+local function each(one, has_room)
   local replies, at = {}, 1
-  while at <= #ARGV do
-    local args, count = {}, tonumber(ARGV[at])
-    for i = 1, count do
-      args[i] = ARGV[at + i]
+  while at <= #ARGV and (not has_room or has_room()) do
+    local count = tonumber(ARGV[at])
+    local is_well, reply = pcall(one, {unpack(ARGV, at + 1, at + count)})
+    if not is_well then
+      break
     end
-    replies[#replies + 1] = one(args)
+    replies[#replies + 1] = reply
     at = at + count + 1
   end
   return replies

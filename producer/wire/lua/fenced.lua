@@ -3,9 +3,9 @@
 -- that comes too late.
 local id, token, job
 
--- Take the job up whose id is ARGV[at], pulled with the token behind it.
-local function take_up(at)
-  id, token = ARGV[at], ARGV[at + 1]
+-- Take the job up whose id is the first argument, pulled with the token behind it.
+local function take_up(args)
+  id, token = args[1], args[2]
   job = load(id)
 end
 

@@ -2,14 +2,16 @@
 -- @include charging
 -- What ended jobs took, a hash for each UTC day and a row in it for each tenant, model and API key (docs/usage.md). Ends
 -- are put into the list `usage:new`, and from there into the rows by the dozen, and before anyone reads them.
--- Changes of counts by key and state, where a call writes them, and the ledger's entries, at its end (commit.lua).
-local counting
+-- Of a call that ends several jobs: what it writes for all of them at its end. Commands, keys and values in turn, and changes
+-- of counts by key and state.
+local together
 -- A block around the rest: a script may have 200 local names at most.
 local fold_usage, write_usage, note_usage
 do
   local NEW_USAGE = P .. 'usage:new'
   local USAGE_TTL = 34560000000 -- 400 days
   local MAX_NEW = 64
+  local MANY = 8 -- ends of one call that are cheaper put into the rows at once
 
   -- A row that the day does not have: its name and its sums. With the first row the day begins, and the oldest days are
   -- dropped where they are too many, or have too many rows. `*:*` stands for all that the day has no more rows for; no
@@ -36,9 +38,8 @@ do
     return row, ''
   end
 
-  function fold_usage()
-    local entries, added = redis.call('LRANGE', NEW_USAGE, 0, -1), {}
-    redis.call('UNLINK', NEW_USAGE)
+  local function add_usage(entries)
+    local added = {}
     for _, entry in ipairs(entries) do
       local day, input, cached, output, device, row = string.match(entry, '^(%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
       if day then
@@ -61,10 +62,20 @@ do
     end
   end
 
+  function fold_usage()
+    local entries = redis.call('LRANGE', NEW_USAGE, 0, -1)
+    redis.call('UNLINK', NEW_USAGE)
+    add_usage(entries)
+  end
+
   -- What is not in the list yet.
   local new_usage = {}
   function write_usage()
     if #new_usage == 0 then
+      return
+    elseif #new_usage >= MANY then
+      add_usage(new_usage)
+      new_usage = {}
       return
     end
     local length = redis.call('RPUSH', NEW_USAGE, unpack(new_usage))
@@ -95,7 +106,7 @@ do
       row = row .. ' ' .. job.api_key
     end
     new_usage[#new_usage + 1] = math.floor(NOW / 86400000) .. ' ' .. used .. ' ' .. row
-    if not counting then
+    if not together then
       write_usage()
     end
     if job.charged then

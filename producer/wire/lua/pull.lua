@@ -5,8 +5,9 @@
 -- ARGV[8] classes to pull from: 012, or 0 where only urgent jobs find room  [9] and on: the models it serves
 -- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, 0 if this worker may take none of them now, ms
 --   until the rate limit lets the next job start or -1, names whose bells to wait for, none if all}, each job being
---   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list,
---   the worker whose lease of it lapsed, or '', its cost, what was promised of it or ''}
+--   {words, payload, and its checkpoint list if it has one}; words are, a line each: id, token, attempt, crashes, alone (0 or
+--   1), created_at, deadline or '', the worker whose lease of it lapsed, or '', its cost, what was promised of it or '',
+--   fingerprint. A reply of many values costs the server more than their bytes do.
 -- @include homing
 local RESERVED_FOR = 10000
 -- Jobs that turn out to be past their deadline, or broken, in one call: a server must not stop for all of them.
@@ -16,7 +17,7 @@ local holding = tonumber(ARGV[5])
 -- Payloads and checkpoints in one reply, in bytes; the last job may bring it over.
 local MAX_BYTES = 4194304
 local jobs, leases, moved = {}, {}, {}
-local now_text, lapses = int(NOW), int(NOW + lease)
+local lapses = int(NOW + lease)
 local quotas = meta[8] == '1' and charging()
 local longest, bytes = tonumber(ARGV[6]), 0
 local token
@@ -27,30 +28,30 @@ local function give(id, job, affinity, payload, alone)
   token = (token or redis.call('HINCRBY', P .. 'meta', 'token', max_jobs) - max_jobs) + 1
   leases[#leases + 1] = lapses
   leases[#leases + 1] = id
-  local attempt = tonumber(job.failures or 0) + 1
-  local entries = {}
+  local key, text = P .. 'job:' .. id, int(token)
+  local attempt = job.failures and int(job.failures + 1) or '1'
+  local entries
   if job.attempt then
-    redis.call('HDEL', P .. 'job:' .. id, 'stepped', 'advanced', 'returned', 'progress', 'progress_at',
-      'lost_by')
+    redis.call('HDEL', key, 'stepped', 'advanced', 'returned', 'progress', 'progress_at', 'lost_by')
     entries = redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1)
     bytes = bytes + tonumber(job.saved or 0)
   end
   bytes = bytes + #payload
   local fields = {
-    'state', 'running', 'worker', worker, 'token', token, 'started_at', now_text, 'attempt', attempt
+    'state', 'running', 'worker', worker, 'token', text, 'started_at', NOW_TEXT, 'attempt', attempt
   }
   local place = sides.here_of(job.lane)
   if place and not place.is_over then
     fields[11], fields[12] = 'side', place.side
   elseif job.side then
-    redis.call('HDEL', P .. 'job:' .. id, 'side')
+    redis.call('HDEL', key, 'side')
   end
   if affinity and not job.affinity then
     -- It may come back to the lane.
     fields[#fields + 1] = 'affinity'
     fields[#fields + 1] = affinity
   end
-  redis.call('HSET', P .. 'job:' .. id, unpack(fields))
+  redis.call('HSET', key, unpack(fields))
   if job.batch then
     moved[job.batch] = (moved[job.batch] or 0) + 1
   end
@@ -58,22 +59,20 @@ local function give(id, job, affinity, payload, alone)
     redis.call('HSET', P .. 'suspects', worker, id)
     has_suspects = true
   end
-  jobs[#jobs + 1] = {
-    id, token, payload, attempt, tonumber(job.crashes or 0), alone and 1 or 0, job.at, job.deadline or '',
-    job.fingerprint or '', entries, job.lost_by or '', job.cost, job.promise or ''
-  }
+  local words = id .. '\n' .. text .. '\n' .. attempt .. '\n' .. (job.crashes or '0') .. (alone and '\n1\n' or '\n0\n') .. job.at
+    .. '\n' .. (job.deadline or '') .. '\n' .. (job.lost_by or '') .. '\n' .. job.cost .. '\n' .. (job.promise or '')
+    .. '\n' .. (job.fingerprint or '')
+  jobs[#jobs + 1] = {words, payload, entries}
 end
 
 -- Take a job from a lane. Returns false when it costs more than is left: nothing overtakes it then, or a
 -- dear job would wait for ever.
 local function take(lane, in_order, alone)
-  local name, rank = candidate(lane, in_order)
-  local id, affinity = split_member(name)
+  local name, rank, id, affinity = candidate(lane, in_order)
   local job = load(id)
   local payload = job and redis.call('GET', P .. 'in:' .. id)
   if not job or job.state ~= 'queued' then
-    redis.call('ZREM', P .. 'wait:' .. lane, name)
-    remove_alike(lane, affinity, rank)
+    leaving.add(lane, name, affinity, rank)
   elseif tonumber(job.deadline or math.huge) <= NOW then
     write_turns()
     finish(id, job, 'expired', EXPIRED)
@@ -101,8 +100,7 @@ local function take(lane, in_order, alone)
       return false
     end
     credit = credit - cost
-    redis.call('ZREM', P .. 'wait:' .. lane, name)
-    remove_alike(lane, affinity, rank)
+    leaving.add(lane, name, affinity, rank)
     if job.near then
       affinity = job.affinity -- the lane had another name there
     end

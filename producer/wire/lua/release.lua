@@ -3,7 +3,7 @@
 -- ARGV[1] id  [2] token
 -- Returns released | already_done (this very call came before) | fenced | cancelled | expired
 -- @include fenced
-take_up(1)
+take_up(ARGV)
 local word = refusal(true) or ended_by_request()
 if word then
   return word

@@ -4,7 +4,7 @@
 -- ARGV[6] 1: drop the checkpoint  [7] as of commit.lua, counted if it was the last attempt
 -- Returns retrying | dead | already_done (this very call came before) | fenced | cancelled | expired
 -- @include fenced
-take_up(1)
+take_up(ARGV)
 local word = refusal(true) or ended_by_request(nil, ARGV[7])
 if word then
   return word

@@ -145,3 +145,4 @@ do
     rollouts[model] = nil
   end
 end
+-- @level

@@ -3,7 +3,7 @@
 -- listen for; nil: all that it serves.
 do
   -- By the last part of a lane, without `~`: the worker's side there, and whether jobs of the other side are left to others.
-  local here = {}
+  local here, here_by_lane = {}, {}
 
   -- The names to pull from, of those that the worker serves.
   function sides.sided_names(names)
@@ -40,8 +40,11 @@ do
   end
 
   function sides.here_of(lane)
-    local _, _, _, name = split_lane(lane)
-    return here[(string.gsub(name, '~$', ''))]
+    if here_by_lane[lane] == nil then
+      local _, _, _, name = split_lane(lane)
+      here_by_lane[lane] = here[(string.gsub(name, '~$', ''))] or false
+    end
+    return here_by_lane[lane]
   end
 
   -- Leave a job to the workers of the other side, if it is theirs. It keeps its rank.

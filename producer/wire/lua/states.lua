@@ -28,22 +28,47 @@ local function load(id)
   if #flat == 0 then
     return nil
   end
-  local job = {}
+  -- With room for all fields at once: a table that grows is filled anew each time.
+  local job = {state = nil, lane = nil, seq = nil, cost = nil, at = nil, batch = nil, worker = nil, token = nil, started_at = nil,
+    attempt = nil, affinity = nil, progress = nil, progress_at = nil}
   for i = 1, #flat, 2 do
     job[flat[i]] = flat[i + 1]
   end
   return job
 end
 
+-- Write at once, or with what the call's other jobs have for that key.
+local put = {}
+function put.add(command, key, value)
+  if not together then
+    redis.call(command, key, value)
+    return
+  end
+  local keys = together[command]
+  local values = keys[key] or {}
+  keys[key] = values
+  values[#values + 1] = value
+end
+
+function put.unlink(key, other)
+  if together then
+    together.gone[#together.gone + 1] = key
+    together.gone[#together.gone + 1] = other
+  else
+    redis.call('UNLINK', key, other)
+  end
+end
+
 local count
 do
   local function add(key, state, by)
-    if not counting then
+    if not together then
       redis.call('HINCRBY', key, state, by)
       return
     end
-    counting[key] = counting[key] or {}
-    counting[key][state] = (counting[key][state] or 0) + by
+    local changes = together.counts[key] or {}
+    together.counts[key] = changes
+    changes[state] = (changes[state] or 0) + by
   end
 
   function count(batch, from, to)
@@ -79,7 +104,11 @@ local has_suspects -- as far as this call has asked
 
 -- Out of whatever set its state keeps it in.
 local function detach(id, job)
-  redis.call('ZREM', P .. 'leases', id)
+  if together and ends > 1 then
+    put.add('ZREM', P .. 'leases', id)
+  else
+    redis.call('ZREM', P .. 'leases', id) -- at once: a server at maxmemory lets the rest through
+  end
   if job.state == 'queued' and job.leader then
     redis.call('ZREM', P .. 'followers:' .. job.leader, id)
     redis.call('HINCRBY', P .. 'meta', 'followers', -1)
@@ -197,10 +226,10 @@ local function record_ttl(state)
   return state == 'dead' and DEAD_TTL or DAY
 end
 
-local KINDS = {'job:', 'out:', 'md:', 'history:', 'in:', 'ckpt:'}
 local function expire_record(id, ttl, has_no_input)
+  local kinds, until_then = {'job:', 'out:', 'md:', 'history:', 'in:', 'ckpt:'}, int(ttl)
   for i = 1, has_no_input and 4 or 6 do
-    redis.call('PEXPIRE', P .. KINDS[i] .. id, int(ttl))
+    redis.call('PEXPIRE', P .. kinds[i] .. id, until_then)
   end
 end
 
@@ -208,7 +237,7 @@ end
 -- somebody has yet to be told of stays until it was, a week at most.
 local function keep(id, job, state)
   if state == 'succeeded' then
-    redis.call('UNLINK', P .. 'ckpt:' .. id, P .. (job.keep and 'ckpt:' or 'in:') .. id)
+    put.unlink(P .. 'ckpt:' .. id, P .. (job.keep and 'ckpt:' or 'in:') .. id)
     if job.stored and not job.keep then
       drop_stored(NOW, job.stored)
       redis.call('HDEL', P .. 'job:' .. id, 'stored')
@@ -216,7 +245,7 @@ local function keep(id, job, state)
     end
   end
   if job.batch then
-    redis.call('RPUSH', P .. 'bfeed:' .. job.batch, id)
+    put.add('RPUSH', P .. 'bfeed:' .. job.batch, id)
     if not told_batches[job.batch] then
       redis.call('ZADD', P .. 'bexpiry', int(NOW + BATCH_TTL), job.batch)
     end
@@ -257,10 +286,10 @@ local function record_end(id, job, state, out)
     redis.call('HDEL', P .. 'job:' .. id, 'ending', 'due_at', 'waits')
   end
   if job.progress then
-    redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', int(NOW),
+    redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', NOW_TEXT,
       'progress', job.progress, 'progress_at', job.progress_at)
   else
-    redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', int(NOW))
+    redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', NOW_TEXT)
   end
   count(job.batch, job.state, state)
   note_usage(job)
@@ -409,3 +438,4 @@ local function ask_to_end(id, state)
   redis.call('PUBLISH', P .. 'cancel', id)
 end
 -- @include dependents
+-- @level

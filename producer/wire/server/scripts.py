@@ -15,8 +15,11 @@ T = TypeVar("T")
 
 MAX_JOINED = 64
 """Calls that one run of a script answers, so that it does not stop the server for long."""
+MAX_JOINED_BYTES = 1 << 20
+"""Of their arguments; a single call may have more."""
 
 _INCLUDE = re.compile(r"^-- @include (\w+)\n", re.MULTILINE)
+_LEVEL, _BEGIN, _END = "-- @level\n", "return (function()\n", "end)()\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +35,34 @@ class Call(Generic[T]):
     args: tuple[str | bytes | int | float, ...]
     parse: Callable[[Any], T]
     plural: str = ""
-    """A script that answers several such calls in one run: see `each.lua`."""
+    """A script that answers several such calls in one run, or the first of them: see `each.lua`."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its arguments, about."""
+        return sum(len(argument) for argument in self.args if isinstance(argument, str | bytes))
 
 
 def packed(calls: Sequence[Call[Any]]) -> list[list[Call[Any]]]:
     """Group calls by the run of a script that answers them: neighbours that have the same plural."""
     packs: list[list[Call[Any]]] = []
+    size = 0
     for call in calls:
-        pack = packs[-1] if packs else []
-        if call.plural and 0 < len(pack) < MAX_JOINED and _joins(pack[0], call):
-            pack.append(call)
+        size += call.size
+        if packs and len(packs[-1]) < MAX_JOINED and size <= MAX_JOINED_BYTES and _joins(packs[-1][0], call):
+            packs[-1].append(call)
         else:
             packs.append([call])
+            size = call.size
     return packs
 
 
 def _joins(first: Call[Any], call: Call[Any]) -> bool:
-    return (first.plural, first.keys) == (call.plural, call.keys)
+    return call.plural != "" and (first.plural, first.keys) == (call.plural, call.keys)
 
 
 def joined(pack: Sequence[Call[Any]]) -> Call[Any]:
-    """Return the call that answers the pack, with a list of replies if there are several calls."""
+    """Return the call that answers the pack; for several calls, with a list of replies to the first ones."""
     if len(pack) == 1:
         return pack[0]
     args = tuple(argument for call in pack for argument in (len(call.args), *call.args))
@@ -66,13 +76,18 @@ def source(name: str) -> str:
 
 
 def expanded(folder: Traversable, name: str, seen: set[str] | None = None) -> str:
-    """Return a script of that folder; what is in `seen` is included already."""
-    seen = set() if seen is None else seen
-    if name in seen:
+    """Return a script of that folder; what is in `seen` is included already.
+
+    What follows a line `-- @level` is a function of its own. For each variable that a new function uses Lua goes
+    through those that other functions use on the same level: a script of one long level takes a fifth longer to begin.
+    """
+    included = set() if seen is None else seen
+    if name in included:
         return ""
-    seen.add(name)
+    included.add(name)
     text = (folder / f"{name}.lua").read_text(encoding="utf-8")
-    return _INCLUDE.sub(lambda match: expanded(folder, match[1], seen), text)
+    text = _INCLUDE.sub(lambda match: expanded(folder, match[1], included), text)
+    return text if seen is not None else text.replace(_LEVEL, _BEGIN) + _END * text.count(_LEVEL)
 
 
 @cache

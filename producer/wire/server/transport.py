@@ -140,18 +140,28 @@ class SyncTransport:
 
     def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
         """Run calls in one round trip; each is atomic, not all of them. Raises the first error at the end."""
+        return _without_errors(self.run_each(calls))
+
+    def run_each(self, calls: Sequence[Call[T]]) -> list[T | PagemillError]:
+        """Like `run_many`; a call that the server refuses yields its error. Raises RedisUnavailable."""
         replies: list[Any] = []
         with _reading():
             for start in range(0, len(calls), _PIPELINE_CALLS):
                 replies += self._pipeline(calls[start : start + _PIPELINE_CALLS])
-        return [call.parse(reply) for call, reply in zip(calls, replies, strict=True)]
+        found = list(map(_parsed, calls, replies))
+        for reply in found:
+            if isinstance(reply, RedisUnavailable):
+                raise reply
+        return found
 
-    def _pipeline(self, calls: Sequence[Call[T]]) -> list[Any]:
+    def _pipeline(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """Return a reply or an exception for each call."""
         packs = scripts.packed(calls)
         replies: list[Any] = []
         for pack, reply in zip(packs, self._replies([scripts.joined(pack) for pack in packs]), strict=True):
-            replies += _shared(pack, reply) or self._replies(pack)
-        return _without_errors(replies)
+            done = _shared(pack, reply)
+            replies += done + (self._replies(pack[len(done) :]) if len(done) < len(pack) else [])
+        return replies
 
     def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Return a reply or an exception for each call, which has a script to itself."""
@@ -291,8 +301,8 @@ class AsyncTransport:
         replies: list[Any] = []
         with _reading():
             for start in range(0, len(calls), _PIPELINE_CALLS):
-                replies += _without_errors(await self._pipeline(calls[start : start + _PIPELINE_CALLS]))
-        return [call.parse(reply) for call, reply in zip(calls, replies, strict=True)]
+                replies += await self._pipeline(calls[start : start + _PIPELINE_CALLS])
+        return _without_errors(list(map(_parsed, calls, replies)))
 
     async def _pipeline(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Return a reply or an exception for each call."""
@@ -300,7 +310,8 @@ class AsyncTransport:
         found = await self._replies([scripts.joined(pack) for pack in packs])
         replies: list[Any] = []
         for pack, reply in zip(packs, found, strict=True):
-            replies += _shared(pack, reply) or await self._replies(pack)
+            done = _shared(pack, reply)
+            replies += done + (await self._replies(pack[len(done) :]) if len(done) < len(pack) else [])
         return replies
 
     async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
@@ -341,14 +352,20 @@ def _evalsha(call: Call[Any]) -> tuple[Any, ...]:
 
 
 def _shared(pack: Sequence[Call[Any]], reply: Any) -> list[Any]:
-    """Return the reply to each call of a pack; nothing if several were refused, for one of them."""
+    """Return the replies to the first calls of a pack; the others are to be sent by themselves."""
     if len(pack) == 1:
         return [reply]
-    return reply if isinstance(reply, list) and len(reply) == len(pack) else []
+    return reply if isinstance(reply, list) and len(reply) <= len(pack) else []
 
 
-def _without_errors(replies: list[Any]) -> list[Any]:
+def _parsed(call: Call[T], reply: Any) -> T | PagemillError:
+    return _ours(reply) if isinstance(reply, Exception) else call.parse(reply)
+
+
+def _without_errors(replies: list[T | PagemillError]) -> list[T]:
+    found: list[T] = []
     for reply in replies:
-        if isinstance(reply, Exception):
+        if isinstance(reply, PagemillError):
             raise reply
-    return replies
+        found.append(reply)
+    return found

@@ -30,7 +30,7 @@ from pagemill.producer.wire.schema.affinity import prompt_affinity
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES, JobStatus
 from pagemill.producer.wire.schema.signing import split_payload
-from tests.producer.driving import Queue, delta, open_queue
+from tests.producer.driving import Queue, delta, open_queue, result_json
 from tests.producer.queue_sets import check_sets
 
 WORKERS = ("w1", "w2")
@@ -232,10 +232,22 @@ class QueueMachine(RuleBasedStateMachine):
             self._check_outputs(job)
         return _multiple(jobs)
 
-    @rule(job=held)
-    def commit(self, job: PulledJob) -> None:
+    @rule(jobs=st.lists(held, min_size=1, max_size=4))
+    def commit(self, jobs: list[PulledJob]) -> None:
+        calls = []
+        for job in jobs:
+            used, body = (
+                Used(2 * job.token + 5, 0, 3 * job.token, 0.001),
+                result_json(job.job_id, str(job.token)),
+            )
+            calls.append(
+                transitions.commit(self.queue.name, job.job_id, job.token, "succeeded", body, used=used)
+            )
+        for job, reply in zip(jobs, self.queue.transport.run_many(calls), strict=True):
+            self._check_commit(job, reply)
+
+    def _check_commit(self, job: PulledJob, reply: str) -> None:
         text, used = str(job.token), (2 * job.token + 5, 3 * job.token)
-        reply = self.queue.commit(job, text, used=Used(used[0], 0, used[1], 0.001))
         if reply not in ("already_done", "fenced"):
             self.told[job.job_id] = used
         if reply == "committed":

@@ -16,10 +16,10 @@ from pagemill.producer.wire.schema.errors import RedisRefused
 from pagemill.producer.wire.schema.keys import ended_channel, feed_channel, feeds_channel
 from pagemill.producer.wire.schema.outputs import Delta
 from pagemill.producer.wire.server import scripts
-from pagemill.producer.wire.server.scripts import MAX_JOINED, Call
+from pagemill.producer.wire.server.scripts import MAX_JOINED, MAX_JOINED_BYTES, Call
 from pagemill.producer.wire.server.transport import AsyncTransport, SyncTransport
 from tests.conftest import RedisServer
-from tests.producer.driving import DECODE, Queue, delta
+from tests.producer.driving import DECODE, Queue, delta, result_json
 
 JOBS = MAX_JOINED + 6
 
@@ -212,6 +212,32 @@ def test_packs_are_neighbours_of_one_queue() -> None:
     calls = [feed("q"), feed("q"), feed("r"), reads.ends("q", ["a"]), reads.ends("q", ["a"]), feed("q")]
     assert [len(pack) for pack in scripts.packed(calls)] == [2, 1, 1, 1, 1]
     assert [len(pack) for pack in scripts.packed([feed("q")] * (MAX_JOINED + 1))] == [MAX_JOINED, 1]
+    assert scripts.packed([]) == []
+
+
+def test_packs_have_a_bound_in_bytes() -> None:
+    def commit(size: int) -> Call[Any]:
+        return transitions.commit("q", "j", 1, "succeeded", "x" * size)
+
+    half = MAX_JOINED_BYTES // 2
+    sizes = [0, 0, half - 100, half - 100, half, 2 * MAX_JOINED_BYTES, 0, 0]
+    assert [len(pack) for pack in scripts.packed(list(map(commit, sizes)))] == [4, 1, 1, 2]
+
+
+def test_large_results_are_several_scripts(own_queue: Queue) -> None:
+    """Each bound is met in the middle of what is sent at once; every job ends, in order."""
+    jobs = streaming(own_queue, MAX_JOINED + 6)
+    texts = ["x" * (MAX_JOINED_BYTES // 2 if number in (3, 4, 9) else 1) for number in range(len(jobs))]
+    calls = [
+        transitions.commit(own_queue.name, job.job_id, job.token, "succeeded", result_json(job.job_id, text))
+        for job, text in zip(jobs, texts, strict=True)
+    ]
+    own_queue.client.config_resetstat()
+    assert own_queue.transport.run_many(calls) == ["committed"] * len(jobs)
+    assert own_queue.client.info("commandstats")["cmdstat_evalsha"]["calls"] == 3
+    found = [own_queue.run(reads.outcome(own_queue.name, job.job_id)).result for job in jobs]
+    assert [len(result.text) for result in found if result is not None] == list(map(len, texts))
+    assert own_queue.transport.run_many(calls) == ["already_done"] * len(jobs)
 
 
 def test_a_reply_of_another_shape_is_asked_for_again(

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import redis
 
 from pagemill import Producer, QueueFull, RedisUnavailable
-from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.calls import batches, reads, transitions
+from pagemill.producer.wire.server import scripts
+from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.transport import SyncTransport
 from tests.conftest import RedisServer
-from tests.producer.driving import Queue, delta
+from tests.producer.driving import Queue, delta, result_json
 from tests.producer.scripted_worker import scripted_worker
 
 
@@ -63,12 +70,72 @@ def test_forgotten_scripts_are_taught_again_in_order(own_queue: Queue) -> None:
     assert own_queue.state("b") == "queued"
 
 
+def running(queue: Queue, count: int) -> list[Call[Any]]:
+    """Jobs of a batch that run; returns their commits."""
+    queue.submit(*(f"j{number:02}" for number in range(count)), batch_id="batch")
+    return [
+        transitions.commit(queue.name, job.job_id, job.token, "succeeded", result_json(job.job_id))
+        for job in queue.pull(count)
+    ]
+
+
+def ended(queue: Queue) -> tuple[int, int, int]:
+    """How many jobs of the batch run, have succeeded, and are in its feed; the queue's own counts agree."""
+    found = queue.run(batches.counts(queue.name, "batch"))
+    counts = queue.client.hmget(f"{queue.prefix}counts", "running", "succeeded")
+    assert [int(count or 0) for count in counts] == [found.running, found.succeeded]
+    return found.running, found.succeeded, queue.client.llen(f"{queue.prefix}bfeed:batch")
+
+
+def test_a_server_that_dies_before_it_answers_joined_commits(
+    own_valkey: RedisServer, own_queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_queue.client.config_set("appendfsync", "always")
+    calls, send = running(own_queue, 80), SyncTransport._send
+
+    def cut(transport: SyncTransport, calls: Sequence[Call[Any]]) -> list[Any]:
+        send(transport, calls)
+        own_valkey.kill()
+        raise redis.ConnectionError("cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SyncTransport, "_send", cut)
+        with pytest.raises(RedisUnavailable):
+            own_queue.transport.run_each(calls)
+    own_valkey.start()
+    assert ended(own_queue) == (0, 80, 80)
+    assert own_queue.transport.run_each(calls) == ["already_done"] * 80
+    assert ended(own_queue) == (0, 80, 80)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.001, 0.003])
+def test_a_server_that_dies_while_it_runs_joined_commits(
+    own_valkey: RedisServer, own_queue: Queue, pause_s: float
+) -> None:
+    """A script's writes are in the append-only file as one: all of its jobs have ended, or none."""
+    own_queue.client.config_set("appendfsync", "always")
+    calls = running(own_queue, 40)
+    (pack,) = scripts.packed(calls)
+    joined = scripts.joined(pack)
+    own_queue.client.script_load(scripts.source(joined.script))
+    connection = own_queue.client.connection_pool.get_connection()
+    connection.send_command("EVALSHA", scripts.sha1(joined.script), 1, *joined.keys, *joined.args)
+    time.sleep(pause_s)
+    own_valkey.kill()
+    connection.disconnect()
+    own_queue.client.connection_pool.release(connection)
+    own_valkey.start()
+    assert ended(own_queue) in ((40, 0, 0), (0, 40, 40))
+    assert set(own_queue.transport.run_each(calls)) in ({"committed"}, {"already_done"})
+    assert ended(own_queue) == (0, 40, 40)
+
+
 def error() -> transitions.ErrorInfo:
     return transitions.ErrorInfo(code="engine_error", message="it broke", retryable=True)
 
 
 def test_at_maxmemory_submits_are_refused_and_running_jobs_still_end(own_queue: Queue) -> None:
-    ids = ["commit", "fail", "retry", "release", "checkpoint"]
+    ids = ["commit", "fail", "retry", "release", "checkpoint", "beside"]
     own_queue.submit(*ids)
     own_queue.submit("lead", "follow", dedupe=True, temperature=0.0)
     jobs = {job.job_id: job for job in own_queue.pull()}
@@ -81,7 +148,11 @@ def test_at_maxmemory_submits_are_refused_and_running_jobs_still_end(own_queue: 
     assert own_queue.run(transitions.renew("q", "w1", held)).lost == []
     assert own_queue.checkpoint(jobs["checkpoint"], delta(0, 1)) == "ok"
     assert own_queue.commit(jobs["commit"]) == "committed"
-    assert own_queue.commit(jobs["lead"]) == "committed"
+    lead, beside = (
+        transitions.commit("q", name, jobs[name].token, "succeeded", result_json(name))
+        for name in ("lead", "beside")
+    )
+    assert own_queue.transport.run_many([lead, beside]) == ["committed"] * 2
     assert own_queue.state("follow") == "succeeded"
     assert own_queue.fail(jobs["fail"]) == "committed"
     assert own_queue.retry(jobs["retry"]) == "retrying"

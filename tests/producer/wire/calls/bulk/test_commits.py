@@ -8,8 +8,9 @@ import pytest
 
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import batches, transitions
-from pagemill.producer.wire.calls.transitions import MAX_COMMIT_BYTES, MAX_COMMITS, PulledJob
+from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import RedisRefused
+from pagemill.producer.wire.server import scripts
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.worker.job_queue import Connectivity, JobQueue
 from tests.producer.driving import DECODE, Queue, error_json, result_json
@@ -21,10 +22,9 @@ def commit_of(queue: Queue, job: PulledJob, text: str = "ok", **options: Any) ->
 
 
 def together(queue: Queue, *calls: Call[Any]) -> list[str]:
-    ((call, count),) = transitions.joined(calls)
-    assert count == len(calls)
-    words: list[str] = queue.run(call)
-    return words
+    """Run them as one script; returns its words, which may lack the last ones."""
+    (pack,) = scripts.packed(calls)
+    return [word.decode() for word in queue.run(scripts.joined(pack))]
 
 
 def states(queue: Queue, batch_id: str) -> tuple[int, int, int, int]:
@@ -77,20 +77,22 @@ def test_equal_jobs_end_with_their_leaders(queue: Queue) -> None:
 
 
 def test_a_failure_leaves_the_counts_right(queue: Queue) -> None:
-    """The second job's place for its result has another type: the first ends, the third by its own call."""
-    queue.submit("a", "b", "c", batch_id="batch")
-    jobs = sorted(queue.pull(), key=lambda job: job.job_id)
+    """The bad job's place for its result has another type: those before it end, those behind it by their own calls."""
+    ids = [f"j{number:02}" for number in range(32)]
+    queue.submit(*ids, batch_id="batch")
+    jobs = sorted(queue.pull(32), key=lambda job: job.job_id)
     queue.client.lpush(f"{queue.prefix}stored", "no sorted set")
-    calls = [
-        commit_of(queue, jobs[0]),
-        commit_of(queue, jobs[1], stored="file:///x"),
-        commit_of(queue, jobs[2]),
-    ]
+    calls = [commit_of(queue, job, stored="file:///x" if job.job_id == "j10" else "") for job in jobs]
+    assert together(queue, *calls) == ["committed"] * 10
+    assert states(queue, "batch") == (32, 22, 10, 0)
+    found = queue.transport.run_each(calls)
+    assert isinstance(found[10], RedisRefused)
+    assert "WRONGTYPE" in str(found[10])
+    assert found[:10] + found[11:] == ["already_done"] * 10 + ["committed"] * 21
+    assert states(queue, "batch") == (32, 1, 31, 0)
     with pytest.raises(RedisRefused, match="WRONGTYPE"):
-        together(queue, *calls)
-    assert states(queue, "batch") == (3, 2, 1, 0)
-    assert [queue.run(calls[0]), queue.run(calls[2])] == ["already_done", "committed"]
-    assert states(queue, "batch") == (3, 1, 2, 0)
+        queue.transport.run_many(calls)
+    assert queue.client.zrange(f"{queue.prefix}leases", 0, -1) == [b"j10"]
 
 
 def test_no_call_ends_more_than_one_may(queue: Queue) -> None:
@@ -113,21 +115,3 @@ def test_no_call_ends_more_than_one_may(queue: Queue) -> None:
     assert worker.run_many(calls) == ["already_done"] * 8
     worker.close()
     assert queue.client.hget(f"{queue.prefix}counts", "queued") == b"2000"
-
-
-def test_joined_calls_keep_their_order_and_their_bounds() -> None:
-    def commit(size: int) -> Call[Any]:
-        return transitions.commit("q", "j", 1, "succeeded", "x" * size)
-
-    release = transitions.release("q", "j", 1)
-    half = MAX_COMMIT_BYTES // 2
-    found = list(transitions.joined([commit(0), commit(0), release, commit(half), commit(half), commit(1)]))
-    assert [(call.script, count) for call, count in found] == [
-        ("commit", 2),
-        ("release", 1),
-        ("commit", 2),
-        ("commit", 1),
-    ]
-    assert [count for _, count in transitions.joined([commit(0)] * (MAX_COMMITS + 1))] == [MAX_COMMITS, 1]
-    assert [count for _, count in transitions.joined([commit(2 * MAX_COMMIT_BYTES)] * 2)] == [1, 1]
-    assert list(transitions.joined([])) == []

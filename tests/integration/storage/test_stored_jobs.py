@@ -335,8 +335,8 @@ def test_what_was_uploaded_for_nothing_is_deleted_within_the_hour(
         assert 3500 < left_s < 3601
         producer.submit(JOB, job_id=first.id)  # a submit that is repeated after a lost reply
         assert kept not in deadlines(client)
+        pass_time(client)  # before the worker has put up a result, and not yet said so
         with running_worker(storing(client, files)) as worker:
-            pass_time(client)
             swept(worker, client)
             assert first.result(timeout=60).text == LARGE
 

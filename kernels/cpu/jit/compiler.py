@@ -199,5 +199,7 @@ def prefetch_line(builder: Any, address: Any) -> None:
         cgutils.ir.FunctionType(cgutils.ir.VoidType(), [byte_pointer, flag, flag, flag]),
         "llvm.prefetch.p0",
     )
-    read, keep, data = flag(0), flag(2), flag(1)
+    # Weights, keys and values are read once a step: into the first-level cache alone, so that the second one keeps the
+    # rows that they meet.
+    read, keep, data = flag(0), flag(0), flag(1)
     builder.call(function, [builder.inttoptr(address, byte_pointer), read, keep, data])

@@ -118,7 +118,9 @@ def _start(stack: contextlib.ExitStack, arguments: argparse.Namespace) -> Settin
 
 @contextlib.asynccontextmanager
 async def _client() -> AsyncIterator[aiohttp.ClientSession]:
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=START_LIMIT_S)
+    # A server that was asleep closes connections that were idle for 5 s as soon as it wakes: no request may be on one.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+    timeout = aiohttp.ClientTimeout(total=START_LIMIT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
         yield client
 

@@ -13,10 +13,10 @@ from typing import Any
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.cpu.jit.compiler import compiles_for, external, jit, prefetch_line
+from pagemill.kernels.cpu.jit.compiler import compiles_for, external, jit
 from pagemill.kernels.cpu.jit.row import F32, I32, VECTOR
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
-from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, Rows, by_height, summed
+from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, Rows, by_height, prefetch_row, summed
 
 GROUP = 32
 """Inputs of a row that fill a cache line. Zeros fill up the last one."""
@@ -71,9 +71,7 @@ def _emit_tile(dots: Dots, builder: Any, num_rows: int, arguments: list[Any], ha
         weights = builder.add(panel, builder.mul(groups.index, int64(PANEL_BYTES)))
         first = builder.mul(groups.index, int64(PAIRS))
         with cgutils.for_range(builder, int64(PAIRS), intp=int64) as pairs:
-            for half in halves:
-                line = builder.add(builder.mul(builder.add(first, pairs.index), int64(2)), int64(half))
-                prefetch_line(builder, builder.add(ahead, builder.mul(line, ahead_step)))
+            prefetch_row(builder, ahead, ahead_step, builder.add(first, pairs.index), halves)
             at = builder.add(weights, builder.mul(pairs.index, int64(PANEL * PAIR * BF16)))
             vectors = [_load(builder, _I32X16, at, VECTOR * half) for half in halves]
             numbers = builder.add(rows, builder.mul(pairs.index, int64(I32)))

@@ -75,6 +75,13 @@ def _add_input(
             builder.store(call(builder, "llvm.fma.v16f32", F32X16, operands), total)
 
 
+def prefetch_row(builder: Any, ahead: Any, step: Any, row: Any, halves: range) -> None:
+    """Emit a request for each of these halves of a panel's row, its lines being `step` bytes apart from `ahead` on."""
+    for half in halves:
+        line = builder.add(builder.mul(row, row.type(2)), row.type(half))
+        prefetch_line(builder, builder.add(ahead, builder.mul(line, step)))
+
+
 class Rows(NamedTuple):
     """The layout of rows of PANEL numbers, in bytes: the first row, the distance of rows, and of their halves."""
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.cpu.jit.compiler import compiles_for, external, prefetch_line
+from pagemill.kernels.cpu.jit.compiler import compiles_for, external
 from pagemill.kernels.cpu.jit.row import F32, I32, VECTOR
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
-from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, by_height
+from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, by_height, prefetch_row
 from pagemill.kernels.grouped_int8 import GROUP
 
 ZERO_POINT = 128  # the byte of a weight of 0
@@ -161,10 +161,7 @@ class _Tile:
 
     def _ask_ahead(self, group: _Group, quad: Any, halves: range) -> None:
         """Once for each line of a quad's weights; the scales are as large as another quad."""
-        builder = self._builder
-        for half in halves:
-            line = builder.add(builder.mul(quad, quad.type(2)), quad.type(half))
-            prefetch_line(builder, builder.add(group.ahead, builder.mul(line, self._ahead_step)))
+        prefetch_row(self._builder, group.ahead, self._ahead_step, quad, halves)
 
     def _add_to_sums(
         self, group: _Group, row: int, halves: range, scales: list[Any], totals: list[Any]

@@ -56,21 +56,21 @@ local fronts, taken = {}, {}
 -- By lane: jobs that were taken and are not removed yet, and what the index has of them (also by its name). Some of a lane are
 -- removed together, and before anything else looks for its first jobs. Only the first of a call goes at once: a server at
 -- maxmemory lets the rest through then.
-local leaving = {}
+local leaving = {by_lane = {}}
 function leaving.write(lane)
-  local gone = leaving[lane]
+  local gone = leaving.by_lane[lane]
   if gone and #gone.names > 0 then
     redis.call('ZREM', P .. 'wait:' .. lane, unpack(gone.names))
     if #gone.places > 0 then
       redis.call('ZREM', alike_key(lane), unpack(gone.places))
     end
-    leaving[lane] = {names = {}, places = {}}
+    leaving.by_lane[lane] = {names = {}, places = {}}
   end
 end
 
 function leaving.add(lane, name, affinity, rank)
-  local gone = leaving[lane] or {names = {}, places = {}}
-  leaving[lane] = gone
+  local gone = leaving.by_lane[lane] or {names = {}, places = {}}
+  leaving.by_lane[lane] = gone
   gone.names[#gone.names + 1] = name
   if affinity and is_indexed(lane, rank) then
     local place = place_of(affinity, rank)
@@ -83,10 +83,8 @@ function leaving.add(lane, name, affinity, rank)
 end
 
 function leaving.write_all()
-  for lane, gone in pairs(leaving) do
-    if type(gone) == 'table' then
-      leaving.write(lane)
-    end
+  for lane in pairs(leaving.by_lane) do
+    leaving.write(lane)
   end
 end
 
@@ -261,7 +259,7 @@ local at_end = {}
 local function first_alike(lane, affinity, rank_of_oldest)
   local limit = rank_of_oldest + REACH
   while stale > 0 do
-    local gone = leaving[lane]
+    local gone = leaving.by_lane[lane]
     local found = redis.call('ZRANGE', alike_key(lane), '[' .. affinity .. ' ', '(' .. affinity .. '!', 'BYLEX', 'LIMIT', 0,
       gone and #gone.places + 1 or 1)
     local at = 1

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numba
@@ -19,6 +15,7 @@ from pagemill.kernels.cpu.jit.row import F32, VECTOR
 from pagemill.kernels.cpu.matmul import bf16
 from pagemill.kernels.cpu.matmul.bf16_tile import GROUP, PAIR, PAIRS, Dots, make_tile, native_dots, plain_dots
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
+from tests.kernels.cpu.another_cpu import instructions
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -188,7 +185,6 @@ TARGET = (
     "evex512",
 )
 INSTRUCTIONS = """
-import json, sys
 import numba
 from pagemill.kernels.cpu.matmul import bf16_tile, fp32_tile
 assert bf16_tile.IS_NATIVE and fp32_tile.CUT == fp32_tile.WIDE
@@ -197,23 +193,12 @@ tile = bf16_tile.make_tile(bf16_tile.native_dots, fp32_tile.WIDE)
 def run(sums, rows, panel, num_groups):
     tile(14, sums, 128, 64, sums, 128, 64, rows, panel, num_groups, panel, 64)
 run.compile("void(int64, int64, int64, int64)")
-code = "".join(run.inspect_asm().values())
-print(json.dumps([line.split() for line in code.splitlines() if line.strip()]))
 """
 
 
 def test_a_tile_for_such_a_cpu_keeps_its_sums_in_registers(tmp_path):
     """Compiled for a CPU that this may not be."""
-    features = ",".join(f"+{feature}" for feature in TARGET)
-    cpu = {"NUMBA_CPU_NAME": "cooperlake", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-c", INSTRUCTIONS],
-        env=os.environ | cpu,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = json.loads(run.stdout)
+    lines = instructions(INSTRUCTIONS, "cooperlake", TARGET, tmp_path)
     products = [line for line in lines if line[0] == "vdpbf16ps"]
     assert len(products) == 28, "a tile is 14 rows by two vectors"
     assert len({line[-1] for line in products}) == 28, "sums share registers"

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numba
@@ -34,6 +30,7 @@ from pagemill.kernels.cpu.matmul.int8_tile import (
 )
 from pagemill.kernels.cpu.matmul.kinds import INTEGERS
 from pagemill.kernels.grouped_int8 import GROUP
+from tests.kernels.cpu.another_cpu import instructions
 
 NUM_ROWS = 3
 
@@ -235,7 +232,6 @@ def test_every_cpu_computes_the_same_at_every_height(products, feature, cut, dat
 
 TARGET = "avx512f avx512bw avx512dq avx512vl avx512vnni avx2 fma f16c avx evex512"
 INSTRUCTIONS = """
-import json
 import numba
 from pagemill.kernels.cpu.matmul import fp32_tile, int8_tile
 assert int8_tile.PRODUCTS is int8_tile.BYTES and fp32_tile.CUT == fp32_tile.WIDE
@@ -244,23 +240,12 @@ tile = int8_tile.make_tile(int8_tile.BYTES, fp32_tile.WIDE)
 def run(sums, rows, panel, num_groups, ahead, ahead_step):
     tile(14, sums, rows, panel, num_groups, ahead, ahead_step)
 run.compile("void(int64, int64, int64, int64, int64, int64)")
-code = "".join(run.inspect_asm().values())
-print(json.dumps([line.split() for line in code.splitlines() if line.strip()]))
 """
 
 
 def test_a_tile_for_such_a_cpu_keeps_a_groups_weights_in_registers(tmp_path):
     """Compiled for a CPU that this may not be."""
-    features = ",".join(f"+{feature}" for feature in TARGET.split())
-    cpu = {"NUMBA_CPU_NAME": "cascadelake", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-c", INSTRUCTIONS],
-        env=os.environ | cpu,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = json.loads(run.stdout)
+    lines = instructions(INSTRUCTIONS, "cascadelake", TARGET.split(), tmp_path)
     num_rows, halves = WIDE.most_rows, WIDE.halves
     products = [line for line in lines if line[0] == "vpdpbusd"]
     assert len(products) == num_rows * halves * QUADS

@@ -18,6 +18,7 @@ from pagemill.kernels.cpu.jit.vector import LANES
 from pagemill.kernels.cpu.matmul import fp32, int8
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut, make_lined_tile, make_tile
 from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight, pack
+from tests.kernels.cpu.another_cpu import environment_of
 
 pytestmark = [
     pytest.mark.skipif(not fp32.is_supported(), reason="made for AVX2 and AVX-512"),
@@ -156,8 +157,7 @@ def test_avx2_computes_the_same_as_this_cpu(tmp_path):
             expected.append(int8.multiply(x, packed, bias, out_features))
     given, out = tmp_path / "given.pt", tmp_path / "out.pt"
     torch.save(cases, given)
-    cpu = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in HASWELL)}
-    environment = os.environ | cpu
+    environment = environment_of("haswell", HASWELL)
     subprocess.run([sys.executable, "-c", AVX2_PRODUCTS, str(given), str(out)], env=environment, check=True)
     assert all(starmap(torch.equal, zip(torch.load(out), expected, strict=True)))
 

@@ -1,0 +1,35 @@
+"""Machine code for a CPU that this may not be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+_PRINT = """
+import json
+code = "".join(run.inspect_asm().values())
+print(json.dumps([line.split() for line in code.splitlines() if line.strip()]))
+"""
+
+
+def environment_of(cpu: str, features: Iterable[str]) -> dict[str, str]:
+    """Return the environment of a process whose kernels are compiled for that CPU."""
+    chosen = ",".join(f"+{feature}" for feature in features)
+    return os.environ | {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": chosen}
+
+
+def instructions(code: str, cpu: str, features: Iterable[str], cache: Path) -> list[list[str]]:
+    """Return the lines, word by word, of what the function `run` is compiled to, which `code` defines."""
+    done = subprocess.run(
+        [sys.executable, "-c", code + _PRINT],
+        env=environment_of(cpu, features) | {"NUMBA_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines: list[list[str]] = json.loads(done.stdout)
+    return lines

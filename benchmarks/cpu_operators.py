@@ -29,6 +29,7 @@ from benchmarks import machine
 from benchmarks.report import RESULTS
 from pagemill.kernels import noise, selection
 from pagemill.kernels.cpu.matmul import bf16, fp32, int8, weight_packing
+from pagemill.kernels.cpu.matmul.converted import PackedPanels
 
 PRODUCTS = {"qkv": (576, 960), "o": (576, 576), "gate, up": (576, 3072), "down": (1536, 576)}
 HEAD = "lm_head"
@@ -89,7 +90,7 @@ def _multiply_all(
 
 
 def _multiply_int8(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, *, out_features: int
+    x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, *, out_features: int
 ) -> torch.Tensor:
     return int8.multiply(x, packed, bias, out_features)
 

@@ -1,5 +1,8 @@
 """8-bit integers with a scale per row and group of columns: the definition, and the product's plain torch twin.
 
+Rows are rounded to them. So are weights, but for those that were made of integers of at most 8 bits with such scales:
+they stay what they are, with an offset for each group where they had one (`kernels.cpu.matmul.grids` finds them).
+
 Small groups keep an outlier's harm small: with one scale for a whole row of activations a model's perplexity suffers
 by percents, with groups of 32 by less than half of one (docs/quantization.md).
 """
@@ -38,25 +41,37 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def multiply(
-    x: torch.Tensor, weight_numbers: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight_numbers: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [num_rows, in_features] quantised, times a quantised weight, plus bias; [num_rows, out_features] fp32.
+    """x [num_rows, in_features] quantised, times a weight of integers, plus bias; [num_rows, out_features] fp32.
 
     Sums within a group are integers, exact; the groups are added in their order, each with one rounding.
+
+    Args:
+        weight_offsets: Added to weights, fp32 [out_features, num_groups]: times the sum of the row's group they are
+            added before the group's products, with two roundings.
     """
     numbers, scales = quantise(x)
     out = torch.zeros(len(x), len(weight_numbers), device=x.device)
     out = out if bias is None else out + bias.float()
     for group in range(numbers.shape[1]):
         # Below 2 ** 24, every sum of integers is exact in fp32, in any order.
-        sums = numbers[:, group].float() @ weight_numbers[:, group].float().t()
-        factors = scales[:, group, None] * weight_scales[:, group]
-        out = _multiply_add(sums, factors, out)
+        row_numbers, row_scales = numbers[:, group].float(), scales[:, group, None]
+        if weight_offsets is not None:
+            out = _multiply_add(
+                row_numbers.sum(dim=1, keepdim=True) * row_scales, weight_offsets[:, group], out
+            )
+        sums = row_numbers @ weight_numbers[:, group].float().t()
+        out = _multiply_add(sums, row_scales * weight_scales[:, group], out)
     return out
 
 
 def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """fp32 a * b + c with one rounding, for integers `a` below 2 ** 24.
+    """a * b + c of fp32 numbers with one rounding.
 
     The product is exact in fp64. Their sum is rounded to odd there, after which the second rounding, to fp32, comes
     out as the only one would (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums").

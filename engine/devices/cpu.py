@@ -67,7 +67,8 @@ def _has_bf16_products() -> bool:
 class CpuBackend(DeviceBackend):
     device = torch.device("cpu")
     int8_input_group = grouped_int8.GROUP
-    int8_scale_span = f"{int8_input_group} inputs"
+    # Torch's own product rounds weights that were integers already.
+    int8_scale_span = f"{int8_input_group} inputs" + ("; a file's own integers" if _has_numba() else "")
 
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         if config.batch_invariant and not (self.has_kernels(dtype) and torch._C._has_mkldnn):

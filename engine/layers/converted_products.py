@@ -24,7 +24,7 @@ class ConvertedProduct(nn.Module):
         self.multiply, self.panel = kernel.multiply, PANEL
         self._out_features = len(weight)
         self.packed = kernel.pack(weight)
-        self.bias = torch.zeros(len(self.packed) * self.panel)
+        self.bias = torch.zeros(len(self.packed.panels) * self.panel)
         if bias is not None:
             self.bias[: self._out_features] = bias
 
@@ -73,7 +73,8 @@ class _Channels(nn.Module):
     def __init__(self, product: ConvertedProduct, channels: torch.Tensor) -> None:
         super().__init__()
         panels, places = torch.unique(channels // product.panel, return_inverse=True)
-        self._multiply, self._packed = product.multiply, product.packed[panels]
+        self._multiply = product.multiply
+        self._packed = product.packed._replace(panels=product.packed.panels[panels])
         self._bias = product.bias.view(-1, product.panel)[panels].flatten()
         self._columns = places * product.panel + channels % product.panel
 

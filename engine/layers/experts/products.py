@@ -87,7 +87,6 @@ class PackedGroupedProduct(nn.Module):
 def _packed(matrices: ExpertMatrices, kind: KindName) -> tuple[torch.Tensor, GroupedWeights]:
     from pagemill.kernels.cpu.experts.grouped import GroupedWeights, padded_bias
     from pagemill.kernels.cpu.matmul import bf16, int8
-    from pagemill.kernels.cpu.matmul.converted import NO_FORMAT
     from pagemill.kernels.cpu.matmul.weight_packing import pack_each
 
     count, shape = matrices.num_experts, (matrices.out_features, matrices.in_features)
@@ -95,13 +94,8 @@ def _packed(matrices: ExpertMatrices, kind: KindName) -> tuple[torch.Tensor, Gro
     if kind == "fp32":
         weight = pack_each(matrices.read, count, shape)
         return weight.panels, GroupedWeights.of_floats(weight, bias, count)
-    pack = {"int8": int8, "bf16": bf16}[kind].pack
-    first = pack(matrices.read(0))
-    panels = first.new_empty(count, *first.shape)
-    panels[0] = first
-    for expert in range(1, count):
-        panels[expert] = pack(matrices.read(expert))
-    return panels, GroupedWeights(kind, panels, NO_FORMAT, bias, count, *shape)
+    packed = {"int8": int8, "bf16": bf16}[kind].pack_each(matrices.read, count)
+    return packed.panels, GroupedWeights(kind, packed.panels, packed.weight_format, bias, count, *shape)
 
 
 class PlainInt8Experts(nn.Module):

@@ -16,7 +16,6 @@ from pagemill.kernels.cpu.jit.compiler import i64_pointer, jit, use_torch_thread
 from pagemill.kernels.cpu.jit.row import F32, line_in
 from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul import bf16, converted, fp32, int8, weight_packing
-from pagemill.kernels.cpu.matmul.converted import NO_FORMAT
 from pagemill.kernels.cpu.matmul.fp32_panel import Strided, Weight, num_panels_of
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 from pagemill.kernels.cpu.matmul.kinds import KINDS, KindName, by_kind
@@ -92,8 +91,8 @@ def warm_up(kind: KindName) -> None:
     if kind == "fp32":
         weights = GroupedWeights.of_floats(weight_packing.pack(one), bias, 1)
     else:
-        panels = {"int8": int8, "bf16": bf16}[kind].pack(one)
-        weights = GroupedWeights(kind, panels, NO_FORMAT, bias, 1, 1, 1)
+        packed = {"int8": int8, "bf16": bf16}[kind].pack(one)
+        weights = GroupedWeights(kind, packed.panels, packed.weight_format, bias, 1, 1, 1)
     multiply(torch.zeros(1, 1), torch.tensor([0, 1]), weights)
 
 

@@ -60,8 +60,8 @@ class Product:
     packed: torch.Tensor
     bias: torch.Tensor
     kind: KindName
-    weight_format: int = 0
-    """Of `weight_formats`, for fp32."""
+    weight_format: int
+    """Of `weight_formats` for fp32, of `int8_tile` for int8."""
 
 
 @dataclass(frozen=True, slots=True)

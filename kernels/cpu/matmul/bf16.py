@@ -7,16 +7,18 @@ whatever the number of rows or threads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
 from pagemill.kernels.cpu.matmul.bf16_tile import GROUP, IS_NATIVE, PAIR, PAIRS
-from pagemill.kernels.cpu.matmul.converted_product import multiply_packed
+from pagemill.kernels.cpu.matmul.converted import PackedPanels, multiply_packed
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 from pagemill.kernels.cpu.matmul.kinds import BFLOATS
 
+_ONLY_FORMAT = 0
 _PACKED_AT_ONCE = 1 << 22  # weights: packing makes copies of them
 
 
@@ -25,8 +27,8 @@ def is_native() -> bool:
     return IS_NATIVE
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [num_panels, num_groups, pairs, PANEL, 2] of a weight [out_features, in_features].
+def pack(weight: torch.Tensor) -> PackedPanels:
+    """bfloat16 panels [num_panels, num_groups, pairs, PANEL, 2] of a weight [out_features, in_features].
 
     Numbers are rounded to nearest, and the ends filled up with zeros.
     """
@@ -40,12 +42,22 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
         padding = (0, -in_features % GROUP, 0, -len(channels) % PANEL)
         pairs = torch.nn.functional.pad(channels, padding).view(-1, PANEL, num_groups, PAIRS, PAIR)
         packed[first : first + at_once] = pairs.permute(0, 2, 3, 1, 4)
-    return packed
+    return PackedPanels(packed, _ONLY_FORMAT)
 
 
-def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, out_features: int) -> torch.Tensor:
+def pack_each(read: Callable[[int], torch.Tensor], count: int) -> PackedPanels:
+    """`pack` `count` weights of one shape, read one at a time; the panels of all, [count, ...]."""
+    first = pack(read(0)).panels
+    panels = first.new_empty(count, *first.shape)
+    panels[0] = first
+    for index in range(1, count):
+        panels[index] = pack(read(index)).panels
+    return PackedPanels(panels, _ONLY_FORMAT)
+
+
+def multiply(x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, out_features: int) -> torch.Tensor:
     """x [num_rows, in_features] fp32 times `pack`ed weights, plus bias [num_panels * PANEL]; fresh and contiguous."""
-    assert packed.shape[1] == -(-x.shape[1] // GROUP)
+    assert packed.panels.shape[1] == -(-x.shape[1] // GROUP)
     return multiply_packed(BFLOATS, x, packed, bias, out_features)
 
 

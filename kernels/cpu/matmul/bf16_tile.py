@@ -153,7 +153,13 @@ def multiply_lined_tile(
 
 
 @jit
-def multiply_tile(num_rows, sums, rows, panel, num_groups, ahead, ahead_step):
+def group_bytes(weight_format):
+    """Return the size of a panel's part of a group; there is one format."""
+    return PANEL_BYTES
+
+
+@jit
+def multiply_tile(weight_format, num_rows, sums, rows, panel, num_groups, ahead, ahead_step):
     """sums[r] += rows[r] @ panel, for sums [num_rows, PANEL]."""
     stride = F32 * PANEL
     multiply_lined_tile(

@@ -7,11 +7,20 @@ take the kind of numbers first (`kinds`): integers or bfloats.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import torch
 
 from pagemill.kernels import grouped_int8
 from pagemill.kernels.cpu.jit import vector
-from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, external, f32_pointer, jit
+from pagemill.kernels.cpu.jit.compiler import (
+    NUMBERS_PER_THREAD,
+    external,
+    f32_pointer,
+    jit,
+    use_torch_threads,
+)
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, address_of, line_in
 from pagemill.kernels.cpu.jit.threads import launch, launch_rows
 from pagemill.kernels.cpu.matmul import bf16_rows, bf16_tile, int8_rows, int8_tile
@@ -42,13 +51,50 @@ assert GROUP == grouped_int8.GROUP == bf16_tile.GROUP
 _BLOCK_BYTES = 1 << 19
 # So much of a panel stays in the first-level cache while all tiles of a block pass by.
 _PIECE_GROUPS = 9
-NO_FORMAT = -1  # of `Weight`: all these weights lie alike
 
 row_bytes = number_by_kind(int8_tile.ROW_BYTES, bf16_tile.ROW_BYTES)
 """Of a row's part of a group."""
-_panel_bytes = number_by_kind(int8_tile.PANEL_BYTES, bf16_tile.PANEL_BYTES)
+_group_bytes = by_converted_kind(int8_tile.group_bytes, bf16_tile.group_bytes)
 _multiply_tile = by_converted_kind(int8_tile.multiply_tile, bf16_tile.multiply_tile)
 convert_group = by_converted_kind(int8_rows.quantise_group, bf16_rows.round_group)
+
+
+class PackedPanels(NamedTuple):
+    """A weight's panels, ends filled up with zeros."""
+
+    panels: torch.Tensor
+    """[num_panels, ...]"""
+    weight_format: int
+    """Of `int8_tile`; bfloat16 has one."""
+
+
+def multiply_packed(
+    kind: object, x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, out_features: int
+) -> torch.Tensor:
+    """x [num_rows, in_features] fp32 times packed weights, plus bias [num_panels * PANEL]; fresh and contiguous.
+
+    Args:
+        kind: INTEGERS or BFLOATS, whose `pack` made the weights.
+    """
+    num_rows, in_features = x.shape
+    assert x.dtype is torch.float32
+    assert x.stride(1) == 1 or in_features == 1
+    out = torch.empty((num_rows, out_features))
+    if num_rows:
+        multiply_parallel(
+            kind,
+            out.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            packed.panels.data_ptr(),
+            packed.weight_format,
+            bias.data_ptr(),
+            num_rows,
+            out_features,
+            in_features,
+            use_torch_threads(),
+        )
+    return out
 
 
 @jit(exact=True)
@@ -83,8 +129,8 @@ def sum_panel(kind, sums, rows, weight, panel, following, tiles):
     A panel passes by in pieces that the first-level cache holds. The tiles fetch a share each of what comes next, the
     panel `following` at the end: memory works while the registers do.
     """
-    num_groups = num_groups_of(weight)
-    size = _panel_bytes(kind) * num_groups
+    num_groups, group_bytes = num_groups_of(weight), _group_bytes(kind, weight.format)
+    size = group_bytes * num_groups
     address, after = weight.panels + size * panel, weight.panels + size * following
     begin, end = first_row(tiles.low, tiles.num_rows), first_row(tiles.high, tiles.num_rows)
     bias = weight.bias + F32 * PANEL * panel
@@ -94,18 +140,19 @@ def sum_panel(kind, sums, rows, weight, panel, following, tiles):
         vector.store(sums.rows + sums.stride * row + VECTOR, start1)
     for group in range(0, num_groups, _PIECE_GROUPS):
         count = min(_PIECE_GROUPS, num_groups - group)
-        ahead = address + _panel_bytes(kind) * (group + count) if group + count < num_groups else after
+        ahead = address + group_bytes * (group + count) if group + count < num_groups else after
         first = begin
         for tile in range(tiles.low, tiles.high):
             last = first_row(tile + 1, tiles.num_rows)
             _multiply_tile(
                 kind,
+                weight.format,
                 last - first,
                 sums.rows + sums.stride * first,
                 rows + row_bytes(kind) * (num_groups * first + (last - first) * group),
-                address + _panel_bytes(kind) * group,
+                address + group_bytes * group,
                 count,
-                ahead + _panel_bytes(kind) * count * (tile - tiles.low) // (tiles.high - tiles.low),
+                ahead + group_bytes * count * (tile - tiles.low) // (tiles.high - tiles.low),
                 VECTOR // (tiles.high - tiles.low),
             )
             first = last
@@ -215,7 +262,7 @@ def multiply_range(kind, first, last, out, x, num_rows, weight):
 @external
 def multiply_block(kind, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
     """Run `multiply_parallel` on one thread."""
-    weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
     multiply_rows(kind, Strided(out, F32 * out_features), Strided(x, F32 * x_stride), num_rows, weight)
 
 
@@ -236,18 +283,18 @@ def convert(kind, workspace, x, x_stride, num_rows, in_features, num_threads):
 
 @jit
 def _multiply_part(
-    thread, kind, num_threads, counter, out, workspace, packed, bias, num_rows, out_features, in_features
-):
-    weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
+    thread, kind, num_threads, counter, out, workspace, packed, weight_format, bias, num_rows, out_features, in_features
+):  # fmt: skip
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
     target = Strided(out, F32 * out_features)
     multiply_share(kind, thread, num_threads, counter, target, line_in(workspace), num_rows, weight)
 
 
 @jit
 def _multiply_taken_rows(
-    thread, kind, counter, bounds, out, x, x_stride, packed, bias, out_features, in_features
+    thread, kind, counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features
 ):
-    weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
     source, target = Strided(x, F32 * x_stride), Strided(out, F32 * out_features)
     block = take(line_in(counter))
     while block < len(bounds) - 1:
@@ -260,18 +307,30 @@ def _multiply_taken_rows(
 def multiply_parallel(
     kind, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
-    """Takes what `fp32.multiply_parallel` takes, of any format; x is converted here."""
+    """Takes what `fp32.multiply_parallel` takes; x is converted here."""
     counter = new_counter()
     # As there: rows are shared out where each thread then has a block of them. No thread waits for another's.
     if are_rows_taken(num_rows, num_threads):
         bounds = plan_blocks(num_rows, num_threads)
-        rows = (kind, counter, bounds, out, x, x_stride, packed, bias, out_features, in_features)
+        rows = (
+            kind,
+            counter,
+            bounds,
+            out,
+            x,
+            x_stride,
+            packed,
+            weight_format,
+            bias,
+            out_features,
+            in_features,
+        )
         launch(_multiply_taken_rows, num_threads, rows)
         return
-    weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
     convert(kind, workspace, x, x_stride, num_rows, in_features, num_threads)
     arguments = (
-        kind, num_threads, counter, out, workspace, packed, bias, num_rows, out_features, in_features,
+        kind, num_threads, counter, out, workspace, packed, weight_format, bias, num_rows, out_features, in_features,
     )  # fmt: skip
     launch(_multiply_part, num_threads, arguments)

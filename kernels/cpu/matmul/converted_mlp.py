@@ -16,7 +16,6 @@ from pagemill.kernels.cpu.jit.row import F32, VECTOR, line_in
 from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul.converted import (
     GROUP,
-    NO_FORMAT,
     convert,
     convert_group,
     convert_part,
@@ -120,14 +119,15 @@ def _gate_parallel(kind, layer, gated, x, num_rows, num_threads):
 @jit
 def _gate_weight(layer):
     channels = 2 * layer[0].intermediate_size
-    return Weight(layer[0].gate_up, NO_FORMAT, layer[0].gate_up_bias, channels, layer[0].hidden_size)
+    return Weight(
+        layer[0].gate_up, layer[0].gate_up_format, layer[0].gate_up_bias, channels, layer[0].hidden_size
+    )
 
 
 @jit
 def _down_weight(layer):
-    return Weight(
-        layer[0].down, NO_FORMAT, layer[0].down_bias, layer[0].hidden_size, layer[0].intermediate_size
-    )
+    size, inner = layer[0].hidden_size, layer[0].intermediate_size
+    return Weight(layer[0].down, layer[0].down_format, layer[0].down_bias, size, inner)
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Products with a weight matrix of 8-bit integers, packed once: y = x W^T + b, with x quantised as it arrives.
+"""Products with a weight matrix of integers of 8 or 4 bits, packed once: y = x W^T + b, with x quantised as it arrives.
 
 What is computed is defined in `pagemill.kernels.grouped_int8`: sums within a group of inputs are integers, hence exact,
 and over the groups each number of the result is one chain of fp32 multiply-adds in the groups' order. So it depends on
@@ -7,45 +7,104 @@ its row and its channel alone, to the last bit, whatever the number of rows or t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 
 from pagemill.kernels import grouped_int8
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
-from pagemill.kernels.cpu.jit.row import F32
-from pagemill.kernels.cpu.matmul.converted_product import multiply_packed
+from pagemill.kernels.cpu.matmul import grids
+from pagemill.kernels.cpu.matmul.converted import PackedPanels, multiply_packed
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
-from pagemill.kernels.cpu.matmul.int8_tile import PANEL_BYTES, QUAD, QUADS, WEIGHT_BYTES, ZERO_POINT
+from pagemill.kernels.cpu.matmul.int8_tile import (
+    EIGHT_BITS,
+    FORMATS,
+    FOUR_BITS,
+    FOUR_BITS_OFFSET,
+    QUAD,
+)
 from pagemill.kernels.cpu.matmul.kinds import INTEGERS
 
+SMALLEST_FIRST = (FOUR_BITS, FOUR_BITS_OFFSET, EIGHT_BITS)
+GRIDS = {
+    FOUR_BITS: grids.SIGNED_NIBBLES,
+    FOUR_BITS_OFFSET: grids.OFFSET_NIBBLES,
+    EIGHT_BITS: grids.SIGNED_BYTES,
+}
 _PACKED_AT_ONCE = 1 << 22  # weights: packing makes several copies of them
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """uint8 [num_panels, num_groups, bytes] of a weight [out_features, in_features], ends filled up with zeros."""
-    out_features, in_features = weight.shape
-    num_panels, num_groups = -(-out_features // PANEL), grouped_int8.num_groups(in_features)
-    packed = torch.empty(num_panels, num_groups, PANEL_BYTES, dtype=torch.uint8)
-    advise_huge_pages(packed)
-    at_once = max(1, _PACKED_AT_ONCE // (PANEL * in_features))
-    for first in range(0, num_panels, at_once):
-        channels = weight[first * PANEL : (first + at_once) * PANEL]
-        numbers, scales = grouped_int8.quantise(
-            torch.nn.functional.pad(channels, (0, 0, 0, -len(channels) % PANEL))
-        )
-        target = packed[first : first + at_once]
-        quads = (numbers.to(torch.int16) + ZERO_POINT).to(torch.uint8)
-        quads = quads.view(-1, PANEL, num_groups, QUADS, QUAD).permute(0, 2, 3, 1, 4)
-        target[:, :, :WEIGHT_BYTES] = quads.reshape(-1, num_groups, WEIGHT_BYTES)
-        scales = scales.view(-1, PANEL, num_groups).transpose(1, 2).contiguous()
-        target[:, :, WEIGHT_BYTES:] = scales.view(torch.uint8).view(-1, num_groups, PANEL * F32)
-    return packed
+def pack(weight: torch.Tensor, formats: Sequence[int] = SMALLEST_FIRST) -> PackedPanels:
+    """Pack a weight [out_features, in_features] in the first of these formats that is exact, or rounded to 8 bits."""
+    weight_format, integers = _integers(weight, formats)
+    out_features, num_groups = integers.scales.shape
+    panels = torch.empty(
+        -(-out_features // PANEL), num_groups, FORMATS[weight_format].group_bytes, dtype=torch.uint8
+    )
+    advise_huge_pages(panels)
+    at_once = max(1, _PACKED_AT_ONCE // (PANEL * grouped_int8.GROUP * num_groups))
+    for first in range(0, len(panels), at_once):
+        channels = slice(first * PANEL, (first + at_once) * PANEL)
+        part = grids.Integers(*(_whole_panels(tensor[channels]) for tensor in integers))
+        _write(panels[first : first + at_once], weight_format, part)
+    return PackedPanels(panels, weight_format)
 
 
-def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, out_features: int) -> torch.Tensor:
+def pack_each(read: Callable[[int], torch.Tensor], count: int) -> PackedPanels:
+    """`pack` `count` weights of one shape in one format; read one at a time, some of them several times.
+
+    Returns:
+        The panels of all, [count, ...].
+    """
+    formats: Sequence[int] = SMALLEST_FIRST
+    expert = 0
+    panels = torch.empty(0)
+    while expert < count:
+        packed = pack(read(expert), formats)
+        if packed.weight_format != formats[0]:  # those before it are packed again
+            formats = formats[formats.index(packed.weight_format) :]
+            if expert > 0:
+                expert = 0
+                continue
+        if expert == 0:
+            panels = packed.panels.new_empty(count, *packed.panels.shape)
+        panels[expert] = packed.panels
+        expert += 1
+    return PackedPanels(panels, formats[0])
+
+
+def _integers(weight: torch.Tensor, formats: Sequence[int]) -> tuple[int, grids.Integers]:
+    weight = weight.float()
+    for weight_format in formats:
+        integers = grids.find(weight, GRIDS[weight_format])
+        if integers is not None:
+            return weight_format, integers
+    numbers, scales = grouped_int8.quantise(weight)
+    return EIGHT_BITS, grids.Integers(numbers, scales, torch.zeros_like(scales))
+
+
+def _whole_panels(channels: torch.Tensor) -> torch.Tensor:
+    missing = -len(channels) % PANEL
+    return torch.cat([channels, channels.new_zeros(missing, *channels.shape[1:])]) if missing else channels
+
+
+def _write(panels: torch.Tensor, weight_format: int, integers: grids.Integers) -> None:
+    form, (num_panels, num_groups, _) = FORMATS[weight_format], panels.shape
+    numbers = (integers.numbers.to(torch.int16) + form.zero_point).to(torch.uint8)
+    lines = numbers.view(num_panels, PANEL, num_groups, form.weight_lines, form.quads_per_line, QUAD)
+    lines = lines[..., 0, :] | lines[..., 1, :] << 4 if form.quads_per_line == 2 else lines[..., 0, :]
+    at = form.scales_at
+    panels[:, :, :at] = lines.permute(0, 2, 3, 1, 4).reshape(num_panels, num_groups, at)
+    for factors in (integers.scales, integers.offsets)[: form.num_lines - form.weight_lines]:
+        channels = factors.view(num_panels, PANEL, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
+        panels[:, :, at : at + channels.shape[2]] = channels
+        at += channels.shape[2]
+
+
+def multiply(x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, out_features: int) -> torch.Tensor:
     """x [num_rows, in_features] fp32 times `pack`ed weights, plus bias [num_panels * PANEL]; fresh and contiguous."""
-    assert packed.shape[1] == grouped_int8.num_groups(x.shape[1])
+    assert packed.panels.shape[1] == grouped_int8.num_groups(x.shape[1])
     return multiply_packed(INTEGERS, x, packed, bias, out_features)
 
 

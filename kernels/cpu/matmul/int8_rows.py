@@ -66,9 +66,10 @@ def quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
         scale = builder.select(is_finite, builder.fdiv(peak, _F32(LIMIT)), _F32(float("nan")))
         builder.store(scale, pointer(target, PRODUCTS.row_scale, _F32), align=4)
         total = call(builder, "llvm.vector.reduce.add.v16i32", _I32, [total])
-        builder.store(
-            builder.mul(total, _I32(-ZERO_POINT)), pointer(target, PRODUCTS.row_start, _I32), align=4
-        )
+        start = builder.mul(total, _I32(-ZERO_POINT))
+        builder.store(start, pointer(target, PRODUCTS.row_start, _I32), align=4)
+        row_sum = builder.fmul(builder.sitofp(total, _F32), scale)
+        builder.store(row_sum, pointer(target, PRODUCTS.row_sum, _F32), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate

@@ -1,9 +1,9 @@
-"""Tiles of a product of 8-bit integers: some quantised rows times one panel.
+"""Tiles of a product of 8-bit integers: some quantised rows times one panel of weights of 8 or 4 bits.
 
-AVX-512 VNNI multiplies unsigned by signed bytes. Weights are the unsigned ones, 128 too large, which adds 128 times
-the sum of the row's group to every channel alike: sums start from that number with its sign turned. AVX2 can multiply
-bytes as well, but its sums of two products are cut off at 16 bits; words are multiplied there, and a row's numbers
-are kept as such.
+AVX-512 VNNI multiplies unsigned by signed bytes. Weights are the unsigned ones: signed weights are kept a zero point
+too large, which adds that many times the sum of the row's group to every channel alike, and sums start from that number
+with its sign turned. AVX2 can multiply bytes as well, but its sums of two products are cut off at 16 bits; words are
+multiplied there, and a row's numbers are kept as such.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from typing import Any, NamedTuple
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.cpu.jit.compiler import compiles_for, external
+from pagemill.kernels.cpu.jit.compiler import compiles_for, external, jit
 from pagemill.kernels.cpu.jit.row import F32, I32, VECTOR
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
 from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, by_height, prefetch_row
 from pagemill.kernels.grouped_int8 import GROUP
 
-ZERO_POINT = 128  # the byte of a weight of 0
+ZERO_POINT = 128  # of weights of 8 bits
 QUAD = 4  # inputs whose weights lie beside each other
 QUADS = GROUP // QUAD
-# A panel's part of a group: the weights, quad by quad and then channel by channel; then the channels' scales.
-WEIGHT_BYTES = PANEL * GROUP
-PANEL_BYTES = WEIGHT_BYTES + PANEL * F32
+_LINE = PANEL * F32  # a number of 32 bits for each channel of a panel: a quad's weights of 8 bits, or a scale
 # Their 6 sums, 16 vectors of weights and the numbers of some quads fill the 32 registers of AVX-512.
 _ROWS_TOGETHER = 3
 
@@ -49,9 +47,10 @@ class Products(NamedTuple):
     def number_bytes(self) -> int:
         return I32 // len(self.parts[0])
 
-    # A row's part of a group: the numbers, their scale, and what the channels' sums start from. The parts of a tile's
-    # rows lie beside each other, group by group: each number is then at a fixed distance from one address. Rows far
-    # apart would take a register each for theirs, of which there are too few.
+    # A row's part of a group: the numbers, their scale, what the channels' sums start from with weights of 8 bits, and
+    # the numbers' sum times their scale. The parts of a tile's rows lie beside each other, group by group: each number
+    # is then at a fixed distance from one address. Rows far apart would take a register each for theirs, of which there
+    # are too few.
     @property
     def row_scale(self) -> int:
         return GROUP * self.number_bytes
@@ -61,8 +60,12 @@ class Products(NamedTuple):
         return self.row_scale + F32
 
     @property
-    def row_bytes(self) -> int:
+    def row_sum(self) -> int:
         return self.row_start + I32
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_sum + F32
 
 
 def _byte_products(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
@@ -113,6 +116,46 @@ PRODUCTS = BYTES if compiles_for("avx512vnni") else WORDS if compiles_for("avx2"
 ROW_BYTES = PRODUCTS.row_bytes
 
 
+class Format(NamedTuple):
+    """The layout of a panel's part of a group: lines of weights, of the channels' scales and perhaps of their offsets.
+
+    A line of weights holds a quad's, channel by channel; of 4 bits that of two, the second in the upper halves of the
+    first one's bytes.
+    """
+
+    quads_per_line: int
+    zero_point: int
+    """The number of a weight of 0."""
+    has_offsets: bool = False
+    """A weight is number * scale, or number * scale + offset."""
+
+    @property
+    def weight_lines(self) -> int:
+        return QUADS // self.quads_per_line
+
+    @property
+    def scales_at(self) -> int:
+        return _LINE * self.weight_lines
+
+    @property
+    def offsets_at(self) -> int:
+        return self.scales_at + _LINE
+
+    @property
+    def num_lines(self) -> int:
+        return self.weight_lines + (2 if self.has_offsets else 1)
+
+    @property
+    def group_bytes(self) -> int:
+        return _LINE * self.num_lines
+
+
+FORMATS = (Format(1, ZERO_POINT), Format(2, 8), Format(2, 0, has_offsets=True))
+EIGHT_BITS, FOUR_BITS, FOUR_BITS_OFFSET = range(len(FORMATS))
+"""A weight's format, by its place in `FORMATS`."""
+_GROUP_BYTES = tuple(form.group_bytes for form in FORMATS)
+
+
 class _Group(NamedTuple):
     """Addresses of a group: its rows' part, its panel's, and the first cache line to ask for."""
 
@@ -124,18 +167,21 @@ class _Group(NamedTuple):
 class _Tile:
     """Emits a tile of some height, one of the passes of a panel's halves after the other."""
 
-    def __init__(self, products: Products, builder: Any, num_rows: int, arguments: list[Any]) -> None:
-        self._products, self._builder, self._num_rows = products, builder, num_rows
+    def __init__(
+        self, products: Products, form: Format, builder: Any, num_rows: int, arguments: list[Any]
+    ) -> None:
+        self._products, self._format, self._builder, self._num_rows = products, form, builder, num_rows
         self._sums, self._rows, self._panel, self._num_groups, self._ahead, self._ahead_step = arguments
 
     def emit(self, halves: range) -> None:
         builder, int64 = self._builder, self._sums.type
         with cgutils.for_range(builder, self._num_groups, intp=int64) as groups:
-            group_bytes = int64(self._num_rows * self._products.row_bytes)
-            ahead_bytes = builder.mul(self._ahead_step, int64(PANEL_BYTES // VECTOR))
+            row_bytes = int64(self._num_rows * self._products.row_bytes)
+            group_bytes = self._format.group_bytes
+            ahead_bytes = builder.mul(self._ahead_step, int64(group_bytes // VECTOR))
             group = _Group(
-                builder.add(self._rows, builder.mul(groups.index, group_bytes)),
-                builder.add(self._panel, builder.mul(groups.index, int64(PANEL_BYTES))),
+                builder.add(self._rows, builder.mul(groups.index, row_bytes)),
+                builder.add(self._panel, builder.mul(groups.index, int64(group_bytes))),
                 builder.add(self._ahead, builder.mul(groups.index, ahead_bytes)),
             )
             self._add_group(group, halves)
@@ -148,36 +194,57 @@ class _Tile:
         at = builder.inttoptr(builder.add(address, address.type(distance)), kind.as_pointer())
         return builder.load(at, align=4)
 
-    def _weights_of(self, quad: Any, halves: range) -> list[Any]:
-        return [self._load(_I32X16, quad, VECTOR * half) for half in halves]
+    def _halves_of(self, kind: Any, line: Any, halves: range, distance: int = 0) -> list[Any]:
+        return [self._load(kind, line, distance + VECTOR * half) for half in halves]
 
-    def _scales_of(self, group: _Group, halves: range) -> list[Any]:
-        return [self._load(F32X16, group.weights, WEIGHT_BYTES + VECTOR * half) for half in halves]
+    def _quad_of(self, line: Any, place: int) -> Any:
+        """The weights of one of the quads in a vector of a line, as unsigned bytes."""
+        if self._format.quads_per_line == 1:
+            return line
+        builder = self._builder
+        shifted = builder.lshr(line, _splat(4)) if place else line
+        return builder.and_(shifted, _splat(0x0F0F0F0F))
 
     def _row_number(self, rows: Any, row: int, distance: int, kind: Any = _I32) -> Any:
         """The number that far into a row's part of a group, in every lane."""
         distance += self._products.row_bytes * row
         return emit_splat(self._builder, self._load(kind, rows, distance))
 
-    def _ask_ahead(self, group: _Group, quad: Any, halves: range) -> None:
-        """Once for each line of a quad's weights; the scales are as large as another quad."""
-        prefetch_row(self._builder, group.ahead, self._ahead_step, quad, halves)
+    def _start(self, group: _Group, row: int) -> Any:
+        """What a row's sums start from."""
+        if self._format.zero_point == 0:
+            return _splat(0)
+        start = self._row_number(group.rows, row, self._products.row_start)
+        shift = (ZERO_POINT // self._format.zero_point).bit_length() - 1
+        return self._builder.ashr(start, _splat(shift)) if shift else start
 
-    def _add_to_sums(
-        self, group: _Group, row: int, halves: range, scales: list[Any], totals: list[Any]
-    ) -> None:
-        builder = self._builder
-        row_scale = self._row_number(group.rows, row, self._products.row_scale, _F32)
-        for half, scale, total in zip(halves, scales, totals, strict=True):
-            distance = row * PANEL * F32 + VECTOR * half
-            operands = [
-                builder.sitofp(total, F32X16),
-                builder.fmul(scale, row_scale),
-                self._load(F32X16, self._sums, distance),
-            ]
-            added = call(builder, "llvm.fma.v16f32", F32X16, operands)
-            target = builder.add(self._sums, self._sums.type(distance))
-            builder.store(added, builder.inttoptr(target, F32X16.as_pointer()), align=4)
+    def _ask_ahead(self, group: _Group, line: Any, halves: range) -> None:
+        prefetch_row(self._builder, group.ahead, self._ahead_step, line, halves)
+
+    def _ask_for_scales_ahead(self, group: _Group, halves: range) -> None:
+        for line in range(self._format.weight_lines, self._format.num_lines):
+            self._ask_ahead(group, group.ahead.type(line), halves)
+
+    def _add_to_sums(self, group: _Group, rows: range, halves: range, totals: list[list[Any]]) -> None:
+        """Add what these rows' sums of integers come to."""
+        builder, form = self._builder, self._format
+        scales = self._halves_of(F32X16, group.weights, halves, form.scales_at)
+        offsets = self._halves_of(F32X16, group.weights, halves, form.offsets_at) if form.has_offsets else []
+        for row, row_totals in zip(rows, totals, strict=True):
+            targets = [self._sums.type(row * PANEL * F32 + VECTOR * half) for half in halves]
+            sums = [self._load(F32X16, builder.add(self._sums, target)) for target in targets]
+            if form.has_offsets:
+                row_sum = self._row_number(group.rows, row, self._products.row_sum, _F32)
+                sums = [
+                    _fma(builder, offset, row_sum, number)
+                    for offset, number in zip(offsets, sums, strict=True)
+                ]
+            row_scale = self._row_number(group.rows, row, self._products.row_scale, _F32)
+            for target, number, scale, total in zip(targets, sums, scales, row_totals, strict=True):
+                factor = builder.fmul(scale, row_scale)
+                added = _fma(builder, builder.sitofp(total, F32X16), factor, number)
+                address = builder.add(self._sums, target)
+                builder.store(added, builder.inttoptr(address, F32X16.as_pointer()), align=4)
 
 
 class _QuadByQuad(_Tile):
@@ -187,27 +254,34 @@ class _QuadByQuad(_Tile):
         builder, int64 = self._builder, self._sums.type
         totals = [[cgutils.alloca_once(builder, _I32X16) for _ in halves] for _ in range(self._num_rows)]
         for row, row_totals in enumerate(totals):
-            start = self._row_number(group.rows, row, self._products.row_start)
+            start = self._start(group, row)
             for total in row_totals:
                 builder.store(start, total)
-        # One part after the other: with the weights of several at hand, sums would spill.
-        for part in range(len(self._products.parts)):
-            with cgutils.for_range(builder, int64(QUADS), intp=int64) as quads:
-                if part == 0:
-                    self._ask_ahead(group, quads.index, halves)
-                self._add_quad(group, quads.index, part, halves, totals)
-        scales = self._scales_of(group, halves)
-        self._ask_ahead(group, int64(QUADS), halves)
-        for row, row_totals in enumerate(totals):
-            self._add_to_sums(group, row, halves, scales, [builder.load(total) for total in row_totals])
+        # One part after the other, and one quad of a line: with the weights of several at hand, sums would spill.
+        for place in range(self._format.quads_per_line):
+            for part in range(len(self._products.parts)):
+                with cgutils.for_range(builder, int64(self._format.weight_lines), intp=int64) as lines:
+                    if place == part == 0:
+                        self._ask_ahead(group, lines.index, halves)
+                    self._add_line(group, lines.index, place, part, halves, totals)
+        self._ask_for_scales_ahead(group, halves)
+        loaded = [[builder.load(total) for total in row_totals] for row_totals in totals]
+        self._add_to_sums(group, range(self._num_rows), halves, loaded)
 
-    def _add_quad(self, group: _Group, index: Any, part: int, halves: range, totals: list[list[Any]]) -> None:
+    def _add_line(
+        self, group: _Group, index: Any, place: int, part: int, halves: range, totals: list[list[Any]]
+    ) -> None:
+        """Add a part of one of a line's quads."""
         builder, products = self._builder, self._products
-        quad = builder.add(group.weights, builder.mul(index, index.type(PANEL * QUAD)))
-        vectors = [products.split(builder, weights, part) for weights in self._weights_of(quad, halves)]
-        numbers = builder.add(group.rows, builder.mul(index, index.type(QUAD * products.number_bytes)))
+        line = builder.add(group.weights, builder.mul(index, index.type(_LINE)))
+        quads = [self._quad_of(vector, place) for vector in self._halves_of(_I32X16, line, halves)]
+        vectors = [products.split(builder, quad, part) for quad in quads]
+        quad_bytes = QUAD * products.number_bytes
+        line_bytes = index.type(quad_bytes * self._format.quads_per_line)
+        numbers = builder.add(group.rows, builder.mul(index, line_bytes))
+        distance = quad_bytes * place + I32 * part
         for row, row_totals in enumerate(totals):
-            number = self._row_number(numbers, row, I32 * part)
+            number = self._row_number(numbers, row, distance)
             for vector, total in zip(vectors, row_totals, strict=True):
                 builder.store(products.multiply(builder, builder.load(total), vector, number), total)
 
@@ -221,37 +295,51 @@ class _GroupByGroup(_Tile):
     """
 
     def _add_group(self, group: _Group, halves: range) -> None:
-        builder, products, int64 = self._builder, self._products, self._sums.type
+        line: list[Any] = []
         vectors: list[list[Any]] = []
         for first in range(0, self._num_rows, _ROWS_TOGETHER):
             rows = range(first, min(first + _ROWS_TOGETHER, self._num_rows))
-            totals = [[self._row_number(group.rows, row, products.row_start)] * len(halves) for row in rows]
+            totals = [[self._start(group, row)] * len(halves) for row in rows]
             for quad in range(QUADS):
                 if first == 0:
-                    place = builder.add(group.weights, int64(PANEL * QUAD * quad))
-                    vectors.append(self._weights_of(place, halves))
-                    self._ask_ahead(group, int64(quad), halves)
-                for row, row_totals in zip(rows, totals, strict=True):
-                    number = self._row_number(group.rows, row, I32 * quad)
-                    row_totals[:] = [
-                        products.multiply(builder, total, vector, number)
-                        for vector, total in zip(vectors[quad], row_totals, strict=True)
-                    ]
+                    index, place = divmod(quad, self._format.quads_per_line)
+                    if place == 0:
+                        line = self._halves_of(_I32X16, group.weights, halves, _LINE * index)
+                        self._ask_ahead(group, group.ahead.type(index), halves)
+                    vectors.append([self._quad_of(vector, place) for vector in line])
+                self._add_quad(group, rows, quad, vectors[quad], totals)
             if first == 0:
-                self._ask_ahead(group, int64(QUADS), halves)
-            scales = self._scales_of(group, halves)
-            for row, row_totals in zip(rows, totals, strict=True):
-                self._add_to_sums(group, row, halves, scales, row_totals)
+                self._ask_for_scales_ahead(group, halves)
+            self._add_to_sums(group, rows, halves, totals)
+
+    def _add_quad(
+        self, group: _Group, rows: range, quad: int, vectors: list[Any], totals: list[list[Any]]
+    ) -> None:
+        for row, row_totals in zip(rows, totals, strict=True):
+            number = self._row_number(group.rows, row, I32 * quad)
+            row_totals[:] = [
+                self._products.multiply(self._builder, total, vector, number)
+                for vector, total in zip(vectors, row_totals, strict=True)
+            ]
 
 
-def make_tile(products: Products, cut: Cut) -> Any:
+def _splat(number: int) -> Any:
+    return _ir.Constant(_I32X16, [number] * LANES)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return call(builder, "llvm.fma.v16f32", F32X16, [a, b, c])
+
+
+def make_tile(products: Products, cut: Cut, form: Format) -> Any:
     """An intrinsic: sums[r, 0..PANEL) += rows[r] @ panel for 1 to `cut.most_rows` rows.
 
     With every cache line of the panel it asks for the one at `ahead`, `ahead_step` bytes further each time.
     """
 
     def body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
-        tile = (_GroupByGroup if products is BYTES else _QuadByQuad)(products, builder, num_rows, arguments)
+        kind = _GroupByGroup if products is BYTES else _QuadByQuad
+        tile = kind(products, form, builder, num_rows, arguments)
         for halves in cut.passes():
             tile.emit(halves)
 
@@ -270,10 +358,21 @@ def make_tile(products: Products, cut: Cut) -> Any:
     return intrinsic(tile)
 
 
-_tile = make_tile(PRODUCTS, CUT)
+_tile8, _tile4, _tile4_offset = (make_tile(PRODUCTS, CUT, form) for form in FORMATS)
+
+
+@jit
+def group_bytes(weight_format):
+    """Return the size of a panel's part of a group."""
+    return _GROUP_BYTES[weight_format]
 
 
 @external
-def multiply_tile(num_rows, sums, rows, panel, num_groups, ahead, ahead_step):
-    """`make_tile` for this CPU."""
-    _tile(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)
+def multiply_tile(weight_format, num_rows, sums, rows, panel, num_groups, ahead, ahead_step):
+    """`make_tile` for this CPU and a weight's format."""
+    if weight_format == EIGHT_BITS:
+        _tile8(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)
+    elif weight_format == FOUR_BITS:
+        _tile4(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)
+    else:
+        _tile4_offset(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)

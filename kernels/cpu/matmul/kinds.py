@@ -16,7 +16,7 @@ from pagemill.kernels.cpu.jit.kernel import PART_OPTIONS
 FLOATS, INTEGERS, BFLOATS = np.float32(0), np.uint8(0), np.uint16(0)
 KindName = Literal["fp32", "int8", "bf16"]
 KINDS: dict[KindName, Any] = {"fp32": FLOATS, "int8": INTEGERS, "bf16": BFLOATS}
-"""fp32: weights in any of `weight_formats`; int8 and bf16: weights in one, and rows that are `converted`."""
+"""fp32: weights in any of `weight_formats`; int8, in any of `int8_tile`, and bf16: rows that are `converted`."""
 
 
 def _overload(chosen: Any) -> Any:

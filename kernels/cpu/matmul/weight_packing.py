@@ -2,8 +2,8 @@
 
 Decoding reads all weights for every token, and memory is what it waits for. Few checkpoints hold 32 bits of information
 per weight: they were stored as 16-bit floats, or as integers of 4 or 8 bits with scales, and were widened when they
-were loaded. That is undone here, whatever the file's format was: a matrix is kept as integers or halves only if every
-one of its numbers comes back exactly (a zero may lose its sign), and products go on computing with those in fp32.
+were loaded. That is undone here, whatever the file's format was: a matrix is kept as integers (`grids`) or halves only
+if every one of its numbers comes back exactly (a zero may lose its sign), and products go on computing in fp32.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from numba.extending import intrinsic
 
 from pagemill.kernels.cpu.jit.compiler import f32_pointer, i8_pointer, i32_pointer, jit, use_torch_threads
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
-from pagemill.kernels.cpu.jit.row import F32, ONE, VECTOR, ZERO, address_of, fill
+from pagemill.kernels.cpu.jit.row import F32, VECTOR, ZERO, address_of, fill
 from pagemill.kernels.cpu.jit.threads import launch_rows
-from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
+from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
+from pagemill.kernels.cpu.matmul.grids import OFFSET_NIBBLES, SIGNED_BYTES, fit_group
 from pagemill.kernels.cpu.matmul.weight_formats import (
     BFLOAT16,
     BYTE_CODES,
@@ -42,14 +43,9 @@ from pagemill.kernels.cpu.matmul.weight_formats import (
 )
 
 SMALLEST_FIRST = (NIBBLES, BYTES, BFLOAT16, FLOAT16)
-_MOST_NIBBLE, _MOST_BYTE = 15, 127
-# Of a scale's 24 significant bits: an fp16's, and those of an fp16 times a small integer. Numbers of a grid, rounded
-# themselves, tell its scale to some 20 bits.
-_SCALE_BITS = (11, 19, 24)
 
 _ir = cgutils.ir
 _I64 = _ir.IntType(64)
-_I8X16, _I32X16 = _ir.VectorType(_ir.IntType(8), LANES), _ir.VectorType(_ir.IntType(32), LANES)
 _F16X16 = _ir.VectorType(_ir.HalfType(), LANES)
 
 
@@ -148,36 +144,6 @@ def _expand_panels(weight_format, panels, count, in_features, target):
 
 
 @intrinsic
-def _fits(
-    typing_context: Any, source: Any, scale: Any, offset: Any, least: Any, most: Any, codes: Any
-) -> Any:
-    """Write the numbers of the grid nearest to the GROUP floats at `source` to `codes`; 1 if they are equal to them."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, scale, offset, least, most, codes = arguments
-        scales, offsets, lowest, highest = (emit_splat(builder, x) for x in (scale, offset, least, most))
-        equal = None
-        for half in range(GROUP // LANES):
-            at = builder.add(source, _I64(half * VECTOR))
-            numbers = builder.load(builder.inttoptr(at, F32X16.as_pointer()), align=4)
-            steps = call(
-                builder, "llvm.rint.v16f32", F32X16, [builder.fdiv(builder.fsub(numbers, offsets), scales)]
-            )
-            steps = builder.select(builder.fcmp_ordered(">", steps, lowest), steps, lowest)
-            steps = builder.select(builder.fcmp_ordered("<", steps, highest), steps, highest)
-            same = builder.fcmp_ordered(
-                "==", call(builder, "llvm.fma.v16f32", F32X16, [steps, scales, offsets]), numbers
-            )
-            equal = same if equal is None else builder.and_(equal, same)
-            target = builder.inttoptr(builder.add(codes, _I64(half * LANES)), _I8X16.as_pointer())
-            builder.store(builder.trunc(builder.fptosi(steps, _I32X16), _I8X16), target, align=1)
-        bit = _ir.IntType(1)
-        return builder.zext(call(builder, "llvm.vector.reduce.and.v16i1", bit, [equal]), _I64)
-
-    return types.int64(*[types.int64, *[types.float32] * 4, types.int64]), generate
-
-
-@intrinsic
 def _fits_halves(typing_context: Any, source: Any, halves: Any) -> Any:
     """Write the 16 floats at `source` as fp16 to `halves`; 1 if they are equal to them."""
 
@@ -190,50 +156,6 @@ def _fits_halves(typing_context: Any, source: Any, halves: Any) -> Any:
         return builder.zext(call(builder, "llvm.vector.reduce.and.v16i1", _ir.IntType(1), [same]), _I64)
 
     return types.int64(types.int64, types.int64), generate
-
-
-@jit(exact=True)
-def _rounded(number, bits, scratch):
-    """A positive float with fewer significant bits, to nearest."""
-    f32_pointer(scratch)[0] = number
-    dropped = 24 - bits
-    half = (1 << dropped) >> 1
-    i32_pointer(scratch)[0] = np.int32((i32_pointer(scratch)[0] + half) >> dropped << dropped)
-    return f32_pointer(scratch)[0]
-
-
-@jit(exact=True)
-def _fit_levels(source, low, width, levels, least, codes, scratch):
-    """The scale with which the group is a grid of `levels` steps over `width`; 0 if there is none."""
-    for bits in _SCALE_BITS:
-        scale = _rounded(width / np.float32(levels), bits, scratch) if width > ZERO else ONE
-        most = np.float32(_MOST_NIBBLE if least == ZERO else _MOST_BYTE)
-        if _fits(source, scale, low, least, most, codes):
-            return scale
-    return ZERO
-
-
-@jit(exact=True)
-def _fit_group(weight_format, source, codes, scratch):
-    """(scale, offset) that make the GROUP floats at `source` from integers, written to `codes`; scale 0: none do."""
-    numbers = f32_pointer(source)
-    low = high = numbers[0]
-    for i in range(1, GROUP):
-        low, high = min(low, numbers[i]), max(high, numbers[i])
-    if weight_format == NIBBLES:
-        for levels in range(_MOST_NIBBLE, 0, -1):
-            scale = _fit_levels(source, low, high - low, levels, ZERO, codes, scratch)
-            if scale != ZERO:
-                return scale, low
-        return ZERO, ZERO
-    largest = max(-low, high)
-    # A group's largest number nearly always has the largest code.
-    for turn in range(_MOST_BYTE):
-        levels = _MOST_BYTE if turn == 0 else turn
-        scale = _fit_levels(source, ZERO, largest, levels, np.float32(-_MOST_BYTE), codes, scratch)
-        if scale != ZERO:
-            return scale, ZERO
-    return ZERO, ZERO
 
 
 @jit
@@ -253,7 +175,8 @@ def _pack_group(weight_format, source, stride, num_channels, target, scratch):
     fill(target, size // F32, ZERO)
     scales = target + (NIBBLE_CODES if is_nibbles else BYTE_CODES)
     for channel in range(num_channels):
-        scale, offset = _fit_group(weight_format, source + channel * stride, codes, scratch)
+        grid = OFFSET_NIBBLES if is_nibbles else SIGNED_BYTES
+        scale, offset = fit_group(grid, source + channel * stride, codes, scratch)
         if scale == ZERO:
             return False
         f32_pointer(scales)[channel] = scale

@@ -89,7 +89,7 @@ def test_a_fingerprint_tells_schemes_of_int8_apart(directory: str, monkeypatch: 
 
 
 def test_the_cpu_says_how_many_inputs_share_a_scale() -> None:
-    assert CpuBackend.int8_scale_span == f"{grouped_int8.GROUP} inputs"
+    assert CpuBackend.int8_scale_span == f"{grouped_int8.GROUP} inputs; a file's own integers"
 
 
 def test_cpu_and_cuda_have_schemes_of_their_own() -> None:

@@ -14,6 +14,7 @@ from pagemill.kernels.cpu.jit.compiler import compiles_for
 from pagemill.kernels.cpu.jit.row import F32, VECTOR
 from pagemill.kernels.cpu.matmul import bf16
 from pagemill.kernels.cpu.matmul.bf16_tile import GROUP, PAIR, PAIRS, Dots, make_tile, native_dots, plain_dots
+from pagemill.kernels.cpu.matmul.converted import PackedPanels
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
 from tests.kernels.cpu.another_cpu import instructions
 
@@ -22,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 needs_native = pytest.mark.skipif(not bf16.is_native(), reason="needs a CPU with AVX-512 BF16")
 
 
-def make(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedPanels, torch.Tensor]:
     """(weight, packed, bias), the bias with NaN where no channel is."""
     weight = torch.randn(out_features, in_features) * in_features**-0.5
     packed = bf16.pack(weight)
-    bias = torch.full((len(packed) * PANEL,), torch.nan)
+    bias = torch.full((len(packed.panels) * PANEL,), torch.nan)
     bias[:out_features] = torch.randn(out_features)
     return weight, packed, bias
 
@@ -133,9 +134,9 @@ def test_no_rows():
 def test_weights_are_packed_as_they_are_and_rounded_if_they_must_be():
     torch.manual_seed(42)
     weight = torch.randn(960, 576)
-    packed = bf16.pack(weight)
-    assert packed.nbytes == 960 * 576 * 2
-    assert torch.equal(bf16.pack(weight.bfloat16()), packed)
+    panels = bf16.pack(weight).panels
+    assert panels.nbytes == 960 * 576 * 2
+    assert torch.equal(bf16.pack(weight.bfloat16()).panels, panels)
 
 
 def runner(dots: Dots, cut: Cut, num_rows: int) -> Any:

@@ -10,7 +10,6 @@ import torch
 from pagemill.kernels import dispatch
 from pagemill.kernels.cpu.experts.grouped import GroupedWeights, multiply, padded_bias
 from pagemill.kernels.cpu.matmul import bf16, int8
-from pagemill.kernels.cpu.matmul.converted import NO_FORMAT
 from pagemill.kernels.cpu.matmul.kinds import KindName
 from pagemill.kernels.cpu.matmul.weight_packing import pack_each
 from pagemill.kernels.experts import Routing
@@ -88,8 +87,8 @@ def packed(weights: torch.Tensor, bias: torch.Tensor | None, kind: KindName) -> 
     biases = padded_bias(bias, shape[0])
     if kind == "fp32":
         return GroupedWeights.of_floats(pack_each(weights.__getitem__, count, shape), biases, count)
-    pack = int8.pack if kind == "int8" else bf16.pack
-    return GroupedWeights(kind, torch.stack(list(map(pack, weights))), NO_FORMAT, biases, count, *shape)
+    all_packed = {"int8": int8, "bf16": bf16}[kind].pack_each(weights.__getitem__, count)
+    return GroupedWeights(kind, all_packed.panels, all_packed.weight_format, biases, count, *shape)
 
 
 def expected_product(

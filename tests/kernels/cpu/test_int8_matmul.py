@@ -13,11 +13,15 @@ from hypothesis import strategies as st
 
 from pagemill.kernels import grouped_int8
 from pagemill.kernels.cpu.jit.compiler import compiles_for
-from pagemill.kernels.cpu.matmul import int8
-from pagemill.kernels.cpu.matmul.converted import convert_rows
+from pagemill.kernels.cpu.matmul import grids, int8
+from pagemill.kernels.cpu.matmul.converted import PackedPanels, convert_rows
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
 from pagemill.kernels.cpu.matmul.int8_tile import (
     BYTES,
+    EIGHT_BITS,
+    FORMATS,
+    FOUR_BITS,
+    FOUR_BITS_OFFSET,
     PRODUCTS,
     QUAD,
     QUADS,
@@ -38,11 +42,11 @@ NUM_ROWS = 3
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
-def make(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedPanels, torch.Tensor]:
     """(weight, packed, bias), the bias with NaN where no channel is."""
     weight = torch.randn(out_features, in_features) * torch.rand(out_features, 1)
     packed = int8.pack(weight)
-    bias = torch.full((len(packed) * PANEL,), torch.nan)
+    bias = torch.full((len(packed.panels) * PANEL,), torch.nan)
     bias[:out_features] = torch.randn(out_features)
     return weight, packed, bias
 
@@ -168,8 +172,105 @@ def test_no_rows():
 
 
 def test_weights_take_little_more_than_a_byte_each():
-    packed = int8.pack(torch.zeros(960, 576))
-    assert packed.nbytes <= 960 * 576 * 1.13
+    packed = int8.pack(torch.randn(960, 576))
+    assert packed.panels.nbytes <= 960 * 576 * 1.13
+
+
+def integers(weight_format: int, out_features: int, num_groups: int) -> torch.Tensor:
+    """A weight made of integers of this format, all of them at its ends in the first group."""
+    low, high = {EIGHT_BITS: (-127, 127), FOUR_BITS: (-8, 7), FOUR_BITS_OFFSET: (0, 15)}[weight_format]
+    numbers = torch.randint(low, high + 1, (out_features, num_groups, GROUP)).float()
+    numbers[:, 1:, 0], numbers[:, 1:, 1] = low, high
+    numbers[:, 0] = high
+    numbers[out_features // 2 :, 0] = low
+    scales = (torch.rand(out_features, num_groups, 1) + 0.1).half().float()
+    offsets = torch.randn(out_features, num_groups, 1).half().float()
+    weight = numbers * scales + (offsets if weight_format == FOUR_BITS_OFFSET else 0.0)
+    return weight.flatten(1)
+
+
+def twin(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, weight_format: int = EIGHT_BITS
+) -> torch.Tensor:
+    """The product with a weight whose integers this format finds."""
+    found = grids.find(weight, int8.GRIDS[weight_format])
+    assert found is not None
+    restored = found.numbers * found.scales[..., None] + found.offsets[..., None]
+    torch.testing.assert_close(restored.flatten(1), weight, rtol=1e-6, atol=1e-6)
+    offsets = found.offsets if weight_format == FOUR_BITS_OFFSET else None
+    return grouped_int8.multiply(x, found.numbers, found.scales, bias, offsets)
+
+
+BYTES_A_WEIGHT = {EIGHT_BITS: 1.125, FOUR_BITS: 0.625, FOUR_BITS_OFFSET: 0.75}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weight_format=st.sampled_from(int8.SMALLEST_FIRST),
+    num_rows=st.integers(1, 60),
+    num_groups=st.integers(2, 20),
+    out_features=st.integers(1, 100),
+    seed=st.integers(0, 2**31),
+)
+def test_a_files_own_integers_are_kept(weight_format, num_rows, num_groups, out_features, seed):
+    torch.manual_seed(seed)
+    weight = integers(weight_format, out_features, num_groups)
+    packed = int8.pack(weight)
+    assert packed.weight_format == weight_format
+    assert packed.panels[0].nbytes == PANEL * num_groups * GROUP * BYTES_A_WEIGHT[weight_format]
+    bias = torch.randn(len(packed.panels) * PANEL)
+    x = activations(num_rows, num_groups * GROUP)
+    out = int8.multiply(x, packed, bias, out_features)
+    assert_same_bits(out, twin(x, weight, bias[:out_features], weight_format))
+
+
+def test_signed_integers_of_four_bits_say_the_same_in_eight():
+    torch.manual_seed(42)
+    weight, x = integers(FOUR_BITS, 70, 9), activations(20, 9 * GROUP)
+    bias = torch.randn(3 * PANEL)
+    small, large = int8.pack(weight), int8.pack(weight, (EIGHT_BITS,))
+    out = int8.multiply(x, small, bias, 70)
+    torch.testing.assert_close(
+        out, int8.multiply(x, large, bias, 70), rtol=0, atol=1e-6 * float(out.abs().max())
+    )
+
+
+def test_scales_of_either_sign():
+    """llama.cpp's Q4_0: the number of largest size has the code of -8."""
+    torch.manual_seed(42)
+    numbers = torch.randint(-8, 8, (40, 4, GROUP)).float()
+    numbers[:, :, 0] = -8
+    scales = torch.randn(40, 4, 1).half().float()
+    weight, x, bias = (numbers * scales).flatten(1), activations(5, 4 * GROUP), torch.randn(2 * PANEL)
+    packed = int8.pack(weight)
+    assert packed.weight_format == FOUR_BITS
+    expected = grouped_int8.multiply(x, numbers, scales[..., 0], bias[:40])
+    assert_same_bits(int8.multiply(x, packed, bias, 40), expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_one_number_off_the_grid_is_rounded_with_its_weight(bad):
+    torch.manual_seed(42)
+    weight = integers(FOUR_BITS, 40, 3)
+    weight[7, 50] += 0.01
+    weight[11, 9] = bad
+    packed, bias = int8.pack(weight), torch.randn(2 * PANEL)
+    assert packed.weight_format == EIGHT_BITS
+    x = activations(3, 3 * GROUP)
+    out = int8.multiply(x, packed, bias, 40)
+    expected = grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:40])
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_weights_of_several_forms_are_packed_in_the_largest():
+    torch.manual_seed(42)
+    weights = [integers(form, 40, 3) for form in (FOUR_BITS, FOUR_BITS, FOUR_BITS_OFFSET, FOUR_BITS)]
+    packed = int8.pack_each(weights.__getitem__, 4)
+    assert packed.weight_format == FOUR_BITS_OFFSET
+    alone = [int8.pack(weight, (FOUR_BITS_OFFSET,)) for weight in weights]
+    assert torch.equal(packed.panels, torch.stack([each.panels for each in alone]))
+    packed = int8.pack_each([*weights, torch.randn(40, 3 * GROUP)].__getitem__, 5)
+    assert packed.weight_format == EIGHT_BITS
 
 
 def rows_for(products: Products, x: torch.Tensor) -> torch.Tensor:
@@ -177,16 +278,16 @@ def rows_for(products: Products, x: torch.Tensor) -> torch.Tensor:
     numbers, scales = grouped_int8.quantise(x)  # [num_rows, num_groups, GROUP], [num_rows, num_groups]
     order = [quad + i for quad in range(0, GROUP, QUAD) for part in products.parts for i in part]
     dtype = torch.int8 if products.number_bytes == 1 else torch.int16
-    starts = -ZERO_POINT * numbers.sum(dim=2, dtype=torch.int32)
-    fields = numbers[..., order].to(dtype), scales[..., None], starts[..., None]
+    sums = numbers.sum(dim=2, dtype=torch.int32, keepdim=True)
+    fields = numbers[..., order].to(dtype), scales[..., None], -ZERO_POINT * sums, sums * scales[..., None]
     rows = torch.cat([field.contiguous().view(torch.uint8) for field in fields], dim=2)
     assert rows.shape[2] == products.row_bytes
     return rows.transpose(0, 1).contiguous()
 
 
 @functools.cache
-def runner(products: Products, cut: Cut) -> Any:
-    tile = make_tile(products, cut)
+def runner(products: Products, cut: Cut, weight_format: int) -> Any:
+    tile = make_tile(products, cut, FORMATS[weight_format])
 
     @numba.njit
     def run(num_rows, sums, rows, panel, num_groups):
@@ -211,22 +312,26 @@ def test_rows_are_quantised_as_the_tiles_read_them():
         pytest.param(BYTES, "avx512vnni", WIDE, id="vnni"),
     ],
 )
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("weight_format", int8.SMALLEST_FIRST)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), num_groups=st.integers(1, 12), seed=st.integers(0, 2**31))
-def test_every_cpu_computes_the_same_at_every_height(products, feature, cut, data, num_groups, seed):
+def test_every_cpu_computes_the_same_at_every_height(
+    products, feature, cut, weight_format, data, num_groups, seed
+):
     if feature is not None and not compiles_for(feature):
         pytest.skip(f"needs {feature}")
     torch.manual_seed(seed)
     num_rows = data.draw(st.integers(1, cut.most_rows), label="num_rows")
-    weight = torch.randn(PANEL, num_groups * GROUP) * torch.rand(PANEL, 1)
+    weight = integers(weight_format, PANEL, num_groups)
     x = activations(num_rows, num_groups * GROUP)
-    x[0, :GROUP], weight[:, :GROUP] = 3.0, 2.0  # the largest sums, of either sign
-    weight[PANEL // 2 :, :GROUP] = -2.0
-    packed, start = int8.pack(weight), torch.randn(PANEL)
+    x[0, :GROUP] = 3.0  # the largest sums, of either sign
+    packed, start = int8.pack(weight, (weight_format,)), torch.randn(PANEL)
+    assert packed.weight_format == weight_format
     sums, after = start.expand(num_rows + 1, PANEL).contiguous().split([num_rows, 1])
     rows = rows_for(products, x)
-    runner(products, cut)(num_rows, sums.data_ptr(), rows.data_ptr(), packed.data_ptr(), num_groups)
-    assert_same_bits(sums, grouped_int8.multiply(x, *grouped_int8.quantise(weight), start))
+    run = runner(products, cut, weight_format)
+    run(num_rows, sums.data_ptr(), rows.data_ptr(), packed.panels.data_ptr(), num_groups)
+    assert_same_bits(sums, twin(x, weight, start, weight_format))
     assert torch.equal(after[0], start), "a row too many"
 
 
@@ -235,7 +340,7 @@ INSTRUCTIONS = """
 import numba
 from pagemill.kernels.cpu.matmul import fp32_tile, int8_tile
 assert int8_tile.PRODUCTS is int8_tile.BYTES and fp32_tile.CUT == fp32_tile.WIDE
-tile = int8_tile.make_tile(int8_tile.BYTES, fp32_tile.WIDE)
+tile = int8_tile.make_tile(int8_tile.BYTES, fp32_tile.WIDE, int8_tile.FORMATS[{form}])
 @numba.njit
 def run(sums, rows, panel, num_groups, ahead, ahead_step):
     tile(14, sums, rows, panel, num_groups, ahead, ahead_step)
@@ -243,17 +348,25 @@ run.compile("void(int64, int64, int64, int64, int64, int64)")
 """
 
 
-def test_a_tile_for_such_a_cpu_keeps_a_groups_weights_in_registers(tmp_path):
+# With offsets the mask of halves of bytes is read again: it has no register left.
+@pytest.mark.parametrize("weight_format", [EIGHT_BITS, FOUR_BITS])
+def test_a_tile_for_such_a_cpu_keeps_a_groups_weights_in_registers(tmp_path, weight_format):
     """Compiled for a CPU that this may not be."""
-    lines = instructions(INSTRUCTIONS, "cascadelake", TARGET.split(), tmp_path)
+    program, form = INSTRUCTIONS.format(form=weight_format), FORMATS[weight_format]
+    lines = instructions(program, "cascadelake", TARGET.split(), tmp_path)
     num_rows, halves = WIDE.most_rows, WIDE.halves
     products = [line for line in lines if line[0] == "vpdpbusd"]
     assert len(products) == num_rows * halves * QUADS
     assert all(line[-3].startswith("%zmm") for line in products), "weights are read for each row"
     whole = [line for line in lines if line[0].startswith("vmov") and line[-1].startswith("%zmm")]
     loads = [line for line in whole if line[1].endswith("),")]
+    constants = [line for line in loads if line[0] in ("vmovdqa64", "vmovaps")]  # the aligned ones
+    assert len(constants) <= 1, "a mask of halves of bytes"
     num_blocks = -(-num_rows // 3)
-    assert len(loads) == halves * (QUADS + num_blocks), "weights, and scales for every three rows"
+    num_factors = form.num_lines - form.weight_lines
+    assert len(loads) - len(constants) == halves * (form.weight_lines + num_factors * num_blocks), (
+        "weights, and scales by three rows"
+    )
     stores = [line for line in lines if line[0].startswith("vmov") and line[-1].endswith(")")]
     assert len(stores) == num_rows * halves, "sums leave their registers once a group"
     assert not any("%rsp" in operand for line in loads + stores for operand in line), "registers are spilt"

@@ -23,6 +23,7 @@ from pagemill.worker.embedded import EmbeddedServer, EmbeddedServerError
 from pagemill.worker.engine_host.choice import runs_in_process
 from pagemill.worker.interpreter import settle, stay_without_torch
 from pagemill.worker.long_wait import LongWait
+from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.watchdog import Watchdog
 from pagemill.worker.worker import Worker
 
@@ -41,8 +42,8 @@ class ShutdownSignals:
     """SIGTERM, SIGINT and SIGHUP, counted: the first asks for a drain, the second to hurry."""
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.hurry = threading.Event()
+        self.asked = SignalFlag()
+        self.hurry = SignalFlag()
         self.first_at = 0.0
 
     def install(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -45,6 +44,7 @@ from pagemill.worker.jobs.speed import SpeedMeter
 from pagemill.worker.jobs.store.results import StoredResults
 from pagemill.worker.jobs.store.sweeper import StoreSweeper
 from pagemill.worker.long_wait import LongWait
+from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.status.live_view import LiveView
 from pagemill.worker.status.queue_reader import QueueReader
 from pagemill.worker.status.server import Health, LivePage, Probes, StatusServer
@@ -201,7 +201,7 @@ class Worker:
             return "the thread that pulls jobs died"
         return None
 
-    def drain(self, grace_s: float, hurry: threading.Event, give_up_at: float) -> None:
+    def drain(self, grace_s: float, hurry: SignalFlag, give_up_at: float) -> None:
         """Stop pulling; let jobs run on for `grace_s` or until `hurry`; checkpoint and hand back the rest.
 
         All of it ends before `give_up_at` (monotonic).
@@ -261,7 +261,7 @@ class Worker:
         else:
             self.reporter.hand_back_all()
 
-    def _wait_for_jobs(self, until: float, hurry: threading.Event) -> None:
+    def _wait_for_jobs(self, until: float, hurry: SignalFlag) -> None:
         wait = LongWait(logger)
         while len(self.table) and time.monotonic() < until and not hurry.is_set():
             if self.failure() is not None:

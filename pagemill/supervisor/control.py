@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pagemill.supervisor.rollout import Rollout
 from pagemill.supervisor.run_directory import SOCKET_FILE
@@ -128,7 +128,18 @@ def ask(directory: Path, **command: Any) -> Iterator[dict[str, Any]]:
             client.connect(str(directory / SOCKET_FILE))
             client.sendall(json.dumps(command).encode() + b"\n")
         except OSError as error:
-            raise NotRunning(f"no pagemill up runs with {directory} ({error.strerror or error})") from None
+            raise _not_running(directory, error) from None
         with client.makefile("rb") as replies:
-            for line in replies:
+            while line := _read(replies, directory):
                 yield json.loads(line)
+
+
+def _read(replies: BinaryIO, directory: Path) -> bytes:
+    try:
+        return replies.readline()
+    except ConnectionResetError as error:  # it ended before it took the connection up
+        raise _not_running(directory, error) from None
+
+
+def _not_running(directory: Path, error: OSError) -> NotRunning:
+    return NotRunning(f"no pagemill up runs with {directory} ({error.strerror or error})")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from types import TracebackType
 from typing import Any, Self
 
 from pagemill.engine.models.echo import Reply, reply_with
 from pagemill.worker.config import WorkerConfig
+from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.worker import Worker
 
 LOAD_S = 60.0
@@ -50,7 +50,7 @@ class EchoWorker:
     def close(self) -> None:
         """Hand back what runs, and end."""
         reply_with(None)
-        self._worker.drain(0.0, threading.Event(), time.monotonic() + STOP_S)
+        self._worker.drain(0.0, SignalFlag(), time.monotonic() + STOP_S)
         self._worker.close()
 
     def __enter__(self) -> Self:

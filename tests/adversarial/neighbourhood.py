@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +28,12 @@ SIGNER = Keys([KEY])
 PATIENCE_S = 60.0
 """For the hostile jobs of one kind to end, on a model that costs nothing; a real one has ten times as long."""
 SLOWER = 20
-"""The good tenant's jobs may take this many times their time alone, plus `GRACE_S` (a busy machine)."""
+"""Until the good tenant's jobs have ended, the worker may compute for this many times what they take alone, and for
+`GRACE_S` more."""
 GRACE_S = 5.0
+LONGEST = {"echo": 4000, "smollm2": 8000}
+"""Tokens of a prompt that the model only just takes. Whoever asks for it has a right to its turns, and beside it
+everybody's steps are long ones."""
 MAX_GROWTH_MB = 700
 """Of the worker's memory beside what it has with good jobs alone."""
 TYPED = FINAL_CODES | {"deadline_exceeded", "attempts_exhausted"}
@@ -47,7 +50,12 @@ class Neighbourhood:
     process: WorkerProcess
     texts: list[list[Output]]
     alone_s: float
+    """Processor time for the good jobs."""
     memory_mb: float
+
+    def limit_s(self, kind: str) -> float:
+        """Processor time until the good jobs have ended beside hostile ones of this kind."""
+        return SLOWER * self.alone_s + GRACE_S + (self.run_longest() if kind == "large inputs" else 0.0)
 
     def good_jobs(self) -> list[str]:
         ids = []
@@ -109,14 +117,23 @@ class Neighbourhood:
         return "" if is_typed else f"{error.code} {error.cause}: {error.message[:200]}"
 
     def run_good_jobs(self) -> tuple[list[list[Output]], float]:
-        """Return the outcomes, and the seconds until the last had ended."""
-        began = time.monotonic()
-        outcomes = self.client.wait(self.good_jobs(), 10 * PATIENCE_S)
-        took = time.monotonic() - began
+        """Return the outcomes, and the worker's processor time until the last had ended."""
+        return self._run(self.good_jobs)
+
+    def run_longest(self) -> float:
+        """Return the worker's processor time for a prompt of `LONGEST` tokens by itself."""
+        fields = {"prompt_token_ids": [65] * LONGEST[self.model], "max_tokens": 8, "tenant": "good"}
+        item = self._item(json.loads(Job.parse(fields | {"model": self.model}).to_payload()), {}, "good")
+        return self._run(lambda: self._submit([item]))[1]
+
+    def _run(self, submit: Callable[[], list[str]]) -> tuple[list[list[Output]], float]:
+        before_s = processor_s(self.process)
+        outcomes = self.client.wait(submit(), 10 * PATIENCE_S)
+        spent_s = processor_s(self.process) - before_s
         for outcome in outcomes:
             assert outcome.state == "succeeded", outcome.error
             assert outcome.result is not None
-        return [list(outcome.result.outputs) for outcome in outcomes if outcome.result], took
+        return [list(outcome.result.outputs) for outcome in outcomes if outcome.result], spent_s
 
 
 @contextmanager
@@ -142,6 +159,16 @@ def neighbourhood(url: str, model: str, directory: Path, **settings: object) -> 
 
 def memory_mb(process: WorkerProcess) -> float:
     return float(psutil.Process(process.process.pid).memory_info().rss >> 20)
+
+
+def processor_s(process: WorkerProcess) -> float:
+    """Of the worker and what it has started: what else the machine is busy with takes none of it."""
+    worker = psutil.Process(process.process.pid)
+    spent_s = 0.0
+    for one in (worker, *worker.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # one that has just ended is in its parent's times
+            spent_s += sum(one.cpu_times()[:4])
+    return spent_s
 
 
 @contextmanager

@@ -12,10 +12,8 @@ import pytest
 from pagemill.producer.wire.calls import reads
 from tests.adversarial.hostile_jobs import KINDS
 from tests.adversarial.neighbourhood import (
-    GRACE_S,
     MAX_GROWTH_MB,
     PATIENCE_S,
-    SLOWER,
     Neighbourhood,
     neighbourhood,
     watched,
@@ -31,7 +29,8 @@ class Street:
     def __init__(self, url: str, directory: Path) -> None:
         self._url, self._directory = url, directory
         self._open = ExitStack()
-        self._model, self._one, self._is_whole = "", None, False
+        self._model, self._is_whole = "", False
+        self._one: Neighbourhood | None = None
 
     def enter(self, model: str) -> Neighbourhood:
         if self._one is None or model != self._model or not self._is_whole:
@@ -47,6 +46,7 @@ class Street:
 
     def close(self) -> None:
         self._open.close()
+        self._one = None
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def check_kind(one: Neighbourhood, kind: str) -> None:
     jobs = list(KINDS[kind]())
     with watched(one.process) as memory:
         ids = one.hostile_jobs(jobs)
-        texts, took_s = one.run_good_jobs()
+        texts, spent_s = one.run_good_jobs()
         give_up = time.monotonic() + PATIENCE_S * (1 if one.model == "echo" else 10)
         while not all(one.client.run(reads.ends(one.client.queue, ids))) and time.monotonic() < give_up:
             time.sleep(0.05)
@@ -84,6 +84,6 @@ def check_kind(one: Neighbourhood, kind: str) -> None:
     ]
     assert not faults, f"{len(faults)} of {len(jobs)}:\n" + "\n".join(faults)
     assert texts == one.texts, "the good tenant got something else"
-    assert took_s <= SLOWER * one.alone_s + GRACE_S, f"{took_s:.1f} s instead of {one.alone_s:.1f}"
+    assert spent_s <= one.limit_s(kind), f"{spent_s:.1f} s of processor time instead of {one.alone_s:.1f}"
     assert max(memory) - one.memory_mb < MAX_GROWTH_MB, f"{one.memory_mb} MB, then {max(memory)}"
     eventually(lambda: one.client.stats().leases == 0, "the worker to be free again")

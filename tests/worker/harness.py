@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -29,6 +28,7 @@ from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.server.transport import SyncTransport
 from pagemill.worker.config import WorkerConfig
+from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.worker import Worker
 
 PATIENCE_S = 120.0
@@ -152,7 +152,7 @@ def running_worker(config: WorkerConfig, load_patience_s: float = PATIENCE_S) ->
         yield worker
         assert worker.failure() is None
     finally:
-        worker.drain(0.0, threading.Event(), time.monotonic() + 60)
+        worker.drain(0.0, SignalFlag(), time.monotonic() + 60)
         assert worker.close()
 
 

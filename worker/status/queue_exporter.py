@@ -25,6 +25,7 @@ from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
 from pagemill.producer.wire.server.clients import open_masters
 from pagemill.producer.wire.server.transport import wrap_errors
 from pagemill.worker.job_queue import JobQueue, ReaderConnectivity, ServerClock
+from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.status.queue_reader import QueueReader
 from pagemill.worker.status.server import Health, Probes, StatusServer
 
@@ -160,7 +161,7 @@ class QueueExporter:
 
 def run_exporter(queues: QueueSet, host: str, port: int) -> None:
     """Export until SIGTERM, SIGINT or SIGHUP. Raises as `QueueExporter` does."""
-    stop = threading.Event()
+    stop = SignalFlag()
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.set()

@@ -19,6 +19,7 @@ from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 from pagemill.monitoring.metrics.engine import ENGINE_METRICS
 from pagemill.monitoring.metrics.kv_cache import KV_CACHE_METRICS
 from pagemill.producer.wire.calls.rollouts import Rollout
+from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer, server_binary
@@ -113,7 +114,7 @@ def worker(client: QueueClient) -> Iterator[Worker]:
 def end(worker: Worker) -> None:
     """Drain and close, once."""
     if worker.http_url is not None:
-        worker.drain(0.0, threading.Event(), time.monotonic() + 20)
+        worker.drain(0.0, SignalFlag(), time.monotonic() + 20)
         assert worker.close()
 
 

@@ -15,6 +15,7 @@ from pagemill.producer.doctor.machine_checks import http_port
 from pagemill.producer.wire.calls.reads import feed
 from pagemill.producer.wire.schema.errors import JobCancelled, JobExpired, JobFailed
 from pagemill.producer.wire.schema.outputs import Delta
+from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.worker import Worker
 from tests.worker.harness import (
     PATIENCE_S,
@@ -312,7 +313,7 @@ def test_a_worker_names_its_model_when_it_is_ready_not_with_its_next_renewal(
             "the model's name",
             patience_s=9.0,  # less than an entry without a heartbeat lives
         )
-        worker.drain(0.0, threading.Event(), time.monotonic() + 20)
+        worker.drain(0.0, SignalFlag(), time.monotonic() + 20)
         eventually(lambda: [w.state for w in client.workers()] == ["draining"], "the drain", patience_s=9.0)
     finally:
         may_load.set()

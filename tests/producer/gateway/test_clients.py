@@ -1,7 +1,8 @@
 """What people's libraries do with tools: langchain here, instructor and litellm in the slow set.
 
-instructor asks for an older jiter and rich than the other tests have, and litellm brings boto3: they are the extra
-`clients`, installed without what they ask for.
+instructor asks for an older jiter and rich than the other tests have, and litellm brings much that nothing here needs:
+they are the extra `clients`, which `make setup` leaves out. `INSTALL` installs them without the rest of what they
+ask for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from pydantic import BaseModel, ConfigDict
 from tests.producer.gateway.serving import Served, gateway
 from tests.worker.harness import PATIENCE_S, running_worker, worker_config
 
+INSTALL = (
+    "pip install --no-deps instructor docstring-parser "
+    "litellm fastuuid 'importlib-metadata<9' zipp h2 hpack hyperframe"
+)
 CALL = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -84,7 +89,7 @@ def test_langchain_s_structured_output(langchain_model: Any) -> None:
 
 @pytest.mark.slow
 def test_instructor_s_tools_mode(served: Served) -> None:
-    import instructor
+    instructor = pytest.importorskip("instructor", reason=f"instructor is not installed: {INSTALL}")
     from openai import OpenAI
 
     client = instructor.from_openai(
@@ -103,7 +108,7 @@ def test_litellm_reads_calls_and_thinking(
     served: Served, is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet
-    import litellm
+    litellm = pytest.importorskip("litellm", reason=f"litellm is not installed: {INSTALL}")
 
     ask: dict[str, Any] = {
         "model": "openai/echo",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pagemill.engine.engine import Engine
+from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, get_json, running_worker, worker_config
@@ -70,7 +71,7 @@ def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
         assert [probe(worker, name)[0] for name in ("startupz", "readyz", "healthz")] == [200] * 3
     finally:
         may_load.set()
-        worker.drain(0.0, threading.Event(), time.monotonic() + 20)
+        worker.drain(0.0, SignalFlag(), time.monotonic() + 20)
         assert worker.close()
 
 

@@ -1,0 +1,29 @@
+"""Commands to a supervisor that is about to end."""
+
+from __future__ import annotations
+
+import select
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pagemill.supervisor.control import NotRunning, ask
+from pagemill.supervisor.run_directory import SOCKET_FILE
+
+
+def test_one_that_ends_with_a_command_unread_does_not_run(tmp_path: Path) -> None:
+    """The kernel resets the connection, as it does with those that its socket's queue still holds."""
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        listener.bind(str(tmp_path / SOCKET_FILE))
+        listener.listen()
+        replies = pool.submit(list, ask(tmp_path, command="status"))
+        connection, _ = listener.accept()
+        select.select([connection], [], [])
+        connection.close()
+        with pytest.raises(NotRunning, match="no pagemill up runs"):
+            replies.result()

@@ -73,8 +73,7 @@ class _Channels(nn.Module):
     def __init__(self, product: ConvertedProduct, channels: torch.Tensor) -> None:
         super().__init__()
         panels, places = torch.unique(channels // product.panel, return_inverse=True)
-        self._multiply = product.multiply
-        self._packed = product.packed._replace(panels=product.packed.panels[panels])
+        self._multiply, self._packed = product.multiply, product.packed.some(panels)
         self._bias = product.bias.view(-1, product.panel)[panels].flatten()
         self._columns = places * product.panel + channels % product.panel
 

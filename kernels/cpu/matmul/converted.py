@@ -67,6 +67,10 @@ class PackedPanels(NamedTuple):
     weight_format: int
     """Of `int8_tile`; bfloat16 has one."""
 
+    def some(self, panels: torch.Tensor) -> PackedPanels:
+        """Return the panels of these numbers."""
+        return PackedPanels(self.panels[panels], self.weight_format)
+
 
 def multiply_packed(
     kind: object, x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, out_features: int

@@ -179,3 +179,17 @@ def test_fp8_products_need_a_gpu_that_has_them(
     with pytest.raises(ConfigError, match=r"compute capability 8\.9 or newer; use int8") as caught:
         CudaBackend().check(config, torch.bfloat16)
     assert caught.value.setting == "quantization"
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.375])
+def test_a_files_own_integers_are_not_rounded_again(offset: float) -> None:
+    """Rows of integers are exact in 8 bits: then all that is left is fp32's own rounding."""
+    torch.manual_seed(42)
+    numbers = torch.randint(-8, 8, (64, 4, grouped_int8.GROUP)).float()
+    weight = (numbers * torch.rand(64, 4, 1).half().float() + offset).flatten(1)
+    x = torch.randint(-127, 128, (9, 128)).float()
+    x[:, :: grouped_int8.GROUP] = 127.0
+    exact = (x.double() @ weight.double().t()).float()
+    torch.testing.assert_close(
+        int8_linear(weight, None)(x), exact, rtol=0, atol=1e-6 * float(exact.abs().max())
+    )

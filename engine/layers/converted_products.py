@@ -24,7 +24,8 @@ class ConvertedProduct(nn.Module):
         self.multiply, self.panel = kernel.multiply, PANEL
         self._out_features = len(weight)
         self.packed = kernel.pack(weight)
-        self.bias = torch.zeros(len(self.packed.panels) * self.panel)
+        self.panels: torch.Tensor = self.packed.panels
+        self.bias = torch.zeros(len(self.panels) * self.panel)
         if bias is not None:
             self.bias[: self._out_features] = bias
 
@@ -74,6 +75,7 @@ class _Channels(nn.Module):
         super().__init__()
         panels, places = torch.unique(channels // product.panel, return_inverse=True)
         self._multiply, self._packed = product.multiply, product.packed.some(panels)
+        self.panels = self._packed.panels
         self._bias = product.bias.view(-1, product.panel)[panels].flatten()
         self._columns = places * product.panel + channels % product.panel
 

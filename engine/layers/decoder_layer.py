@@ -131,4 +131,4 @@ def _product(linear: Linear) -> Product:
     product: Any = linear.product
     if isinstance(product, PackedProduct):
         return Product(product.panels, product.bias, "fp32", product.packed.weight_format)
-    return Product(product.packed.panels, product.bias, product.kind, product.packed.weight_format)
+    return Product(product.panels, product.bias, product.kind, product.packed.weight_format)

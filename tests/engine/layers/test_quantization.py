@@ -193,3 +193,12 @@ def test_a_files_own_integers_are_not_rounded_again(offset: float) -> None:
     torch.testing.assert_close(
         int8_linear(weight, None)(x), exact, rtol=0, atol=1e-6 * float(exact.abs().max())
     )
+
+
+def test_packed_weights_are_among_the_tensors_that_count_as_memory() -> None:
+    layer = int8_linear(torch.randn(64, 128), None)
+    some = layer.of_channels(torch.tensor([3, 40]))
+    assert some is not None
+    for product in (layer.product, some.product):
+        tensors = [value for value in vars(product).values() if isinstance(value, torch.Tensor)]
+        assert sum(tensor.nbytes for tensor in tensors) > 64 * 128

@@ -129,6 +129,4 @@ def _product(linear: Linear) -> Product:
     from pagemill.kernels.cpu.layer.layer import Product
 
     product: Any = linear.product
-    if isinstance(product, PackedProduct):
-        return Product(product.panels, product.bias, "fp32", product.packed.weight_format)
     return Product(product.panels, product.bias, product.kind, product.packed.weight_format)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from pagemill.kernels.types.low_rank import AdapterRows, LowRankTable
 from pagemill.kernels.types.scaled_rows import ScaledRows
 
 if TYPE_CHECKING:
+    from pagemill.kernels.cpu.matmul.kinds import KindName
     from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight
 
 MakeProduct = Callable[[Sequence[Weight], torch.Tensor | None], nn.Module | None]
@@ -136,6 +137,7 @@ class DenseProduct(nn.Module):
 class PackedProduct(nn.Module):
     """The product by our own kernel, for fp32 on CPU. W is kept in the fewest bits that are lossless."""
 
+    kind: ClassVar[KindName] = "fp32"
     kept_as: str | None = None
     """The form of a quantised checkpoint's weights, if it is their own."""
 

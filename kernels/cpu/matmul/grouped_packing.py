@@ -53,13 +53,13 @@ def _exact_offsets(weight: GroupedWeight) -> torch.Tensor | None:
 
 def _pack_nibbles(weight: GroupedWeight, offsets: torch.Tensor) -> PackedWeight:
     panels, groups = _empty_panels(NIBBLES, weight)
-    codes = _padded(weight.codes).view(len(panels), _HALVES, 16, groups, -1, WORD_INPUTS)
+    codes = padded(weight.codes).view(len(panels), _HALVES, 16, groups, -1, WORD_INPUTS)
     pairs = codes[..., 0::2] | (codes[..., 1::2] << 4)
     words = pairs.permute(0, 3, 1, 4, 2, 5).reshape(len(panels), groups, NIBBLE_CODES)
     by_group = panels.view(len(panels), groups, -1)
     by_group[:, :, :NIBBLE_CODES] = words
-    _write_rows(by_group[:, :, NIBBLE_CODES : NIBBLE_CODES + ROW], weight.scales)
-    _write_rows(by_group[:, :, NIBBLE_CODES + ROW :], offsets)
+    write_rows(by_group[:, :, NIBBLE_CODES : NIBBLE_CODES + ROW], weight.scales)
+    write_rows(by_group[:, :, NIBBLE_CODES + ROW :], offsets)
     return PackedWeight(panels, NIBBLES, *weight.shape)
 
 
@@ -87,9 +87,9 @@ def _pack_wide(
 ) -> PackedWeight:
     panels, groups = _empty_panels(weight_format, weight)
     by_group = panels.view(len(panels), groups, -1)
-    channels = _padded(codes).view(len(panels), PANEL, groups, GROUP)
+    channels = padded(codes).view(len(panels), PANEL, groups, GROUP)
     by_group[:, :, :BYTE_CODES].view(len(panels), groups, GROUP, PANEL)[:] = channels.permute(0, 2, 3, 1)
-    _write_rows(by_group[:, :, BYTE_CODES:], scales)
+    write_rows(by_group[:, :, BYTE_CODES:], scales)
     return PackedWeight(panels, weight_format, *weight.shape)
 
 
@@ -101,11 +101,12 @@ def _empty_panels(weight_format: int, weight: GroupedWeight) -> tuple[torch.Tens
     return panels, in_features // GROUP
 
 
-def _padded(rows: torch.Tensor) -> torch.Tensor:
+def padded(rows: torch.Tensor) -> torch.Tensor:
+    """Fill [out_features, any] up with zeros to whole panels."""
     return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % PANEL)).contiguous()
 
 
-def _write_rows(target: torch.Tensor, numbers: torch.Tensor) -> None:
+def write_rows(target: torch.Tensor, numbers: torch.Tensor) -> None:
     """Write [out_features, groups] fp32 to uint8 [num_panels, groups, ROW]."""
-    rows = _padded(numbers).view(len(target), PANEL, -1).transpose(1, 2).contiguous()
+    rows = padded(numbers).view(len(target), PANEL, -1).transpose(1, 2).contiguous()
     target.copy_(rows.view(torch.uint8))

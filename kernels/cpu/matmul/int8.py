@@ -17,6 +17,7 @@ from pagemill.kernels.cpu.jit.memory import advise_huge_pages
 from pagemill.kernels.cpu.matmul import grids
 from pagemill.kernels.cpu.matmul.converted import PackedPanels, multiply_packed
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
+from pagemill.kernels.cpu.matmul.grouped_packing import padded, write_rows
 from pagemill.kernels.cpu.matmul.int8_tile import (
     EIGHT_BITS,
     FORMATS,
@@ -25,6 +26,7 @@ from pagemill.kernels.cpu.matmul.int8_tile import (
     QUAD,
 )
 from pagemill.kernels.cpu.matmul.kinds import INTEGERS
+from pagemill.kernels.cpu.matmul.weight_formats import ROW
 
 SMALLEST_FIRST = (FOUR_BITS, FOUR_BITS_OFFSET, EIGHT_BITS)
 GRIDS = {
@@ -46,7 +48,7 @@ def pack(weight: torch.Tensor, formats: Sequence[int] = SMALLEST_FIRST) -> Packe
     at_once = max(1, _PACKED_AT_ONCE // (PANEL * grouped_int8.GROUP * num_groups))
     for first in range(0, len(panels), at_once):
         channels = slice(first * PANEL, (first + at_once) * PANEL)
-        part = grids.Integers(*(_whole_panels(tensor[channels]) for tensor in integers))
+        part = grids.Integers(*(tensor[channels] for tensor in integers))
         _write(panels[first : first + at_once], weight_format, part)
     return PackedPanels(panels, weight_format)
 
@@ -84,22 +86,16 @@ def _integers(weight: torch.Tensor, formats: Sequence[int]) -> tuple[int, grids.
     return EIGHT_BITS, grids.Integers(numbers, scales, torch.zeros_like(scales))
 
 
-def _whole_panels(channels: torch.Tensor) -> torch.Tensor:
-    missing = -len(channels) % PANEL
-    return torch.cat([channels, channels.new_zeros(missing, *channels.shape[1:])]) if missing else channels
-
-
 def _write(panels: torch.Tensor, weight_format: int, integers: grids.Integers) -> None:
     form, (num_panels, num_groups, _) = FORMATS[weight_format], panels.shape
-    numbers = (integers.numbers.to(torch.int16) + form.zero_point).to(torch.uint8)
+    numbers = (padded(integers.numbers.flatten(1)).to(torch.int16) + form.zero_point).to(torch.uint8)
     lines = numbers.view(num_panels, PANEL, num_groups, form.weight_lines, form.quads_per_line, QUAD)
     lines = lines[..., 0, :] | lines[..., 1, :] << 4 if form.quads_per_line == 2 else lines[..., 0, :]
     at = form.scales_at
     panels[:, :, :at] = lines.permute(0, 2, 3, 1, 4).reshape(num_panels, num_groups, at)
-    for factors in (integers.scales, integers.offsets)[: form.num_lines - form.weight_lines]:
-        channels = factors.view(num_panels, PANEL, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
-        panels[:, :, at : at + channels.shape[2]] = channels
-        at += channels.shape[2]
+    write_rows(panels[:, :, at : at + ROW], integers.scales)
+    if form.has_offsets:
+        write_rows(panels[:, :, form.offsets_at :], integers.offsets)
 
 
 def multiply(x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -31,7 +31,8 @@ def test_it_labels_rows_and_says_how_it_went() -> None:
     output, errors = demo.communicate(timeout=LIMIT_S)
     assert demo.returncode == 0, output + errors
     assert "12 of 12, 0 outside the choices" in output
-    assert "starting Valkey and a worker for smollm2: loading smollm2" in errors
+    # What the worker is at; which of its stages are seen, its speed decides.
+    assert re.search(r"starting Valkey and a worker for smollm2: [a-z]+", errors)
     assert "labelling: 12 of 12 rows" in errors
     agreeing = re.search(r"agree with people\s+(\d+) of 12", output)
     assert agreeing is not None

@@ -51,7 +51,7 @@ class CpuFusion(Fusion):
 
     def __init__(self, traits: DecoderTraits, make_product: MakeProduct) -> None:
         from pagemill.kernels.cpu import fused_rows
-        from pagemill.kernels.cpu.layer.layer import StepBuffers
+        from pagemill.kernels.cpu.layer.step_buffers import StepBuffers
 
         super().__init__(traits, make_product, fused_rows)
         self._buffers = StepBuffers()

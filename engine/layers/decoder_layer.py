@@ -14,7 +14,9 @@ from pagemill.engine.layers.linear import Linear, PackedProduct, current_adapter
 
 if TYPE_CHECKING:
     from pagemill.kernels.cpu.layer.compile_ahead import Part
-    from pagemill.kernels.cpu.layer.layer import DecoderLayer, LayerWeights, Product, StepBuffers
+    from pagemill.kernels.cpu.layer.layer import LayerWeights, Product
+    from pagemill.kernels.cpu.layer.stack import LayerStack
+    from pagemill.kernels.cpu.layer.step_buffers import StepBuffers
 
 
 _COMPILED_PRODUCTS: tuple[set[type[nn.Module]], ...] = (
@@ -34,11 +36,13 @@ class FusedDecoderLayer(nn.Module):
     def __init__(self, source: Any, buffers: StepBuffers) -> None:
         super().__init__()
         from pagemill.kernels.cpu.layer.layer import DecoderLayer
+        from pagemill.kernels.cpu.layer.stack import LayerStack
 
         self.source = source
-        self._attention = source.self_attn
-        self.compiled: DecoderLayer = DecoderLayer(_weights(source), self._attention.scoring, buffers)
-        self.rotates: bool = self._attention.rotates
+        self._attention = attention = source.self_attn
+        self.layer: DecoderLayer = DecoderLayer(_weights(source), attention.scoring, attention.rotates)
+        self.step_buffers: StepBuffers = buffers
+        self._alone: LayerStack = LayerStack([self.layer], buffers)
         self.is_last = False
         """Only norm and head come after it, so it may skip tokens that are not read."""
         if hasattr(source, "attention_type"):  # models that mix windows look up a layer's mask by it
@@ -57,11 +61,9 @@ class FusedDecoderLayer(nn.Module):
             return hidden
         context = current_context()
         cos, sin = position_embeddings
-        rotation = (cos[0], sin[0]) if self.rotates else None
-        cache = context.layers[self._attention.layer_idx]
+        caches = [context.layers[self.layer_idx]]
         read_tokens = context.read_tokens if self.is_last else None
-        metadata = context.metadata.of_group(cache.group)
-        self.compiled.run(hidden_states[0], rotation, cache, metadata, read_tokens)
+        self._alone.run(hidden_states[0], (cos[0], sin[0]), caches, context.metadata, read_tokens)
         return hidden_states
 
     @property
@@ -72,12 +74,12 @@ class FusedDecoderLayer(nn.Module):
     def parts(self, cache_dtype: torch.dtype) -> list[Part]:
         """Return the kernels that it runs over a cache of this dtype."""
         from pagemill.kernels.cpu.layer.compile_ahead import Part
-        from pagemill.kernels.cpu.layer.layer import PARTS
+        from pagemill.kernels.cpu.layer.stack import PARTS
 
-        return [Part(name, self.compiled.weights.qkv.kind, cache_dtype) for name in PARTS]
+        return [Part(name, self._alone.kind, cache_dtype) for name in PARTS]
 
     def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
-        self.compiled.warm_up(block_size, cache_dtype)
+        self._alone.warm_up(block_size, cache_dtype)
 
 
 def can_be_compiled(layer: Any) -> bool:

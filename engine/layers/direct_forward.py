@@ -30,7 +30,7 @@ class DirectForward:
         self._embed, self._norm, self._head = decoder.embed_tokens, decoder.norm, module.lm_head
         self._rotary = RotaryTable(decoder.rotary_emb)
         self._cache_indices = [layer.layer_idx for layer in layers]
-        self._stack = LayerStack([layer.compiled for layer in layers], [layer.rotates for layer in layers])
+        self._stack = LayerStack([layer.layer for layer in layers], layers[0].step_buffers)
 
     @classmethod
     def of(cls, module: Any, traits: DecoderTraits | None) -> DirectForward | None:

@@ -332,7 +332,7 @@ def _attend_turns(
         turn = take(line_in(counter))
 
 
-@external
+@external(allocates=True)
 def decode(
     out,  # [num_rows, num_kv_heads * group, head_dim]
     query,  # the same shape, with strides

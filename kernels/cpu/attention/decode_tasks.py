@@ -97,7 +97,7 @@ def _plan_split(tasks, costs, count, rows, order, first, last, key, num_kv_heads
     return count
 
 
-@jit
+@jit(allocates=True)
 def plan_tasks(rows, order, num_rows, num_row_splits, num_kv_heads, most_rows):
     """Return the tasks, what the first n of them cost together for every n, and the most rows that one has.
 

@@ -49,7 +49,7 @@ def _plan_tiles(tiles, out, query_start_loc, seq_lens, first_row, num_rows, num_
     return count
 
 
-@jit
+@jit(allocates=True)
 def _plan_costs(tiles, num_tiles, num_kv_heads, group, window):
     """Return the cost of the first n tasks, for every n. A task is one tile for one KV head, head by head."""
     costs = np.zeros(num_tiles * num_kv_heads + 1, np.int64)
@@ -115,7 +115,7 @@ def _attend_tiles(
         turn = take(line_in(counter))
 
 
-@external
+@external(allocates=True)
 def prefill(
     out,  # [num_tokens, num_kv_heads * group, head_dim]
     query,  # the same shape, with strides

@@ -96,7 +96,7 @@ def warm_up(kind: KindName) -> None:
     multiply(torch.zeros(1, 1), torch.tensor([0, 1]), weights)
 
 
-@jit
+@jit(allocates=True)
 def _with_rows(offsets, num_experts):
     """The experts that have rows."""
     found, count = np.empty(num_experts, np.int64), 0
@@ -134,7 +134,7 @@ def _take_parts(thread, kind, out, x, x_stride, offsets, addresses, sizes, exper
         turn = take(line_in(counter))
 
 
-@jit
+@jit(allocates=True)
 def _multiply_parallel(kind, out, x, x_stride, offsets, addresses, sizes, num_threads):
     experts, counter = _with_rows(offsets, sizes[0]), new_counter()
     arguments = (kind, out, x, x_stride, offsets, addresses, sizes, experts, counter, num_threads)

@@ -146,7 +146,7 @@ def _keep_groups(choice, groups, num_experts, num_groups, kept_groups, group_bes
             choice[i] = _LOWEST
 
 
-@jit(exact=True)
+@jit(exact=True, allocates=True)
 def _route_rows(first, last, weights, indices, rows, num_experts, choice_of, numbers):
     logits, stride, bias = rows
     num_groups, kept_groups, group_best, top_k = choice_of

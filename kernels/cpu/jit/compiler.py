@@ -79,15 +79,20 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def jit(function: Callable[..., Any] | None = None, *, exact: bool = False) -> Any:
+def jit(function: Callable[..., Any] | None = None, *, exact: bool = False, allocates: bool = False) -> Any:
     """Compile lazily, for the argument types of the first call, keeping the machine code on disk where possible.
 
     NaN and infinity keep their meaning (masked scores are -inf); sums may be reordered, the same way every call.
-    `exact`: every operation is IEEE's, in the order written, divisions included.
+
+    Args:
+        exact: every operation is IEEE's, in the order written, divisions included.
+        allocates: it makes arrays, or is given some by what it calls. Others count no references to the arrays they
+            are called with, which their callers keep: threads that count those of one array wait for each other.
     """
     if function is None:
-        return lambda f: jit(f, exact=exact)
-    return _make(function, {**_OPTIONS, "fastmath": False} if exact else _OPTIONS)
+        return lambda f: jit(f, exact=exact, allocates=allocates)
+    fast = {"fastmath": False} if exact else {}
+    return _make(function, {**_OPTIONS, **fast, "_nrt": allocates})
 
 
 def _make(function: Callable[..., Any], options: dict[str, Any], *, by_symbol: bool = False) -> Kernel:
@@ -123,14 +128,16 @@ def _say_it_is_not_kept(reason: str) -> None:
     logger.warning("compiled kernels are not kept, so the next start compiles them again: %s", reason)
 
 
-def external(function: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
+def external(
+    function: Callable[..., Any] | None = None, *, parallel: bool = False, allocates: bool = False
+) -> Any:
     """`jit` for a kernel that compiled callers call by its symbol instead of taking it in.
 
     For what is large, takes microseconds to run, and has several callers: it is compiled once for all of them.
     """
     if function is None:
-        return lambda f: external(f, parallel=parallel)
-    return _make(function, {**_OPTIONS, "parallel": parallel}, by_symbol=True)
+        return lambda f: external(f, parallel=parallel, allocates=allocates)
+    return _make(function, {**_OPTIONS, "parallel": parallel, "_nrt": allocates}, by_symbol=True)
 
 
 def _launch_threads() -> None:

@@ -76,11 +76,31 @@ PART_OPTIONS = {**_NO_WRAPPERS, "pipeline_class": PartCompiler}
 """Of `numba.jit`, for what only compiled callers call."""
 
 
+def _check_references(kernel: CPUDispatcher, compiled: Any) -> None:
+    """Raise TypeError if a kernel that counts no references owns an array: nobody would ever free it."""
+    if kernel.targetoptions["_nrt"] or isinstance(compiled.type_annotation, str):  # loaded from the disk
+        return
+    calls = compiled.type_annotation.calltypes.items()
+    found = [call.return_type for expression, call in calls if getattr(expression, "op", None) == "call"]
+    if any(map(_has_arrays, (*found, compiled.signature.return_type))):
+        raise TypeError(f"{kernel.py_func.__qualname__} is given arrays by what it calls: say allocates=True")
+
+
+def _has_arrays(kind: Any) -> bool:
+    if isinstance(kind, types.BaseTuple):
+        return any(map(_has_arrays, kind))
+    return isinstance(kind, types.Array)
+
+
 class _Part(CPUDispatcher):
     """What compiled callers take in."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(function, {}, options | _NO_WRAPPERS, PartCompiler)
+
+    def add_overload(self, compiled: Any) -> None:
+        _check_references(self, compiled)
+        super().add_overload(compiled)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Do without a specialisation for each constant."""
@@ -154,6 +174,7 @@ class Kernel(CPUDispatcher):
         return types.Dispatcher(self.part)
 
     def add_overload(self, compiled: Any) -> None:
+        _check_references(self, compiled)
         for environment in compiled._find_referenced_environments():  # of the parts too
             compiled.codegen.set_env(environment.env_name, environment)
         super().add_overload(compiled)

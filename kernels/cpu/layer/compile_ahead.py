@@ -27,7 +27,7 @@ import torch
 from numba.core import registry
 
 from pagemill.kernels.cpu import operators
-from pagemill.kernels.cpu.layer import layer as cpu_layer
+from pagemill.kernels.cpu.layer import stack
 from pagemill.kernels.cpu.matmul.kinds import KindName
 
 logger = logging.getLogger(__name__)
@@ -37,14 +37,14 @@ class Part(NamedTuple):
     """One of the kernels that a layer is made of."""
 
     name: str
-    """One of `cpu_layer.PARTS`."""
+    """One of `stack.PARTS`."""
     kind: KindName
     """Of the products."""
     cache_dtype: torch.dtype
 
     def compile(self) -> None:
         """Compile it, or load it from the disk."""
-        cpu_layer.compile_part(self.name, kind=self.kind, cache_dtype=self.cache_dtype)
+        stack.compile_part(self.name, kind=self.kind, cache_dtype=self.cache_dtype)
 
     def word(self) -> str:
         """Tell another process of it."""

@@ -1,29 +1,94 @@
-"""A model's decoder layers in a row, with what they share looked up once per step instead of once per layer.
+"""A model's decoder layers in a row, as one compiled call.
 
 Between two layers the kernels have just pushed Python's own code and objects out of the caches: what costs ten
-microseconds in a loop of its own costs seventy there. So nothing but the kernels' calls is left between them.
+microseconds in a loop of its own costs seventy there. So nothing of it is left between them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
+import numba
+import numpy as np
 import torch
 
-from pagemill.kernels.cpu.jit.compiler import use_torch_threads
-from pagemill.kernels.cpu.layer.layer import NO_ROTATION, DecoderLayer, angles_of
-from pagemill.kernels.types.layer_cache import LayerCache
-from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.cpu.attention.decode import decode
+from pagemill.kernels.cpu.attention.prefill import prefill
+from pagemill.kernels.cpu.jit.compiler import jit, use_torch_threads
+from pagemill.kernels.cpu.jit.element import element_of
+from pagemill.kernels.cpu.layer.layer import LAYER, DecoderLayer, describe, point_at
+from pagemill.kernels.cpu.layer.step_buffers import STEP, StepBuffers
+from pagemill.kernels.cpu.layer.steps import finish, place_and_attend, project
+from pagemill.kernels.cpu.matmul.kinds import KINDS, KindName
+from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer
+from pagemill.kernels.types.metadata import AttentionMetadata, warm_up_metadata
+
+# Addresses of cos and sin, their rows' stride, and half of the rotary dimension.
+Angles = tuple[int, int, int, int]
+NO_ROTATION: Angles = (0, 0, 0, 0)
+
+
+def angles_of(rotation: tuple[torch.Tensor, torch.Tensor]) -> Angles:
+    """cos and sin [num_tokens, any], fp32, with one stride; the width of cos is the rotary dimension."""
+    cos, sin = rotation
+    assert cos.dtype is sin.dtype is torch.float32
+    assert cos.stride() == sin.stride()
+    assert cos.stride(1) == 1
+    return cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1] // 2
+
+
+@jit
+def run_layers(kind, element, layers, steps, hidden, cos, sin, stride, half, num_threads):
+    """Replace `hidden` by what the last layer gives; `steps` are the groups' records of the step."""
+    for i in range(len(layers)):
+        layer = layers[i : i + 1]
+        step = steps[layer[0].group : layer[0].group + 1]
+        project(kind, layer, step, hidden, num_threads)
+        place_and_attend(element, layer, step, cos, sin, stride, half * layer[0].rotates, num_threads)
+        finish(kind, layer, step, hidden, i + 1 < len(layers), num_threads)
+
+
+# Kernels of their own, which `run_layers` calls, so that the products are not compiled anew for every dtype of the
+# cache, nor attention for every kind of product; and the two that the third calls. What takes longest to compile comes
+# first.
+PARTS = ("prefill", "decode", "place_and_attend", "finish", "project")
+
+
+def compile_part(name: str, *, kind: KindName, cache_dtype: torch.dtype) -> None:
+    """Compile one of them, or load it from the disk."""
+    number, element = KINDS[kind], element_of(cache_dtype, rounds=kind == "bf16")
+    layer, step = np.zeros(1, LAYER), np.zeros(1, STEP)
+    kernel, arguments = {
+        "prefill": (prefill, _attention_arguments(prefill, element)),
+        "decode": (decode, _attention_arguments(decode, element)),
+        "project": (project, (number, layer, step, 0, 1)),
+        "place_and_attend": (place_and_attend, (element, layer, step, *NO_ROTATION, 1)),
+        "finish": (finish, (number, layer, step, 0, False, 1)),
+    }[name]
+    kernel.compile(tuple(map(numba.typeof, arguments)))
+
+
+def _attention_arguments(kernel: Any, element: Any) -> tuple[Any, ...]:
+    others = {"element": element, "scale": 0.0, "softcap": 0.0}
+    return tuple(others.get(name, 0) for name in inspect.signature(kernel.py_func).parameters)
 
 
 class LayerStack:
-    """Calls `DecoderLayer.run` of every layer in order, the same to the last bit."""
+    """Runs layers in order. They have one kind of products, and caches of one dtype."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], rotates: Sequence[bool]) -> None:
-        """`layers` share their buffers; `rotates[i]`: whether layer i takes the rotation."""
-        assert len({id(layer.buffers) for layer in layers}) == 1
-        self._layers = list(zip(layers, rotates, strict=True))
-        self._first = layers[0]
+    def __init__(self, layers: Sequence[DecoderLayer], buffers: StepBuffers) -> None:
+        self.layers, self._buffers = layers, buffers
+        self._records = np.zeros(len(layers), LAYER)
+        self._caches: list[LayerCache | None] = [None] * len(layers)
+        (kind,) = {layer.weights.qkv.kind for layer in layers}
+        (self._rounds,) = {layer.scoring.rounds_to_cache for layer in layers}
+        self.kind: KindName = kind
+        self._number, self._element = KINDS[kind], element_of(torch.float32)
+        for record, layer in zip(self._records, layers, strict=True):
+            describe(record, layer)
+            buffers.fit(layer.weights)
 
     def run(
         self,
@@ -39,21 +104,30 @@ class LayerStack:
             rotation: cos and sin, rows of num_tokens; the width of cos is the rotary dimension, and of both only
                 the first half is read.
             caches: one per layer.
-            read_tokens: as `DecoderLayer.run` has it, for the last layer.
+            metadata: that of the first group of layers, with the others'.
+            read_tokens: [any] int64, ascending: the tokens whose output anyone reads; that of the others is
+                undefined, but their keys and values reach the caches. None = all.
         """
         assert hidden.dtype is torch.float32
         assert hidden.is_contiguous()
-        assert rotation[0].stride(1) == 1
-        buffers = self._first.buffers
-        buffers.begin(metadata.of_group(0), len(hidden), self._first.weights)
-        buffers.read(len(hidden), None)
-        angles, address, num_threads = angles_of(rotation), hidden.data_ptr(), use_torch_threads()
-        num_left, group = len(self._layers), 0
-        for (layer, rotates), cache in zip(self._layers, caches, strict=True):
-            num_left -= 1
-            if not num_left and read_tokens is not None:
-                buffers.read(len(hidden), read_tokens)
-            if cache.group != group:
-                group = cache.group
-                buffers.begin(metadata.of_group(group), len(hidden), self._first.weights)
-            layer.compute(address, angles if rotates else NO_ROTATION, cache, num_threads)
+        for i, cache in enumerate(caches):
+            if cache is not self._caches[i]:
+                self._point_at(i, cache)
+        self._buffers.begin(metadata, len(hidden))
+        self._buffers.read(len(hidden), read_tokens)
+        run_layers(
+            self._number, self._element, self._records, self._buffers.records, hidden.data_ptr(), *angles_of(rotation),
+            use_torch_threads(),
+        )  # fmt: skip
+
+    def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
+        """Compile the layers for caches of this dtype, or load them from the disk."""
+        weights = self.layers[0].weights
+        cache = allocate_layer(1, weights.num_kv_heads, block_size, weights.head_dim, cache_dtype)
+        hidden, angles = torch.zeros(3, len(weights.input_norm)), torch.zeros(3, weights.head_dim)
+        self.run(hidden, (angles, angles), [cache] * len(self.layers), warm_up_metadata())
+
+    def _point_at(self, i: int, cache: LayerCache) -> None:
+        self._caches[i] = cache
+        point_at(self._records[i], cache)
+        self._element = element_of(cache.keys.dtype, rounds=self._rounds)

@@ -1,6 +1,7 @@
 """The steps of a decoder layer in machine code: its operators, called on records of addresses.
 
-`layer` and `step` are records of `layer.py`: a layer's weights, and the state that all layers share within a step.
+`layer` is a record of `layer.py`, a layer's weights, and `step` one of `step_buffers.py`, what the layers of a step
+share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pagemill.kernels.cpu.attention.prefill import prefill
 from pagemill.kernels.cpu.cache import write_tokens
 from pagemill.kernels.cpu.fused_rows import rms_norm_parallel, rms_norm_rows, rotate_rows
 from pagemill.kernels.cpu.jit import vector
-from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit
+from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, external, f32_pointer, i64_pointer, jit
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, ZERO, fill, line_in
 from pagemill.kernels.cpu.jit.threads import launch, launch_rows
 from pagemill.kernels.cpu.matmul import converted, converted_mlp, fp32, fp32_mlp
@@ -131,7 +132,7 @@ def _project_taken(thread, kind, layer, step, hidden, counter, bounds):
         block = take(line_in(counter))
 
 
-@jit
+@external(allocates=True)
 def project(kind, layer, step, hidden, num_threads):
     """qkv = product of the normed hidden states."""
     size, num_tokens = layer[0].hidden_size, step[0].num_tokens
@@ -147,7 +148,7 @@ def project(kind, layer, step, hidden, num_threads):
     )  # fmt: skip
 
 
-@jit
+@external
 def place_and_attend(element, layer, step, cos, sin, stride, half, num_threads):
     """attended = attention over the cache, this step's keys and values included."""
     row = (layer[0].num_heads + 2 * layer[0].num_kv_heads) * layer[0].head_dim
@@ -157,10 +158,10 @@ def place_and_attend(element, layer, step, cos, sin, stride, half, num_threads):
     _attend(element, layer, step, num_threads)
 
 
-@jit
-def finish(kind, layer, step, hidden, num_threads):
-    """hidden += product of what was attended to, then hidden += mlp of that; of the tokens to be read alone."""
-    if step[0].num_read == step[0].num_tokens:
+@external
+def finish(kind, layer, step, hidden, has_next, num_threads):
+    """hidden += product of what was attended to, then hidden += mlp of that; of a last layer's tokens those read."""
+    if has_next or step[0].num_read == step[0].num_tokens:
         _finish_rows(kind, layer, step, hidden, step[0].num_tokens, num_threads)
         return
     # They move to the front: what was attended to in place, since tokens ascend, and the hidden states to where
@@ -206,7 +207,7 @@ def _finish_taken(thread, kind, layer, step, hidden, counter, bounds, gated_byte
         block = take(line_in(counter))
 
 
-@jit
+@jit(allocates=True)
 def _finish_blocks(kind, layer, step, hidden, num_rows, num_threads):
     counter, bounds = new_counter(), plan_blocks(num_rows, num_threads)
     gated_bytes = F32 * min(num_rows, BLOCK_ROWS) * layer[0].intermediate_size

@@ -101,7 +101,7 @@ def multiply_packed(
     return out
 
 
-@jit(exact=True)
+@jit(exact=True, allocates=True)
 def convert_rows(kind, first, last, num_rows, x, x_stride, rows, in_features):
     """Rows first .. last - 1 of x [num_rows, in_features], stride in numbers, to their tiles' places at `rows`."""
     num_groups = (in_features + GROUP - 1) // GROUP
@@ -212,14 +212,14 @@ def _take_panels(kind, counter, num_threads, out, rows, num_rows, weight, memory
         turn = next_turn
 
 
-@jit
+@jit(allocates=True)
 def multiply_converted(kind, out, rows, num_rows, weight):
     """All channels of every row, by one thread; `rows` is the address of what `convert_rows` wrote."""
     memory = np.empty(SUMS_BYTES + VECTOR, np.uint8)
     _multiply_blocks(kind, 0, num_panels_of(weight), out, rows, num_rows, weight, memory)
 
 
-@jit
+@jit(allocates=True)
 def multiply_share(kind, thread, num_threads, counter, out, rows, num_rows, weight):
     """One thread's part of a product whose threads have all rows of some panels each.
 
@@ -247,14 +247,14 @@ def _multiply_block_in(kind, workspace, out, x, num_rows, weight):
     multiply_converted(kind, out, rows, num_rows, weight)
 
 
-@jit
+@jit(allocates=True)
 def multiply_rows(kind, out, x, num_rows, weight):
     """All channels of every row, converted here, by one thread. `x` and `out` are `Strided`."""
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
     _multiply_block_in(kind, workspace, out, x, num_rows, weight)
 
 
-@jit
+@jit(allocates=True)
 def multiply_range(kind, first, last, out, x, num_rows, weight):
     """The panels first .. last - 1 of every row, converted here, by one thread. `x` and `out` are `Strided`."""
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
@@ -307,7 +307,7 @@ def _multiply_taken_rows(
         block = take(line_in(counter))
 
 
-@external
+@external(allocates=True)
 def multiply_parallel(
     kind, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):

@@ -72,7 +72,7 @@ def _gate_blocks(kind, first, last, gated, workspace, num_rows, weight, memory):
             _gate_pair(kind, gated, line_in(workspace), weight, pair, pair + 1, tiles, line_in(memory))
 
 
-@jit
+@jit(allocates=True)
 def gate_rows(kind, gated, x, num_rows, weight):
     """gated = silu(gate) * up of every row of x (`Strided`), converted, by one thread."""
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
@@ -96,7 +96,7 @@ def _take_pairs(kind, counter, num_threads, gated, workspace, num_rows, weight, 
         turn = next_turn
 
 
-@jit
+@jit(allocates=True)
 def _gate_part(thread, kind, num_threads, counter, layer, gated, workspace, num_rows):
     """One thread's part: pairs are taken as long as the rows stay in a second-level cache, else a share is fixed."""
     memory, weight = np.empty(_THREAD_BYTES + VECTOR, np.uint8), _gate_weight(layer)
@@ -108,7 +108,7 @@ def _gate_part(thread, kind, num_threads, counter, layer, gated, workspace, num_
         _gate_blocks(kind, first, last, gated, workspace, num_rows, weight, memory)
 
 
-@jit
+@jit(allocates=True)
 def _gate_parallel(kind, layer, gated, x, num_rows, num_threads):
     counter, size = new_counter(), layer[0].hidden_size
     workspace = np.empty(workspace_bytes(kind, num_rows, _gate_weight(layer)), np.uint8)
@@ -144,7 +144,7 @@ def _down_part(thread, kind, num_threads, counter, layer, x, gated, num_rows):
     multiply_share(kind, thread, num_threads, counter, rows, gated, num_rows, _down_weight(layer))
 
 
-@jit
+@jit(allocates=True)
 def mlp_parallel(kind, layer, x, gated, num_rows, num_threads):
     """`mlp_rows` by all threads, each of which has all rows of some channels."""
     _gate_parallel(kind, layer, gated, x, num_rows, num_threads)

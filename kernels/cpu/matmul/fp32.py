@@ -152,7 +152,7 @@ def _multiply_blocks(first, last, out, x, lines, num_rows, weight, is_copied, me
         _multiply_block(first, last, out, x, lines, tiles, weight, line_memory, address)
 
 
-@jit
+@jit(allocates=True)
 def multiply_rows(out, x, num_rows, weight):
     """All panels of every row, by one thread. `x` and `out` are `Strided`."""
     num_panels = num_panels_of(weight)
@@ -161,7 +161,7 @@ def multiply_rows(out, x, num_rows, weight):
     _multiply_blocks(0, num_panels, out, x, Lined(0, 0), num_rows, weight, is_copied, memory)
 
 
-@jit
+@jit(allocates=True)
 def multiply_range(first, last, out, x, num_rows, weight):
     """The panels first .. last - 1 of every row, by one thread; few rows meet whole panels, one after the other."""
     is_copied = num_rows >= LINED_ROWS and last - first >= LINED_PANELS
@@ -185,7 +185,7 @@ def multiply_block(out, x, x_stride, packed, weight_format, bias, num_rows, out_
     multiply_rows(Strided(out, F32 * out_features), Strided(x, F32 * x_stride), num_rows, weight)
 
 
-@jit
+@jit(allocates=True)
 def multiply_lined(out, lines, num_rows, weight):
     """`multiply_rows` for an x of whole lines that lies in lines already."""
     memory = np.empty(THREAD_BYTES + VECTOR, np.uint8)
@@ -221,7 +221,7 @@ def fit_the_cache(num_rows, num_inputs):
     return num_rows <= BLOCK_ROWS and num_rows * num_inputs <= BLOCK_ROWS * BLOCK_INPUTS
 
 
-@jit
+@jit(allocates=True)
 def _multiply_share(thread, num_threads, counter, out, x, lines, num_rows, weight):
     """One thread's part of a product whose threads have all rows of some panels each. `lines` of address 0: none yet.
 
@@ -270,7 +270,7 @@ def _multiply_taken_rows(
         block = take(address)
 
 
-@external
+@external(allocates=True)
 def multiply_parallel(
     out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
@@ -289,7 +289,7 @@ def multiply_parallel(
     launch(_multiply_part, num_threads, arguments)
 
 
-@jit
+@jit(allocates=True)
 def multiply_lined_parallel(
     out, lines, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):

@@ -85,7 +85,7 @@ def _line_bytes(num_rows, weight):
     return F32 * min(most, num_rows * weight.in_features) + VECTOR
 
 
-@jit
+@jit(allocates=True)
 def gate_rows(gated, x, num_rows, weight):
     """gated = silu(gate) * up of every row of x (`Strided`), by one thread; `gated` is `Lined`."""
     memory, line_memory = (
@@ -111,7 +111,7 @@ def _take_pairs(counter, num_threads, gated, x, num_rows, weight, memory, line_m
         turn = next_turn
 
 
-@jit
+@jit(allocates=True)
 def _gate_part(thread, num_threads, counter, layer, gated, x, num_rows):
     """One thread's part: pairs are taken as long as x stays in a second-level cache, else a share of them is fixed."""
     weight, lines, rows = _gate_weight(layer), _gated_lines(layer, gated), _hidden_rows(layer, x)
@@ -153,7 +153,7 @@ def mlp_rows(layer, x, gated, num_rows):
     multiply_lined(rows, lines, num_rows, down)
 
 
-@jit
+@jit(allocates=True)
 def mlp_parallel(layer, x, gated, num_rows, num_threads):
     """`mlp_rows` by all threads, each of which has all rows of some channels."""
     size, inner = layer[0].hidden_size, layer[0].intermediate_size

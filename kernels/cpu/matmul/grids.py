@@ -161,7 +161,7 @@ def fit_group(grid, source, codes, scratch):
     return (scale * _without_highest(codes) if scale != ZERO else ZERO), ZERO
 
 
-@jit
+@jit(allocates=True)
 def _fit_channels(first, last, grid, addresses, num_groups, misfits):
     weight, codes, scales, offsets = addresses
     scratch = np.empty(VECTOR // F32, np.float32)

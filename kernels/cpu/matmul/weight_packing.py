@@ -251,7 +251,7 @@ def _pack_panel(weight_format, source, in_features, num_channels, target, scratc
     return _pack_integers(weight_format, source, in_features, num_channels, target, scratch)
 
 
-@jit
+@jit(allocates=True)
 def _pack_panels(first, last, weight_format, weight, out_features, in_features, panels, misfits):
     size, scratch = panel_bytes(weight_format, in_features), np.empty(2 * PANEL, np.float32)
     for panel in range(first, last):

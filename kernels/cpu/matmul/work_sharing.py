@@ -25,7 +25,7 @@ FEWEST_ROWS = -(-28 // MOST_ROWS) * MOST_ROWS
 _TURNS = 8
 
 
-@jit
+@jit(allocates=True)
 def new_counter():
     """A counter that stands at 0, alone in its cache line: `line_in` this array is its address."""
     return np.zeros(2 * VECTOR, np.uint8)  # not in a parallel kernel, which would write the zeros in parallel
@@ -48,7 +48,7 @@ def are_rows_taken(num_rows, num_threads):
     return num_rows > BLOCK_ROWS * (num_threads - 1)
 
 
-@jit
+@jit(allocates=True)
 def plan_blocks(num_rows, num_threads):
     """Bounds of blocks of rows, for threads that take one after another; ends with `num_rows`.
 
@@ -74,7 +74,7 @@ def panels_per_turn(num_panels, num_threads):
     return max(1, num_panels // (_TURNS * num_threads))
 
 
-@jit
+@jit(allocates=True)
 def plan_turns(costs, num_threads):
     """Bounds of groups of tasks, for threads that take one after another; ends with the number of tasks.
 

@@ -121,7 +121,7 @@ def _take(scores, first, last, limit, ids, count):
     return count
 
 
-@jit
+@jit(allocates=True)
 def _find_candidates(first_row, last_row, logits, stride, size, keys, ids, counts):
     peaks = np.empty(size // _BLOCK + 1, np.float32)
     end, scores = np.full(LANES, _MINUS_INFINITY, np.float32), np.empty(LANES, np.float32)

@@ -87,7 +87,7 @@ def _sort_key(row, i):
     return -bits * (_INDEX + 1) + i
 
 
-@jit(exact=True)
+@jit(exact=True, allocates=True)
 def _sort_up_to(row, size, buckets, first, last, keys):
     """The keys of what lies in the buckets first .. last in order, at the start of `keys`; return how many."""
     count = 0
@@ -99,7 +99,7 @@ def _sort_up_to(row, size, buckets, first, last, keys):
     return count
 
 
-@jit(exact=True)
+@jit(exact=True, allocates=True)
 def _kth_largest(first, last, out, logits, stride, size, counts):
     buckets, keys, histogram = (
         np.empty(size, np.int32),
@@ -120,7 +120,7 @@ def _kth_largest(first, last, out, logits, stride, size, counts):
         f32_pointer(out)[row] = f32_pointer(source)[keys[left] & _INDEX]
 
 
-@jit(exact=True)
+@jit(exact=True, allocates=True)
 def _top_p_thresholds(first, last, out, logits, stride, size, probabilities, mass):
     buckets, keys, sums = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(_BUCKETS, np.float64)
     for row in range(first, last):

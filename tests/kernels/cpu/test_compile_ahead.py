@@ -13,15 +13,16 @@ pytest.importorskip("numba")
 
 import numba
 
-from pagemill.kernels.cpu.layer import compile_ahead
+from pagemill.kernels.cpu.layer import compile_ahead, stack
 from pagemill.kernels.cpu.layer import layer as cpu_layer
 from pagemill.kernels.cpu.layer.compile_ahead import Part, compile_apart
+from pagemill.kernels.cpu.layer.step_buffers import StepBuffers
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 from pagemill.kernels.cpu.matmul.weight_packing import pack
 from pagemill.kernels.types.scoring import Scoring
 
 PART = Part("project", kind="fp32", cache_dtype=torch.float32)
-PARTS = [PART._replace(name=name) for name in cpu_layer.PARTS]
+PARTS = [PART._replace(name=name) for name in stack.PARTS]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     )
 
 
-def tiny_layer() -> cpu_layer.DecoderLayer:
+def tiny_layer() -> stack.LayerStack:
     def product(out_features: int, in_features: int) -> cpu_layer.Product:
         packed = pack(torch.randn(out_features, in_features), formats=())
         return cpu_layer.Product(
@@ -85,7 +86,8 @@ def tiny_layer() -> cpu_layer.DecoderLayer:
         num_kv_heads=1,
         head_dim=16,
     )
-    return cpu_layer.DecoderLayer(weights, Scoring(scale=1.0), cpu_layer.StepBuffers())
+    layer = cpu_layer.DecoderLayer(weights, Scoring(scale=1.0), rotates=True)
+    return stack.LayerStack([layer], StepBuffers())
 
 
 def wait_for(child: subprocess.Popen[bytes]) -> None:
@@ -188,11 +190,11 @@ def test_a_python_that_cannot_be_started_is_nobodys_harm(compiled, monkeypatch, 
     assert compiled == PARTS[::-1] * 2
 
 
-@pytest.mark.parametrize("name", cpu_layer.PARTS)
+@pytest.mark.parametrize("name", stack.PARTS)
 def test_a_layer_runs_what_was_compiled(name):
     """A part is compiled for the very types that a layer calls it with."""
-    kernel = getattr(cpu_layer, name)
-    cpu_layer.compile_part(name, kind="fp32", cache_dtype=torch.float32)
+    kernel = getattr(stack, name)
+    stack.compile_part(name, kind="fp32", cache_dtype=torch.float32)
     compiled = set(kernel.signatures)
     assert compiled
     tiny_layer().warm_up(block_size=4, cache_dtype=torch.float32)

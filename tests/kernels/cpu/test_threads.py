@@ -32,7 +32,7 @@ def _count_all_rows(num_threads, num_rows, *arguments):
     launch_rows(_count_rows, num_threads, num_rows, arguments)
 
 
-@jit
+@jit(allocates=True)
 def _take_too_much(thread, size, out):
     out[thread] = len(np.empty(size, np.uint8))
 

@@ -36,7 +36,7 @@ def _take_all(thread, counter, takers):
         number = take(line_in(counter))
 
 
-@jit
+@jit(allocates=True)
 def _share_out(takers, num_threads):
     launch(_take_all, num_threads, (new_counter(), takers))
 

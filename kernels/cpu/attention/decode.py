@@ -21,10 +21,11 @@ from pagemill.kernels.cpu.attention.decode_tasks import (
     KV_HEAD,
     PARTIAL,
     PLACE,
-    SHARED_END,
     SPLIT,
+    end_of,
     most_rows_of_a_task,
     num_splits,
+    part_of,
     plan_order,
     plan_rows,
     plan_tasks,
@@ -34,13 +35,18 @@ from pagemill.kernels.cpu.attention.operands import (
     Paged,
     Queries,
     Tables,
-    block_bytes_of,
     key_bytes_of,
     of_head,
-    of_kv_head,
     rules_of,
-    scale_bytes_of,
-    table_of,
+)
+from pagemill.kernels.cpu.attention.tile_walk import (
+    ENTRY,
+    list_walk,
+    num_tiles,
+    scales_at,
+    tile_ahead,
+    tile_at,
+    walk_bytes,
 )
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import external, f32_pointer, i32_pointer, jit
@@ -74,6 +80,7 @@ class _Room(NamedTuple):
     q: int  # likewise
     scores: int  # [heads, SCORES]
     stats: int  # [heads, 2]: the largest score, and the sum of weights
+    walk: int  # the tiles that the task reads: see `tile_walk`
 
 
 @jit
@@ -85,7 +92,8 @@ def _numbers_of_a_head(head_dim):
 def _room_in(memory, num_heads, head_dim):
     q = memory + F32 * num_heads * head_dim
     scores = q + F32 * num_heads * head_dim
-    return _Room(memory, q, scores, scores + F32 * num_heads * SCORES)
+    stats = scores + F32 * num_heads * SCORES
+    return _Room(memory, q, scores, stats, (stats + 2 * F32 * num_heads + ENTRY - 1) // ENTRY * ENTRY)
 
 
 @jit
@@ -108,74 +116,51 @@ def _softmax_row(scores, num_keys, distance, slope, softcap):
 
 
 @jit
-def _part_of(part, task, rows, order):
-    """A row of the task, and the keys of a part: part 0 is what the rows share, part n what the n-th goes on with."""
-    place, begin, shared_end = task[PLACE], task[FIRST_SPLIT_KEY], task[SHARED_END]
-    if part == 0:
-        return order[place, 0], begin, shared_end
-    row = order[place + part - 1, 0]
-    return row, shared_end, min(rows[row, END], _end_of(task))
-
-
-@jit
-def _end_of(task):
-    """Where the task's split ends."""
-    return task[FIRST_SPLIT_KEY] // SPLIT * SPLIT + SPLIT
-
-
-@jit
-def _tile_after(part, task, rows, order, cache, tables, tiles, other):
-    """Where the part after this one begins, if there is any, else `other`: to be fetched ahead."""
-    if part < task[COUNT]:
-        row, first, last = _part_of(part + 1, task, rows, order)
-        if first < last:
-            return tiles + table_of(tables, row)[first // cache.block_size] * block_bytes_of(cache)
-    return other
-
-
-@jit
 def _heads_of(part, group, count):
     """The first head of a part, of those of the task, and how many: part 0 is for the heads of all rows at once."""
     return max(part - 1, 0) * group, group if part > 0 else count * group
 
 
 @jit
-def _score_keys(scores, q, num_heads, cache, table, origin, begin, end, next_tile):
+def _score_keys(scores, q, num_heads, cache, walk, origin, begin, end):
     """scores[h, key - origin] += q[h] . key, over the keys of one KV head."""
-    key_bytes, stride, block_size = key_bytes_of(cache), block_bytes_of(cache), cache.block_size
+    key_bytes, block_size = key_bytes_of(cache), cache.block_size
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
-        tile = cache.keys + table[block] * stride + (first - block * block_size) * key_bytes
-        ahead = cache.keys + table[block + 1] * stride if last < end else next_tile
+        tile = tile_at(cache, walk) + (first - block * block_size) * key_bytes
         target = scores + F32 * (first - origin)
+        ahead = tile_ahead(cache, walk, last - first)
         add_dots(target, F32 * SCORES, q, num_heads, cache.element, tile, last - first, cache.head_dim, ahead)
+        walk += ENTRY
 
 
 @jit
-def _weigh_values(acc, weights, num_heads, cache, table, origin, begin, end, next_tile):
+def _weigh_values(acc, weights, num_heads, cache, walk, origin, begin, end):
     """acc[h] += sum of weights[h, key - origin] * value, over the values of one KV head."""
-    value_bytes, stride, block_size = key_bytes_of(cache), block_bytes_of(cache), cache.block_size
+    value_bytes, block_size = key_bytes_of(cache), cache.block_size
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
-        tile = cache.values + table[block] * stride + (first - block * block_size) * value_bytes
-        ahead = cache.values + table[block + 1] * stride if last < end else next_tile
+        tile = tile_at(cache, walk) + (first - block * block_size) * value_bytes
         source = weights + F32 * (first - origin)
+        ahead = tile_ahead(cache, walk, last - first)
         add_weighted(
             acc, source, F32 * SCORES, num_heads, cache.element, tile, last - first, cache.head_dim, ahead
         )
+        walk += ENTRY
 
 
 @jit
-def _scale_keys(scores, num_heads, scales, cache, table, origin, begin, end):
-    """scores[h, key - origin] *= the scale of the key's slot; `scales` are the cache's of keys or of values."""
+def _scale_keys(scores, num_heads, cache, walk, origin, begin, end):
+    """scores[h, key - origin] *= the scale of the key's slot, or of the value's, as the walk's tiles are."""
     block_size = cache.block_size
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
-        source = scales + table[block] * scale_bytes_of(cache) + F32 * (first - block * block_size)
+        source = scales_at(cache, walk) + F32 * (first - block * block_size)
         for h in range(num_heads):
             target = f32_pointer(scores + F32 * (h * SCORES + first - origin))
             for j in range(last - first):
                 target[j] *= f32_pointer(source)[j]
+        walk += ENTRY
 
 
 @jit
@@ -190,21 +175,21 @@ def _load_queries(room, task, order, queries, cache, scale):
 
 
 @jit
-def _score_task(room, task, rows, order, group, cache, tables):
-    """Fill the scores of the task's rows; `cache` is that of its KV head."""
-    count, begin = task[COUNT], task[FIRST_SPLIT_KEY]
+def _score_task(room, task, rows, order, group, cache):
+    """Fill the scores of the task's rows; return where the walk comes to values."""
+    count, begin, walk = task[COUNT], task[FIRST_SPLIT_KEY], room.walk
     fill(room.scores, count * group * SCORES, ZERO)
     # The parts share a call, and so machine code and rounding.
     for part in range(count + 1):
-        row, first, last = _part_of(part, task, rows, order)
+        _, first, last = part_of(part, task, rows, order)
         if first < last:
-            table, (place, size) = table_of(tables, row), _heads_of(part, group, count)
+            place, size = _heads_of(part, group, count)
             scores, q = room.scores + F32 * SCORES * place, room.q + F32 * cache.head_dim * place
-            values = cache.values + table[begin // cache.block_size] * block_bytes_of(cache)
-            ahead = _tile_after(part, task, rows, order, cache, tables, cache.keys, values)
-            _score_keys(scores, q, size, cache, table, begin, first, last, ahead)
+            _score_keys(scores, q, size, cache, walk, begin, first, last)
             if cache.key_scales != 0:
-                _scale_keys(scores, size, cache.key_scales, cache, table, begin, first, last)
+                _scale_keys(scores, size, cache, walk, begin, first, last)
+            walk += ENTRY * num_tiles(cache, first, last)
+    return walk
 
 
 @jit
@@ -213,7 +198,7 @@ def _softmax_task(room, task, rows, order, group, rules):
     begin = task[FIRST_SPLIT_KEY]
     for i in range(task[COUNT]):
         end = rows[order[task[PLACE] + i, 0], END]
-        num_keys, distance = min(end, _end_of(task)) - begin, begin + 1 - end
+        num_keys, distance = min(end, end_of(task)) - begin, begin + 1 - end
         for g in range(group):
             slope = LOG2_E * f32_pointer(rules.slopes)[g] if rules.slopes != 0 else ZERO
             scores = room.scores + F32 * SCORES * (i * group + g)
@@ -223,21 +208,19 @@ def _softmax_task(room, task, rows, order, group, rules):
 
 
 @jit
-def _weigh_task(room, task, rows, order, group, cache, tables):
-    """Sum the values of the task's rows by their weights; `cache` is that of its KV head."""
+def _weigh_task(room, walk, task, rows, order, group, cache):
+    """Sum the values of the task's rows by their weights; `walk` is at the tiles of values."""
     count, begin = task[COUNT], task[FIRST_SPLIT_KEY]
     fill(room.acc, count * group * cache.head_dim, ZERO)
     for part in range(count + 1):
-        row, first, last = _part_of(part, task, rows, order)
+        _, first, last = part_of(part, task, rows, order)
         if first < last:
-            table, (place, size) = table_of(tables, row), _heads_of(part, group, count)
+            place, size = _heads_of(part, group, count)
             scores, acc = room.scores + F32 * SCORES * place, room.acc + F32 * cache.head_dim * place
             if cache.value_scales != 0:
-                _scale_keys(scores, size, cache.value_scales, cache, table, begin, first, last)
-            block = table[begin // cache.block_size] * block_bytes_of(cache)
-            next_keys = cache.keys + block + cache.block_size * key_bytes_of(cache)  # the next head's
-            ahead = _tile_after(part, task, rows, order, cache, tables, cache.values, next_keys)
-            _weigh_values(acc, scores, size, cache, table, begin, first, last, ahead)
+                _scale_keys(scores, size, cache, walk, begin, first, last)
+            _weigh_values(acc, scores, size, cache, walk, begin, first, last)
+            walk += ENTRY * num_tiles(cache, first, last)
 
 
 @jit
@@ -306,14 +289,14 @@ def _merge_rows(out, rows, num_rows, partials, stats, num_heads, head_dim, sinks
 
 
 @jit
-def _attend_task(room, task, rows, order, partials, stats, queries, cache, tables, rules):
-    """Attention of the task's rows to the keys of its split."""
+def _attend_task(room, task, rows, order, partials, stats, queries, cache, rules):
+    """Attention of the task's rows to the keys of its split, whose tiles the room's walk lists."""
     group = queries.group
-    head_cache, head_rules = of_kv_head(cache, task[KV_HEAD]), of_head(rules, task[KV_HEAD] * group)
+    head_rules = of_head(rules, task[KV_HEAD] * group)
     _load_queries(room, task, order, queries, cache, rules.scale)
-    _score_task(room, task, rows, order, group, head_cache, tables)
+    walk = _score_task(room, task, rows, order, group, cache)
     _softmax_task(room, task, rows, order, group, head_rules)
-    _weigh_task(room, task, rows, order, group, head_cache, tables)
+    _weigh_task(room, walk, task, rows, order, group, cache)
     _store_task(room, task, rows, order, partials, stats, queries, cache, head_rules)
 
 
@@ -328,7 +311,9 @@ def _attend_turns(
         for number in range(turns[turn], turns[turn + 1]):
             task = tasks[number]
             room = _room_in(memory, task[COUNT] * queries.group, cache.head_dim)
-            _attend_task(room, task, rows, order, partials, stats, queries, cache, tables, rules)
+            following = tasks[min(number + 1, turns[turn + 1] - 1)]
+            list_walk(room.walk, task, following, rows, order, cache, tables)
+            _attend_task(room, task, rows, order, partials, stats, queries, cache, rules)
         turn = take(line_in(counter))
 
 
@@ -376,7 +361,10 @@ def decode(
 
     partials = np.empty((num_partials, num_heads, head_dim), np.float32)
     stats = np.empty((num_partials, num_heads, 2), np.float32)  # largest score, sum of weights
-    thread_lines = (most_rows * group * _numbers_of_a_head(head_dim) + vector.LANES - 1) // vector.LANES
+    thread_bytes = (
+        F32 * most_rows * group * _numbers_of_a_head(head_dim) + ENTRY + walk_bytes(cache, most_rows)
+    )
+    thread_lines = (thread_bytes + VECTOR - 1) // VECTOR
     scratch = np.empty((num_threads * thread_lines + 1) * vector.LANES, np.float32)
     arguments = (
         tasks, turns, counter, scratch, thread_lines, rows, order, partials, stats, queries, cache,

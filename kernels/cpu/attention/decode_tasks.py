@@ -123,3 +123,19 @@ def plan_tasks(rows, order, num_rows, num_row_splits, num_kv_heads, most_rows):
                 largest = max(largest, tasks[task, COUNT])
         first = last
     return tasks[:count], costs[: count + 1], largest
+
+
+@jit
+def part_of(part, task, rows, order):
+    """A row of the task, and the keys of a part: part 0 is what the rows share, part n what the n-th goes on with."""
+    place, begin, shared_end = task[PLACE], task[FIRST_SPLIT_KEY], task[SHARED_END]
+    if part == 0:
+        return order[place, 0], begin, shared_end
+    row = order[place + part - 1, 0]
+    return row, shared_end, min(rows[row, END], end_of(task))
+
+
+@jit
+def end_of(task):
+    """Where the task's split ends."""
+    return task[FIRST_SPLIT_KEY] // SPLIT * SPLIT + SPLIT

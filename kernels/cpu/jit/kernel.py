@@ -28,6 +28,7 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
+from numba.core.types.containers import BaseTuple
 from numba.core.types.misc import unliteral
 
 from pagemill.kernels.cpu.jit import file_lock
@@ -87,9 +88,7 @@ def _check_references(kernel: CPUDispatcher, compiled: Any) -> None:
 
 
 def _has_arrays(kind: Any) -> bool:
-    if isinstance(kind, types.BaseTuple):
-        return any(map(_has_arrays, kind))
-    return isinstance(kind, types.Array)
+    return isinstance(kind, types.Array) or (isinstance(kind, BaseTuple) and any(map(_has_arrays, kind)))
 
 
 class _Part(CPUDispatcher):

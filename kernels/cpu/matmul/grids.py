@@ -25,7 +25,7 @@ SIGNED_NIBBLES, OFFSET_NIBBLES, SIGNED_BYTES = range(3)
 
 _SIGNED_NIBBLE, _NIBBLE, _BYTE = 8, 15, 127
 # Of a scale's 24 significant bits: an fp16's, and those of an fp16 times a small integer. Numbers of a grid, rounded
-# themselves, tell its scale to some 20 bits.
+# themselves, tell its scale to some 20 bits. Of several grids that fit, that with the shortest scale is taken.
 _SCALE_BITS = (11, 19, 24)
 
 _ir = cgutils.ir
@@ -100,32 +100,31 @@ def _rounded(number, bits, scratch):
 
 
 @jit(exact=True)
-def _fit_levels(source, low, width, levels, least, most, codes, scratch):
-    """The scale with which the group is a grid of `levels` steps over `width`; 0 if there is none."""
-    for bits in _SCALE_BITS:
-        scale = _rounded(width / np.float32(levels), bits, scratch) if width > ZERO else ONE
-        if _fits(source, scale, low, np.float32(least), np.float32(most), codes):
-            return scale
-    return ZERO
+def _fit_levels(source, low, width, levels, bits, least, most, codes, scratch):
+    """The scale of so many bits with which the group is a grid of `levels` steps over `width`; 0 if there is none."""
+    scale = _rounded(width / np.float32(levels), bits, scratch) if width > ZERO else ONE
+    return scale if _fits(source, scale, low, np.float32(least), np.float32(most), codes) else ZERO
 
 
 @jit(exact=True)
 def _fit_offset(source, low, high, codes, scratch):
-    for levels in range(_NIBBLE, 0, -1):
-        scale = _fit_levels(source, low, high - low, levels, 0, _NIBBLE, codes, scratch)
-        if scale != ZERO:
-            return scale
+    for bits in _SCALE_BITS:
+        for levels in range(_NIBBLE, 0, -1):
+            scale = _fit_levels(source, low, high - low, levels, bits, 0, _NIBBLE, codes, scratch)
+            if scale != ZERO:
+                return scale
     return ZERO
 
 
 @jit(exact=True)
 def _fit_signed(source, largest, most, codes, scratch):
-    # A group's largest number nearly always has the largest code.
-    for turn in range(most):
-        levels = most if turn == 0 else turn
-        scale = _fit_levels(source, ZERO, largest, levels, -most, most, codes, scratch)
-        if scale != ZERO:
-            return scale
+    for bits in _SCALE_BITS:
+        # A group's largest number nearly always has the largest code.
+        for turn in range(most):
+            levels = most if turn == 0 else turn
+            scale = _fit_levels(source, ZERO, largest, levels, bits, -most, most, codes, scratch)
+            if scale != ZERO:
+                return scale
     return ZERO
 
 

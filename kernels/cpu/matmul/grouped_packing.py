@@ -107,6 +107,6 @@ def padded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def write_rows(target: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Write [out_features, groups] fp32 to uint8 [num_panels, groups, ROW]."""
+    """Write [out_features, groups] fp32 or fp16 to uint8 [num_panels, groups, bytes of a panel's]."""
     rows = padded(numbers).view(len(target), PANEL, -1).transpose(1, 2).contiguous()
     target.copy_(rows.view(torch.uint8))

@@ -14,24 +14,34 @@ import torch
 
 from pagemill.kernels import grouped_int8
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
+from pagemill.kernels.cpu.jit.row import F32
 from pagemill.kernels.cpu.matmul import grids
 from pagemill.kernels.cpu.matmul.converted import PackedPanels, multiply_packed
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 from pagemill.kernels.cpu.matmul.grouped_packing import padded, write_rows
 from pagemill.kernels.cpu.matmul.int8_tile import (
     EIGHT_BITS,
+    EIGHT_BITS_HALVES,
     FORMATS,
-    FOUR_BITS,
+    FOUR_BITS_HALVES,
     FOUR_BITS_OFFSET,
+    FOUR_BITS_OFFSET_HALVES,
     QUAD,
 )
 from pagemill.kernels.cpu.matmul.kinds import INTEGERS
-from pagemill.kernels.cpu.matmul.weight_formats import ROW
 
-SMALLEST_FIRST = (FOUR_BITS, FOUR_BITS_OFFSET, EIGHT_BITS)
+SMALLEST_FIRST = (
+    FOUR_BITS_HALVES,
+    FOUR_BITS_OFFSET_HALVES,
+    FOUR_BITS_OFFSET,
+    EIGHT_BITS_HALVES,
+    EIGHT_BITS,
+)
 GRIDS = {
-    FOUR_BITS: grids.SIGNED_NIBBLES,
+    FOUR_BITS_HALVES: grids.SIGNED_NIBBLES,
+    FOUR_BITS_OFFSET_HALVES: grids.OFFSET_NIBBLES,
     FOUR_BITS_OFFSET: grids.OFFSET_NIBBLES,
+    EIGHT_BITS_HALVES: grids.SIGNED_BYTES,
     EIGHT_BITS: grids.SIGNED_BYTES,
 }
 _PACKED_AT_ONCE = 1 << 22  # weights: packing makes several copies of them
@@ -78,12 +88,22 @@ def pack_each(read: Callable[[int], torch.Tensor], count: int) -> PackedPanels:
 
 def _integers(weight: torch.Tensor, formats: Sequence[int]) -> tuple[int, grids.Integers]:
     weight = weight.float()
+    found: dict[int, grids.Integers | None] = {}
     for weight_format in formats:
-        integers = grids.find(weight, GRIDS[weight_format])
-        if integers is not None:
+        grid = GRIDS[weight_format]
+        if grid not in found:
+            found[grid] = grids.find(weight, grid)
+        integers = found[grid]
+        if integers is not None and (FORMATS[weight_format].factor_bytes == F32 or _are_halves(integers)):
             return weight_format, integers
     numbers, scales = grouped_int8.quantise(weight)
     return EIGHT_BITS, grids.Integers(numbers, scales, torch.zeros_like(scales))
+
+
+def _are_halves(integers: grids.Integers) -> bool:
+    return all(
+        torch.equal(factors.half().float(), factors) for factors in (integers.scales, integers.offsets)
+    )
 
 
 def _write(panels: torch.Tensor, weight_format: int, integers: grids.Integers) -> None:
@@ -91,11 +111,12 @@ def _write(panels: torch.Tensor, weight_format: int, integers: grids.Integers) -
     numbers = (padded(integers.numbers.flatten(1)).to(torch.int16) + form.zero_point).to(torch.uint8)
     lines = numbers.view(num_panels, PANEL, num_groups, form.weight_lines, form.quads_per_line, QUAD)
     lines = lines[..., 0, :] | lines[..., 1, :] << 4 if form.quads_per_line == 2 else lines[..., 0, :]
-    at = form.scales_at
+    at = form.factors_at
     panels[:, :, :at] = lines.permute(0, 2, 3, 1, 4).reshape(num_panels, num_groups, at)
-    write_rows(panels[:, :, at : at + ROW], integers.scales)
-    if form.has_offsets:
-        write_rows(panels[:, :, form.offsets_at :], integers.offsets)
+    dtype = torch.float32 if form.factor_bytes == F32 else torch.float16
+    for factors in (integers.scales, integers.offsets)[: form.num_factors]:
+        write_rows(panels[:, :, at : at + form.row_bytes], factors.to(dtype))
+        at += form.row_bytes
 
 
 def multiply(x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.cpu.jit.compiler import compiles_for, external, jit
+from pagemill.kernels.cpu.jit.compiler import compiles_for, external, jit, prefetch_line
 from pagemill.kernels.cpu.jit.row import F32, I32, VECTOR
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
 from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, by_height, prefetch_row
@@ -26,11 +26,13 @@ QUADS = GROUP // QUAD
 _LINE = PANEL * F32  # a number of 32 bits for each channel of a panel: a quad's weights of 8 bits, or a scale
 # Their 6 sums, 16 vectors of weights and the numbers of some quads fill the 32 registers of AVX-512.
 _ROWS_TOGETHER = 3
+F16 = 2  # bytes
 
 _ir = cgutils.ir
 _I32, _F32 = _ir.IntType(32), _ir.FloatType()
 _I32X16 = _ir.VectorType(_I32, LANES)
 _I16X32 = _ir.VectorType(_ir.IntType(16), 2 * LANES)
+_F16X16 = _ir.VectorType(_ir.HalfType(), LANES)
 
 
 class Products(NamedTuple):
@@ -117,7 +119,7 @@ ROW_BYTES = PRODUCTS.row_bytes
 
 
 class Format(NamedTuple):
-    """The layout of a panel's part of a group: lines of weights, of the channels' scales and perhaps of their offsets.
+    """How a panel's part of a group lies: lines of weights, then the channels' scales and perhaps their offsets.
 
     A line of weights holds a quad's, channel by channel; of 4 bits that of two, the second in the upper halves of the
     first one's bytes.
@@ -126,6 +128,8 @@ class Format(NamedTuple):
     quads_per_line: int
     zero_point: int
     """The number of a weight of 0."""
+    factor_bytes: int
+    """Of a scale or an offset: fp32, or fp16."""
     has_offsets: bool = False
     """A weight is number * scale, or number * scale + offset."""
 
@@ -134,25 +138,35 @@ class Format(NamedTuple):
         return QUADS // self.quads_per_line
 
     @property
-    def scales_at(self) -> int:
+    def num_factors(self) -> int:
+        """Numbers for each channel beside its weights."""
+        return 2 if self.has_offsets else 1
+
+    @property
+    def factors_at(self) -> int:
         return _LINE * self.weight_lines
 
     @property
-    def offsets_at(self) -> int:
-        return self.scales_at + _LINE
-
-    @property
-    def num_lines(self) -> int:
-        return self.weight_lines + (2 if self.has_offsets else 1)
+    def row_bytes(self) -> int:
+        """Of a panel's scales."""
+        return PANEL * self.factor_bytes
 
     @property
     def group_bytes(self) -> int:
-        return _LINE * self.num_lines
+        return self.factors_at + self.num_factors * self.row_bytes
 
 
-FORMATS = (Format(1, ZERO_POINT), Format(2, 8), Format(2, 0, has_offsets=True))
-EIGHT_BITS, FOUR_BITS, FOUR_BITS_OFFSET = range(len(FORMATS))
-"""A weight's format, by its place in `FORMATS`."""
+FORMATS = (
+    Format(1, ZERO_POINT, F32),
+    Format(1, ZERO_POINT, F16),
+    Format(2, 8, F16),
+    Format(2, 0, F32, has_offsets=True),
+    Format(2, 0, F16, has_offsets=True),
+)
+EIGHT_BITS, EIGHT_BITS_HALVES, FOUR_BITS_HALVES, FOUR_BITS_OFFSET, FOUR_BITS_OFFSET_HALVES = range(
+    len(FORMATS)
+)
+"""A weight's format, by its place in `FORMATS`. With fp32 scales, 4 bits without an offset have one all the same."""
 _GROUP_BYTES = tuple(form.group_bytes for form in FORMATS)
 
 
@@ -221,23 +235,32 @@ class _Tile:
     def _ask_ahead(self, group: _Group, line: Any, halves: range) -> None:
         prefetch_row(self._builder, group.ahead, self._ahead_step, line, halves)
 
-    def _ask_for_scales_ahead(self, group: _Group, halves: range) -> None:
-        for line in range(self._format.weight_lines, self._format.num_lines):
-            self._ask_ahead(group, group.ahead.type(line), halves)
+    def _ask_for_factors_ahead(self, group: _Group, halves: range) -> None:
+        form = self._format
+        first, last = form.factors_at // VECTOR, form.group_bytes // VECTOR
+        for line in range(first + halves[0], last, 2 // len(halves)):
+            address = self._builder.mul(self._ahead_step, group.ahead.type(line))
+            prefetch_line(self._builder, self._builder.add(group.ahead, address))
+
+    def _factors_of(self, group: _Group, row: int, halves: range) -> list[Any]:
+        """Scales, of row 0, or offsets, of row 1, as fp32."""
+        size, at = self._format.factor_bytes, self._format.factors_at + self._format.row_bytes * row
+        kind = F32X16 if size == F32 else _F16X16
+        vectors = [self._load(kind, group.weights, at + LANES * size * half) for half in halves]
+        return vectors if size == F32 else [self._builder.fpext(vector, F32X16) for vector in vectors]
 
     def _add_to_sums(self, group: _Group, rows: range, halves: range, totals: list[list[Any]]) -> None:
         """Add what these rows' sums of integers come to."""
-        builder, form = self._builder, self._format
-        scales = self._halves_of(F32X16, group.weights, halves, form.scales_at)
-        offsets = self._halves_of(F32X16, group.weights, halves, form.offsets_at) if form.has_offsets else []
+        builder = self._builder
+        scales, *offsets = (self._factors_of(group, row, halves) for row in range(self._format.num_factors))
         for row, row_totals in zip(rows, totals, strict=True):
             targets = [self._sums.type(row * PANEL * F32 + VECTOR * half) for half in halves]
             sums = [self._load(F32X16, builder.add(self._sums, target)) for target in targets]
-            if form.has_offsets:
+            for channel_offsets in offsets:
                 row_sum = self._row_number(group.rows, row, self._products.row_sum, _F32)
                 sums = [
                     _fma(builder, offset, row_sum, number)
-                    for offset, number in zip(offsets, sums, strict=True)
+                    for offset, number in zip(channel_offsets, sums, strict=True)
                 ]
             row_scale = self._row_number(group.rows, row, self._products.row_scale, _F32)
             for target, number, scale, total in zip(targets, sums, scales, row_totals, strict=True):
@@ -264,7 +287,7 @@ class _QuadByQuad(_Tile):
                     if place == part == 0:
                         self._ask_ahead(group, lines.index, halves)
                     self._add_line(group, lines.index, place, part, halves, totals)
-        self._ask_for_scales_ahead(group, halves)
+        self._ask_for_factors_ahead(group, halves)
         loaded = [[builder.load(total) for total in row_totals] for row_totals in totals]
         self._add_to_sums(group, range(self._num_rows), halves, loaded)
 
@@ -309,7 +332,7 @@ class _GroupByGroup(_Tile):
                     vectors.append([self._quad_of(vector, place) for vector in line])
                 self._add_quad(group, rows, quad, vectors[quad], totals)
             if first == 0:
-                self._ask_for_scales_ahead(group, halves)
+                self._ask_for_factors_ahead(group, halves)
             self._add_to_sums(group, rows, halves, totals)
 
     def _add_quad(
@@ -358,7 +381,9 @@ def make_tile(products: Products, cut: Cut, form: Format) -> Any:
     return intrinsic(tile)
 
 
-_tile8, _tile4, _tile4_offset = (make_tile(PRODUCTS, CUT, form) for form in FORMATS)
+_tile8, _tile8_halves, _tile4_halves, _tile4_offset, _tile4_offset_halves = (
+    make_tile(PRODUCTS, CUT, form) for form in FORMATS
+)
 
 
 @jit
@@ -372,7 +397,11 @@ def multiply_tile(weight_format, num_rows, sums, rows, panel, num_groups, ahead,
     """`make_tile` for this CPU and a weight's format."""
     if weight_format == EIGHT_BITS:
         _tile8(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)
-    elif weight_format == FOUR_BITS:
-        _tile4(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)
-    else:
+    elif weight_format == EIGHT_BITS_HALVES:
+        _tile8_halves(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)
+    elif weight_format == FOUR_BITS_HALVES:
+        _tile4_halves(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)
+    elif weight_format == FOUR_BITS_OFFSET:
         _tile4_offset(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)
+    else:
+        _tile4_offset_halves(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 
 from pagemill.kernels import grouped_int8
 from pagemill.kernels.cpu.jit.compiler import compiles_for
+from pagemill.kernels.cpu.jit.row import F32
 from pagemill.kernels.cpu.matmul import grids, int8
 from pagemill.kernels.cpu.matmul.converted import PackedPanels, convert_rows
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
 from pagemill.kernels.cpu.matmul.int8_tile import (
     BYTES,
     EIGHT_BITS,
+    EIGHT_BITS_HALVES,
     FORMATS,
-    FOUR_BITS,
+    FOUR_BITS_HALVES,
     FOUR_BITS_OFFSET,
+    FOUR_BITS_OFFSET_HALVES,
     PRODUCTS,
     QUAD,
     QUADS,
@@ -178,14 +181,20 @@ def test_weights_take_little_more_than_a_byte_each():
 
 def integers(weight_format: int, out_features: int, num_groups: int) -> torch.Tensor:
     """A weight made of integers of this format, all of them at its ends in the first group."""
-    low, high = {EIGHT_BITS: (-127, 127), FOUR_BITS: (-8, 7), FOUR_BITS_OFFSET: (0, 15)}[weight_format]
+    low, high = {
+        grids.SIGNED_BYTES: (-127, 127), grids.SIGNED_NIBBLES: (-8, 7), grids.OFFSET_NIBBLES: (0, 15)
+    }[int8.GRIDS[weight_format]]  # fmt: skip
+    has_offsets = FORMATS[weight_format].has_offsets
     numbers = torch.randint(low, high + 1, (out_features, num_groups, GROUP)).float()
-    numbers[:, 1:, 0], numbers[:, 1:, 1] = low, high
+    numbers[:, :, 1] = high
     numbers[:, 0] = high
     numbers[out_features // 2 :, 0] = low
+    numbers[:, :, 0] = low  # the offset is the least number
     scales = (torch.rand(out_features, num_groups, 1) + 0.1).half().float()
     offsets = torch.randn(out_features, num_groups, 1).half().float()
-    weight = numbers * scales + (offsets if weight_format == FOUR_BITS_OFFSET else 0.0)
+    if FORMATS[weight_format].factor_bytes == F32:
+        scales *= 1.0 + 2.0**-7  # seven bits more than an fp16's
+    weight = numbers * scales + (offsets if has_offsets else 0.0)
     return weight.flatten(1)
 
 
@@ -197,11 +206,17 @@ def twin(
     assert found is not None
     restored = found.numbers * found.scales[..., None] + found.offsets[..., None]
     torch.testing.assert_close(restored.flatten(1), weight, rtol=1e-6, atol=1e-6)
-    offsets = found.offsets if weight_format == FOUR_BITS_OFFSET else None
+    offsets = found.offsets if FORMATS[weight_format].has_offsets else None
     return grouped_int8.multiply(x, found.numbers, found.scales, bias, offsets)
 
 
-BYTES_A_WEIGHT = {EIGHT_BITS: 1.125, FOUR_BITS: 0.625, FOUR_BITS_OFFSET: 0.75}
+BYTES_A_WEIGHT = {
+    EIGHT_BITS: 1.125,
+    EIGHT_BITS_HALVES: 1.0625,
+    FOUR_BITS_HALVES: 0.5625,
+    FOUR_BITS_OFFSET: 0.75,
+    FOUR_BITS_OFFSET_HALVES: 0.625,
+}
 
 
 @settings(max_examples=60, deadline=None)
@@ -226,9 +241,10 @@ def test_a_files_own_integers_are_kept(weight_format, num_rows, num_groups, out_
 
 def test_signed_integers_of_four_bits_say_the_same_in_eight():
     torch.manual_seed(42)
-    weight, x = integers(FOUR_BITS, 70, 9), activations(20, 9 * GROUP)
+    weight, x = integers(FOUR_BITS_HALVES, 70, 9), activations(20, 9 * GROUP)
     bias = torch.randn(3 * PANEL)
     small, large = int8.pack(weight), int8.pack(weight, (EIGHT_BITS,))
+    assert small.weight_format == FOUR_BITS_HALVES
     out = int8.multiply(x, small, bias, 70)
     torch.testing.assert_close(
         out, int8.multiply(x, large, bias, 70), rtol=0, atol=1e-6 * float(out.abs().max())
@@ -243,7 +259,7 @@ def test_scales_of_either_sign():
     scales = torch.randn(40, 4, 1).half().float()
     weight, x, bias = (numbers * scales).flatten(1), activations(5, 4 * GROUP), torch.randn(2 * PANEL)
     packed = int8.pack(weight)
-    assert packed.weight_format == FOUR_BITS
+    assert packed.weight_format == FOUR_BITS_HALVES
     expected = grouped_int8.multiply(x, numbers, scales[..., 0], bias[:40])
     assert_same_bits(int8.multiply(x, packed, bias, 40), expected)
 
@@ -251,7 +267,7 @@ def test_scales_of_either_sign():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_one_number_off_the_grid_is_rounded_with_its_weight(bad):
     torch.manual_seed(42)
-    weight = integers(FOUR_BITS, 40, 3)
+    weight = integers(FOUR_BITS_HALVES, 40, 3)
     weight[7, 50] += 0.01
     weight[11, 9] = bad
     packed, bias = int8.pack(weight), torch.randn(2 * PANEL)
@@ -264,7 +280,10 @@ def test_one_number_off_the_grid_is_rounded_with_its_weight(bad):
 
 def test_weights_of_several_forms_are_packed_in_the_largest():
     torch.manual_seed(42)
-    weights = [integers(form, 40, 3) for form in (FOUR_BITS, FOUR_BITS, FOUR_BITS_OFFSET, FOUR_BITS)]
+    weights = [
+        integers(form, 40, 3)
+        for form in (FOUR_BITS_HALVES, FOUR_BITS_HALVES, FOUR_BITS_OFFSET, FOUR_BITS_HALVES)
+    ]
     packed = int8.pack_each(weights.__getitem__, 4)
     assert packed.weight_format == FOUR_BITS_OFFSET
     alone = [int8.pack(weight, (FOUR_BITS_OFFSET,)) for weight in weights]
@@ -349,7 +368,7 @@ run.compile("void(int64, int64, int64, int64, int64, int64)")
 
 
 # With offsets the mask of halves of bytes is read again: it has no register left.
-@pytest.mark.parametrize("weight_format", [EIGHT_BITS, FOUR_BITS])
+@pytest.mark.parametrize("weight_format", [EIGHT_BITS, EIGHT_BITS_HALVES, FOUR_BITS_HALVES])
 def test_a_tile_for_such_a_cpu_keeps_a_groups_weights_in_registers(tmp_path, weight_format):
     """Compiled for a CPU that this may not be."""
     program, form = INSTRUCTIONS.format(form=weight_format), FORMATS[weight_format]
@@ -358,13 +377,12 @@ def test_a_tile_for_such_a_cpu_keeps_a_groups_weights_in_registers(tmp_path, wei
     products = [line for line in lines if line[0] == "vpdpbusd"]
     assert len(products) == num_rows * halves * QUADS
     assert all(line[-3].startswith("%zmm") for line in products), "weights are read for each row"
-    whole = [line for line in lines if line[0].startswith("vmov") and line[-1].startswith("%zmm")]
+    whole = [line for line in lines if line[0].startswith(("vmov", "vcvtph")) and line[-1].startswith("%zmm")]
     loads = [line for line in whole if line[1].endswith("),")]
     constants = [line for line in loads if line[0] in ("vmovdqa64", "vmovaps")]  # the aligned ones
     assert len(constants) <= 1, "a mask of halves of bytes"
     num_blocks = -(-num_rows // 3)
-    num_factors = form.num_lines - form.weight_lines
-    assert len(loads) - len(constants) == halves * (form.weight_lines + num_factors * num_blocks), (
+    assert len(loads) - len(constants) == halves * (form.weight_lines + form.num_factors * num_blocks), (
         "weights, and scales by three rows"
     )
     stores = [line for line in lines if line[0].startswith("vmov") and line[-1].endswith(")")]

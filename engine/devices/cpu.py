@@ -68,7 +68,8 @@ class CpuBackend(DeviceBackend):
     device = torch.device("cpu")
     int8_input_group = grouped_int8.GROUP
     # Torch's own product rounds weights that were integers already.
-    int8_scale_span = f"{int8_input_group} inputs" + ("; a file's own integers" if _has_numba() else "")
+    _INTEGERS = "; a file's own integers, their shortest scale" if _has_numba() else ""
+    int8_scale_span = f"{int8_input_group} inputs{_INTEGERS}"
 
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         if config.batch_invariant and not (self.has_kernels(dtype) and torch._C._has_mkldnn):

@@ -89,7 +89,8 @@ def test_a_fingerprint_tells_schemes_of_int8_apart(directory: str, monkeypatch: 
 
 
 def test_the_cpu_says_how_many_inputs_share_a_scale() -> None:
-    assert CpuBackend.int8_scale_span == f"{grouped_int8.GROUP} inputs; a file's own integers"
+    integers = "a file's own integers, their shortest scale"
+    assert CpuBackend.int8_scale_span == f"{grouped_int8.GROUP} inputs; {integers}"
 
 
 def test_cpu_and_cuda_have_schemes_of_their_own() -> None:

@@ -62,15 +62,24 @@ def submit(client: QueueClient) -> tuple[list[str], list[str], list[str]]:
 def come_and_go(
     client: QueueClient, workers: list[ForkedWorker], spawn: Callable[[], ForkedWorker], total: int
 ) -> None:
-    """Two are killed, two drained, each replaced, spread over the run by what has ended so far."""
+    """Two are killed, two drained, each replaced, spread over the run by what has ended so far.
+
+    No job is started from a worker's end until its successor is there: the others would be done before.
+    """
     for turn, ended in enumerate((total // 16, total // 6, total // 4, total // 3)):
         eventually(lambda ended=ended: client.counts("all").ended >= ended, f"{ended} jobs to have ended")
         leaving = workers[turn]
+        client.pause()
         if turn % 2:
             leaving.signal(signal.SIGTERM)
         else:
             leaving.kill()
-        workers[turn] = spawn()
+        coming = workers[turn] = spawn()
+        eventually(
+            lambda pid=coming.pid: any(worker.pid == pid for worker in client.workers()),
+            "the worker to be there",
+        )
+        client.pause(False)
         if turn % 2:
             leaving.wait()
 

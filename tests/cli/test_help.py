@@ -1,9 +1,11 @@
-"""`--help` of every command: a list in which each has its sentence, and a word on every option."""
+"""`--help` of every command: a list with a sentence for each, a word on every option; and commands in pages."""
 
 from __future__ import annotations
 
 import re
 from importlib.metadata import version
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from pagemill.__main__ import app
+from tests.conftest import ROOT
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
@@ -49,3 +52,25 @@ def test_every_option_is_explained(name: str) -> None:
     assert not silent, silent
     usage = shown(path).splitlines()[0]
     assert not re.search(r"\]\.\.\.\]\.\.\.|\{[a-z]", usage), usage
+
+
+IN_CODE = re.compile(r"(?:`|^ {4}|^)pagemill ([a-z][^`|;&>#\n]*)", re.MULTILINE)
+PAGES = sorted(
+    path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")) if path.name != "CHANGELOG.md"
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_a_page_are_taken(page: Path) -> None:
+    wrong = []
+    for text in IN_CODE.findall(page.read_text()):
+        words = text.split()
+        path = [*takewhile(lambda word: re.fullmatch("[a-z-]+", word) and not word.startswith("-"), words)]
+        while " ".join(("pagemill", *path)) not in COMMANDS:
+            path.pop()
+        command = COMMANDS[" ".join(("pagemill", *path))][1]
+        taken = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)} | {"--help"}
+        wrong += [(text, flag) for flag in re.findall(r"(?<!\S)--[a-z-]+", text) if flag not in taken]
+        if hasattr(command, "commands") and words[len(path) :][:1] and words[len(path)][0].isalpha():
+            wrong.append((text, words[len(path)]))
+    assert not wrong

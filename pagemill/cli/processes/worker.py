@@ -103,6 +103,12 @@ class WorkerFlags:
     ] = None
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="auto (as dtype), float32, float16, bfloat16, int8 or fp8.")
+    ] = None
+    quantization: Annotated[
+        str | None, typer.Option(help="Multiply 8-bit numbers: int8, or fp8 on GPUs. Default: no.")
+    ] = None
     max_model_len: Annotated[Given, _number("Longest prompt + output, in tokens.")] = None
     max_num_seqs: Annotated[Given, _number("Sequences in one step.")] = None
     max_num_batched_tokens: Annotated[Given, _number("Token budget of a step.")] = None

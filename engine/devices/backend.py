@@ -82,10 +82,13 @@ class DeviceBackend(ABC):
     """The largest steps run before a model serves, to measure their memory and to compile their kernels."""
     caches_latents = True
     """Its attention kernels take the widths of latent attention's cache; False: keys and values are cached instead."""
-    int8_scale_span: str
-    """The extent of one scale in int8 products."""
     int8_input_group = 1
-    """Inputs that share one, where that is a fixed number."""
+    """Inputs that share a scale in int8 products, where that is a fixed number."""
+
+    @property
+    @abstractmethod
+    def int8_scale_span(self) -> str:
+        """The extent of one scale in int8 products, and what else with them determines the numbers."""
 
     def tune_process(self, num_threads: int | None) -> None:
         """Apply the settings of a whole process, before its model is loaded."""

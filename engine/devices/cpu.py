@@ -67,9 +67,14 @@ def _has_bf16_products() -> bool:
 class CpuBackend(DeviceBackend):
     device = torch.device("cpu")
     int8_input_group = grouped_int8.GROUP
-    # Torch's own product rounds weights that were integers already.
-    _INTEGERS = "; a file's own integers, their shortest scale" if _has_numba() else ""
-    int8_scale_span = f"{int8_input_group} inputs{_INTEGERS}"
+
+    @property
+    def int8_scale_span(self) -> str:
+        span = f"{self.int8_input_group} inputs"
+        if not _has_numba():  # torch's own product rounds weights that were integers already
+            return span
+        attention = "; prompts' attention in bfloat16" if _has_bf16_products() else ""
+        return f"{span}; a file's own integers, their shortest scale{attention}"
 
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         if config.batch_invariant and not (self.has_kernels(dtype) and torch._C._has_mkldnn):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pagemill.engine.layers.attention import attend
-from pagemill.engine.layers.converted_products import PackedBf16Product
+from pagemill.engine.layers.converted_products import ConvertedProduct
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer, can_be_compiled
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm, SiluGatedMLP
@@ -23,7 +23,8 @@ class RotaryAttention(MergedAttention):
         super().__init__(source, traits, make_product)
         from pagemill.kernels.cpu import fused_rows
 
-        rounds = isinstance(self.qkv_proj.product, PackedBf16Product)
+        # As products round their rows, to no more bits than bfloat16's, so does attention.
+        rounds = isinstance(self.qkv_proj.product, ConvertedProduct)
         self.scoring = replace(self.scoring, rounds_to_cache=rounds)
         self._rotate = fused_rows.rotary_embedding
 

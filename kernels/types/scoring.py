@@ -26,5 +26,5 @@ class Scoring:
     """[num_heads] as `alibi_slopes`: a score per head, added to nothing else. Source: Xiao et al. 2024, "Efficient
     Streaming Language Models with Attention Sinks", with learned scores as in gpt-oss."""
     rounds_to_cache: bool = False
-    """A prompt's queries and the weights of values are rounded to bfloat16, where the cache holds such numbers and the
-    CPU multiplies them."""
+    """A prompt's queries and the weights of values are rounded to bfloat16, where the cache holds such numbers or int8
+    and the CPU multiplies them."""

@@ -65,16 +65,17 @@ def test_attention_computes_with_exactly_what_is_stored(dtype, shape, options):
     assert_close(twin, truth, case, 1e-5)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (96, 8), (128, 64), (80, 16)])
 @pytest.mark.parametrize(
     "options", [{}, {"alibi": True, "softcap": 2.0, "sliding_window": 37}], ids=["plain", "biased"]
 )
-def test_a_bfloat16_models_prompts_round_queries_and_weights(head_dim, block_size, options):
+def test_prompts_of_a_model_of_few_bits_round_queries_and_weights(cache_dtype, head_dim, block_size, options):
     """Near the exact result; single tokens as ever."""
     lengths = [1, 1, 40, 7, 130], [5, 300, 70, 200, 130]
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
     case = make_case(
-        *lengths, cache_dtype=torch.bfloat16, padded_tokens=3, free_outside_window=True, **shape, **options
+        *lengths, cache_dtype=cache_dtype, padded_tokens=3, free_outside_window=True, **shape, **options
     )
     scoring = replace(case.scoring, rounds_to_cache=True)
     out = cpu.paged_attention(case.query, case.cache, case.metadata, scoring)
@@ -85,10 +86,11 @@ def test_a_bfloat16_models_prompts_round_queries_and_weights(head_dim, block_siz
     assert torch.equal(out, plain) is not is_rounded
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("window", [None, 37])
-def test_rounded_prompts_do_not_depend_on_their_chunks(window):
+def test_rounded_prompts_do_not_depend_on_their_chunks(window, cache_dtype):
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "sliding_window": window}
-    case = make_case([1, 230], [5, 230], cache_dtype=torch.bfloat16, **shape)
+    case = make_case([1, 230], [5, 230], cache_dtype=cache_dtype, **shape)
     scoring = replace(case.scoring, rounds_to_cache=True)
     whole = cpu.paged_attention(case.query, case.cache, case.metadata, scoring)[1:]
     for first, last in ((0, 70), (70, 71), (71, 129), (129, 230)):

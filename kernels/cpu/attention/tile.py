@@ -4,8 +4,8 @@ A tile holds the queries of some tokens for one KV head, token by token and, wit
 meets the keys in tiles counted from key 0. So what a token gets depends neither on its batch nor on how a prompt
 was cut into chunks.
 
-Where a bfloat16 model's cache holds such numbers and the CPU multiplies them, so do the tiles: queries and the weights
-of values are rounded. Scores, sums and the softmax are fp32 all the same.
+Where products round their rows to 16 or 8 bits, the cache holds bfloat16 or int8, and the CPU multiplies bfloat16, so
+do the tiles: queries and the weights of values are rounded. Scores, sums and the softmax are fp32 all the same.
 """
 
 from __future__ import annotations

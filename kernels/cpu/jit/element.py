@@ -27,14 +27,20 @@ ELEMENTS: dict[torch.dtype, Any] = {
     torch.int8: np.int8(0),
     torch.float8_e4m3fn: np.uint8(0),
 }
-_ROUNDING_BFLOAT = np.uint32(0)
-_BFLOATS = (types.uint16, types.uint32)
-_BITS = {types.float32: 32, types.int16: 16, types.int8: 8, types.uint8: 8, **dict.fromkeys(_BFLOATS, 16)}
+_ROUNDING: dict[torch.dtype, Any] = {torch.bfloat16: np.uint32(0), torch.int8: np.int32(0)}
+_BFLOATS, _BYTES = (types.uint16, types.uint32), (types.int8, types.int32)
+_BITS = {
+    types.float32: 32,
+    types.int16: 16,
+    types.uint8: 8,
+    **dict.fromkeys(_BFLOATS, 16),
+    **dict.fromkeys(_BYTES, 8),
+}
 
 
 def element_of(dtype: torch.dtype, *, rounds: bool = False) -> Any:
     """Return the element of a cache of this dtype; `rounds`: `Scoring.rounds_to_cache`."""
-    return _ROUNDING_BFLOAT if rounds and dtype is torch.bfloat16 else ELEMENTS[dtype]
+    return (ELEMENTS | _ROUNDING if rounds else ELEMENTS)[dtype]
 
 
 class _Lanes:
@@ -69,7 +75,7 @@ class _Lanes:
         if element in _BFLOATS:
             bits = builder.zext(read(_I16), self.type(_I32))
             return builder.bitcast(builder.shl(bits, self.constant(_I32, 16)), self.type(_FLOAT))
-        if element == types.int8:
+        if element in _BYTES:
             return builder.sitofp(builder.sext(read(_I8), self.type(_I32)), self.type(_FLOAT))
         # e4m3 has fp16's layout with an exponent one bit shorter: shifted into place it is 2^8 too small.
         bits = builder.zext(read(_I8), self.type(_I16))
@@ -85,7 +91,7 @@ class _Lanes:
             value = builder.fptrunc(value, self.type(_HALF))
         elif element in _BFLOATS:
             value = self._to_bf16(value)
-        elif element == types.int8:
+        elif element in _BYTES:
             whole = builder.fptosi(self.call("rint", value), self.type(_I32))
             value = builder.trunc(whole, self.type(_I8))
         elif element == types.uint8:
@@ -124,8 +130,8 @@ class _Lanes:
 
 @intrinsic
 def is_rounding(typing_context: Any, element: Any) -> Any:
-    """Whether numbers are bfloat16, and are multiplied by such numbers; known when a kernel is compiled."""
-    found = _ir.IntType(1)(element == types.uint32)
+    """Whether numbers are exact in bfloat16, and are multiplied by such numbers; known when a kernel is compiled."""
+    found = _ir.IntType(1)(element in (types.uint32, types.int32))
     return types.boolean(element), lambda context, builder, signature, arguments: found
 
 

@@ -58,7 +58,7 @@ PARTS = ("prefill", "decode", "place_and_attend", "finish", "project")
 
 def compile_part(name: str, *, kind: KindName, cache_dtype: torch.dtype) -> None:
     """Compile one of them, or load it from the disk."""
-    number, element = KINDS[kind], element_of(cache_dtype, rounds=kind == "bf16")
+    number, element = KINDS[kind], element_of(cache_dtype, rounds=kind != "fp32")
     layer, step = np.zeros(1, LAYER), np.zeros(1, STEP)
     kernel, arguments = {
         "prefill": (prefill, _attention_arguments(prefill, element)),

@@ -88,9 +88,11 @@ def test_a_fingerprint_tells_schemes_of_int8_apart(directory: str, monkeypatch: 
     assert fingerprint("int8") != grouped
 
 
-def test_the_cpu_says_how_many_inputs_share_a_scale() -> None:
-    integers = "a file's own integers, their shortest scale"
-    assert CpuBackend.int8_scale_span == f"{grouped_int8.GROUP} inputs; {integers}"
+def test_the_cpu_says_how_many_inputs_share_a_scale_and_how_prompts_attend(monkeypatch) -> None:
+    integers = f"{grouped_int8.GROUP} inputs; a file's own integers, their shortest scale"
+    for is_native, attention in ((True, "; prompts' attention in bfloat16"), (False, "")):
+        monkeypatch.setattr("pagemill.engine.devices.cpu._has_bf16_products", lambda native=is_native: native)
+        assert CpuBackend().int8_scale_span == integers + attention
 
 
 def test_cpu_and_cuda_have_schemes_of_their_own() -> None:

@@ -65,12 +65,12 @@ def test_commands_in_a_page_are_taken(page: Path) -> None:
     wrong = []
     for text in IN_CODE.findall(page.read_text()):
         words = text.split()
-        path = [*takewhile(lambda word: re.fullmatch("[a-z-]+", word) and not word.startswith("-"), words)]
+        path = [*takewhile(re.compile("[a-z][a-z-]*").fullmatch, words)]
         while " ".join(("pagemill", *path)) not in COMMANDS:
             path.pop()
         command = COMMANDS[" ".join(("pagemill", *path))][1]
         taken = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)} | {"--help"}
         wrong += [(text, flag) for flag in re.findall(r"(?<!\S)--[a-z-]+", text) if flag not in taken]
-        if hasattr(command, "commands") and words[len(path) :][:1] and words[len(path)][0].isalpha():
-            wrong.append((text, words[len(path)]))
+        if hasattr(command, "commands"):
+            wrong += [(text, word) for word in words[len(path) : len(path) + 1] if word[0].isalpha()]
     assert not wrong

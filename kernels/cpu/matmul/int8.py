@@ -30,13 +30,6 @@ from pagemill.kernels.cpu.matmul.int8_tile import (
 )
 from pagemill.kernels.cpu.matmul.kinds import INTEGERS
 
-SMALLEST_FIRST = (
-    FOUR_BITS_HALVES,
-    FOUR_BITS_OFFSET_HALVES,
-    FOUR_BITS_OFFSET,
-    EIGHT_BITS_HALVES,
-    EIGHT_BITS,
-)
 GRIDS = {
     FOUR_BITS_HALVES: grids.SIGNED_NIBBLES,
     FOUR_BITS_OFFSET_HALVES: grids.OFFSET_NIBBLES,
@@ -44,6 +37,7 @@ GRIDS = {
     EIGHT_BITS_HALVES: grids.SIGNED_BYTES,
     EIGHT_BITS: grids.SIGNED_BYTES,
 }
+SMALLEST_FIRST = tuple(sorted(GRIDS, key=lambda weight_format: FORMATS[weight_format].group_bytes))
 _PACKED_AT_ONCE = 1 << 22  # weights: packing makes several copies of them
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import redis
@@ -15,12 +16,18 @@ JOBS = 8000
 """Just below a power of two, where the server's tables of keys are nearly full."""
 
 
+def submit(url: str, queue: str, model: str, jobs: int) -> None:
+    """Submit on a connection that is closed afterwards: the server counts its buffers as used memory."""
+    with Producer(url, queue=queue) as producer:
+        producer.submit_many(row | {"model": model} for row in rows(jobs))
+
+
 def bytes_per_job(url: str, queue: str, model: str) -> float:
-    with redis.Redis.from_url(url) as client, Producer(url, queue=queue) as producer:
-        producer.submit_many(row | {"model": model} for row in rows(50))
+    with redis.Redis.from_url(url) as client:
+        submit(url, queue, model, 50)
         client.flushdb()
         before = used_memory(client)
-        producer.submit_many(row | {"model": model} for row in rows(JOBS))
+        submit(url, queue, model, JOBS)
         assert client.zcard(f"pagemill:{{{queue}}}:wait:1:1:default:{model}") == JOBS
         return (used_memory(client) - before) / JOBS
 
@@ -39,3 +46,26 @@ def test_a_waiting_job_is_small(kind: str, queue: str, model: str, place: int, t
     """Its prompt has 500 bytes. 100,000 of them are to stay under 120 MB."""
     with start_server(kind, tmp_path) as url:
         assert 600 < bytes_per_job(url, queue, model) < LIMITS[kind][place]
+
+
+class BusyServer:
+    """Its disk is slow: writes wait in memory in the first replies."""
+
+    def __init__(self, *unwritten: int) -> None:
+        self.unwritten = list(unwritten)
+
+    def info(self) -> dict[str, int]:
+        waiting = self.unwritten.pop(0)
+        return {
+            "aof_rewrite_in_progress": 0,
+            "aof_rewrite_scheduled": 0,
+            "aof_buffer_length": waiting,
+            "lazyfree_pending_objects": 0,
+            "used_memory": 1000 + waiting,
+        }
+
+
+def test_writes_that_wait_for_the_disk_are_not_counted() -> None:
+    server = BusyServer(524_288, 4096, 0)
+    assert used_memory(cast("redis.Redis", server)) == 1000
+    assert not server.unwritten

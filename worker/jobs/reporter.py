@@ -102,11 +102,12 @@ def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float, streams
         return True
     if job.is_saved_often:  # its first token goes out at once
         slower = streams > MAX_STREAMS_OFTEN and job.has_saved_tokens
-        return now - job.saved_at >= config.stream_checkpoint_s * (2 if slower else 1)
+        # A deadline, not the time passed: rounding makes (t + 0.1) - t less than 0.1 for many t.
+        return now >= job.saved_at + config.stream_checkpoint_s * (2 if slower else 1)
     if job.is_about_to_end:
         return False  # its final write follows shortly, with everything
     # Before its first unsaved token there was nothing to lose, however long it waited.
-    return now - max(job.saved_at, job.unsaved_since) >= config.checkpoint_s
+    return now >= max(job.saved_at, job.unsaved_since) + config.checkpoint_s
 
 
 def _round_trips(jobs: Sequence[RunningJob]) -> Iterator[list[RunningJob]]:

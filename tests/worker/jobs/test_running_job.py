@@ -6,6 +6,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from pagemill.engine.outputs import CompletionDelta, RequestOutput
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
@@ -61,10 +63,12 @@ def test_a_checkpoint_is_due_an_interval_after_the_first_news() -> None:
     assert is_checkpoint_due(job, config, job.unsaved_since)  # 5 tokens
 
 
-def test_many_streams_are_written_half_as_often_after_their_first_tokens() -> None:
+@pytest.mark.parametrize("uptime_s", [0.5, 300.0, 1500.0, 5000.0, 20_000.0, 1e6])
+def test_many_streams_are_written_half_as_often_after_their_first_tokens(uptime_s: float) -> None:
+    """At any uptime: (t + 0.1) - t rounds to less than 0.1 for some of these, and to more for others."""
     config = WorkerConfig.load(model="echo", stream_checkpoint_s=0.1)
     job = running_job(stream=True)
-    job.saved_at = began = time.monotonic()
+    job.saved_at = began = uptime_s
     job.apply(news(CompletionDelta(0, [5], "a", 0)))
     assert is_checkpoint_due(job, config, began + 0.1, streams=64)
     job.unsaved()

@@ -145,6 +145,7 @@ def test_nothing_is_collected_while_a_model_is_loaded(
         return build(*arguments)
 
     monkeypatch.setattr(builder, "_build_model", watch)
+    gc.unfreeze()  # what earlier tests of this process froze
     if not was_enabled:
         gc.disable()
     try:
@@ -159,3 +160,15 @@ def test_nothing_is_collected_while_a_model_is_loaded(
         gc.enable()
     assert enabled == [False]
     assert gc.get_freeze_count() == 0
+
+
+def test_a_model_that_is_loaded_later_leaves_the_frozen_heap(tiny_llama: Path) -> None:
+    """A worker freezes its heap once; a second engine must not thaw it."""
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        config = EngineConfig(model=str(tiny_llama), skip_tokenizer_init=True, kv_cache_memory_bytes=2**22)
+        Engine.from_config(config).close()
+        assert 0.9 * frozen < gc.get_freeze_count() <= frozen  # some of it is freed meanwhile
+    finally:
+        gc.unfreeze()

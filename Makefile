@@ -7,28 +7,24 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 10 install -qq
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Most of the tests wait more than they compute, so more processes than two cores pay. A file stays in one process:
-# its tests share servers and workers. One thread each: several per process would fight over the cores.
+# its tests share servers and workers.
 WORKERS ?= 3
 PREPARE := echo "==> what the tests share: a model and machine code" && $(BIN)/python -m tests.prepare
-PYTEST := OMP_NUM_THREADS=1 PAGEMILL_WHOLE_SUITE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Real servers, workers and deadlines beside three others of their kind: what fails there has a second try, by itself and
-# in view. A bug fails twice; code 1 means failed tests, anything else is not theirs.
-TESTS = $(PYTEST) -m "$(or $(MARKS),not slow)" \
-  || { [ $$? = 1 ] && echo "==> once more, with nothing beside them: the tests that failed" \
-       && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 4 -m "$(or $(MARKS),not slow)"; }
+TESTS := $(BIN)/python -m tests.run --processes $(WORKERS)
 # What pyproject.toml supports at least: its compiler spills where a newer one does not.
 OLDEST_TRITON := $(shell sed -n 's/.*"triton>=\([0-9.]*\);.*/\1.0/p' pyproject.toml)
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check check-all oldest-triton bench format lock sbom clean
+.PHONY: help setup demo lint test check check-all oldest-triton bench format lock sbom clean
 
 help:
 	@echo "make demo       label real rows with a real model through a real queue"
-	@echo "make test       the tests, in $(WORKERS) processes (make test WORKERS=1)"
+	@echo "make test       the quick tests, in $(WORKERS) processes (make test WORKERS=1)"
 	@echo "make setup      the virtual environment alone ($(VENV))"
-	@echo "make check      what CI runs: format, lint, types, import rules, tests"
-	@echo "make check-all  the same, with the slow sweeps, and the kernels by the oldest Triton"
+	@echo "make lint       format, lint, types and import rules"
+	@echo "make check      what CI runs: lint and the quick tests"
+	@echo "make check-all  every test, part by part, in hours (PART=chaos: one part)"
 	@echo "make oldest-triton  the kernels compiled by the oldest Triton that is supported"
 	@echo "make bench      every benchmark table and plot, on an idle machine (hours)"
 	@echo "make format     rewrite the sources as the formatter wants them"
@@ -65,22 +61,22 @@ endif
 demo: $(STAMP)
 	@$(BIN)/python -m pagemill.demo
 
+lint: $(STAMP)
+	@echo "==> format" && $(BIN)/ruff format --check .
+	@echo "==> lint" && $(BIN)/ruff check --no-cache .
+	@echo "==> types" && $(BIN)/mypy
+	@echo "==> import rules" && $(BIN)/lint-imports
+
 test: $(STAMP)
 	@$(PREPARE)
 	@echo "==> tests"
 	@$(TESTS)
 
-check: $(STAMP)
-	@echo "==> format" && $(BIN)/ruff format --check .
-	@echo "==> lint" && $(BIN)/ruff check --no-cache .
-	@echo "==> types" && $(BIN)/mypy
-	@echo "==> import rules" && $(BIN)/lint-imports
-	@$(PREPARE)
-	@echo "==> tests"
-	@$(TESTS)
+check: lint test
 
-check-all:
-	@$(MAKE) --no-print-directory check oldest-triton MARKS="slow or not slow"
+check-all: $(STAMP)
+	@$(PREPARE)
+	@$(TESTS) --all $(addprefix --part ,$(PART))
 
 # Beside the environment, not in it: torch's own Triton stays what the other tests run.
 oldest-triton: $(STAMP)
@@ -88,7 +84,7 @@ oldest-triton: $(STAMP)
 	  || $(PIP) --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
 	@echo "==> the kernels, compiled by Triton $(OLDEST_TRITON)"
 	@PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 PAGEMILL_TRITON=$(OLDEST_TRITON) \
-	  $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(or $(MARKS),not slow)" tests/kernels/aot
+	  $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" tests/kernels/aot
 
 bench: $(STAMP)
 	@$(PIP) -c $(VENV)/constraints.txt -e '.[bench]'

@@ -33,6 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, path: Path, *arguments: str) -> list[di
     return rows
 
 
+@pytest.mark.slow
 def test_every_way_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +110,7 @@ http.server.ThreadingHTTPServer((given.host, int(given.port)), Handler).serve_fo
 """
 
 
+@pytest.mark.slow
 def test_both_servers_get_the_same_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +136,7 @@ def test_both_servers_get_the_same_requests(
     assert "goal 2 x" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEMILL_BENCH_VLLM_ENV", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["gateway", "--vllm", "--no-write"])
@@ -141,6 +144,7 @@ def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.
         gateway.main()
 
 
+@pytest.mark.slow
 def test_a_worker_that_can_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     monkeypatch.setattr(sys, "argv", ["gateway", "--model", str(tmp_path), "--no-write"])

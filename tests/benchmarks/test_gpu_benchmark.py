@@ -110,6 +110,7 @@ _SLOW = {"worker", "peer", "ranks", "switches"}
 """They start processes, or many engines."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_every_section_runs_dry(part: Part, tmp_path: Path) -> None:
     sections = [section for section in of_part(part) if section.name not in _SLOW]
@@ -147,6 +148,7 @@ def test_all_three_parts_dry_from_the_command_line(tmp_path: Path) -> None:
     assert found["peer"]["rows"][1]["unit"] == "x"
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_sections_in_a_process_with_a_log(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

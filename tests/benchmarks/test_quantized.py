@@ -12,6 +12,7 @@ from benchmarks.engines import quantized
 from tests.engine.tiny_model import save_tiny_llama
 
 
+@pytest.mark.slow
 def test_every_variant_is_measured_beside_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_llama(tmp_path / "model", hidden_size=128, intermediate_size=256)
     monkeypatch.setattr(quantized, "PROMPT", 4)

@@ -176,6 +176,7 @@ except KeyboardInterrupt:
         running.kill()
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_both_engines_and_they_agree(tiny_llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     command = [

@@ -15,6 +15,8 @@ from tests.chaos.conftest import Spawn
 from tests.chaos.nursery import ForkedWorker, Nursery
 from tests.worker.harness import QueueClient, eventually
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [f"{i:03d} " * 25 for i in range(64)]
 
 

@@ -176,6 +176,7 @@ CHECKPOINTS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(
     max_examples=8,
     deadline=None,

@@ -120,6 +120,7 @@ def test_one_worker_is_cut_off_and_the_other_goes_on(
     assert cut.is_alive
 
 
+@pytest.mark.slow
 def test_a_producer_behind_a_bad_network(client: QueueClient, spawn: Spawn, proxy: TcpProxy) -> None:
     """Its connections are reset all the time: each job arrives once, each end is read once."""
     jobs = 1000
@@ -173,6 +174,7 @@ def test_a_slow_server(client: QueueClient, spawn: Spawn, proxy: TcpProxy) -> No
     check(client, ids, texts)
 
 
+@pytest.mark.slow
 def test_a_full_server_refuses_jobs_and_takes_every_end(client: QueueClient, spawn: Spawn) -> None:
     client.redis.config_set("maxmemory-policy", "noeviction")
     texts = prompts(40)

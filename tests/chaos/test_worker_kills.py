@@ -99,6 +99,7 @@ def test_workers_are_killed_at_random_points(kills: int, client: QueueClient, sp
     invariants.check_echoes([outcomes[index] for index in lucky], [texts[index] for index in lucky])
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spawn) -> None:
     texts = prompts()
     ids = submit(client, texts)
@@ -120,6 +121,7 @@ def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spa
     )
 
 
+@pytest.mark.slow
 def test_a_hung_engine_loses_its_jobs_to_a_healthy_one(client: QueueClient, spawn: Spawn) -> None:
     """The process lives, its threads renew and answer; only its steps end no more."""
     texts = [f"{i} \x08" if i == 0 else f"{i:03d} " * 25 for i in range(20)]
@@ -131,6 +133,7 @@ def test_a_hung_engine_loses_its_jobs_to_a_healthy_one(client: QueueClient, spaw
     hung.wait()  # a supervisor starts it again
 
 
+@pytest.mark.slow
 def test_a_job_that_kills_its_workers_is_buried_and_the_others_lose_nothing(
     client: QueueClient, spawn: Spawn
 ) -> None:
@@ -173,6 +176,7 @@ def test_jobs_are_taken_over_within_ten_seconds_by_default(client: QueueClient, 
     client.cancel(job_id)
 
 
+@pytest.mark.slow
 def test_a_drained_worker_hands_back_and_another_goes_on(client: QueueClient, spawn: Spawn) -> None:
     texts = prompts(24)
     ids = submit(client, texts)

@@ -105,6 +105,7 @@ def test_prompt_from_standard_input(pagemill: Pagemill, valkey_url: str, queue_n
     assert waited.stdout == "two\nlines\n"
 
 
+@pytest.mark.slow
 def test_result_prints_json(pagemill: Pagemill, valkey_url: str, queue_name: str) -> None:
     with scripted_worker(valkey_url, queue_name):
         job_id = json.loads(pagemill("submit", "text", "--model", "m", "--json").stdout)["id"]
@@ -203,6 +204,7 @@ def test_usage_errors_are_exit_code_2(pagemill: Pagemill, arguments: list[str], 
     assert complaint in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["submit", "x", "--model", "m"], ["status", "x"], ["workers"], ["queue", "stats"]]
 )
@@ -264,6 +266,7 @@ def test_workers_lists_who_is_alive(pagemill: Pagemill, queue: Queue) -> None:
     assert "http://h:9790" in pagemill("workers").stdout
 
 
+@pytest.mark.slow
 def test_the_commands_import_no_torch() -> None:
     probe = "import sys, pagemill.__main__; sys.exit(any(m in sys.modules for m in ('torch', 'triton')))"
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=120)

@@ -37,6 +37,7 @@ def test_it_repeats_what_a_start_logs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "forward pass" in told
 
 
+@pytest.mark.slow
 def test_it_asks_the_running_worker(tmp_path: Path, valkey_url: str, queue_name: str) -> None:
     save_tiny_llama(tmp_path)
     settings = {"model": str(tmp_path), "num_kv_blocks": 64, "skip_tokenizer_init": True}

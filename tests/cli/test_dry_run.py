@@ -73,6 +73,7 @@ def test_a_directory_says_its_own_limit(rows: Path, tmp_path: Path) -> None:
     assert "the model takes 100,000" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_live_worker_says_what_it_takes(
     rows: Path, valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

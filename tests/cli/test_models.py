@@ -17,6 +17,8 @@ import pytest
 from tests.hub_server import LoopbackHub, running_hub
 from tests.worker.harness import PATIENCE_S, eventually
 
+pytestmark = pytest.mark.slow
+
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 32,
     "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64,

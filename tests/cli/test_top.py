@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from pagemill.__main__ import app
@@ -26,6 +27,7 @@ def top(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["top", *arguments])
 
 
+@pytest.mark.slow
 def test_one_look_finds_the_worker_through_the_queue(client: QueueClient, valkey_url: str) -> None:
     (job_id,) = client.submit({"prompt": "x" * 900, "max_tokens": 900})
     where = ("--redis-url", valkey_url, "--queue", client.queue)
@@ -41,6 +43,7 @@ def test_one_look_finds_the_worker_through_the_queue(client: QueueClient, valkey
     assert document["queue"]["running"] == 1
 
 
+@pytest.mark.slow
 def test_a_worker_s_address_is_enough(client: QueueClient, valkey_url: str) -> None:
     with running_worker(worker_config(valkey_url, client.queue)) as worker:
         shown = top("--once", "--url", str(worker.http_url), "--redis-url", NOBODY)
@@ -65,6 +68,7 @@ def test_nothing_at_all_is_exit_code_3() -> None:
         assert top(option, "--redis-url", NOBODY).exit_code == 3
 
 
+@pytest.mark.slow
 def test_it_draws_on_a_terminal_until_ctrl_c(client: QueueClient, valkey_url: str) -> None:
     with running_worker(worker_config(valkey_url, client.queue)):
         eventually(lambda: _is_ready(client), "the worker")

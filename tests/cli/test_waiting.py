@@ -48,6 +48,7 @@ def test_a_terminal_gets_a_spinner() -> None:
     assert "\x1b[?25h" in out.getvalue(), "the cursor is shown again"
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_says_what_it_does(valkey_url: str, queue_name: str) -> None:
     told: list[str] = []
     with LocalWorker("echo", queue=queue_name, url=valkey_url) as worker:
@@ -82,6 +83,7 @@ def test_a_long_load_is_in_the_workers_own_output(
     assert sum("still loading" in record.getMessage() for record in caplog.records) == 3
 
 
+@pytest.mark.slow
 def test_a_long_drain_says_how_many_jobs_run_on(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     client = QueueClient(valkey_url, queue_name)
     settings = process_settings(valkey_url, queue_name, model="echo:20", drain_grace_s=600, shutdown_s=900)

@@ -46,6 +46,7 @@ def test_it_labels_rows_and_says_how_it_went() -> None:
     assert re.search(r"metrics\s+http://127\.0\.0\.1:\d+/metrics", output)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_everything_it_started(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     demo = start("--state-dir", str(state_dir), "--keep")

@@ -205,6 +205,7 @@ def test_prometheus_is_told_where_to_scrape(name: str) -> None:
     assert annotations["prometheus.io/port"] in ports
 
 
+@pytest.mark.slow
 def test_the_redis_command_keeps_what_is_queued_and_asks_for_a_password(tmp_path: Path) -> None:
     (made,) = pod(find(base(), "StatefulSet", "pagemill-redis"))["containers"]
     assert [volume["mountPath"] for volume in made["volumeMounts"]] == ["/data"]

@@ -97,6 +97,7 @@ def test_the_image_is_installed_from_its_lock_alone() -> None:
     assert set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)) == {"${BASE}"}
 
 
+@pytest.mark.slow
 def test_the_bill_of_materials(tmp_path: Path) -> None:
     if find_spec("cyclonedx_py") is None:
         pytest.skip("cyclonedx-bom is not installed; it is in the dev extra")
@@ -190,6 +191,7 @@ def image_environment() -> dict[str, str]:
     return kept | written(DOCKERFILE) | {"PYTHONDONTWRITEBYTECODE": "1"}
 
 
+@pytest.mark.slow
 def test_a_worker_runs_on_a_read_only_root(confined: list[str], client: QueueClient, tmp_path: Path) -> None:
     can = "touch /tmp/probe /var/cache/pagemill/probe"
     probe = [*confined, "sh", "-c", f"! touch /probe && ! touch /root/probe && {can}"]
@@ -218,6 +220,7 @@ def test_a_worker_runs_on_a_read_only_root(confined: list[str], client: QueueCli
     assert "can't be" not in log_path.read_text()
 
 
+@pytest.mark.slow
 def test_kernels_are_kept_on_the_volume(confined: list[str]) -> None:
     ran = subprocess.run(
         [*confined, sys.executable, "-c", _KERNELS], cwd=ROOT, env=image_environment(),

@@ -51,6 +51,7 @@ def test_a_wrong_line_is_noticed(tmp_path: Path) -> None:
     assert "when-it-likes" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_the_command_knows_its_options(unit: Path) -> None:
     (start,) = re.findall(

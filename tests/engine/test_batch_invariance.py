@@ -117,6 +117,7 @@ def test_alone_in_a_crowd_in_chunks_and_preempted(model: str, directory: Any) ->
     assert (tight.engine.stats().scheduler.preemptions > 0) is ("window" not in model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8", "quantization": "int8"}],
@@ -139,6 +140,7 @@ def test_bfloat16_products_as_well(model: str, directory: Any) -> None:
     assert generate(make_llm(path, num_kv_blocks=28, block_size=4, **options), prompts) == alone
 
 
+@pytest.mark.slow
 def test_sampled_tokens_as_well(directory: Any) -> None:
     path, prompts = directory("llama"), make_prompts()
     options = {"temperature": 1.0, "top_p": 0.9, "seed": 11, "repetition_penalty": 1.2}
@@ -146,6 +148,7 @@ def test_sampled_tokens_as_well(directory: Any) -> None:
     assert generate(make_llm(path, max_num_batched_tokens=29), prompts, **options) == alone
 
 
+@pytest.mark.slow
 def test_resumed(directory: Any) -> None:
     """Tokens that a decode step computed are computed again as part of a prompt."""
     path, prompts = directory("llama"), make_prompts()
@@ -164,6 +167,7 @@ def test_resumed(directory: Any) -> None:
         assert rest == whole[cut:]
 
 
+@pytest.mark.slow
 def test_without_it_the_schedule_shows(directory: Any) -> None:
     """The tests above can fail: the kernel for single tokens adds up in another order than the one for prompts."""
     path, prompts = directory("llama"), [make_prompts()[-1]]

@@ -100,6 +100,7 @@ def own_scores(ids: list[int], llm: LLM) -> Scores:
     )
 
 
+@pytest.mark.slow
 @needs_native
 def test_as_near_to_fp32_as_transformers_is_in_bfloat16() -> None:
     """Sums, activations between products, softmax and norms are fp32 here; there each result is rounded."""

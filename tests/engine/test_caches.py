@@ -67,6 +67,7 @@ def num_bytes(kind: type) -> int:
     return sum(cache.num_bytes for cache in gc.get_objects() if type(cache) is kind)
 
 
+@pytest.mark.slow
 def test_all_caches_of_an_engine_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_BYTES", 64 * MIB)
     gc.collect()
@@ -111,6 +112,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no resident size to read")
 def test_a_process_that_is_sent_many_large_inputs_does_not_grow_with_them() -> None:
     """60 times some 300 KB of labels, words and schemas, of which a dictionary per token would keep a gigabyte."""

@@ -14,6 +14,8 @@ from pagemill.engine.llm import LLM
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NUM_OUTPUT_TOKENS = 16
 TEXT = """The lighthouse keeper wrote down the weather every evening, even when nobody asked for it. On the first
 page of the book stood a date and a name, both washed out by salt water. "Wind from the west, four," she wrote,

@@ -402,6 +402,7 @@ REAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REAL)
 def test_the_real_model_agrees_with_transformers(smollm2: tuple[LLM, Any], name: str, kind: str) -> None:

@@ -120,6 +120,7 @@ def test_tokens_are_transformers(
     assert llm.engine.stats().kv.prefix_hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_one_group(
     case: tuple[TinyCheckpoint, str, tuple[int | None, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ def test_bits_are_those_of_one_group(
     assert stats.steps.finished == other.steps.finished
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap_space_gib", [0.0, 0.01])
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
 def test_bits_stay_through_preemption(

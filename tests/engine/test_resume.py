@@ -161,6 +161,7 @@ def test_a_checkpoint_with_nothing_left_is_refused(echo: Engine) -> None:
     assert not echo.has_unfinished()
 
 
+@pytest.mark.slow
 def test_smollm2_continues() -> None:
     engine = Engine.from_config(EngineConfig(model="smollm2", num_kv_blocks=64, num_threads=1))
     for options in ({"temperature": 0.0}, {"seed": 3, "n": 2, "top_p": 0.9}):

@@ -143,6 +143,7 @@ def soak(num_requests: int, *, depth: int, check_every: int) -> None:
     assert stats.requests.finished["abort"] > num_requests // 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 def test_hundreds_of_requests_leave_nothing_behind(depth: int) -> None:
     soak(400, depth=depth, check_every=20)

@@ -85,12 +85,14 @@ def pair() -> Iterator[Pair]:
     del pair
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_eager")
 @pytest.mark.parametrize("name", PARAMS)
 def test_drafts_change_no_output(pair: Pair, name: str) -> None:
     pair.check(PARAMS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_eager")
 @pytest.mark.parametrize(
     "settings",
@@ -105,6 +107,7 @@ def test_drafts_change_no_output_of(settings: dict[str, Any]) -> None:
     Pair.of(**settings).check(PARAMS["greedy"], copies=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_eager")
 def test_bits_are_those_of_a_decode() -> None:
     pair = Pair.of(batch_invariant=True)
@@ -115,6 +118,7 @@ def test_bits_are_those_of_a_decode() -> None:
     assert plain == drafted
 
 
+@pytest.mark.slow
 def test_a_step_that_is_planned_ahead_has_no_drafts() -> None:
     with pytest.raises(ConfigError, match="async_scheduling"):
         LLM("smollm2", num_speculative_tokens=4, async_scheduling=True)

@@ -101,10 +101,12 @@ def _run(program: str, *arguments: str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_ready_engine_has_imported_its_own_model_and_no_compiler(tiny_llama: Path) -> None:
     _run(READY, str(tiny_llama))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "environment"), [("imported before", {}), ("torchrun", {"LOCAL_RANK": "0"})]
 )
@@ -112,6 +114,7 @@ def test_transformers_is_whole_where_somebody_else_uses_it(case: str, environmen
     _run(UNTOUCHED, case, **environment)
 
 
+@pytest.mark.slow
 def test_a_library_that_needs_more_of_the_compiler_gets_it() -> None:
     _run(NEEDS_MORE)
 

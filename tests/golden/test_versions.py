@@ -22,6 +22,8 @@ from tests.golden.cases import JOBS
 from tests.golden.released import Release
 from tests.worker.harness import QueueClient, eventually, process_settings
 
+pytestmark = pytest.mark.slow
+
 # Those that the echo model can run now, or refuses by itself.
 RUNNABLE = [
     {"model": "echo", **{name: value for name, value in fields.items() if name not in {"run_at", "model"}}}

@@ -51,6 +51,7 @@ def test_a_folder_is_taken_in_at_a_glance() -> None:
     assert not crowded, f"more than {MAX_FILES} files: {crowded}"
 
 
+@pytest.mark.slow
 def test_a_function_fits_a_screen() -> None:
     paths = [path for path in EVERYTHING if ROOT / "kernels" not in path.parents]
     long = [
@@ -113,6 +114,7 @@ def foreign_privates(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
 
 
+@pytest.mark.slow
 def test_no_private_attribute_is_reached_across_modules() -> None:
     assert [found for path in SOURCES for found in foreign_privates(path)] == []
 

@@ -139,6 +139,7 @@ def worker(shop: Shop) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_every_command_has_its_help(shop: Shop) -> None:
     """In a process per command, as a shell starts them; the groups' own lists included."""
     with ThreadPoolExecutor(4) as pool:
@@ -148,6 +149,7 @@ def test_every_command_has_its_help(shop: Shop) -> None:
             assert "Usage: pagemill" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("worker")
 def test_a_submit_and_a_grammar(shop: Shop) -> None:
     text, refused = shop.python(SUBMIT).split()
@@ -156,6 +158,7 @@ def test_a_submit_and_a_grammar(shop: Shop) -> None:
     assert refused == "refused"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("worker")
 def test_the_commands_on_a_queue(shop: Shop) -> None:
     job_id = shop.run("pagemill", "submit", "hello").strip()
@@ -175,12 +178,14 @@ def test_the_commands_on_a_queue(shop: Shop) -> None:
     assert outputs == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_a_model_on_two_ranks(shop: Shop, tmp_path: Path) -> None:
     """In half precision, for which few kernels are compiled: what it computes is for the engine's own tests."""
     save_tiny_llama(tmp_path)
     assert shop.python(GENERATE, str(tmp_path)) == "4\n"
 
 
+@pytest.mark.slow
 def test_a_celery_app_of_their_own(shop: Shop) -> None:
     command = ("pagemill", "celery-worker", "--model", "echo", "--celery-app", "worker.tasks:app")
     with shop.service(*command, until=" ready."):

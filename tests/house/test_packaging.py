@@ -60,6 +60,7 @@ def test_the_sdist_holds_real_files_and_builds_the_same_wheel(
     assert {name.partition("/")[0] for name in names} - BESIDE == {"pagemill", "pagemill.egg-info"}
 
 
+@pytest.mark.slow
 def test_a_copy_without_its_links_does_not_build(source: Path, tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "copy", symlinks=True)
     for part in PARTS:  # as an archive unpacks them where there are no symbolic links

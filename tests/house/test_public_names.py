@@ -42,6 +42,7 @@ def test_the_light_side_loads_nothing_heavy(package: str) -> None:
     assert loaded(f"import {package}", *heavy) == []
 
 
+@pytest.mark.slow
 def test_a_producer_loads_redis_and_pydantic_and_nothing_heavy() -> None:
     code = """
 from pagemill import AsyncProducer, InvalidJob, Job, Producer, StructuredOutputs
@@ -71,6 +72,7 @@ def test_prompts_in_outputs_out() -> None:
         assert prompt.startswith(output.outputs[0].text)
 
 
+@pytest.mark.slow
 def test_a_producers_install_says_what_a_model_needs() -> None:
     code = """
 sys.modules["torch"] = None

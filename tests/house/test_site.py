@@ -69,6 +69,7 @@ def missing(pages: dict[Path, Page], site: Path) -> Iterator[str]:
                 yield f"{path.relative_to(site)}: {link}"
 
 
+@pytest.mark.slow
 def test_every_link_leads_somewhere(pages: dict[Path, Page], site: Path) -> None:
     assert list(missing(pages, site)) == []
 

@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.models.packaged import packaged_model_directory
 from tests.conftest import ROOT
@@ -16,6 +18,7 @@ from tests.worker.harness import running_worker, worker_config
 PAGE = (ROOT / "docs/adapters.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_examples(valkey_url: str, tmp_path: Path) -> None:
     folder = save_adapter(packaged_model_directory(), tmp_path / "french", Trained(std=0.3))
     queued, direct = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -65,6 +65,7 @@ def waiting(client: QueueClient) -> int:
     return sum(client.stats().waiting.values())
 
 
+@pytest.mark.slow
 def test_a_normal_job_overtakes_a_run(client: QueueClient, tmp_path: Path) -> None:
     with long_run(client, tmp_path), Producer(client.url, queue=client.queue) as producer:
         assert {lane[:2] for lane in client.stats().waiting} == {("low", "dataset-runs")}
@@ -73,6 +74,7 @@ def test_a_normal_job_overtakes_a_run(client: QueueClient, tmp_path: Path) -> No
         assert waiting(client) > len(ROWS) // 4, "the run had ended before the job was answered"
 
 
+@pytest.mark.slow
 def test_a_chat_at_the_gateway_overtakes_a_run(client: QueueClient, tmp_path: Path) -> None:
     with (
         gateway(client.url, client.queue) as served,
@@ -87,6 +89,7 @@ def test_a_chat_at_the_gateway_overtakes_a_run(client: QueueClient, tmp_path: Pa
             assert waiting(client) > len(ROWS) // 4, "the run had ended before the chat was answered"
 
 
+@pytest.mark.slow
 def test_two_runs_of_different_tenants_take_turns(client: QueueClient, tmp_path: Path) -> None:
     with long_run(client, tmp_path), Producer(client.url, queue=client.queue, tenant="acme") as producer:
         Pipeline("{{ text }}", model="echo", chat=False).run(
@@ -132,6 +135,7 @@ def test_a_batch_file_waits_like_a_run(valkey_url: str, queue_name: str, tmp_pat
     client.redis.close()
 
 
+@pytest.mark.slow
 def test_a_chat_behind_five_thousand_low_rows_is_answered(client: QueueClient) -> None:
     for _ in range(5):
         client.submit(*({"prompt": "row", "priority": "low", "tenant": "dataset-runs"} for _ in range(1000)))

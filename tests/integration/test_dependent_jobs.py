@@ -18,6 +18,8 @@ from tests.worker.harness import (
     worker_config,
 )
 
+pytestmark = pytest.mark.slow
+
 REVIEWS = [
     "I loved every minute of it, a wonderful film.",
     "It was terrible, boring and a waste of time.",

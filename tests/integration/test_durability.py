@@ -17,6 +17,7 @@ def waits(client: redis.Redis) -> int:
     return int(client.info("commandstats").get("cmdstat_waitaof", {}).get("calls", 0))
 
 
+@pytest.mark.slow
 def test_submits_and_ends_wait_for_the_disk(own_valkey: RedisServer) -> None:
     with redis.Redis.from_url(own_valkey.url) as admin:
         admin.config_set("appendfsync", "everysec")
@@ -69,6 +70,7 @@ def test_without_an_append_only_file_there_is_nothing_to_wait_for(own_valkey: Re
             producer.submit(prompt="p", model="echo")
 
 
+@pytest.mark.slow
 def test_a_full_server_can_still_be_waited_for(own_valkey: RedisServer) -> None:
     with (
         redis.Redis.from_url(own_valkey.url) as admin,

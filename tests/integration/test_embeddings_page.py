@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pagemill.engine.pooling.families import FAMILIES
 from pagemill.engine.pooling.folder import ENCODER_TYPES
@@ -18,6 +19,7 @@ from tests.worker.harness import running_worker, worker_config
 PAGE = (ROOT / "docs/embeddings.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_example(valkey_url: str, minilm: Path) -> None:  # noqa: F811
     found = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert found is not None

@@ -16,6 +16,8 @@ from fastapi.testclient import TestClient
 
 from tests.worker.harness import running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def worker(valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:

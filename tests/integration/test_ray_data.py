@@ -33,6 +33,7 @@ def actor(client: QueueClient, **options: Any) -> ray_data.QueueActor:
 # The actor, without Ray
 
 
+@pytest.mark.slow
 def test_rows_keep_their_order_and_get_their_own_results(client: QueueClient, valkey_url: str) -> None:
     batch = {"id": list(range(50)), "text": [f"row {i % 20}" for i in range(50)]}
     with running_worker(worker_config(valkey_url, client.queue)):
@@ -44,6 +45,7 @@ def test_rows_keep_their_order_and_get_their_own_results(client: QueueClient, va
     assert client.counts("r").total == 20, "equal rows are one job"
 
 
+@pytest.mark.slow
 def test_a_second_actor_finds_what_the_first_has_done(client: QueueClient, valkey_url: str) -> None:
     batch = {"text": [f"row {i}" for i in range(10)]}
     with running_worker(worker_config(valkey_url, client.queue)):
@@ -55,6 +57,7 @@ def test_a_second_actor_finds_what_the_first_has_done(client: QueueClient, valke
         actor(client)(batch)
 
 
+@pytest.mark.slow
 def test_never_more_than_a_window_is_under_way(client: QueueClient, valkey_url: str) -> None:
     calling = threading.Thread(
         target=lambda: actor(client, window=8)({"text": [f"row {i}" for i in range(100)]})
@@ -79,6 +82,7 @@ def test_never_more_than_a_window_is_under_way(client: QueueClient, valkey_url: 
     assert client.counts("r").succeeded == 100
 
 
+@pytest.mark.slow
 def test_a_row_that_is_no_job_fails_alone(client: QueueClient, valkey_url: str) -> None:
     def job(row: Mapping[str, Any]) -> dict[str, Any]:
         return echo(row) | {"max_tokens": row["tokens"]}
@@ -90,6 +94,7 @@ def test_a_row_that_is_no_job_fails_alone(client: QueueClient, valkey_url: str) 
     assert made["error"] == ["", "invalid_job", "prompt_too_long"]
 
 
+@pytest.mark.slow
 def test_jobs_that_the_server_lost_are_submitted_again(client: QueueClient, valkey_url: str) -> None:
     batch = {"text": ["a", "b"]}
     with running_worker(worker_config(valkey_url, client.queue)):

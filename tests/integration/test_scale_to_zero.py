@@ -83,6 +83,7 @@ def wanted_workers(figures: Figures) -> int | None:
     return min(max(wanted, scaled["minReplicaCount"]), scaled["maxReplicaCount"])
 
 
+@pytest.mark.slow
 def test_workers_come_from_zero_and_go_back_to_it(
     figures: Figures, client: QueueClient, tmp_path: Path
 ) -> None:

@@ -6,12 +6,16 @@ import asyncio
 import threading
 import time
 
+import pytest
+
 from pagemill import AsyncProducer, JobCancelled, Producer
 from pagemill.producer.client.aio import MAX_CONNECTIONS
 from pagemill.producer.client.preparer import item_id
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import StreamEvent
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
+
+pytestmark = pytest.mark.slow
 
 TEXT = "0123456789" * 30
 WAITING = 10_000

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pagemill import Producer
 from tests.worker.harness import running_worker, worker_config
 
 
+@pytest.mark.slow
 def test_a_prefix_is_cached_for_its_tenant_alone(valkey_url: str, queue_name: str) -> None:
     prompt = "a secret system prompt of several blocks " * 4
     with (

@@ -15,6 +15,8 @@ from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from tests.worker.harness import PATIENCE_S, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 TEXT = "a\u00fc!"
 TOKENS = ["a", "bytes:\\xc3", "bytes:\\xbc", "!", "<end>"]
 """The two tokens in the middle are half a character each."""

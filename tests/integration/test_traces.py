@@ -59,6 +59,7 @@ def parent_of(span: ReadableSpan) -> int | None:
     return span.parent.span_id if span.parent is not None else None
 
 
+@pytest.mark.slow
 def test_a_job_is_one_trace_from_publish_to_commit(worker: Worker, spans: InMemorySpanExporter) -> None:
     with Producer(worker_url(worker), queue=worker.config.queue) as producer:
         job = producer.submit(prompt=SECRET, model="echo", max_tokens=12, temperature=0.5, seed=7)
@@ -93,6 +94,7 @@ def test_a_job_is_one_trace_from_publish_to_commit(worker: Worker, spans: InMemo
     assert SECRET not in "".join(span.to_json() for span in by_name.values())
 
 
+@pytest.mark.slow
 def test_the_caller_s_own_context_is_the_parent(worker: Worker, spans: InMemorySpanExporter) -> None:
     with Producer(worker_url(worker), queue=worker.config.queue) as producer:
         producer.submit(prompt="a", model="echo", traceparent=PARENT).result(timeout=120)
@@ -104,6 +106,7 @@ def test_the_caller_s_own_context_is_the_parent(worker: Worker, spans: InMemoryS
     assert f"{publish.parent.span_id:016x}" == PARENT.split("-")[2]
 
 
+@pytest.mark.slow
 def test_a_job_from_elsewhere_carries_its_traceparent(
     worker: Worker, client: QueueClient, spans: InMemorySpanExporter
 ) -> None:
@@ -118,6 +121,7 @@ def test_a_job_from_elsewhere_carries_its_traceparent(
     assert f"{execution.parent.span_id:016x}" == PARENT.split("-")[2]
 
 
+@pytest.mark.slow
 def test_a_batch_shares_its_publish_span_and_a_row_may_bring_its_own(
     worker: Worker, spans: InMemorySpanExporter
 ) -> None:
@@ -132,6 +136,7 @@ def test_a_batch_shares_its_publish_span_and_a_row_may_bring_its_own(
     assert parents == sorted([*[f"{publish.context.span_id:016x}"] * 3, PARENT.split("-")[2]])
 
 
+@pytest.mark.slow
 async def test_the_asyncio_producer_does_the_same(worker: Worker, spans: InMemorySpanExporter) -> None:
     async with AsyncProducer(worker_url(worker), queue=worker.config.queue) as producer:
         job = await producer.submit(prompt="a", model="echo", max_tokens=2)
@@ -142,6 +147,7 @@ async def test_the_asyncio_producer_does_the_same(worker: Worker, spans: InMemor
     assert parent_of(execution) == publish.context.span_id
 
 
+@pytest.mark.slow
 def test_an_error_is_marked_and_a_refused_job_has_its_trace_too(
     worker: Worker, spans: InMemorySpanExporter
 ) -> None:
@@ -163,6 +169,7 @@ def test_an_error_is_marked_and_a_refused_job_has_its_trace_too(
     }
 
 
+@pytest.mark.slow
 def test_an_execution_after_the_first_tells_no_queue_time(
     client: QueueClient, valkey_url: str, spans: InMemorySpanExporter
 ) -> None:
@@ -180,6 +187,7 @@ def test_an_execution_after_the_first_tells_no_queue_time(
     assert {parent_of(span) for span in (first, second)} == {int(PARENT.split("-")[2], 16)}
 
 
+@pytest.mark.slow
 def test_without_an_sdk_that_is_set_up_nothing_is_traced(
     client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +214,7 @@ def worker_url(worker: Worker) -> str:
     return worker.config.redis_url
 
 
+@pytest.mark.slow
 def test_an_address_in_the_environment_is_exported_to(
     client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 ROWS = 4
 LONG = "0123456789" * 40
 SHORT = "somebody waits"

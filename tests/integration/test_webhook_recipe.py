@@ -26,6 +26,7 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_the_recipe_works(
     valkey_url: str, queue_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def check_signature(headers: dict[str, str], body: bytes) -> None:
     assert abs(time.time() - int(headers["webhook-timestamp"])) < 300
 
 
+@pytest.mark.slow
 def test_every_end_is_told_once_and_signed(
     producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +145,7 @@ def test_every_end_is_told_once_and_signed(
     assert events[bad.id]["data"]["error"]["code"] == "invalid_job"
 
 
+@pytest.mark.slow
 def test_what_fails_is_tried_again_and_a_redirect_is_a_failure(
     producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +161,7 @@ def test_what_fails_is_tried_again_and_a_redirect_is_a_failure(
     assert len({body for _, body in receiver.received}) == 1
 
 
+@pytest.mark.slow
 def test_what_never_succeeds_is_given_up(
     producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +175,7 @@ def test_what_never_succeeds_is_given_up(
     assert len(receiver.received) == 2
 
 
+@pytest.mark.slow
 def test_a_receiver_that_hangs_delays_no_commit(
     producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +190,7 @@ def test_a_receiver_that_hangs_delays_no_commit(
     assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 40
 
 
+@pytest.mark.slow
 def test_a_delivery_whose_worker_died_is_made_by_another(
     producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +212,7 @@ def test_a_delivery_whose_worker_died_is_made_by_another(
     assert len(receiver.received) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "url", "reason"),
     [
@@ -230,6 +236,7 @@ def test_a_job_with_a_webhook_that_may_not_be_called_is_refused(
         assert failed.value.code == "unsupported_feature"
 
 
+@pytest.mark.slow
 def test_private_addresses_are_not_called(
     producer: Producer,
     client: QueueClient,
@@ -245,6 +252,7 @@ def test_private_addresses_are_not_called(
     assert receiver.received == []
 
 
+@pytest.mark.slow
 def test_a_certificate_that_is_not_trusted_is_not_talked_to(
     producer: Producer,
     client: QueueClient,

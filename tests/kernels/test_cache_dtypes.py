@@ -34,6 +34,7 @@ def stored(numbers: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return as_bytes(numbers).transpose(1, 2).flatten(0, 1)[:num_tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",

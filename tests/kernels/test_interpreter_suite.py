@@ -18,6 +18,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     _version(triton.__version__) < (3, 7) and _version(np.__version__) >= (2, 4),
     reason="this Triton's interpreter cannot run loops with numpy 2.4 and newer (triton issue 9171)",

@@ -108,6 +108,7 @@ def test_every_alert_is_tested_firing_and_quiet() -> None:
     assert quiet == names
 
 
+@pytest.mark.slow
 def test_the_tests_notice_when_an_alert_is_gone(tmp_path: Path) -> None:
     """Each rule in turn is made to never fire; promtool must then fail."""
     path = RULES / "alerts" / "redis.yml"

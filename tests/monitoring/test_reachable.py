@@ -56,6 +56,7 @@ def writes(name: str) -> list[ast.expr]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTERS)
 def test_every_label_value_has_a_writer(name: str) -> None:
     arguments = writes(name)

@@ -28,6 +28,7 @@ def workers() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_the_python_producer(
     path: Path, valkey_url: str, queue_name: str, workers: ExitStack, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +59,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_the_client_for_node(
     path: Path, node: Path, valkey_url: str, queue_name: str, workers: ExitStack

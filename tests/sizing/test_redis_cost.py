@@ -18,6 +18,7 @@ from tests.conftest import RedisServer
 JOBS = 4000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt_tokens", "output_tokens"), [(50, 16), (500, 64), (100, 400)])
 def test_bytes_of_jobs(prompt_tokens: int, output_tokens: int, own_valkey: RedisServer) -> None:
     planned = job_bytes(prompt_tokens, output_tokens, 4.0)

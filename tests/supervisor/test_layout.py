@@ -183,6 +183,7 @@ def test_by_default_workers_leave_the_exporter_its_port() -> None:
     assert min(ports.workers) > first
 
 
+@pytest.mark.slow
 def test_it_imports_no_model_library() -> None:
     modules = [path.stem for path in (ROOT / "pagemill/supervisor").glob("*.py") if path.stem != "__init__"]
     program = "import sys; " + "; ".join(f"import pagemill.supervisor.{name}" for name in modules)

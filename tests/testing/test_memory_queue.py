@@ -30,6 +30,7 @@ def worker(queue: MemoryQueue) -> Iterator[EchoWorker]:
         yield worker
 
 
+@pytest.mark.slow
 def test_jobs_streams_and_batches(queue: MemoryQueue, worker: EchoWorker) -> None:
     producer = queue.producer()
     assert producer.submit(prompt="hello", model="echo").result(timeout=PATIENCE_S).text == "hello"
@@ -42,6 +43,7 @@ def test_jobs_streams_and_batches(queue: MemoryQueue, worker: EchoWorker) -> Non
     }
 
 
+@pytest.mark.slow
 def test_jobs_wait_for_others(queue: MemoryQueue, worker: EchoWorker) -> None:
     producer = queue.producer()
     first = producer.submit(prompt="yes", model="echo")
@@ -54,6 +56,7 @@ def test_jobs_wait_for_others(queue: MemoryQueue, worker: EchoWorker) -> None:
         unwanted.result(timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_structures_have_a_parsed_value(queue: MemoryQueue, worker: EchoWorker) -> None:
     producer = queue.producer()
     label = producer.submit(prompt="?", model="echo", structured_outputs={"choice": ["yes", "no"]})
@@ -63,6 +66,7 @@ def test_structures_have_a_parsed_value(queue: MemoryQueue, worker: EchoWorker) 
     assert value.result(timeout=PATIENCE_S).outputs[0].parsed == {"n": 7}
 
 
+@pytest.mark.slow
 def test_asyncio_shares_the_queue(queue: MemoryQueue, worker: EchoWorker) -> None:
     async def ask() -> str:
         async with queue.async_producer() as producer:
@@ -72,6 +76,7 @@ def test_asyncio_shares_the_queue(queue: MemoryQueue, worker: EchoWorker) -> Non
     assert asyncio.run(ask()) == "hello"
 
 
+@pytest.mark.slow
 def test_any_name_is_served(queue: MemoryQueue) -> None:
     with EchoWorker(queue.url, model="meta-llama/Llama-3.1-8B"):
         job = queue.producer().submit(prompt="hello", model="meta-llama/Llama-3.1-8B")
@@ -90,6 +95,7 @@ def test_errors_are_those_of_a_server(queue: MemoryQueue) -> None:
         waiting.result(timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_killed_workers_job_goes_on(queue: MemoryQueue) -> None:
     """The lease of a worker that is no more lapses, and the next one takes the job."""
     producer = queue.producer()
@@ -143,6 +149,7 @@ with MemoryQueue() as queue, EchoWorker(queue.url):
 )
 
 
+@pytest.mark.slow
 def test_it_runs_without_a_models_libraries() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
@@ -160,6 +167,7 @@ main()
 )
 
 
+@pytest.mark.slow
 def test_a_worker_process_runs_without_them_on_a_server(valkey_url: str) -> None:
     with subprocess.Popen([sys.executable, "-c", LIGHT_WORKER, valkey_url], cwd=ROOT) as process:
         try:

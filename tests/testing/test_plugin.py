@@ -23,6 +23,7 @@ def label(text):
         return job.result(timeout=60).text
 """
 TESTS = """
+import pytest
 from service import label
 
 def test_a_reply(pagemill_worker):
@@ -40,6 +41,7 @@ def test_a_queue_without_a_worker(pagemill_queue):
 NAMED = () if any(entry_points(group="pytest11", name="pagemill")) else ("-p", "pagemill.testing.plugin")
 
 
+@pytest.mark.slow
 def test_a_service_is_tested_without_a_server(tmp_path: Path) -> None:
     (tmp_path / f"{MODULE}.py").write_text(SERVICE)
     (tmp_path / f"test_{MODULE}.py").write_text(TESTS)

@@ -96,6 +96,7 @@ def test_the_server_ends_when_its_owner_is_killed(state_dir: Path) -> None:
     wait_until_gone(pid)
 
 
+@pytest.mark.slow
 def test_a_killed_owner_is_replaced_at_once_and_nothing_is_lost(state_dir: Path) -> None:
     process, url, _ = spawn_owner(state_dir)
     with redis.Redis.from_url(url) as client:
@@ -132,6 +133,7 @@ def test_ctrl_c_does_not_reach_the_server(state_dir: Path) -> None:
     wait_until_gone(pid)
 
 
+@pytest.mark.slow
 def test_an_orphan_is_adopted_and_ended_by_its_new_owner(state_dir: Path) -> None:
     orphan = EmbeddedServer.open(state_dir)
     # The kernel drops a lock with the process that held it; the server here outlives its owner as on macOS.

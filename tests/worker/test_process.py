@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import pytest
+
 from pagemill.worker import process
 
 
@@ -26,6 +28,7 @@ class Watchdog:
         self.is_armed = True
 
 
+@pytest.mark.slow
 def test_what_is_there_with_the_model_is_collected_no_more() -> None:
     before = gc.get_freeze_count()
     watchdog = Watchdog()

@@ -142,6 +142,7 @@ async def test_random_conversations(besieged: Besieged, seed: int, conversations
     await asyncio.to_thread(besieged.check_rest)
 
 
+@pytest.mark.slow
 def test_a_request_cut_at_every_byte(besieged: Besieged) -> None:
     """Those who hang up there, and those who go on a moment later."""
     body = json.dumps({"model": "echo", "prompt": "cut", "max_tokens": 3}).encode()
@@ -189,6 +190,7 @@ def test_readers_that_stop_reading(besieged: Besieged) -> None:
     besieged.check_rest()
 
 
+@pytest.mark.slow
 def test_requests_in_one_go(besieged: Besieged) -> None:
     """Pipelined: as many answers as requests, in their order."""
     count = 200

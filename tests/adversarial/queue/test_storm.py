@@ -42,6 +42,7 @@ def run_storm(
     assert storm.kills_done > 0 or not kills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binary", ["valkey-server", "redis-server"])
 @pytest.mark.parametrize(
     ("seed", "jobs"), [(1, 800), *(pytest.param(seed, 15_000, marks=LONG) for seed in (2, 3))]

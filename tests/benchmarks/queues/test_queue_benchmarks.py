@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import redis
 
 from benchmarks.queues import affinity, promises
@@ -11,6 +12,7 @@ from pagemill.producer.wire.server.transport import SyncTransport
 from tests.worker.harness import eventually, running_worker, worker_config
 
 
+@pytest.mark.slow
 def test_the_queue_is_measured_on_a_server_of_its_own() -> None:
     words = "--jobs 400 --waiting 300 500 --pulls 3 --rounds 1 --workers 2 --at-once 16"
     figures = queue.measure("valkey", queue.parser().parse_args(words.split()))
@@ -29,6 +31,7 @@ def test_the_queue_is_measured_on_a_server_of_its_own() -> None:
     assert all(goal["reached"] for goal in told)
 
 
+@pytest.mark.slow
 def test_affinity_finds_more_in_the_prefix_cache(valkey_url: str) -> None:
     backlog = affinity.Backlog(prefixes=24, jobs=192, prefix_tokens=512, question_tokens=32)
     transport = SyncTransport(redis.Redis.from_url(valkey_url))
@@ -67,6 +70,7 @@ def test_loads_come_as_they_say() -> None:
     assert both.count(0.0) == 12
 
 
+@pytest.mark.slow
 def test_promises_are_scored_against_the_ends(valkey_url: str, queue_name: str) -> None:
     with (
         running_worker(worker_config(valkey_url, queue_name)) as worker,

@@ -24,6 +24,7 @@ def stage(workers: int, jobs_per_s: float, server_cores: float) -> simulation.St
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_simulated_workers_do_real_jobs_once_each(tmp_path: Path) -> None:
     load = Load(rows=4, service_s=0.2, tokens=16, step_s=0.01, tenants=3, checkpoint_s=0.05)
     with start_server("valkey", tmp_path) as url:

@@ -146,6 +146,7 @@ def test_a_quantised_checkpoint(form: checkpoints.Format, tmp_path: Path) -> Non
     assert len(set(map(tuple, found))) == 3
 
 
+@pytest.mark.slow
 def test_int8_weights(tmp_path: Path) -> None:
     from tests.engine.tiny_model import save_tiny_llama
 

@@ -117,6 +117,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_one_clear_error(case: str, llm: LLM, model: Path, sound: Path, tmp_path: Path) -> None:
     spoil, message = WRONG[case]
@@ -155,6 +156,7 @@ def test_a_folder_that_changes_after_it_was_added(model: Path, sound: Path, tmp_
     assert again.outputs[0].token_ids == merged_tokens(model, folder, [PROMPT], 4)[0]
 
 
+@pytest.mark.slow
 def test_pickled_weights_are_converted(llm: LLM, model: Path, sound: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pickled"
     shutil.copytree(sound, folder)

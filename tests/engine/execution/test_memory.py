@@ -109,6 +109,7 @@ class Watched:
         monkeypatch.setattr(CpuBackend, "free_bytes", lambda device, config: 2**22)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [5, 64])
 def test_a_pool_leaves_room_for_the_largest_step(
     directory: Path, budget: int, monkeypatch: pytest.MonkeyPatch

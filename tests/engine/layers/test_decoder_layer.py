@@ -211,6 +211,7 @@ def test_threads_take_rows_or_channels(monkeypatch: pytest.MonkeyPatch, num_thre
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @with_every_product
 def test_more_inputs_than_the_cache_holds_for_a_block_of_rows(kind: str) -> None:
     model = fused_model("llama", kind, hidden_size=2688, intermediate_size=1600, head_dim=16)
@@ -218,6 +219,7 @@ def test_more_inputs_than_the_cache_holds_for_a_block_of_rows(kind: str) -> None
         assert_same(model, step(rows, rows))
 
 
+@pytest.mark.slow
 @with_every_product
 def test_threads_have_fixed_channels_of_rows_that_no_cache_holds(kind: str) -> None:
     """Many threads and rows: more than this machine may have, so the kernel is told how many there are."""

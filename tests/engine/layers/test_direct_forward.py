@@ -90,6 +90,7 @@ def test_same_logits_in_every_family(family: str, kind: str) -> None:
         assert_same(model, direct, metadata, [len(metadata.slot_mapping) - 1 - num_padded, 0, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_same_logits_with_other_caches(dtype: torch.dtype) -> None:
     model = fused_model("qwen3", "int8")

@@ -70,6 +70,7 @@ def test_longrope_takes_the_short_table_where_nothing_can_be_longer(tmp_path: Pa
     assert run(directory, [SHORT], max_model_len=TRAINED) == [checkpoint.complete(SHORT)]
 
 
+@pytest.mark.slow
 def test_longrope_takes_the_long_table_for_everybody_where_something_can(tmp_path: Path) -> None:
     directory = llama(LONGROPE).write(tmp_path)
     # transformers' choice for a sequence past the trained length, for the short one too.
@@ -157,6 +158,7 @@ def test_longest_context(rope: dict[str, Any] | None, trained: int, longest: int
         LLM(str(directory), num_kv_blocks=8, max_model_len=longest + 1)
 
 
+@pytest.mark.slow
 def test_fingerprint_tells_apart_what_rotates_differently(tmp_path: Path) -> None:
     def fingerprint(directory: Path, max_model_len: int) -> str:
         return LLM(str(directory), num_kv_blocks=8, max_model_len=max_model_len).engine.fingerprint

@@ -52,6 +52,7 @@ def scores(llm: LLM) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_transformers(
     checkpoint: TinyCheckpoint, expected: list[list[int]], tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     assert np.abs(found[0] - found[1]).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_the_real_model(minilm: Path) -> None:
     theirs = SentenceTransformer(str(minilm), device="cpu")
     texts = [

@@ -114,6 +114,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
+@pytest.mark.slow
 def test_equals_transformers_over_random_prompts_and_settings(llama: Searches) -> None:
     rng = random.Random(0)
     prompts, params = zip(*((random_prompt(rng), random_params(rng)) for _ in range(40)), strict=True)

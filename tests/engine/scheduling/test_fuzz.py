@@ -241,12 +241,14 @@ def check_logprobs(harness: Harness) -> None:
             assert [entry.token_id for entry in told] == tail
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32))
 def test_outputs_are_the_oracles(seed: int) -> None:
     check_workload(make_workload(random.Random(seed), with_failures=False))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32))
 def test_outputs_are_the_oracles_while_steps_fail(seed: int) -> None:
@@ -256,6 +258,7 @@ def test_outputs_are_the_oracles_while_steps_fail(seed: int) -> None:
 WINDOWS = st.lists(st.sampled_from([None, 2, 3, 4, 8, 13, 30]), min_size=1, max_size=3).map(tuple)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), WINDOWS, st.booleans())
 def test_outputs_are_the_oracles_with_windows(

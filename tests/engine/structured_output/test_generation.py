@@ -257,6 +257,7 @@ def smollm2() -> LLM:
     return LLM("smollm2", num_kv_blocks=256, num_threads=1)
 
 
+@pytest.mark.slow
 def test_a_real_model_writes_what_the_schemas_say(smollm2: LLM) -> None:
     """Sampled as wildly as it gets: what holds the shape together is the mask alone."""
     schemas: list[dict[str, Any]] = [
@@ -300,6 +301,7 @@ def test_a_real_model_writes_what_the_schemas_say(smollm2: LLM) -> None:
     }
 
 
+@pytest.mark.slow
 def test_whose_mask_is_not_there_sits_steps_out_and_writes_the_same(
     smollm2: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

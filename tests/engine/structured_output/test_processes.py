@@ -195,6 +195,7 @@ def test_a_failure_that_is_not_the_schema_s_is_tried_again(monkeypatch: pytest.M
     start(compiler, "regex", "a+")
 
 
+@pytest.mark.slow
 def test_one_token_that_takes_too_long_ends_its_output_and_the_others_of_the_schema_go_on(
     compiler: SchemaCompiler,
 ) -> None:
@@ -216,6 +217,7 @@ def test_one_token_that_takes_too_long_ends_its_output_and_the_others_of_the_sch
         assert other.token_ids == [ord("x")] * 10 + [ord("y")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_whoever_asks_beside_it_is_answered_by_another_process(compiler: SchemaCompiler, place: int) -> None:
     """Before it or after it: an answer that was ready may not have been sent when the process ended."""
@@ -244,6 +246,7 @@ AMBIGUOUS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", AMBIGUOUS.values(), ids=AMBIGUOUS)
 def test_an_ambiguous_grammar_ends_when_its_request_has_spent_its_time(
     compiler: SchemaCompiler, text: str
@@ -375,6 +378,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchemaCompiler]:
         schema.close()
 
 
+@pytest.mark.slow
 def test_what_is_not_used_is_dropped_by_bytes(small: SchemaCompiler) -> None:
     for number in range(60):
         start(small, "regex", f"[a-z]{{{number}}}")

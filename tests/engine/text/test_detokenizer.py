@@ -63,6 +63,7 @@ def test_random_bytes_one_token_each(data: bytes, prompt: str, sizes: list[int])
     check("bytes", ByteTokenizer().encode(prompt), split(list(data), sizes))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.data(), st.text(max_size=8), chunk_sizes, st.booleans())
 def test_random_tokens(data: st.DataObject, prompt: str, sizes: list[int], skip_special: bool) -> None:

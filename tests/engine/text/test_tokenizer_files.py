@@ -194,6 +194,7 @@ class TestTiktoken:
         write_ranks(tmp_path)
         self.compare(tmp_path)
 
+    @pytest.mark.slow
     def test_qwens_own(self, tmp_path: Path) -> None:
         file = shipped("dashscope", "resources/qwen.tiktoken")
         (tmp_path / "qwen.tiktoken").write_bytes(file.read_bytes())

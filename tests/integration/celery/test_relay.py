@@ -85,6 +85,7 @@ def relay(server: RedisServer, shop: Any) -> Iterator[subprocess.Popen[bytes]]:
     assert process.wait(timeout=PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_delay_and_get(shop: Any, relay: Any) -> None:
     handle = shop.generate.delay(prompt="hello", max_tokens=20)
     result = handle.get(timeout=PATIENCE_S)
@@ -93,6 +94,7 @@ def test_delay_and_get(shop: Any, relay: Any) -> None:
     assert handle.state == "SUCCESS"
 
 
+@pytest.mark.slow
 def test_chains_and_chords(shop: Any, relay: Any, ordinary_worker: None) -> None:
     loud = chain(shop.generate.s(prompt="this", max_tokens=9), shop.shout.s()).apply_async()
     twice = chain(shop.generate.s(prompt="once", max_tokens=9), shop.generate.s(max_tokens=9)).apply_async()
@@ -102,6 +104,7 @@ def test_chains_and_chords(shop: Any, relay: Any, ordinary_worker: None) -> None
     assert many.get(timeout=PATIENCE_S) == [f"row {i}" for i in range(50)]
 
 
+@pytest.mark.slow
 def test_a_failed_job_fails_its_task(shop: Any, relay: Any) -> None:
     handle = shop.generate.delay(prompt="x" * 9000)
     with pytest.raises(ValueError, match="prompt_too_long"):
@@ -167,6 +170,7 @@ def test_a_keyword_wins_over_celerys_priority(shop: Any) -> None:
     assert shop.generate.producer.job(handle.id).cancel()
 
 
+@pytest.mark.slow
 def test_the_queue_is_the_native_one(shop: Any, relay: Any, server: RedisServer) -> None:
     with running_worker(worker_config(server.url, "native-two")):
         handle = shop.generate.apply_async(kwargs={"prompt": "there", "max_tokens": 9}, queue="native-two")
@@ -176,6 +180,7 @@ def test_the_queue_is_the_native_one(shop: Any, relay: Any, server: RedisServer)
         shop.generate.apply_async(kwargs={"prompt": "x"}, queue="no such queue")
 
 
+@pytest.mark.slow
 def test_time_limits_raise_celerys_errors(shop: Any, relay: Any) -> None:
     soft = long_task(shop, soft_time_limit=0.5, time_limit=60)
     hard = long_task(shop, time_limit=0.5)
@@ -185,6 +190,7 @@ def test_time_limits_raise_celerys_errors(shop: Any, relay: Any) -> None:
         hard.get(timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_progress_with_meta_then_the_end(shop: Any, relay: Any, engine: Any) -> None:
     handle = long_task(shop)
     seen = eventually(lambda: handle.info if handle.state == "PROGRESS" else None, "PROGRESS")
@@ -197,6 +203,7 @@ def test_progress_with_meta_then_the_end(shop: Any, relay: Any, engine: Any) -> 
     assert handle.state == "REVOKED"
 
 
+@pytest.mark.slow
 def test_revoking_what_waits_needs_no_terminate(shop: Any, relay: Any) -> None:
     running = long_task(shop)
     eventually(lambda: running.state == "PROGRESS", "its start")
@@ -220,6 +227,7 @@ def test_a_revocation_touches_no_job_of_others(shop: Any, server: RedisServer) -
         assert job.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend
 def test_progress_of_a_moment_ago_does_not_hide_the_end(shop: Any, server: RedisServer) -> None:
     """Two relays: one read a status before the end, the other has stored the end by the time that the first writes."""
@@ -234,6 +242,7 @@ def test_progress_of_a_moment_ago_does_not_hide_the_end(shop: Any, server: Redis
     assert isinstance(handle.result, SoftTimeLimitExceeded)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend
 def test_the_runtime_is_the_jobs(shop: Any, server: RedisServer) -> None:
     handle = shop.generate.delay(prompt="x" * 200, max_tokens=200)
@@ -255,6 +264,7 @@ def test_the_runtime_is_the_jobs(shop: Any, server: RedisServer) -> None:
     assert told[handle.id] >= ran_s
 
 
+@pytest.mark.slow
 def test_a_relay_that_is_killed_leaves_nothing_undone(shop: Any, server: RedisServer) -> None:
     handles = [shop.generate.delay(prompt=f"row {i}", max_tokens=9) for i in range(60)]
     first = relay_process(server.url)
@@ -295,6 +305,7 @@ def test_an_end_is_relayed_to_its_own_box(shop: Any, server: RedisServer) -> Non
     assert handle.get(timeout=PATIENCE_S)["text"] == "mine"
 
 
+@pytest.mark.slow
 def test_a_wrong_job_is_a_value_error_whatever_is_wrong() -> None:
     assert {type(plain_error(JobFailed("no", code))) for code in FINAL_CODES} == {ValueError}
     others = RETRYABLE_CODES | END_CODES

@@ -133,6 +133,7 @@ def test_neither_prompt_nor_text_is_in_the_log_whatever_its_level(
     assert "dromedary" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_the_runtime_is_the_generations(
     generate: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -144,6 +145,7 @@ def test_the_runtime_is_the_generations(
     assert float(found[1]) >= timing["e2e_s"] - timing["queue_s"]
 
 
+@pytest.mark.slow
 def test_hundreds_share_the_batch(generate: Callable[..., Any], engine: Any) -> None:
     """200 tasks of 50 steps of 5 ms: one after the other would be 50 s of steps."""
     before = engine.engine.stats.steps.finished
@@ -166,6 +168,7 @@ def test_chains_groups_and_links(generate: Callable[..., Any], shop: Any) -> Non
     assert [result["text"] for result in many.get(timeout=PATIENCE_S)] == list("01234")
 
 
+@pytest.mark.slow
 def test_a_chord_of_200(generate: Callable[..., Any], shop: Any) -> None:
     header = [
         shop.app.signature(TASK, kwargs={"prompt": f"row {i}", "max_tokens": 9}, queue="pagemill")
@@ -196,6 +199,7 @@ def test_errors_reach_a_caller_without_our_code(
     assert handle.state == "FAILURE"
 
 
+@pytest.mark.slow
 def test_progress_then_success(generate: Callable[..., Any]) -> None:
     handle = generate(prompt="x" * 700, max_tokens=700)
     seen = eventually(lambda: handle.info if handle.state == "PROGRESS" else None, "PROGRESS")
@@ -205,6 +209,7 @@ def test_progress_then_success(generate: Callable[..., Any]) -> None:
     assert handle.state == "SUCCESS", "PROGRESS was written over the end"
 
 
+@pytest.mark.slow
 def test_revoking_hits_the_right_one(generate: Callable[..., Any], shop: Any, engine: Any) -> None:
     doomed, spared = (generate(prompt=letter * 1000, max_tokens=1000) for letter in "ds")
     eventually(lambda: doomed.state == "PROGRESS", "its start")
@@ -215,6 +220,7 @@ def test_revoking_hits_the_right_one(generate: Callable[..., Any], shop: Any, en
     eventually(lambda: len(engine.table) == 0, "the engine to let go")
 
 
+@pytest.mark.slow
 def test_time_limits(generate: Callable[..., Any], engine: Any) -> None:
     soft = generate(prompt="x" * 2000, max_tokens=2000, options={"soft_time_limit": 1})
     hard = generate(prompt="y" * 2000, max_tokens=2000, options={"time_limit": 1})
@@ -225,6 +231,7 @@ def test_time_limits(generate: Callable[..., Any], engine: Any) -> None:
     eventually(lambda: len(engine.table) == 0, "the engine to let go")
 
 
+@pytest.mark.slow
 def test_celerys_own_inspection_answers(generate: Callable[..., Any], shop: Any) -> None:
     handle = generate(prompt="x" * 1000, max_tokens=1000)
     inspect = shop.app.control.inspect(timeout=10)
@@ -272,6 +279,7 @@ def flower(server: RedisServer, worker: Any, tmp_path: Path) -> Iterator[Callabl
         process.wait(timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
     flower: Callable[..., Any], generate: Callable[..., Any], engine: Any
 ) -> None:
@@ -303,6 +311,7 @@ def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
     eventually(lambda: len(engine.table) == 0, "the engine to let go")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_loading_is_waited_for(server: RedisServer, queue_name: str, tmp_path: Path) -> None:
     client = QueueClient(server.url, queue_name)
     loading = WorkerInfo(id="loading", models=(), state="loading")
@@ -327,6 +336,7 @@ def received(url: str) -> bool:
     return waiting == 0 and unacked >= 40
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_chord(server: RedisServer, engine: Any, shop: Any, tmp_path: Path) -> None:
     """Its messages are delivered again to another worker, and what the engine has done is not done again."""
     header = [
@@ -346,6 +356,7 @@ def test_killed_in_the_middle_of_a_chord(server: RedisServer, engine: Any, shop:
     assert [text[:2] for text in texts] == [f"{i:02d}" for i in range(40)]
 
 
+@pytest.mark.slow
 def test_messages_in_hand_are_kept_from_coming_again(
     generate: Callable[..., Any], server: RedisServer, shop: Any
 ) -> None:

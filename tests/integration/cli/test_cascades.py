@@ -21,6 +21,8 @@ from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
 from tests.integration.cli.test_run import bare_environment, environment
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["I loved it", "never again", "a waste of money", "quite good", "I loved it"]
 RUN = (
     "run", "in.jsonl", "--out", "out.jsonl", "--template", "Review: {{ text }}. The review is", "--no-chat",

@@ -16,6 +16,8 @@ from pagemill import Producer
 from tests.integration.cli.test_run import environment
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["I loved it, wonderful", "terrible, a waste of money", "What a great story", "awful and boring"]
 RECIPE = """
 model: smollm2

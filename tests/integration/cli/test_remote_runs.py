@@ -15,6 +15,8 @@ from tests.integration.cli.test_run import environment
 from tests.producer.dataset.s3_server import SECRET, Bucket, running_s3
 from tests.worker.harness import running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bucket(queue_name: str) -> Iterator[Bucket]:

@@ -77,6 +77,7 @@ def test_a_run_with_its_report(pagemill: Callable[..., Finished], worker: Any, t
     assert json.loads((tmp_path / "out.jsonl.report.json").read_text())["rows"] == 30
 
 
+@pytest.mark.slow
 def test_markup_in_the_data_stays_text(
     pagemill: Callable[..., Finished], worker: Any, tmp_path: Path
 ) -> None:
@@ -87,6 +88,7 @@ def test_markup_in_the_data_stays_text(
     assert "[red]y[/red]" in done.stdout
 
 
+@pytest.mark.slow
 def test_failed_rows_have_an_exit_code_of_their_own(
     pagemill: Callable[..., Finished], worker: Any, tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ def test_failed_rows_have_an_exit_code_of_their_own(
     assert json.loads((tmp_path / "out.jsonl.errors.jsonl").read_text())["row"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -124,6 +127,7 @@ def test_what_makes_no_sense_is_a_usage_error(
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
 
 
+@pytest.mark.slow
 def test_a_dry_run_submits_nothing(pagemill: Callable[..., Finished], tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", 5)
     done = pagemill(*RUN, "--model", "echo", "--dry-run")
@@ -133,6 +137,7 @@ def test_a_dry_run_submits_nothing(pagemill: Callable[..., Finished], tmp_path: 
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_control_characters_as_escapes(
     pagemill: Callable[..., Finished], tmp_path: Path
 ) -> None:
@@ -142,6 +147,7 @@ def test_a_dry_run_shows_control_characters_as_escapes(
     assert "a\\x1b]0;title\\x07\tb\nc\\x9b1m é\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_a_worker_that_is_loading(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", 3)
     client = QueueClient(valkey_url, queue_name)
@@ -161,6 +167,7 @@ def test_a_run_waits_for_a_worker_that_is_loading(valkey_url: str, queue_name: s
     assert len(outputs(tmp_path / "out.jsonl")) == 3
 
 
+@pytest.mark.slow
 def test_no_server_is_exit_code_3(tmp_path: Path, pagemill: Callable[..., Finished]) -> None:
     write_rows(tmp_path / "in.jsonl", 2)
     done = pagemill(*RUN, "--redis-url", "redis://127.0.0.1:1/0")
@@ -168,6 +175,7 @@ def test_no_server_is_exit_code_3(tmp_path: Path, pagemill: Callable[..., Finish
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_estimate_keeps_what_it_did(
     pagemill: Callable[..., Finished], worker: Any, tmp_path: Path
 ) -> None:
@@ -181,6 +189,7 @@ def test_an_estimate_keeps_what_it_did(
     assert len(outputs(tmp_path / "out.jsonl")) == 150
 
 
+@pytest.mark.slow
 def test_detached_and_collected_another_day(
     pagemill: Callable[..., Finished], worker: Any, tmp_path: Path
 ) -> None:
@@ -193,7 +202,16 @@ def test_detached_and_collected_another_day(
     assert len(outputs(tmp_path / "out.jsonl")) == 40
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        signal.SIGKILL,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        ),
+    ],
+)
 def test_interrupted_and_started_again(
     pagemill: Callable[..., Finished],
     valkey_url: str,
@@ -224,6 +242,7 @@ def test_interrupted_and_started_again(
     assert outputs(tmp_path / "out.jsonl") == [f"row {i}" for i in range(60)]
 
 
+@pytest.mark.slow
 def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Finished]) -> None:
     """No server, no worker: `--model` starts both, and they are gone afterwards."""
     write_rows(tmp_path / "in.jsonl", 5)
@@ -237,6 +256,7 @@ def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Fin
     assert not (tmp_path / "state" / "server.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 def test_a_run_that_is_killed_takes_its_own_worker_along(
     valkey_url: str, queue_name: str, tmp_path: Path
@@ -256,6 +276,7 @@ def test_a_run_that_is_killed_takes_its_own_worker_along(
     client.redis.close()
 
 
+@pytest.mark.slow
 def test_a_batch_file(pagemill: Callable[..., Finished], worker: Any, tmp_path: Path) -> None:
     requests = [
         {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions",
@@ -270,6 +291,7 @@ def test_a_batch_file(pagemill: Callable[..., Finished], worker: Any, tmp_path: 
     assert [a["response"]["body"]["choices"][0]["text"] for a in answers] == [f"row {i}" for i in range(4)]
 
 
+@pytest.mark.slow
 def test_a_run_in_a_pipe(worker: Any, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     """Standard input is read to its end, whether or not the run is started a second time."""
     data = gzip.compress(b"".join(b'{"text": "row %d"}\n' % i for i in range(8)))

@@ -48,6 +48,7 @@ def check_output(path: Path) -> None:
     assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == list(range(ROWS))
 
 
+@pytest.mark.slow
 def test_a_limit_on_file_sizes_stops_the_run_and_lifting_it_ends_it(
     place: dict[str, str], tmp_path: Path, run: Callable[..., Result]
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_limit_on_file_sizes_stops_the_run_and_lifting_it_ends_it(
     check_output(tmp_path / "out.jsonl")
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_stops_the_run_and_space_ends_it(place: dict[str, str], tmp_path: Path) -> None:
     """On a file system of 160 KB in a mount namespace of its own, which is then made larger."""
     write_rows(tmp_path / "in.jsonl")
@@ -99,6 +101,7 @@ def test_a_disk_that_fills_stops_the_run_and_space_ends_it(place: dict[str, str]
     check_output(tmp_path / "out.jsonl")
 
 
+@pytest.mark.slow
 def test_an_output_survives_a_report_that_cannot_be_written(
     run: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -109,6 +112,7 @@ def test_an_output_survives_a_report_that_cannot_be_written(
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_every_kind_of_bad_row_is_told_apart(run: Callable[..., Result], tmp_path: Path) -> None:
     good = b'{"text": "good"}\n'
     rows = {
@@ -182,6 +186,7 @@ def test_no_server_is_said_in_one_line(run: Callable[..., Result], tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_a_finished_output_is_taken_up_as_it_was(
     run: Callable[..., Result], tmp_path: Path, suffix: str

@@ -15,6 +15,8 @@ import pytest
 
 from tests.worker.harness import PATIENCE_S, eventually
 
+pytestmark = pytest.mark.slow
+
 Finished = subprocess.CompletedProcess[str]
 Pagemill = Callable[..., Finished]
 

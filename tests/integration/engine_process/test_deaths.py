@@ -23,6 +23,8 @@ from tests.worker.harness import (
     worker_config,
 )
 
+pytestmark = pytest.mark.slow
+
 Spawn = Callable[..., WorkerProcess]
 LONG = {"prompt": "0123456789" * 150, "max_tokens": 1500, "max_attempts": 1}
 BRIEF = {"prompt": "0123456789" * 40, "max_tokens": 400}

@@ -71,6 +71,7 @@ def both(valkey_url: str) -> dict[str, tuple[dict[str, Any], str]]:
     return {where: results(valkey_url, where) for where in ("off", "on")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_results_are_equal(both: dict[str, tuple[dict[str, Any], str]], name: str) -> None:
     thread, process = both["off"][0][name], both["on"][0][name]
@@ -89,6 +90,7 @@ def test_metrics_are_the_same_and_count_the_same(both: dict[str, tuple[dict[str,
     assert any(line.startswith("pagemill_generated_tokens_total") for line in of(thread, COUNTED))
 
 
+@pytest.mark.slow
 def test_vectors_are_equal(valkey_url: str, queue_name: str, embedder: Path) -> None:
     texts = ["one two", "three four five six"]
     config = worker_config(valkey_url, queue_name, model=str(embedder), num_threads=1, engine_process="on")

@@ -86,6 +86,7 @@ def entries(queue: Queue, job_id: str) -> list[bytes]:
     return [unsigned_entry(entry) for entry in queue.client.lrange(f"{queue.prefix}ckpt:{job_id}", 0, -1)]
 
 
+@pytest.mark.slow
 def test_nothing_is_readable_and_everything_answers(queue: Queue, keys: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'store'}"
     config = worker_config(queue.url, queue.name, model="echo:2", store_url=url, store_over_bytes=2000)
@@ -118,6 +119,7 @@ def test_nothing_is_readable_and_everything_answers(queue: Queue, keys: str, tmp
         assert all(path.read_bytes().startswith(b'{"sealed":"k1"') for path in files)
 
 
+@pytest.mark.slow
 def test_a_sealed_checkpoint_is_taken_over(queue: Queue, keys: str, tmp_path: Path) -> None:
     settings = process_settings(queue.url, queue.name, model="echo:20", lease_s=1.0, checkpoint_s=0.05)
     with Producer(queue.url, queue=queue.name, model=MODEL) as producer:
@@ -162,6 +164,7 @@ def test_files_of_the_gateway(queue: Queue, keys: str) -> None:
     assert queue.run(stored_files.read(queue.name, file.id, 0)) == SENTINEL.encode()
 
 
+@pytest.mark.slow
 def test_keys_are_rotated_and_an_unknown_one_fails_its_job_alone(
     queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +220,7 @@ def test_a_webhook_waits_for_a_worker_that_has_the_key(
     assert SENTINEL in body_of(queue.name, notice).decode()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_key_is_gone_is_begun_again(
     queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -335,6 +339,7 @@ def test_conditions_are_refused(queue: Queue, keys: str, monkeypatch: pytest.Mon
         producer.submit(prompt="y", after={"one": parent.id})
 
 
+@pytest.mark.slow
 def test_a_batch_through_the_gateway(queue: Queue, keys: str) -> None:
     rows = [
         {"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions",

@@ -17,6 +17,8 @@ from pagemill.worker.config import WorkerConfig
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 KEY, NEXT_KEY = "k" * 32, "n" * 32
 
 

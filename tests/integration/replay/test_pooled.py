@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from transformers import AutoModel
 
 from pagemill import Producer
@@ -16,6 +17,7 @@ from tests.integration.replay.conftest import announced_worker
 from tests.worker.harness import QueueClient, worker_config
 
 
+@pytest.mark.slow
 def test_vectors_are_compared_by_bits_and_cosine(
     client: QueueClient, valkey_url: str, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def again(ran: Ran) -> Iterator[Ran]:
         yield ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*JOBS, "dependent"])
 def test_another_worker_gives_the_same_to_the_bit(again: Ran, name: str) -> None:
     beside = [again.producer.submit(prompt=f"Beside {row}", max_tokens=16) for row in range(3)]
@@ -108,6 +109,7 @@ def test_another_worker_gives_the_same_to_the_bit(again: Ran, name: str) -> None
         handle.result(timeout=300)
 
 
+@pytest.mark.slow
 def test_an_unseeded_job_is_replayed_with_the_seed_that_its_result_records(again: Ran) -> None:
     found = again.producer.verify(again.ids["unseeded"], timeout=300)
     copied = again.producer.job(found.replayed_as or "").result()
@@ -129,6 +131,7 @@ def changed(again: Ran, name: str, change: Callable[[dict[str, Any]], None]) -> 
         again.client.redis.set(key, before)
 
 
+@pytest.mark.slow
 def test_a_changed_token_is_found_with_both_log_probabilities(again: Ran) -> None:
     def change(record: dict[str, Any]) -> None:
         record["outputs"][0]["token_ids"][5] = 42
@@ -180,6 +183,7 @@ def test_a_changed_bit_of_a_log_probability_is_found(again: Ran) -> None:
     assert found.comparison.max_logprob_difference == pytest.approx(2.0**-20)
 
 
+@pytest.mark.slow
 def test_a_changed_text_and_a_damaged_record_are_found(again: Ran) -> None:
     def change(record: dict[str, Any]) -> None:
         record["outputs"][0]["text"] = record["outputs"][0]["text"][:4] + "!!"
@@ -204,6 +208,7 @@ def test_a_changed_label_probability_is_found(again: Ran) -> None:
     assert (found.exactness, found.comparison.difference.what) == ("token", "label_prob")
 
 
+@pytest.mark.slow
 async def test_asyncio_has_it_too(again: Ran, valkey_url: str) -> None:
     async with AsyncProducer(valkey_url, queue=QUEUE) as producer:
         found = await producer.verify(again.ids["seeded"], timeout=300, priority="high")
@@ -225,6 +230,7 @@ def command(url: str, *words: str) -> Any:
     return CliRunner().invoke(app, ["verify", *words, "--queue", QUEUE, "--redis-url", url])
 
 
+@pytest.mark.slow
 def test_the_command_says_it_in_words_json_and_exit_codes(again: Ran, valkey_url: str) -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "pagemill", "verify", again.ids["seeded"], "--queue", QUEUE, "--redis-url", valkey_url],
@@ -278,6 +284,7 @@ def test_what_ended_otherwise_has_no_verdict(paused: Ran) -> None:
         producer.verify("nobody")
 
 
+@pytest.mark.slow
 def test_a_changed_input_fails_its_signature(again: Ran, valkey_url: str) -> None:
     key = "k" * 32
     job_id = again.ids["greedy"]

@@ -106,6 +106,7 @@ def sides(found: list[Result], whole: Outputs) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_what_a_dead_revision_left_begins_again_on_the_other(
     client: QueueClient, start: Start, whole: Outputs
 ) -> None:

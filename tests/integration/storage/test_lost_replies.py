@@ -15,6 +15,8 @@ from tests.integration.storage.conftest import TestedStore, storing, swept
 from tests.integration.storage.test_stored_jobs import JOB, LARGE, producer_of
 from tests.worker.harness import QueueClient, eventually, running_worker
 
+pytestmark = pytest.mark.slow
+
 AWAY_S = 3.0
 """Longer than the tests' workers wait with renewing a lease."""
 

@@ -46,6 +46,7 @@ def producer_of(client: QueueClient, store: TestedStore | None, **options: Any) 
         yield producer
 
 
+@pytest.mark.slow
 def test_a_large_job_and_its_result_are_files_until_the_job_is_gone(
     client: QueueClient, store: TestedStore
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_large_job_and_its_result_are_files_until_the_job_is_gone(
                 handle.result(timeout=60)
 
 
+@pytest.mark.slow
 async def test_every_reader_gets_stored_results(client: QueueClient, files: TestedStore) -> None:
     place = Store(files.url, OVER)
     with producer_of(client, files) as producer, running_worker(storing(client, files)) as worker:
@@ -124,6 +126,7 @@ async def test_every_reader_gets_stored_results(client: QueueClient, files: Test
         assert len(files.names()) == 2
 
 
+@pytest.mark.slow
 def test_celery_the_gateway_and_data_sets_read_them(
     client: QueueClient, files: TestedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +159,7 @@ def test_celery_the_gateway_and_data_sets_read_them(
         assert [row["output"] for row in told] == [row["text"] for row in rows]
 
 
+@pytest.mark.slow
 def test_more_than_redis_takes_goes_through_the_store(client: QueueClient, files: TestedStore) -> None:
     huge = {"prompt": "x" * (3 << 20), "model": "echo", "truncate_prompt_tokens": 64, "max_tokens": 64}
     with producer_of(client, None) as poor, pytest.raises(ValueError, match="the limit is 1048576"):
@@ -170,6 +174,7 @@ def test_more_than_redis_takes_goes_through_the_store(client: QueueClient, files
             producer.submit(huge | {"prompt": "x" * (65 << 20)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "changed", "grown", "outside", "traversal", "other tenant"])
 def test_a_payload_that_is_not_to_be_had_fails_its_own_job_alone(
     client: QueueClient, files: TestedStore, damage: str, tmp_path: Any
@@ -204,6 +209,7 @@ def test_a_payload_that_is_not_to_be_had_fails_its_own_job_alone(
     assert str(tmp_path) not in str(failed.value)
 
 
+@pytest.mark.slow
 def test_a_signature_covers_the_stored_content(
     client: QueueClient, files: TestedStore, tmp_path: Any
 ) -> None:
@@ -232,6 +238,7 @@ def stored_at_signed(client: QueueClient, job_id: str) -> str:
     return str(json.loads(found)["stored"]["uri"])
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_store_leaves_such_jobs(client: QueueClient, files: TestedStore) -> None:
     with producer_of(client, files) as producer:
         handle = producer.submit(JOB)
@@ -249,6 +256,7 @@ def test_a_worker_without_a_store_leaves_such_jobs(client: QueueClient, files: T
     assert outcome.error.code == "invalid_job"
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_delays_only_its_own_jobs(
     client: QueueClient, files: TestedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +278,7 @@ def test_a_store_that_hangs_delays_only_its_own_jobs(
             monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_many_jobs_whose_store_hangs_leave_room(
     client: QueueClient, files: TestedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +300,7 @@ def test_many_jobs_whose_store_hangs_leave_room(
             assert {job.result(timeout=60).text for job in stuck} == {LARGE}
 
 
+@pytest.mark.slow
 def test_where_the_store_fails_results_go_into_redis(
     client: QueueClient, files: TestedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +331,7 @@ def test_where_the_store_fails_results_go_into_redis(
     assert not [uri for uri in files.names() if "/out/" in uri]
 
 
+@pytest.mark.slow
 def test_what_was_uploaded_for_nothing_is_deleted_within_the_hour(
     client: QueueClient, files: TestedStore
 ) -> None:
@@ -341,6 +352,7 @@ def test_what_was_uploaded_for_nothing_is_deleted_within_the_hour(
             assert first.result(timeout=60).text == LARGE
 
 
+@pytest.mark.slow
 def test_files_go_with_cancelled_failed_and_purged_jobs(client: QueueClient, files: TestedStore) -> None:
     with producer_of(client, files) as producer:
         cancelled, dead = producer.submit(JOB), producer.submit(JOB, max_attempts=1)
@@ -365,6 +377,7 @@ def test_files_go_with_cancelled_failed_and_purged_jobs(client: QueueClient, fil
             assert files.names() == set()
 
 
+@pytest.mark.slow
 def test_dead_letters_are_replayed_one_payload_at_a_time(client: QueueClient, files: TestedStore) -> None:
     seen: list[str] = []
 
@@ -402,6 +415,7 @@ def _out_of_reach(store: Store, reference: Reference) -> bytes:
     raise StoreError("the store fails with ConnectionError", "away")
 
 
+@pytest.mark.slow
 def test_equal_jobs_share_a_file_until_the_last_lets_go(client: QueueClient, files: TestedStore) -> None:
     with producer_of(client, files) as producer:
         row = JOB | {"temperature": 0.0, "dedupe": True}
@@ -419,6 +433,7 @@ def test_equal_jobs_share_a_file_until_the_last_lets_go(client: QueueClient, fil
             assert files.names() == set()
 
 
+@pytest.mark.slow
 def test_kept_inputs_stay_and_are_verified(client: QueueClient, files: TestedStore) -> None:
     with producer_of(client, files) as producer, running_worker(storing(client, files)) as worker:
         handle = producer.submit(JOB, keep_input=True, seed=1)

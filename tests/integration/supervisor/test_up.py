@@ -18,6 +18,8 @@ from pagemill import Producer
 from tests.integration.supervisor.conftest import Start, is_alive
 from tests.worker.harness import QueueClient, eventually, get
 
+pytestmark = pytest.mark.slow
+
 LONG = {"prompt": "0123456789" * 200, "max_tokens": 2000}
 """Ten seconds of echo:5."""
 BARE = ("--no-gateway", "--no-exporter")

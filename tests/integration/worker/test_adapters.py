@@ -26,6 +26,8 @@ from tests.worker.harness import (
     worker_config,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 17, 42, 99, 3, 64]
 JOB: dict[str, Any] = {"prompt_token_ids": PROMPT, "model": "tiny", "temperature": 0.0, "max_tokens": 24}
 COMPILING_S = 400

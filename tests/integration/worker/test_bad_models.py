@@ -46,6 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEMILL_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "message"),
     [

@@ -166,6 +166,7 @@ def test_a_history_of_calls_is_shown_to_the_model(queue: Producer) -> None:
     assert result.text == "When?\n\nnow\n"
 
 
+@pytest.mark.slow
 def test_what_the_model_cannot_do_is_refused(valkey_url: str) -> None:
     config = worker_config(valkey_url, "bare", model="echo", tool_call_parser="none")
     with running_worker(config), Producer(valkey_url, queue="bare") as queue:
@@ -178,6 +179,7 @@ def test_what_the_model_cannot_do_is_refused(valkey_url: str) -> None:
             assert refused.value.code == "unsupported_feature"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", [None, {"json": {"const": "yes"}}])
 def test_another_worker_goes_on_with_the_thinking(valkey_url: str, queue_name: str, structure: Any) -> None:
     """The checkpoint is text as generated: the next worker finds out where in the outline it stands."""
@@ -199,6 +201,7 @@ def test_another_worker_goes_on_with_the_thinking(valkey_url: str, queue_name: s
     assert result.text == ('"yes"' if structure else "yes\n")
 
 
+@pytest.mark.slow
 def test_what_a_cancelled_job_leaves_is_parsed_too(valkey_url: str, queue_name: str) -> None:
     config = worker_config(valkey_url, queue_name, model="echo:10", reasoning_parser="think")
     with running_worker(config), Producer(valkey_url, queue=queue_name) as queue:

@@ -23,6 +23,8 @@ from tests.worker.harness import (
     worker_config,
 )
 
+pytestmark = pytest.mark.slow
+
 SLOW = "echo:5"
 PROMPT = "0123456789" * 10
 

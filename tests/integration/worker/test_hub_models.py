@@ -22,6 +22,8 @@ from tests.hub_server import LoopbackHub, Repository, files_in, running_hub
 from tests.producer.gateway.serving import gateway
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, get
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "w5 w9 w11"
 GENERATE = """
 import json, sys

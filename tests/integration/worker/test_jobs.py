@@ -135,6 +135,7 @@ def test_a_later_envelope_version_is_left_for_later_workers(worker: Worker, clie
     assert client.status(later).state == "queued"
 
 
+@pytest.mark.slow
 def test_a_job_for_another_model_waits_and_says_why(worker: Worker, client: QueueClient) -> None:
     (other,) = client.submit({"prompt": "p", "model": "nobody-serves-this"})
     client.wait(client.submit({"prompt": "mine", "max_tokens": 4}))
@@ -159,6 +160,7 @@ def test_cancelling_a_running_job_keeps_the_partial_and_frees_its_blocks(
     assert not slow_worker.table.leases()
 
 
+@pytest.mark.slow
 def test_deadline_and_timeout_end_a_running_job(slow_worker: Worker, client: QueueClient) -> None:
     long = {"prompt": "c" * 2000, "max_tokens": 2000}
     ids = client.submit(long | {"ttl": 3.0}, long | {"timeout": 0.4})
@@ -207,6 +209,7 @@ def test_tokens_reach_the_feed_in_order_and_without_gaps(slow_worker: Worker, cl
     assert len(deltas) > 3
 
 
+@pytest.mark.slow
 def test_a_full_pool_stops_the_pulling_and_says_why(valkey_url: str, client: QueueClient) -> None:
     # Each job needs 13 of 39 blocks: three run, the rest stays where other workers see it.
     config = worker_config(valkey_url, client.queue, model=SLOW, num_kv_blocks=41, max_num_seqs=16)
@@ -221,6 +224,7 @@ def test_a_full_pool_stops_the_pulling_and_says_why(valkey_url: str, client: Que
         assert worker.engine.stats.scheduler.preemptions == 0
 
 
+@pytest.mark.slow
 def test_a_job_that_costs_more_than_its_guess_still_runs_alone(valkey_url: str, client: QueueClient) -> None:
     with running_worker(worker_config(valkey_url, client.queue, num_kv_blocks=16)):
         ids = client.submit(*({"prompt": "p" * 100, "max_tokens": 120} for _ in range(5)))
@@ -259,6 +263,7 @@ def test_status_pages_and_metrics(worker: Worker, client: QueueClient, engine_ho
     assert (info.id, info.url, info.models) == (worker.worker_id, worker.http_url, ("echo",))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_same_engine_is_resumed_and_another_is_not(
     valkey_url: str, client: QueueClient
 ) -> None:
@@ -280,6 +285,7 @@ def test_a_checkpoint_of_the_same_engine_is_resumed_and_another_is_not(
     assert [client.status(job_id).crashes for job_id in ids] == [0, 0]
 
 
+@pytest.mark.slow
 def test_no_prompt_and_no_output_reaches_the_log(
     worker: Worker, client: QueueClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,6 +299,7 @@ def test_no_prompt_and_no_output_reaches_the_log(
     assert set(ids) <= {getattr(record, "job_id", None) for record in caplog.records}
 
 
+@pytest.mark.slow
 def test_a_worker_names_its_model_when_it_is_ready_not_with_its_next_renewal(
     valkey_url: str, client: QueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

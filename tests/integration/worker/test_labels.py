@@ -60,6 +60,7 @@ def expected(prompt: str, labels: list[str]) -> dict[str, float]:
     return dict(zip(labels, torch.tensor(scores).double().softmax(-1).tolist(), strict=True))
 
 
+@pytest.mark.slow
 def test_every_label_has_its_probability(queue: Producer) -> None:
     result = queue.submit(**asked()).result(timeout=300)
     wanted = expected(PROMPT, LABELS)
@@ -91,6 +92,7 @@ def test_the_digest_tells_kinds_apart() -> None:
     assert Job.from_payload(jobs[0].to_payload()) == jobs[0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_know_the_version_leaves_the_job(
     valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_what_makes_no_sense_is_refused_at_submit(fields: dict[str, Any], messag
         Job.parse(asked(**fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
@@ -146,6 +149,7 @@ def test_what_only_the_worker_can_tell_fails_alone(
         assert good.result(timeout=60).label in LABELS
 
 
+@pytest.mark.slow
 def test_a_killed_worker_s_jobs_are_taken_over(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     client = QueueClient(valkey_url, queue_name)
     labels = ["0123456789"[:n] for n in range(1, 11)]
@@ -172,6 +176,7 @@ def test_a_killed_worker_s_jobs_are_taken_over(valkey_url: str, queue_name: str,
     client.redis.close()
 
 
+@pytest.mark.slow
 def test_a_chat_with_its_thinking_switched_off(valkey_url: str, queue_name: str) -> None:
     job = asked(model="echo", chat_template_kwargs={"enable_thinking": False})
     del job["prompt"]
@@ -181,6 +186,7 @@ def test_a_chat_with_its_thinking_switched_off(valkey_url: str, queue_name: str)
     assert list(result.label_probs or ()) == LABELS
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_them(valkey_url: str, queue_name: str) -> None:
     with running_worker(worker_config(valkey_url, queue_name)):
         printed = subprocess.run(
@@ -194,6 +200,7 @@ def test_the_command_line_prints_them(valkey_url: str, queue_name: str) -> None:
     assert sum(float(number) for number, _ in lines) == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_the_command_line_labels_a_dataset(
     valkey_url: str, queue_name: str, tmp_path: Path, suffix: str

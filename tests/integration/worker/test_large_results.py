@@ -19,6 +19,8 @@ from tests.worker.harness import (
     worker_config,
 )
 
+pytestmark = pytest.mark.slow
+
 LOGPROBS = {"logprobs": 20, "ignore_eos": True, "temperature": 0.0}
 
 

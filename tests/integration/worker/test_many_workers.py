@@ -18,6 +18,8 @@ from tests.chaos.nursery import ForkedWorker, Nursery
 from tests.topologies import ClusterSetup, cluster_setup
 from tests.worker.harness import QueueClient, eventually, process_settings
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 8
 ROWS = 8
 """Jobs that a worker runs at once."""

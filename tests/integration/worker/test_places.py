@@ -44,6 +44,7 @@ def check(ended: subprocess.CompletedProcess[str], code: int, *words: str) -> No
         assert word in line
 
 
+@pytest.mark.slow
 def test_a_state_directory_on_a_full_disk(tmp_path: Path) -> None:
     words = ("worker", "--model", "echo", "--state-dir", str(tmp_path / "state"))
     (tmp_path / "state").mkdir()
@@ -51,17 +52,20 @@ def test_a_state_directory_on_a_full_disk(tmp_path: Path) -> None:
     check(ended, 1, "No space left on device", "PAGEMILL_STATE_DIR", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_state_directory_that_cannot_be_made() -> None:
     check(
         pagemill("worker", "--model", "echo", "--state-dir", "/proc/state"), 2, "/proc/state", "--state-dir"
     )
 
 
+@pytest.mark.slow
 def test_a_home_that_cannot_be_written() -> None:
     """Not given on a command line, so no usage error."""
     check(pagemill("worker", "--model", "echo", HOME="/proc/home"), 1, "/proc/home", "PAGEMILL_STATE_DIR")
 
 
+@pytest.mark.slow
 def test_a_packaged_model_that_cannot_be_kept(tmp_path: Path) -> None:
     words = ("worker", "--model", "smollm2", "--state-dir", str(tmp_path / "state"))
     ended = pagemill(*words, PAGEMILL_CACHE_DIR="/proc/cache")
@@ -94,6 +98,7 @@ def kernels(directory: Path, prefix: tuple[str, ...] = ()) -> tuple[str, str, st
     return kept, told, ran.stderr
 
 
+@pytest.mark.slow
 def test_kernels_are_kept_in_a_private_directory_where_theirs_cannot_be_written() -> None:
     kept, told, said = kernels(Path("/proc/kernels"))
     assert Path(kept).parent == Path(told)
@@ -102,12 +107,14 @@ def test_kernels_are_kept_in_a_private_directory_where_theirs_cannot_be_written(
     assert not Path(told).exists(), "it ends with the process"
 
 
+@pytest.mark.slow
 def test_kernels_compile_on_a_full_disk(tmp_path: Path) -> None:
     kept, told, said = kernels(tmp_path, full_disk(tmp_path))
     assert Path(kept).parent == Path(told) != tmp_path
     assert said.count("No space left on device") == 1
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_costs_only_the_cache(tmp_path: Path) -> None:
     """Not full when the process starts."""
     fills_up = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n@compiler.jit"

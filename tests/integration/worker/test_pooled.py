@@ -58,6 +58,7 @@ def expected(models: Path, name: str, kind: str, texts: list[Any], **fields: Any
     return run(engine_of(models / name), kind, texts, **fields)
 
 
+@pytest.mark.slow
 def test_vectors(queue: Producer, models: Path) -> None:
     wanted = expected(models, "embedder", "embed", TEXTS)
     one = queue.submit(task="embed", prompt=TEXTS[1], model="embedder").result(timeout=60)
@@ -194,6 +195,7 @@ def test_a_result_that_no_record_can_hold_is_refused_before_it_runs(
     assert queue.submit(job | {"rows_dtype": "float16"}).result(timeout=60).rows is not None
 
 
+@pytest.mark.slow
 def test_a_job_can_be_cancelled_and_a_deadline_ends_it(queue: Producer) -> None:
     long = {"task": "embed", "inputs": TEXTS * 50, "model": "embedder"}
     handles = [queue.submit(long | {"dimensions": number}) for number in range(1, 6)]
@@ -206,6 +208,7 @@ def test_a_job_can_be_cancelled_and_a_deadline_ends_it(queue: Producer) -> None:
     assert all(handle.result(timeout=120).rows is not None for handle in handles[:-1])
 
 
+@pytest.mark.slow
 def test_a_killed_worker_s_jobs_are_taken_over(
     valkey_url: str, queue_name: str, tmp_path: Path, models: Path
 ) -> None:
@@ -275,6 +278,7 @@ def test_datasets_of_labels_and_scores(queue: Producer, models: Path, tmp_path: 
     assert line["output"] == pytest.approx(scores[:, 0].tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_line(queue: Producer, models: Path) -> None:
     def submitted(text: str, model: str, *fields: str) -> list[str]:
         address = ["--redis-url", str(queue._url), "--queue", queue.queue, "--model", model]

@@ -12,6 +12,8 @@ from pagemill.producer.wire.calls.limits import QueueLimits
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def worker(valkey_url: str, queue_name: str) -> Iterator[Worker]:

@@ -8,6 +8,7 @@ from pagemill import InvalidJob
 from tests.worker.harness import QueueClient, running_worker, worker_config
 
 
+@pytest.mark.slow
 def test_ranked_jobs_return_n_outputs(valkey_url: str, queue_name: str) -> None:
     client = QueueClient(valkey_url, queue_name)
     with running_worker(worker_config(valkey_url, queue_name)):

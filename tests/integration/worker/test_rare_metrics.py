@@ -55,6 +55,7 @@ def has_counted(worker: Worker, *names: str) -> None:
         raise AssertionError(f"never above 0: {sorted(missing)}") from error
 
 
+@pytest.mark.slow
 def test_memory_for_a_fraction_of_the_jobs(client: QueueClient) -> None:
     """Sequences outgrow the cache: some are moved to the host, others wait."""
     settings = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 8, "swap_space_gib": 0.001}
@@ -75,6 +76,7 @@ def test_memory_for_a_fraction_of_the_jobs(client: QueueClient) -> None:
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
+@pytest.mark.slow
 def test_keys_and_values_that_are_moved(
     client: QueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +99,7 @@ def test_keys_and_values_that_are_moved(
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
+@pytest.mark.slow
 def test_an_output_that_repeats_its_prompt(client: QueueClient) -> None:
     config = worker_config(client.url, client.queue, model=SLOW, num_speculative_tokens=4)
     with running_worker(config) as worker:
@@ -105,6 +108,7 @@ def test_an_output_that_repeats_its_prompt(client: QueueClient) -> None:
         assert client.wait([job_id])[0].result.outputs[0].text == "all of this again, please"
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt_share_its_blocks(client: QueueClient, tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     config = worker_config(client.url, client.queue, model=str(tmp_path), skip_tokenizer_init=True)
@@ -115,6 +119,7 @@ def test_samples_of_one_prompt_share_its_blocks(client: QueueClient, tmp_path: P
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
+@pytest.mark.slow
 def test_blocks_that_windows_leave_behind(client: QueueClient, tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention"]
     save_tiny_ministral(tmp_path, kinds, std=0.3, vocab_size=61, eos=[3])
@@ -145,6 +150,7 @@ def test_samples_that_need_every_row(client: QueueClient) -> None:
         has_counted(worker, "requests_waiting{reason=rows}")
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_numbers(client: QueueClient, tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
@@ -159,6 +165,7 @@ def test_weights_that_are_not_numbers(client: QueueClient, tmp_path: Path) -> No
         has_counted(worker, "invalid_logits_total{}")
 
 
+@pytest.mark.slow
 def test_an_output_that_its_structure_does_not_allow(client: QueueClient) -> None:
     with running_worker(worker_config(client.url, client.queue, model=SLOW)) as worker:
         (job_id,) = client.submit({"prompt": "x" * 200, "max_tokens": 200, "max_attempts": 2})
@@ -169,6 +176,7 @@ def test_an_output_that_its_structure_does_not_allow(client: QueueClient) -> Non
         )
 
 
+@pytest.mark.slow
 def test_an_answer_to_a_commit_that_is_lost(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_worker(worker_config(client.url, client.queue, model=SLOW)) as worker:
         send, lost = JobQueue.run_many, threading.Event()
@@ -185,6 +193,7 @@ def test_an_answer_to_a_commit_that_is_lost(client: QueueClient, monkeypatch: py
         has_counted(worker, "result_commits_total{result=already_done}")
 
 
+@pytest.mark.slow
 def test_prompts_longer_than_a_step(client: QueueClient) -> None:
     settings = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
     with running_worker(worker_config(client.url, client.queue, model=SLOW, **settings)) as worker:
@@ -192,6 +201,7 @@ def test_prompts_longer_than_a_step(client: QueueClient) -> None:
         has_counted(worker, "requests_waiting{reason=budget}")
 
 
+@pytest.mark.slow
 def test_a_job_that_another_worker_takes(client: QueueClient) -> None:
     """The stale token's next checkpoint is refused."""
     with running_worker(
@@ -210,6 +220,7 @@ class _NoRedis(socketserver.BaseRequestHandler):
         self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_hangs_or_is_another(client: QueueClient, own_valkey: RedisServer) -> None:
     with running_worker(worker_config(client.url, client.queue)) as worker:
         client.redis.replicaof("127.0.0.1", own_valkey.port)
@@ -241,6 +252,7 @@ def test_a_start_is_seen_and_counted(client: QueueClient) -> None:
         worker.close()
 
 
+@pytest.mark.slow
 def test_an_engine_whose_figures_cannot_be_read(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_worker(worker_config(client.url, client.queue)) as worker:
         monkeypatch.setattr(type(worker.engine), "stats", property(lambda _: 1 / 0))

@@ -53,6 +53,7 @@ def expected(model: Any, prompt: list[int], continuation: list[int]) -> list[flo
     return [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(continuation)]
 
 
+@pytest.mark.slow
 def test_continuations(queue: Producer, model: Any, tokenizer: Any) -> None:
     result = queue.submit(task="score", prompt=PROMPT, continuations=CITIES, model="smollm2").result(
         timeout=300
@@ -148,6 +149,7 @@ def test_what_only_the_worker_can_tell_fails_alone(
     assert good.result(timeout=300).outputs
 
 
+@pytest.mark.slow
 def test_a_killed_worker_s_jobs_are_taken_over(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     client = QueueClient(valkey_url, queue_name)
     job = {
@@ -183,6 +185,7 @@ def echo(valkey_url: str, queue_name: str) -> Iterator[Producer]:
         yield producer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 def test_a_dataset_is_scored_and_resumed(echo: Producer, tmp_path: Path, suffix: str) -> None:
     rows = [{"text": f"row {number}"} for number in range(30)]
@@ -198,6 +201,7 @@ def test_a_dataset_is_scored_and_resumed(echo: Producer, tmp_path: Path, suffix:
     assert scores == [{"yes": pytest.approx(-0.03), "no": pytest.approx(-0.02)}] * 30
 
 
+@pytest.mark.slow
 def test_the_command_line_scores(echo: Producer, tmp_path: Path) -> None:
     address = ["--redis-url", str(echo._url), "--queue", echo.queue, "--model", "echo"]
 

@@ -9,6 +9,8 @@ from pagemill.cli.app import default_model
 from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.worker.harness import QueueClient, eventually, get_json, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 COMMIT = "a" * 12
 
 

@@ -62,6 +62,7 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "smollm2", "messages": [{"role": "user", "content": text}], "max_tokens": 60} | fields
 
 
+@pytest.mark.slow
 def test_json_results_are_what_their_schemas_say(model_client: QueueClient) -> None:
     question = "Name a city and its country as JSON."
     jobs = [
@@ -110,6 +111,7 @@ def test_one_bad_schema_fails_its_own_job_alone(model_client: QueueClient) -> No
         assert (failure.value.code, failure.value.retryable) == (code, False)
 
 
+@pytest.mark.slow
 def test_a_hostile_grammar_ends_alone_and_changes_nothing_for_others(model_client: QueueClient) -> None:
     """Twenty-eight characters, of which each further token costs more: a quarter of a second, and rising."""
     other = chat("Tell me a story.", temperature=0.0, max_tokens=24)
@@ -150,6 +152,7 @@ def test_prompt_logprobs_and_bad_words_reach_the_result(model_client: QueueClien
     assert [entry.top[0].token_id for entry in logprobs] == list(plain.outputs[0].token_ids), "greedy"
 
 
+@pytest.mark.slow
 def test_what_max_tokens_cuts_short_has_no_value(echo: tuple[Worker, QueueClient]) -> None:
     worker, client = echo
     job = {"prompt": '{"a": 12}', "structured_outputs": {"json": {"type": "object"}}}

@@ -22,6 +22,8 @@ from tests.worker.harness import (
     worker_config,
 )
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 280.0
 """Two processes load torch, and kernels may have to be compiled first."""
 PROMPT = [5, 17, 42, 99, 3, 64]

@@ -112,6 +112,7 @@ def test_rotation_and_cache(head_dim: int, rotary_dim: int, norm: bool, cache: s
     assert compiled.wide_loads > 0
 
 
+@pytest.mark.slow
 def test_sampling_cuts(capability: int) -> None:
     arguments: dict[str, Any] = {
         "cuts_ptr": "*i32",

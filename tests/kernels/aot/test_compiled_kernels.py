@@ -48,6 +48,7 @@ def _decode(element: str, head_dim: int, group_size: int, capability: int, **opt
     return compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [80, pytest.param(64, marks=slow), pytest.param(96, marks=slow)])
 def test_other_head_dims(head_dim: int, capability: int) -> None:
     _prefill("bf16", head_dim, capability, group_size=1)
@@ -55,6 +56,7 @@ def test_other_head_dims(head_dim: int, capability: int) -> None:
     assert decode.wide_loads >= 16, "padding to a power of two must not cut the loads up"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [None, *SCALED])
 def test_sinks_in_the_sizes_of_gpt_oss(cache: str | None, capability: int) -> None:
     if cache == "fp8e4nv" and capability < 89:
@@ -65,11 +67,13 @@ def test_sinks_in_the_sizes_of_gpt_oss(cache: str | None, capability: int) -> No
         _decode("bf16", 64, 8, capability, split=False, **options)
 
 
+@pytest.mark.slow
 def test_heads_smaller_than_a_tensor_core_product(capability: int) -> None:
     _prefill("bf16", 8, capability)
     _decode("bf16", 8, 4, capability)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -90,6 +94,7 @@ def test_options(options: dict[str, object], capability: int) -> None:
     _decode("bf16", 256, 71, capability, split=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=slow), pytest.param(256, marks=slow)])
 def test_fp32(head_dim: int, capability: int) -> None:
     """Exact products, which no tensor core makes."""
@@ -97,6 +102,7 @@ def test_fp32(head_dim: int, capability: int) -> None:
     assert _decode("fp32", head_dim, 4, capability).mma == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", SCALED)
 @pytest.mark.parametrize("head_dim", [128, 256, pytest.param(64, marks=slow), pytest.param(80, marks=slow)])
 def test_scaled_caches(head_dim: int, cache: str, capability: int) -> None:
@@ -109,6 +115,7 @@ def test_scaled_caches(head_dim: int, cache: str, capability: int) -> None:
         _decode("bf16", head_dim, group_size, capability, cache=cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [None, "*fp32"])
 def test_merging_splits(sinks: str | None, capability: int) -> None:
     for head_dim in (80, 256):

@@ -62,6 +62,7 @@ def _cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("element", "rank", "capability"), _cases())
 def test_both_halves(element: str, rank: int, capability: int) -> None:
     shrunk = compile_kernel(

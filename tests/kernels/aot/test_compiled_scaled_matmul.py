@@ -62,6 +62,7 @@ def _products() -> list[Any]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("numbers", "element", "whole", "tile", "capability"), _products())
 def test_product(numbers: str, element: str, whole: bool, tile: Tile, capability: int) -> None:
     arguments = product_arguments(numbers, element, tile, whole=whole)

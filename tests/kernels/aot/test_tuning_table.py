@@ -73,6 +73,7 @@ def _checked(kernel: Any, arguments: dict[str, Any], entry: AttentionEntry, arch
     return compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("entry", "element", "cache", "architecture"), list(_cases("prefill")))
 def test_prefill_runs_on_the_tensor_cores(
     entry: AttentionEntry, element: str, cache: str | None, architecture: int
@@ -92,6 +93,7 @@ def test_prefill_runs_on_the_tensor_cores(
         assert compiled.mma == 0 or architecture != 90
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("entry", "element", "cache", "architecture"), list(_cases("decode")))
 def test_decode_streams_its_keys(
     entry: AttentionEntry, element: str, cache: str | None, architecture: int

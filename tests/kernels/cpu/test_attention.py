@@ -290,6 +290,7 @@ def test_what_is_not_finite_stays_in_its_row(options):
     assert not step.attend(**options)[:130].isfinite().any()
 
 
+@pytest.mark.slow
 def test_a_long_prompt_reads_more_keys_than_panels_are_held_of():
     step = make_step([(40, 1500), (333, 2100)], head_dim=128)
     assert_exact(step.attend(), dense(step))
@@ -345,6 +346,7 @@ def test_after_the_warm_up_no_step_compiles():
     assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 
+@pytest.mark.slow
 def test_kernels_compile_where_nothing_can_be_cached():
     script = (
         "import torch; from pagemill.kernels.cpu import operators as cpu;"
@@ -357,6 +359,7 @@ def test_kernels_compile_where_nothing_can_be_cached():
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_stays_torchs():
     script = (
         "import torch; torch.set_num_threads(1); from pagemill.kernels.cpu import operators as cpu;"

@@ -197,6 +197,7 @@ run.compile("void(int64, int64, int64, int64)")
 """
 
 
+@pytest.mark.slow
 def test_a_tile_for_such_a_cpu_keeps_its_sums_in_registers(tmp_path):
     """Compiled for a CPU that this may not be."""
     lines = instructions(INSTRUCTIONS, "cooperlake", TARGET, tmp_path)

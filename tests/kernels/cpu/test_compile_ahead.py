@@ -94,6 +94,7 @@ def wait_for(child: subprocess.Popen[bytes]) -> None:
     child.wait(timeout=120)
 
 
+@pytest.mark.slow
 def test_another_process_keeps_what_it_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     with compile_ahead._start() as child:
@@ -174,6 +175,7 @@ def test_processes_end_with_what_runs_meanwhile(children, compiled, monkeypatch)
     assert not compiled
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_one_that_started_it(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # so that it has much to compile
     with compile_ahead._start() as child:

@@ -195,6 +195,7 @@ def test_a_group_of_many_rows_over_several_tasks_and_threads(dtype: torch.dtype)
             assert torch.equal(together, step.attend(Scoring(0.2), together=False))
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from([0, 1, 40, 300]))
 def test_tasks_cover_every_key_of_every_row_once(case: Case, window: int) -> None:
     step = case.step()
@@ -267,6 +268,7 @@ def test_what_is_found_is_found_once_a_step() -> None:
     assert replace(metadata).sharing is None  # of other tables, perhaps
 
 
+@pytest.mark.slow
 @given(cases())
 def test_common_blocks_are_those_with_the_row_before(case: Case) -> None:
     tables = case.step().metadata.block_tables.numpy()

@@ -201,6 +201,7 @@ def test_accounts_that_do_not_add_up_are_counted_once_per_snapshot(
         assert value(scrape(source), "kv_cache_accounting_errors_total") == first
 
 
+@pytest.mark.slow
 def test_blocks_sum_to_the_capacity_while_snapshots_change() -> None:
     """Snapshots of different pools are swapped in as fast as a thread can; a scrape must never mix two."""
     snapshots = [

@@ -24,6 +24,7 @@ async def producer(queue: Queue) -> AsyncIterator[AsyncProducer]:
         yield producer
 
 
+@pytest.mark.slow
 async def test_a_thousand_waits_share_one_listener(queue: Queue, producer: AsyncProducer) -> None:
     handles = [await producer.submit(prompt=f"p{i}", model="m") for i in range(1000)]
     waits = [asyncio.create_task(handle.result(timeout=120)) for handle in handles]

@@ -211,6 +211,7 @@ def command(queue: Queue, *arguments: str, code: int = 0) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_commands(queue: Queue) -> None:
     assert command(queue, "list") == ""
     die(queue, "a", prompt="a secret")

@@ -153,6 +153,7 @@ def test_refusals_of_a_single_job(queue: Queue) -> None:
             assert (refused.value.code, refused.value.param) == (code, "after")
 
 
+@pytest.mark.slow
 def test_on_the_command_line(queue: Queue) -> None:
     def run(*words: str) -> str:
         options = ("--redis-url", queue.url, "--queue", queue.name)

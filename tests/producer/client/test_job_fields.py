@@ -107,6 +107,7 @@ async def wrong(queue: Producer, other: AsyncProducer) -> None:
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_finds_a_wrong_field(tmp_path: Path) -> None:
     program = (tmp_path / "program").with_suffix(".py")
     program.write_text(PROGRAM)

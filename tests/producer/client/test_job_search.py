@@ -93,6 +93,7 @@ def test_a_place_that_is_not_ours_is_refused_or_harmless(valkey_queue: Queue, af
     assert (state, after) == ("queued", "1~lane~x")
 
 
+@pytest.mark.slow
 def test_a_search_through_very_many_jobs_is_a_bounded_number_of_short_steps(own_valkey: RedisServer) -> None:
     """Where nothing matches, a page looks at a part of the keyspace and says where to go on."""
     queue = _large(own_valkey)

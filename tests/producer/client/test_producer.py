@@ -142,6 +142,7 @@ def test_a_payload_that_is_too_large_for_the_queue_fails_alone(queue: Queue, pro
         producer.submit_many([small, large], on_invalid="raise")
 
 
+@pytest.mark.slow
 def test_a_deadline_passes_though_no_worker_lives(queue: Queue, producer: Producer) -> None:
     handle = producer.submit(prompt="p", model="m", ttl=0.2)
     batch = producer.submit_many([{"prompt": "p", "model": "m", "ttl": 0.2}])
@@ -163,6 +164,7 @@ def test_what_an_expired_batch_had_finished_is_delivered(queue: Queue, producer:
     assert [item.result.text for item in items if item.result] == ["in time"]
 
 
+@pytest.mark.slow
 def test_submit_many_waits_for_room(queue: Queue, producer: Producer) -> None:
     queue.client.hset(f"{queue.prefix}meta", "limit", 2)
     with scripted_worker(queue.url, queue.name):
@@ -284,6 +286,7 @@ def test_a_forked_child_has_connections_of_its_own(queue: Queue, producer: Produ
     assert producer.job("child").status().state == "queued"
 
 
+@pytest.mark.slow
 def test_no_server() -> None:
     with Producer("redis://127.0.0.1:1") as producer, pytest.raises(RedisUnavailable) as caught:
         producer.submit(prompt="p", model="m")

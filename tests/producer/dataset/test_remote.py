@@ -135,6 +135,7 @@ def test_errors_are_an_object_that_goes_when_they_do(
     assert bucket.names() == {"in.jsonl", "out.jsonl", "out.jsonl.run.json"}
 
 
+@pytest.mark.slow
 def test_killed_in_the_copies_at_the_end(
     bucket: Bucket, valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

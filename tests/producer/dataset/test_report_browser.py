@@ -64,6 +64,7 @@ def browser(page: Path) -> Iterator[Browser]:
         yield browser
 
 
+@pytest.mark.slow
 def test_labels_are_shown_as_text(browser: Browser) -> None:
     assert browser.run("return document.title").startswith("Dataset run: ")
     cells = "return [...document.querySelectorAll('td, th')].map(cell => cell.textContent)"

@@ -188,6 +188,7 @@ def test_an_iterator_is_read_once(
     assert [row["output"] for row in lines(tmp_path / "out.jsonl")] == [f"row {i}" for i in range(30)]
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_ends_with_the_same_file(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     texts = [f"row {i % 900}" for i in range(1_000)]
     source = write_rows(tmp_path / "in.jsonl", texts)

@@ -54,6 +54,7 @@ def test_it_is_read_only_as_far_as_somebody_asks() -> None:
     stream.close()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_it() -> None:
     endless = Endless()
     stream = Stream(endless, PurePath("rows.jsonl"), "a pipe")
@@ -77,6 +78,7 @@ def test_the_count_is_known_once_all_is_read() -> None:
     stream.close()
 
 
+@pytest.mark.slow
 def test_a_stream_that_breaks_off_stops_the_run_and_loses_nothing(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:
@@ -128,6 +130,7 @@ def test_a_full_disk_is_told_from_a_broken_stream(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_work_on_standard_input_begins_before_its_end(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

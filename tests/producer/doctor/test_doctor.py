@@ -150,6 +150,7 @@ def test_jobs_that_nobody_serves_a_pause_and_dead_letters_are_warnings(queue: Qu
     assert levels(queue)["workers"] == "error"
 
 
+@pytest.mark.slow
 def test_jobs_that_name_a_revision_without_a_worker_are_a_warning(queue: Queue) -> None:
     queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",), revision="r1")))
     queue.submit("served", revision="r1")

@@ -177,6 +177,7 @@ def test_unknown_paths_and_methods(served: Served) -> None:
     assert {"GET", "POST"} <= set(wrong.headers["allow"].replace(" ", "").split(","))
 
 
+@pytest.mark.slow
 def test_slow_clients_are_let_go(valkey_url: str, queue: str) -> None:
     """A head that does not come, a body that does not, and an answer that is not taken."""
     limits = {"head_timeout_s": 3.0, "body_timeout_s": 3.0, "send_timeout_s": 3.0}
@@ -213,6 +214,7 @@ def test_more_requests_than_it_takes(valkey_url: str, queue_name: str) -> None:
         assert httpx.get(f"{served.base_url}/models", timeout=60).status_code == 200
 
 
+@pytest.mark.slow
 def test_connections_that_ask_nothing_make_room(valkey_url: str, queue: str) -> None:
     with gateway(valkey_url, queue, max_connections=40) as served, ExitStack() as idle:
         for _ in range(200):

@@ -50,6 +50,7 @@ def post(served: Served, key: str | None, **fields: Any) -> httpx.Response:
     return httpx.post(f"{served.base_url}/completions", json=ASK | fields, headers=headers, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_key_decides_whose_job_it_is(
     made: tuple[Served, Served, dict[str, str], Path], valkey_url: str, queue_name: str
 ) -> None:
@@ -131,6 +132,7 @@ def test_beyond_this_machine_keys_are_asked_for() -> None:
     assert "--keys" in refused.stderr
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_quota_is_in_the_answer_and_the_ledger_knows_the_key(
     tmp_path: Path, valkey_url: str, queue_name: str
 ) -> None:

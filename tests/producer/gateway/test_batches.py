@@ -128,6 +128,7 @@ def test_a_file_that_is_no_batch(
         assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line)
 
 
+@pytest.mark.slow
 def test_a_batch_outlives_its_gateways(valkey_url: str, queue_name: str) -> None:
     """SIGKILL while it is submitted, while it runs, and while another gateway holds it; each request runs once."""
     queue = open_queue(valkey_url, queue_name)
@@ -159,6 +160,7 @@ def depth(queue: Queue) -> int:
     return int(queue.client.hget(f"{queue.prefix}counts", "queued") or 0)
 
 
+@pytest.mark.slow
 def test_a_cancelled_batch_delivers_what_was_done(valkey_url: str, queue_name: str) -> None:
     rows = lines(20)
     for row in rows[5:]:

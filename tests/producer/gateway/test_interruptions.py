@@ -94,6 +94,7 @@ def test_a_stream_whose_job_ends_before_what_was_sent(by_hand: Queue, before_it:
     assert not listener.is_done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_open_requests_end(number: int, valkey_url: str, queue_name: str) -> None:
     config = worker_config(valkey_url, queue_name, model="echo:2", max_num_seqs=64)
@@ -118,6 +119,7 @@ def test_a_signal_lets_open_requests_end(number: int, valkey_url: str, queue_nam
             served.is_alive()
 
 
+@pytest.mark.slow
 def test_what_outlasts_the_drain_is_told_so_and_its_jobs_end(valkey_url: str, queue_name: str) -> None:
     config = worker_config(valkey_url, queue_name, model="echo:20", max_num_seqs=64)
     with (
@@ -190,6 +192,7 @@ async def _deaf(until: asyncio.Event) -> None:
             await until.wait()
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_does_not_hold_the_end_up(own_valkey: RedisServer, queue_name: str) -> None:
     """It takes connections and answers nothing, with a request under way and one to cancel."""
     queue = open_queue(own_valkey.url, queue_name)
@@ -212,6 +215,7 @@ def test_a_server_that_hangs_does_not_hold_the_end_up(own_valkey: RedisServer, q
     queue.transport.close()
 
 
+@pytest.mark.slow
 def test_requests_outlive_a_server_that_comes_back(
     own_valkey: RedisServer, queue_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +248,7 @@ def test_requests_outlive_a_server_that_comes_back(
         eventually(lambda: httpx.post(url, json=LONG, timeout=PATIENCE_S).status_code == 200, "an answer")
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_holds_no_request_beyond_its_deadline(
     own_valkey: RedisServer, queue_name: str
 ) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
 from pagemill.producer.wire.calls import limits
 from tests.producer.gateway.serving import PATIENCE_S, gateway
 from tests.producer.small_server import flood, small_server
 
 
+@pytest.mark.slow
 def test_requests_are_told_to_come_again(tmp_path: Path) -> None:
     with small_server(tmp_path) as queue, gateway(queue.url, "q", models=("m",), timeout_s=0.4) as served:
         flood(queue)

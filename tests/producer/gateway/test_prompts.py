@@ -51,6 +51,7 @@ def code(answer: httpx.Response) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_each_prompt_counts_as_a_request(made: tuple[Served, dict[str, str], Queue]) -> None:
     served, keys, queue = made
     for prompts, status in ((["a"] * 6, 504), (["a"] * 5, 429), ([[1, 2]] * 5, 429)):
@@ -65,6 +66,7 @@ def test_each_prompt_counts_as_a_request(made: tuple[Served, dict[str, str], Que
     assert stored(queue) == 10
 
 
+@pytest.mark.slow
 def test_samples_and_token_ids_are_of_one_prompt(made: tuple[Served, dict[str, str], Queue]) -> None:
     served, keys, _ = made
     for fields in ({"prompt": "a", "n": 100}, {"prompt": list(range(100))}, {"prompt": ["a"]}):
@@ -73,6 +75,7 @@ def test_samples_and_token_ids_are_of_one_prompt(made: tuple[Served, dict[str, s
     assert post(served, keys["slow"], prompt="a").status_code == 429
 
 
+@pytest.mark.slow
 def test_more_prompts_than_the_bucket_ever_holds(made: tuple[Served, dict[str, str], Queue]) -> None:
     """Waiting would not help, so the client is not told to."""
     served, keys, queue = made
@@ -85,6 +88,7 @@ def test_more_prompts_than_the_bucket_ever_holds(made: tuple[Served, dict[str, s
     assert post(served, keys["slow"], prompt=["a"] * 9).status_code == 504, "it counted as one"
 
 
+@pytest.mark.slow
 def test_a_key_without_a_rate_asks_for_many(made: tuple[Served, dict[str, str], Queue]) -> None:
     served, keys, queue = made
     assert post(served, keys["free"], prompt=["a"] * 128).status_code == 504
@@ -117,6 +121,7 @@ def schema(text: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "letter"),
     [
@@ -154,6 +159,7 @@ def clear(queue: Queue) -> None:
         queue.client.delete(queue.prefix + name)
 
 
+@pytest.mark.slow
 def test_one_prompt_may_have_large_settings(made: tuple[Served, dict[str, str], Queue]) -> None:
     served, keys, _ = made
     assert post(served, keys["free"], prompt=["x"], **settings(900_000)).status_code == 504
@@ -161,6 +167,7 @@ def test_one_prompt_may_have_large_settings(made: tuple[Served, dict[str, str], 
     assert (large.status_code, code(large)) == (413, "payload_too_large")
 
 
+@pytest.mark.slow
 def test_the_idempotency_key_is_counted_with_each_prompt(
     made: tuple[Served, dict[str, str], Queue],
 ) -> None:
@@ -173,6 +180,7 @@ def test_the_idempotency_key_is_counted_with_each_prompt(
         assert answer.status_code == status, answer.text
 
 
+@pytest.mark.slow
 def test_the_client_waits_as_it_is_told(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     """openai's client sends a request again after `retry-after`, and is let in then."""
     path = tmp_path / "keys.json"

@@ -48,6 +48,7 @@ def test_each_request_has_a_line_without_its_prompt(
     )
 
 
+@pytest.mark.slow
 def test_the_command_writes_objects(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     log = tmp_path / "gateway.log"
     command = [
@@ -81,6 +82,7 @@ def test_the_command_writes_objects(valkey_url: str, queue_name: str, tmp_path: 
     assert request["queue"] == queue_name
 
 
+@pytest.mark.slow
 def test_a_drain_says_what_is_under_way(
     valkey_url: str, queue_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

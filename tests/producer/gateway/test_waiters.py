@@ -108,6 +108,7 @@ def active(queue: Queue) -> int:
     return sum(state in ("queued", "running") for state in states(queue))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.parametrize("pause_s", [0.0, 0.02, 0.1])
 async def test_a_retry_after_a_time_out_is_answered(
@@ -124,6 +125,7 @@ async def test_a_retry_after_a_time_out_is_answered(
     assert await asyncio.gather(*map(once, range(10))) == [TEXT] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", [whole, streamed])
 async def test_who_gives_up_does_not_end_the_job_under_another(
     two: tuple[Served, Served, Queue], ask: Ask
@@ -159,6 +161,7 @@ async def test_the_last_to_give_up_ends_the_jobs_of_all_prompts(
     assert states(queue).count("cancelled") == ended + 3
 
 
+@pytest.mark.slow
 async def test_a_retry_of_several_prompts_is_answered(two: tuple[Served, Served, Queue]) -> None:
     body = ASK | {"prompt": ["a" * 30, "b" * 30, "c" * 30]}
     for number in range(3):
@@ -166,6 +169,7 @@ async def test_a_retry_of_several_prompts_is_answered(two: tuple[Served, Served,
         assert await whole(two[1], body, f"list-{number}") == "".join(body["prompt"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_producers_job_outlives_a_client_of_the_gateway(
     two: tuple[Served, Served, Queue], is_first: bool
@@ -189,6 +193,7 @@ async def test_a_producers_job_outlives_a_client_of_the_gateway(
         assert result.text == TEXT * 4
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_killed_leaves_its_job_running(two: tuple[Served, Served, Queue]) -> None:
     _, other, queue = two
     body = b'{"model": "echo", "prompt": "%b", "max_tokens": 30}' % TEXT.encode()

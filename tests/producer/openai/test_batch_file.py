@@ -119,6 +119,7 @@ def test_a_broken_line_is_refused_before_anything_runs(tmp_path: Path) -> None:
         BatchFile(path, tmp_path / "out.jsonl").check()
 
 
+@pytest.mark.slow
 def test_an_expired_batch_keeps_its_finished_rows(
     producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

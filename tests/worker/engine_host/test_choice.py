@@ -55,6 +55,7 @@ def test_an_engine_on_a_card_has_a_process_of_its_own(
     assert choice.runs_in_process(WorkerConfig.load(**settings)) is is_own
 
 
+@pytest.mark.slow
 def test_its_worker_reads_the_tokenizer_without_torch() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", WORKER_HALF],

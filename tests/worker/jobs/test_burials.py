@@ -40,6 +40,7 @@ def check(records: list[logging.LogRecord], client: QueueClient, job_id: str) ->
     assert client.status(job_id).state == "dead"
 
 
+@pytest.mark.slow
 def test_the_worker_that_sweeps_it_says_so(
     client: QueueClient, poison: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,6 +61,7 @@ def test_the_exporter_that_sweeps_it_says_so(
     check(caplog.records, client, poison)
 
 
+@pytest.mark.slow
 def test_the_worker_that_takes_a_job_over_says_so(
     client: QueueClient, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ def lines(client: QueueClient, valkey_url: str, tmp_path: Path) -> dict[str, lis
     return by_job
 
 
+@pytest.mark.slow
 def test_one_line_per_transition_with_ids_and_no_prompt(lines: dict[str, list[dict[str, Any]]]) -> None:
     (ids,) = lines.pop("ids")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,7 @@ def test_a_prompts_are_written_the_same_way(entries: list[TokenLogprobs | None])
     assert as_read(prompt_logprobs_json(entries, str)) == entries
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_while_they_are_held_and_while_they_are_written() -> None:
     columns = LogprobColumns(str)
     tracemalloc.start()

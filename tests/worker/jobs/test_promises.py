@@ -50,6 +50,7 @@ def submit_promised(client: QueueClient, promise: str) -> str:
     return item.job_id
 
 
+@pytest.mark.slow
 def test_promises_are_scored_at_the_end(client: QueueClient) -> None:
     now = int(client.redis.time()[0]) * 1000
     hour = 3_600_000
@@ -69,6 +70,7 @@ def test_promises_are_scored_at_the_end(client: QueueClient) -> None:
         assert sum(worker.counters.promises.read().values()) == 3
 
 
+@pytest.mark.slow
 def test_a_worker_announces_its_speed_and_a_submit_uses_it(client: QueueClient) -> None:
     with (
         running_worker(worker_config(client.url, client.queue)),

@@ -10,6 +10,7 @@ import pytest
 from tests.worker.harness import QueueClient, eventually, get_json, running_worker, worker_config
 
 
+@pytest.mark.slow
 def test_a_refusal_that_stays_is_told_once_and_is_not_ready(
     client: QueueClient, caplog: pytest.LogCaptureFixture
 ) -> None:

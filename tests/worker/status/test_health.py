@@ -47,6 +47,7 @@ def probe(worker: Worker, name: str) -> tuple[int, dict[str, Any]]:
     return get_json(f"{worker.http_url}/{name}")
 
 
+@pytest.mark.slow
 def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
     client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
         assert worker.close()
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_fails_the_probe_until_it_ends(
     client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +98,7 @@ def test_a_step_that_takes_too_long_fails_the_probe_until_it_ends(
         eventually(lambda: probe(worker, "healthz")[0] == 200, "the step to end")
 
 
+@pytest.mark.slow
 def test_a_worker_that_drains_is_not_ready(client: QueueClient, valkey_url: str) -> None:
     with running_worker(worker_config(valkey_url, client.queue, model="echo:50")) as worker:
         (job_id,) = client.submit({"prompt": "x" * 500, "max_tokens": 500})
@@ -110,6 +113,7 @@ def test_a_worker_that_drains_is_not_ready(client: QueueClient, valkey_url: str)
         draining.join()
 
 
+@pytest.mark.slow
 def test_redis_away_is_not_ready_and_alive(own_valkey: RedisServer, queue_name: str) -> None:
     with running_worker(worker_config(own_valkey.url, queue_name)) as worker:
         own_valkey.kill()
@@ -119,6 +123,7 @@ def test_redis_away_is_not_ready_and_alive(own_valkey: RedisServer, queue_name: 
         eventually(lambda: probe(worker, "readyz")[0] == 200, "the server's return")
 
 
+@pytest.mark.slow
 def test_native_code_that_stops_every_thread_ends_the_process(client: QueueClient, valkey_url: str) -> None:
     """No thread is left in it to notice: the exit must not need the interpreter."""
     (job_id,) = client.submit({"prompt": "a", "max_tokens": 4})

@@ -16,6 +16,8 @@ from pagemill.monitoring.live.feed import MAX_WATCHERS
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, get_json, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 SECRET = "the-prompt-nobody-may-see"
 
 

@@ -101,6 +101,7 @@ def test_it_says_what_a_worker_s_own_scrape_says(client: QueueClient, valkey_url
     assert {sample: own[sample] for sample in compared} == {sample: others.get(sample) for sample in compared}
 
 
+@pytest.mark.slow
 def test_all_queues_are_found_and_none_besides(
     client: QueueClient, second: QueueClient, valkey_url: str
 ) -> None:
@@ -116,6 +117,7 @@ def test_all_queues_are_found_and_none_besides(
     assert value(samples, "queue_workers", queue=second.queue, state="ready") == 1
 
 
+@pytest.mark.slow
 def test_a_queue_that_comes_later_is_found(client: QueueClient, valkey_url: str) -> None:
     with exporting(valkey_url, discover_every_s=0.1) as url:
         assert value(scrape(url), "queue_jobs", queue=client.queue, state="waiting") is None
@@ -142,6 +144,7 @@ def test_redis_away_is_told_and_gets_over(own_valkey: RedisServer, queue_name: s
     client.redis.close()
 
 
+@pytest.mark.slow
 def test_the_command_runs_without_torch_and_ends_at_sigterm(client: QueueClient, valkey_url: str) -> None:
     client.submit({"prompt": "a"})
     program = (

@@ -74,6 +74,7 @@ def test_workers_are_counted_by_stage_and_only_ready_ones_serve(
     assert figures.serving == {"echo": 2}
 
 
+@pytest.mark.slow
 def test_the_drain_estimate_needs_ends(client: QueueClient, reader: QueueReader) -> None:
     job_ids = client.submit(*({"prompt": "a"} for _ in range(10)))
     assert reader.read().drain_seconds is None

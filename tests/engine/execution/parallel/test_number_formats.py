@@ -13,6 +13,8 @@ from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.execution.parallel.test_tensor_parallel import GREEDY, PROMPTS, make_llm, save, tokens
 
+pytestmark = pytest.mark.slow
+
 IS_BF16_NATIVE = CpuBackend().module_dtype(torch.bfloat16) is torch.float32
 COPIED = [[9, 3, 60, 33, 8, 21] * 5, *PROMPTS]
 """Prompts of which one repeats itself: a draft follows."""

@@ -154,6 +154,7 @@ def two(llama: Path) -> Iterator[LLM]:
 class TestTwoRanks:
     """One pair of processes for all: starting them is what takes time."""
 
+    @pytest.mark.slow
     def test_each_has_half_of_every_layer(self, one: LLM, two: LLM) -> None:
         whole, shared = one.engine.stats(), two.engine.stats()
         embeddings = norms = VOCAB_SIZE * 32 * 4
@@ -165,6 +166,7 @@ class TestTwoRanks:
         assert shared.kv.block_bytes == whole.kv.block_bytes
         assert two.engine._parts.executor._runner.kv_cache.layers[0].keys.shape[1] == 1  # type: ignore[attr-defined]
 
+    @pytest.mark.slow
     def test_prompts_in_chunks_with_shared_prefixes(self, one: LLM, two: LLM) -> None:
         params = SamplingParams(max_tokens=24, **GREEDY)
         assert generate(two, PROMPTS, params) == generate(one, PROMPTS, params)
@@ -179,6 +181,7 @@ class TestTwoRanks:
         ]
         assert generate(two, PROMPTS, params) == generate(one, PROMPTS, params)
 
+    @pytest.mark.slow
     def test_preemption_by_swapping_and_by_computing_again(self, one: LLM, two: LLM) -> None:
         params = SamplingParams(max_tokens=60, **GREEDY)
         expected = generate(one, PROMPTS, params)
@@ -213,6 +216,7 @@ class TestTwoRanks:
             one.beam_search(prompts, beams, use_tqdm=False)
         )
 
+    @pytest.mark.slow
     def test_what_ended_leaves_the_ranks_in_step(self, one: LLM, two: LLM) -> None:
         """An abort, then a request in the same row."""
         params = SamplingParams(max_tokens=30, **GREEDY)

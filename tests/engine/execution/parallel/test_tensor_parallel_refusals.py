@@ -106,6 +106,7 @@ def test_families_without_a_plan() -> None:
         planned_split(SimpleNamespace(model_type="mystery"))
 
 
+@pytest.mark.slow
 def test_every_registered_family_can_be_split() -> None:
     """Declared by the family, or planned by transformers."""
     for case in {**NATIVE_CASES, **REMOTE_CASES}.values():
@@ -162,6 +163,7 @@ def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         Engine.from_config(EngineConfig(model=str(tmp_path), device="cuda", tensor_parallel_size=2))
 
 
+@pytest.mark.slow
 def test_a_rank_that_can_not_load_its_share_says_why(tmp_path: Path) -> None:
     """Both ranks meet the same file; rank 0 comes first and ends the other."""
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")

@@ -41,6 +41,7 @@ def test_they_need_a_tokenizer() -> None:
         InputProcessor(None, LIMITS).process(prompt_token_ids=[1], params=SamplingParams(bad_words=("a",)))
 
 
+@pytest.mark.slow
 def test_a_word_of_several_tokens_does_not_come_and_its_beginning_may() -> None:
     llm = LLM("smollm2", num_kv_blocks=64, num_threads=1)
     tokenizer = llm.engine.tokenizer

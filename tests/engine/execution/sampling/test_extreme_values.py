@@ -38,11 +38,13 @@ def assert_finite(entries: Iterable[TokenLogprobs | None]) -> None:
         assert all(math.isfinite(value) for _, value in entry.top)
 
 
+@pytest.mark.slow
 @given(st.lists(CASES, min_size=1, max_size=4))
 def test_samples_are_allowed_or_told_to_be_none(cases: list[Case]) -> None:
     check(cases)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(CASES, min_size=1, max_size=4))
 def test_so_are_those_that_a_device_draws(cases: list[Case]) -> None:
@@ -104,6 +106,7 @@ def test_a_request_is_refused_or_fails_or_gets_what_it_allows(llm: LLM, fields: 
     assert_finite(generated.prompt_logprobs or ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_structure_that_is_barred_throughout_fails_alone(overlapped: bool) -> None:
     llm = LLM("smollm2", num_kv_blocks=64, num_threads=1, async_scheduling=overlapped)
@@ -126,6 +129,7 @@ def test_a_structure_that_is_barred_throughout_fails_alone(overlapped: bool) -> 
     llm.engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_what_is_known_to_leave_nothing_is_refused_beforehand() -> None:
     llm = LLM("smollm2", num_kv_blocks=64, num_threads=1)
     tokenizer = llm.engine.tokenizer

@@ -289,6 +289,7 @@ def small_model() -> LLM:
     return LLM("smollm2", num_threads=1, num_kv_blocks=64, max_model_len=64, max_num_seqs=3)
 
 
+@pytest.mark.slow
 @needs_own_kernel
 @pytest.mark.parametrize("num_free", [0, 1], ids=["labels alone", "beside a free row"])
 def test_labels_are_the_same_in_every_order(

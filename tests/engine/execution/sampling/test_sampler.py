@@ -74,6 +74,7 @@ def exact_probabilities(params: SamplingParams) -> list[float]:
     return [scaled[token] / total if token in ordered else 0.0 for token in range(len(scaled))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "filters",
     [

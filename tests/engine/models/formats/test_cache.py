@@ -99,6 +99,7 @@ def test_killed_half_way_leaves_nothing_that_looks_finished(converters: Converte
     assert leftovers == [], "the successor clears up after the victim"
 
 
+@pytest.mark.slow
 def test_two_at_once_convert_once(converters: Converters) -> None:
     first = converters.start()
     converters.wait_for_conversion()

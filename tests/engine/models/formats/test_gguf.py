@@ -125,6 +125,7 @@ def converted_name(name: str) -> str:
     return f"model.layers.{layer}.{(NAMES | norms)[part]}.weight"
 
 
+@pytest.mark.slow
 def test_every_common_type_is_dequantised_as_gguf_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +147,7 @@ def test_every_common_type_is_dequantised_as_gguf_does(
         assert np.array_equal(found[converted_name(name)].numpy(), expected), (name, kind)
 
 
+@pytest.mark.slow
 def test_a_file_generates_what_its_tensors_do_in_transformers(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -300,6 +302,7 @@ def test_a_text_is_cut_as_the_file_says(tmp_path: Path) -> None:
     assert json.dumps(cut("smollm")) == json.dumps(["a", "\u0120", "1", "2", "3", "4", "5"])
 
 
+@pytest.mark.slow
 def test_a_sentencepiece_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
     """Those of Mistral's first tokenizer, from the file's lists of pieces, scores and types."""
     import sentencepiece

@@ -61,6 +61,7 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(found[name], tensor.detach()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
 def test_tensors_are_those_of_the_file(is_zip: bool, model: Path) -> None:
     tensors = some_tensors()
@@ -68,6 +69,7 @@ def test_tensors_are_those_of_the_file(is_zip: bool, model: Path) -> None:
     check_same(read_tensors(weight_files(model)), tensors)
 
 
+@pytest.mark.slow
 def test_shards_and_files_beside_them(model: Path) -> None:
     tensors = some_tensors()
     names = list(tensors)
@@ -83,6 +85,7 @@ def test_shards_and_files_beside_them(model: Path) -> None:
     check_same(read_tensors(weight_files(model)), tensors)
 
 
+@pytest.mark.slow
 def test_is_converted_once_and_again_when_the_file_changes(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def check_text(llm: LLM, checkpoint: TinyCheckpoint, text: str, token_ids: list[
     assert out.outputs[0].token_ids == checkpoint.complete(token_ids)
 
 
+@pytest.mark.slow
 def test_baichuan_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One .bin, tokenizer.model, and an auto_map for everything."""
     enlarge(500, monkeypatch)

@@ -200,6 +200,7 @@ def test_tokens_are_those_of_a_cache_of_keys_and_values(
     assert [outputs(expanded, settings) for settings in every] == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap_space_gib", [0.0, 0.01], ids=["recompute", "swap"])
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
 def test_tokens_stay_through_preemption(
@@ -242,6 +243,7 @@ def test_other_numbers_stay_near(name: str, options: dict[str, Any], cases: Case
     assert len(outputs(cases[name].load(**options))[0][0]) == NUM_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "latent", "expanded"),
     [

@@ -109,6 +109,7 @@ def test_a_refusal_is_not_remembered(olmo2: Path, monkeypatch: pytest.MonkeyPatc
     load(olmo2)
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_bounded(cache_directory: Path) -> None:
     for number in range(300):
         remember_verified(str(number))

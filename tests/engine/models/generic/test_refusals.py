@@ -29,6 +29,7 @@ def refusal(model_type: str, directory: Path) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_every_type_is_taken_or_refused_by_kind(tmp_path: Path) -> None:
     taken, kinds = set(), dict[str, set[str]]()
     for model_type in sorted(CONFIG_MAPPING_NAMES):

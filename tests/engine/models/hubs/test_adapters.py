@@ -12,6 +12,7 @@ from tests.hub_server import Repository, running_hub
 OBTAIN = """
 import sys
 from pagemill.engine.adapters.source import obtain_adapter
+import pytest
 from pagemill.engine.errors import EngineError
 
 try:
@@ -30,6 +31,7 @@ def obtain(url: str, home: Path, source: str) -> str:
     return run.stdout.strip()
 
 
+@pytest.mark.slow
 def test_only_the_adapter_arrives_and_a_copy_has_to_do(tmp_path: Path) -> None:
     with running_hub() as hub:
         hub.repositories["org/lora"] = Repository(FILES)

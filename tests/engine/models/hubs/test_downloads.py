@@ -89,6 +89,7 @@ def everything_under(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", HUBS)
 def test_only_what_is_needed_arrives_once(prefix: str, hub: LoopbackHub, get: Get, tmp_path: Path) -> None:
     found = get(f"{prefix}org/tiny")
@@ -116,6 +117,7 @@ def test_pickles_come_where_there_is_nothing_else(hub: LoopbackHub, get: Get) ->
     assert get("org/old").files == {**SMALL, "pytorch_model.bin": b"a pickle"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", HUBS)
 def test_a_download_goes_on_where_the_connection_broke(prefix: str, hub: LoopbackHub, get: Get) -> None:
     hub.add("org/large", {**SMALL, "model.safetensors": WEIGHTS})
@@ -143,6 +145,7 @@ def test_a_download_that_failed_keeps_files_that_are_whole(hub: LoopbackHub, get
     assert not hub.downloads("m-1.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", HUBS)
 def test_a_cached_model_starts_without_its_hub(prefix: str, hub: LoopbackHub, get: Get) -> None:
     found = get(f"{prefix}org/tiny")
@@ -221,6 +224,7 @@ def test_each_failure_is_one_line_with_a_next_step(
     assert re.search(line, failed.second), failed.second
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up(hub: LoopbackHub, get: Get, tmp_path: Path) -> None:
     hub.add("org/large", {**SMALL, "model.safetensors": WEIGHTS})
     failed = get("org/large", limit=2**20)
@@ -242,6 +246,7 @@ def test_a_disk_without_room_is_noticed_before(hub: LoopbackHub, get: Get) -> No
     assert not hub.downloads("model.safetensors")
 
 
+@pytest.mark.slow
 def test_modelscope_verifies_what_it_has(hub: LoopbackHub, get: Get) -> None:
     file = Path(get("modelscope:org/tiny").first, "model.safetensors")
     file.write_bytes(b"x" * 1000)

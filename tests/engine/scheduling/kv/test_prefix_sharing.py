@@ -116,6 +116,7 @@ def test_hits_never_change_output(tmp_path: Path, async_scheduling: bool) -> Non
     assert hits_again > hits_in_burst > 0
 
 
+@pytest.mark.slow
 def test_a_prompt_of_eight_thousand_tokens_runs_in_chunks_beside_short_ones(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path, max_position_embeddings=8300)
     long = [(11 * i + i // 61) % VOCAB_SIZE for i in range(8192)]

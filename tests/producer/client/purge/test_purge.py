@@ -30,6 +30,7 @@ def producer(queue: Queue, store: Path | None = None) -> Producer:
     return Producer(queue.url, queue=queue.name, store=url)
 
 
+@pytest.mark.slow
 def test_one_tenant_goes_and_another_stays(queue: Queue, tmp_path: Path) -> None:
     with scene(queue, tmp_path) as planted, producer(queue, planted.store) as operator:
         ours, theirs = planted.planted[FIRST], planted.planted[SECOND]
@@ -215,6 +216,7 @@ def _killed_in_the_middle(queue: Queue) -> None:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_killed_purge_is_run_again(valkey_queue: Queue) -> None:
     queue = valkey_queue
     _fill(queue, 1000)

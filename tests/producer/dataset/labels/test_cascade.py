@@ -239,6 +239,7 @@ def test_equal_rows_run_once_at_every_stage(producer: Producer, workers: Workers
     assert stages[0]["seconds"] == pytest.approx(10.0)
 
 
+@pytest.mark.slow
 def test_later_models_have_work_before_the_first_is_done(
     producer: Producer, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +378,7 @@ def test_what_makes_no_sense_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_escalations_it_pays_for_nothing_twice(
     workers: Workers, valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

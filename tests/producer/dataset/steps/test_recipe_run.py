@@ -361,6 +361,7 @@ def test_what_the_server_has_lost_is_done_again_and_nothing_else(
     assert all(prompt.startswith("In a word") for prompt in model.ran - before if before[prompt])
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_chains_it_computes_nothing_twice(
     model: Model, valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def served(valkey_url: str, queue: str, worker: Worker) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.slow
 def test_three_models_in_one_batch(
     valkey_url: str, queue: str, client: OpenAI, worker: Worker, adapters: dict[str, Path]
 ) -> None:
@@ -120,6 +121,7 @@ def test_keys_name_adapters_as_they_name_models(
             client.completions.create(model="blue", prompt="x")
 
 
+@pytest.mark.slow
 def test_a_batch_file(client: OpenAI) -> None:
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
     lines = [

@@ -156,6 +156,7 @@ def test_an_unknown_model(client: OpenAI) -> None:
     assert refused.value.code == "model_not_found"
 
 
+@pytest.mark.slow
 async def test_two_hundred_streams_at_once(async_client: AsyncOpenAI, served: Served) -> None:
     async def one(number: int) -> str:
         stream = await async_client.completions.create(
@@ -169,6 +170,7 @@ async def test_two_hundred_streams_at_once(async_client: AsyncOpenAI, served: Se
     eventually(lambda: "pagemill_gateway_streams 0.0\n" in served.metrics(), "the end of all streams")
 
 
+@pytest.mark.slow
 async def test_whoever_hangs_up_ends_the_job(
     async_client: AsyncOpenAI, served: Served, valkey_url: str, queue: str
 ) -> None:
@@ -219,6 +221,7 @@ def cancelled(url: str, queue: str) -> int:
         client.transport.close()
 
 
+@pytest.mark.slow
 def test_the_deadline_is_a_504(valkey_url: str, queue_name: str) -> None:
     """No worker serves the queue: the operator said that the model will be there."""
     with (
@@ -339,6 +342,7 @@ def test_so_have_those_of_a_stream(client: OpenAI) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_prompt_is_scored_by_its_echo(client: OpenAI) -> None:
     answer = client.completions.create(
         model="echo", prompt=["abc", "\u00fc!"], echo=True, max_tokens=0, logprobs=1, temperature=0.0, seed=1

@@ -55,6 +55,7 @@ def test_nonsense_is_a_bad_request(client: OpenAI, extra: dict[str, Any]) -> Non
         chat(client, extra)
 
 
+@pytest.mark.slow
 def test_a_stream_is_refused(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="label_probs"):
         list(chat(client, ASKED, stream=True))

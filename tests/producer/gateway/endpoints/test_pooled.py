@@ -54,6 +54,7 @@ def ask(served: Served, url: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{served.url}{url}", json=body, timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_openai_s_vectors(client: OpenAI, models: Path) -> None:
     wanted = run(engine_of(models / "embedder"), "embed", TEXTS)
     for encoding in ("base64", "float"):
@@ -156,6 +157,7 @@ def test_the_client_sees_openai_s_error(client: OpenAI) -> None:
     assert refused.value.code == "prompt_too_long"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/completions"])
 def test_batches(client: OpenAI, models: Path, url: Any) -> None:
     body = {"model": "embedder"} if url == "/v1/embeddings" else {"model": "echo", "max_tokens": 3}

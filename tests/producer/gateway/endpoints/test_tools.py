@@ -227,6 +227,7 @@ def test_a_response_that_needs_what_is_not_here_is_refused(
     assert refused.value.param == param
 
 
+@pytest.mark.slow
 def test_every_chat_s_thinking_can_be_apart(valkey_url: str, served: Served, queue: str) -> None:
     ask = {"model": "echo", "messages": [{"role": "user", "content": "<think>a</think>b"}], "max_tokens": 40}
     with (

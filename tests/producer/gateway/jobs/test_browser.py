@@ -92,6 +92,7 @@ def sign_in(scene: Scene, name: str) -> None:
     eventually(lambda: scene.browser.text("#tiles"), "the figures")
 
 
+@pytest.mark.slow
 def test_it_opens_with_what_runs_and_the_queue_s_figures(scene: Scene) -> None:
     scene.go("")
     eventually(lambda: scene.ids() == ["runs-1"], "the running job")
@@ -105,6 +106,7 @@ def test_it_opens_with_what_runs_and_the_queue_s_figures(scene: Scene) -> None:
     assert (batch[0], batch[3]) == ("b-1", "0 of 121")
 
 
+@pytest.mark.slow
 def test_jobs_are_found_by_state_tenant_key_batch_and_id(scene: Scene) -> None:
     def find(**fields: str) -> None:
         scene.go("list?")

@@ -22,6 +22,7 @@ def rows(count: int) -> list[dict[str, object]]:
     return [{"prompt": f"p{i}", "model": "m", "key": f"k{i}", "metadata": {"row": i}} for i in range(count)]
 
 
+@pytest.mark.slow
 def test_every_row_comes_back_once_with_key_and_metadata(queue: Queue, producer: Producer) -> None:
     with scripted_worker(queue.url, queue.name):
         batch = producer.submit_many(rows(600))

@@ -62,6 +62,7 @@ def test_the_rate_of_an_api_key_goes_on(server: ClockedServer, queue: Queue) -> 
     assert soon(take)
 
 
+@pytest.mark.slow
 def test_lapsed_leases_are_taken_over(server: ClockedServer, queue: Queue) -> None:
     queue.submit("a")
     queue.pull_one(lease_ms=6000)
@@ -69,6 +70,7 @@ def test_lapsed_leases_are_taken_over(server: ClockedServer, queue: Queue) -> No
     assert soon(lambda: queue.pull(1))
 
 
+@pytest.mark.slow
 def test_a_retry_does_not_wait_for_the_clock(server: ClockedServer, queue: Queue) -> None:
     queue.submit("a")
     queue.retry(queue.pull_one(), 1.0)
@@ -109,6 +111,7 @@ def test_workers_that_died_before_are_not_alive_until_then(server: ClockedServer
     assert queue.client.zrange(f"{queue.prefix}serves:m", 0, -1) == [b"other"]
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_gateway_that_died_is_taken_over(server: ClockedServer, queue: Queue) -> None:
     file = StoredFile("file-1", 0.0, 3, 1, "in.jsonl", "batch", 0)
     queue.run(stored_files.begin(queue.name, "t", file, max_files=9, max_bytes=999))

@@ -102,6 +102,7 @@ def test_at_maxmemory_itself_running_jobs_end(small_queue: Queue) -> None:
     assert queue.submit("d") == ["created"]
 
 
+@pytest.mark.slow
 def test_a_wait_for_room_ends_when_there_is_room(small_queue: Queue) -> None:
     queue = small_queue
     flood(queue)

@@ -461,6 +461,11 @@ def run_machine(url: str, examples: int, steps: int) -> None:
     )
 
 
+def test_the_invariants_hold_in_short(valkey_url: str) -> None:
+    run_machine(valkey_url, examples=5, steps=20)
+
+
+@pytest.mark.slow
 def test_the_invariants_hold(redis_url: str) -> None:
     run_machine(redis_url, examples=25, steps=30)
 

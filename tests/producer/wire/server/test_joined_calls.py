@@ -143,6 +143,7 @@ def _one(call: Call[Any]) -> Any:
     return value
 
 
+@pytest.mark.slow
 async def test_all_streams_of_a_step_are_told_and_read_at_once(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def hints(queue: Queue, *channels: str) -> tuple[redis.client.PubSub, Any]:
     return pubsub, heard
 
 
+@pytest.mark.slow
 def test_hints_of_a_step_are_one_message_to_those_who_know_it(queue: Queue) -> None:
     jobs = streaming(queue, 3)
     ids = [job.job_id for job in jobs]

@@ -57,6 +57,7 @@ def records(queue: Queue) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @given(shapes=st.lists(st.tuples(SHAPES, ROW), min_size=1, max_size=12))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_row_is_stored_as_it_is_by_itself(own_queue: Queue, shapes: list[tuple[Any, Any]]) -> None:

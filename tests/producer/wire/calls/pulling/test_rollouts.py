@@ -378,6 +378,7 @@ def test_a_canary_within_the_margin_goes_on(queue: Queue) -> None:
     assert status(queue).state == "open"
 
 
+@pytest.mark.slow
 def test_a_canary_that_becomes_bad_late_is_halted_soon(queue: Queue) -> None:
     """What was long ago counts for less: 5,000 good jobs do not hide 150 bad ones."""
     alive(queue, "old", "new")

@@ -403,6 +403,7 @@ def test_a_job_behind_many_idle_tenants_is_found_in_several_short_calls(valkey_q
     assert 1 < calls <= 6
 
 
+@pytest.mark.slow
 def test_statistics_of_many_lanes_come_in_pages(valkey_queue: Queue) -> None:
     queue = valkey_queue
     for number in range(3000):

@@ -56,6 +56,7 @@ def street(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     street.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["echo", pytest.param("smollm2", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )

@@ -14,6 +14,7 @@ def test_bytes_are_those_of_the_published_shapes() -> None:
     assert token_bytes("DeepSeek-V3", torch.int8).latents == 61 * (576 + 4)
 
 
+@pytest.mark.slow
 def test_both_engines_take_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latents, "_SMALL", latents._SMALL | {"hidden_size": 64, "intermediate_size": 64})
     taken = step_time(rows=2, context=20, steps=3)

@@ -22,6 +22,8 @@ from pagemill.producer.wire.schema.outputs import END_STATES
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 200
 
 # JSON of every shape, numbers that no float holds, and text with every kind of character.

@@ -67,6 +67,7 @@ def proxy(own_valkey: RedisServer) -> Iterator[TcpProxy]:
         yield proxy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("faults", "calm_s"),
     [(5, 0.3), pytest.param(60, 0.5, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],

@@ -73,6 +73,7 @@ def test_one_of_two_workers_is_killed(client: QueueClient, spawn: Spawn) -> None
     assert commits(workers[1]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [6, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_workers_are_killed_at_random_points(kills: int, client: QueueClient, spawn: Spawn) -> None:
     """Whatever a worker was doing: starting, pulling, announcing, stepping, checkpointing, committing, leaving."""

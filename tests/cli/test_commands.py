@@ -173,6 +173,7 @@ def test_a_worker_that_is_about_to_be_ready_is_waited_for(pagemill: Pagemill, qu
     assert queue.status(submitted.stdout.strip()).model == "tiny"
 
 
+@pytest.mark.slow
 def test_fields_reach_the_job(pagemill: Pagemill, queue: Queue) -> None:
     options = ["--choice", "a", "--choice", "b", "--max-tokens", "3", "--temperature", "0"]
     extra = ["--field", "top_k=5", "--field", "tenant=acme", "--system", "be brief"]

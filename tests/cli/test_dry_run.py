@@ -126,6 +126,7 @@ def test_the_known_limits_are_the_models_own() -> None:
     assert limits == KNOWN_LIMITS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_rows_come_from_standard_input(compress: Any, tmp_path: Path) -> None:
     data = compress(b'{"text": "a"}\n{"text": "b"}\n')

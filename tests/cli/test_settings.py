@@ -169,6 +169,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "command", "parameter", "bad"), options())
 def test_every_option_refuses_what_makes_no_sense(
     path: tuple[str, ...], command: Any, parameter: Any, bad: str, told: Told

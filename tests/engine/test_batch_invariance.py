@@ -95,6 +95,7 @@ def generate_alone(llm: LLM, prompts: list[list[int]], **options: Any) -> list[B
     return [generate(llm, [prompt], **options)[0] for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [name if name in ("llama", "gpt2") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],

@@ -64,6 +64,7 @@ def test_a_function_fits_a_screen() -> None:
     assert not long, f"more than {MAX_FUNCTION_LINES} lines: {long}"
 
 
+@pytest.mark.slow
 def test_every_module_says_what_it_owns() -> None:
     silent = [path for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent, f"no module docstring: {[str(path.relative_to(ROOT)) for path in silent]}"

@@ -75,6 +75,7 @@ def test_a_copy_without_its_links_does_not_build(source: Path, tmp_path: Path) -
     assert not list(tmp_path.glob("*.whl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.slow)])
 def test_a_light_install_has_its_commands_and_says_what_is_missing_for_the_others(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -18,6 +18,8 @@ import pagemill
 from tests.conftest import ROOT
 from tests.monitoring.prometheus_server import alerts
 
+pytestmark = pytest.mark.slow
+
 
 class Page(HTMLParser):
     """The ids and the links of one page."""
@@ -69,7 +71,6 @@ def missing(pages: dict[Path, Page], site: Path) -> Iterator[str]:
                 yield f"{path.relative_to(site)}: {link}"
 
 
-@pytest.mark.slow
 def test_every_link_leads_somewhere(pages: dict[Path, Page], site: Path) -> None:
     assert list(missing(pages, site)) == []
 

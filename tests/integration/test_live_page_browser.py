@@ -15,7 +15,7 @@ from pagemill.worker.worker import Worker
 from tests.worker.browser import DESKTOP, PHONE, Browser, missing, open_browser
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
 MARKUP = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 
@@ -52,7 +52,6 @@ def scene(valkey_url: str) -> Iterator[Scene]:
     client.redis.close()
 
 
-@pytest.mark.slow
 def test_the_figures_are_there(scene: Scene) -> None:
     browser = scene.browser
     assert browser.text("#model") == "echo"
@@ -181,7 +180,6 @@ def test_a_pool_of_any_size_is_laid_out_whole(scene: Scene) -> None:
     assert plans[-1]["group"] > 1
 
 
-@pytest.mark.slow
 def test_ids_are_whole_and_lead_to_the_page_of_jobs(scene: Scene) -> None:
     ids = {job.job_id for job in scene.worker.table.running()}
     assert {row[0] for row in scene.browser.rows("jobs")} == ids
@@ -214,7 +212,6 @@ def test_the_browser_had_nothing_to_complain_of(scene: Scene) -> None:
     assert scene.browser.complaints() == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 def test_what_went_wrong_stays_in_sight_beside_64_jobs(
     valkey_url: str, queue_name: str, size: tuple[int, int]
@@ -241,7 +238,6 @@ def test_what_went_wrong_stays_in_sight_beside_64_jobs(
     client.redis.close()
 
 
-@pytest.mark.slow
 def test_a_worker_that_goes_is_noticed_and_its_return_too(valkey_url: str, queue_name: str) -> None:
     config = worker_config(valkey_url, queue_name)
     with open_browser() as browser:

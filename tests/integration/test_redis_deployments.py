@@ -28,6 +28,8 @@ from tests.topologies import (
 )
 from tests.worker.harness import get, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 LUA = ROOT / "producer" / "wire" / "lua"
 ASKED_DIRECTLY = {"EVALSHA", "SCRIPT|LOAD", "PING", "SUBSCRIBE", "UNSUBSCRIBE", "INFO", "BLPOP", "TIME"}
 """Commands that clients send themselves."""
@@ -55,12 +57,10 @@ async def _async_text(url: str, queue: str) -> str:
         return (await handle.result(timeout=120)).text
 
 
-@pytest.mark.slow
 def test_redis_6_2(redis62_url: str, queue_name: str) -> None:
     check_that_jobs_run(redis62_url, queue_name)
 
 
-@pytest.mark.slow
 def test_redis_7_0(tmp_path: Path, queue_name: str) -> None:
     server = RedisServer(redis7_binary(), tmp_path / "redis7")
     server.start()
@@ -75,7 +75,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("tls"))
 
 
-@pytest.mark.slow
 def test_tls(tmp_path: Path, queue_name: str, certificates: Certificates) -> None:
     with tls_server(tmp_path, certificates) as url:
         check_that_jobs_run(url, queue_name)
@@ -96,7 +95,6 @@ def documented_users(queue: str) -> dict[str, list[str]]:
     return {user: text.replace("{default}", f"{{{queue}}}").split() for user, text in rules}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("server_fixture", ["valkey_url", "redis62_url"])
 def test_users_with_the_documented_rights_can_work_and_do_no_more(
     request: pytest.FixtureRequest, server_fixture: str, queue_name: str
@@ -158,7 +156,6 @@ def test_what_a_purge_may_run_besides_is_documented(valkey_url: str) -> None:
     assert commands_of(valkey_url, OF_A_PURGE) - others == documented
 
 
-@pytest.mark.slow
 def test_a_wrong_password_is_said_and_never_shown(valkey_url: str) -> None:
     url = valkey_url.replace("redis://", "redis://nobody:hunter2@")
     with Producer(url) as producer, pytest.raises(RedisUnavailable) as refused:
@@ -167,7 +164,6 @@ def test_a_wrong_password_is_said_and_never_shown(valkey_url: str) -> None:
     assert "hunter2" not in repr(worker_config(url, "q"))
 
 
-@pytest.mark.slow
 def test_a_server_that_does_not_say_how_it_is_still_serves(
     valkey_url: str, queue_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,7 +193,6 @@ def sentinel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelSetup
         yield setup
 
 
-@pytest.mark.slow
 def test_sentinel_failover(sentinel: SentinelSetup, queue_name: str) -> None:
     check_that_jobs_run(sentinel.url, queue_name)
     with (
@@ -215,7 +210,6 @@ def test_sentinel_failover(sentinel: SentinelSetup, queue_name: str) -> None:
         assert worker.counters.redis_reconnects.read() >= 1
 
 
-@pytest.mark.slow
 def test_a_sentinel_that_is_not_there_is_said(queue_name: str) -> None:
     with (
         Producer(f"redis+sentinel://127.0.0.1:{_free_port()}/mymaster", queue=queue_name) as producer,
@@ -233,7 +227,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterSetup]:
         yield setup
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1, 2])
 def test_a_queue_is_served_by_the_owner_of_its_slot(cluster: ClusterSetup, node: int) -> None:
     queue = cluster.queue_of(node)
@@ -245,7 +238,6 @@ def test_a_queue_is_served_by_the_owner_of_its_slot(cluster: ClusterSetup, node:
         assert bool(found) == (index == node)
 
 
-@pytest.mark.slow
 def test_a_slot_moves_while_jobs_are_submitted_and_run(cluster: ClusterSetup) -> None:
     queue = cluster.queue_of(0)
     with (
@@ -276,7 +268,6 @@ def test_a_slot_moves_while_jobs_are_submitted_and_run(cluster: ClusterSetup) ->
     assert cluster.owner(queue) == 1
 
 
-@pytest.mark.slow
 def test_the_exporter_finds_the_queues_of_every_master(cluster: ClusterSetup) -> None:
     queues = [cluster.queue_of(node) for node in range(3)]
     for queue in queues:

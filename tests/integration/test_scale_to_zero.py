@@ -18,6 +18,8 @@ from tests.conftest import ROOT
 from tests.monitoring.prometheus_server import PrometheusServer, program
 from tests.worker.harness import QueueClient, WorkerProcess, eventually, get, process_settings
 
+pytestmark = pytest.mark.slow
+
 SCALED_OBJECT = ROOT / "deploy/kubernetes/components/autoscaling/scaledobject.yaml"
 
 Figures = Callable[[], dict[str, float | None]]
@@ -83,7 +85,6 @@ def wanted_workers(figures: Figures) -> int | None:
     return min(max(wanted, scaled["minReplicaCount"]), scaled["maxReplicaCount"])
 
 
-@pytest.mark.slow
 def test_workers_come_from_zero_and_go_back_to_it(
     figures: Figures, client: QueueClient, tmp_path: Path
 ) -> None:

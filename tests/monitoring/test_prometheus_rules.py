@@ -57,6 +57,7 @@ def test_promtool_accepts_the_rules_and_the_configuration() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RULE_TESTS, ids=lambda path: path.stem)
 def test_promtool_runs_the_tests(path: Path) -> None:
     tested = promtool("test", "rules", path)

@@ -9,6 +9,8 @@ import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 MODULE = "service"
@@ -23,7 +25,6 @@ def label(text):
         return job.result(timeout=60).text
 """
 TESTS = """
-import pytest
 from service import label
 
 def test_a_reply(pagemill_worker):

@@ -119,6 +119,7 @@ async def storm(port: int, said: list[Conversation]) -> tuple[Counter[int], list
     return statuses, faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "conversations"),
     [
@@ -173,6 +174,7 @@ def test_a_refused_request_leaves_no_job(besieged: Besieged) -> None:
     besieged.check_rest()
 
 
+@pytest.mark.slow
 def test_readers_that_stop_reading(besieged: Besieged) -> None:
     """Streams whose readers take the first bytes and then nothing: closed after a while, their jobs cancelled."""
     body = json.dumps({"model": "echo", "prompt": "z" * 1000, "max_tokens": 4000, "n": 128, "stream": True,

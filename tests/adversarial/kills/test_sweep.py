@@ -10,6 +10,7 @@ from tests.adversarial.kills.sweep import sweep
 from tests.topologies import KINDS, any_server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [("one server", 4), *(pytest.param(kind, 15, marks=[pytest.mark.slow]) for kind in KINDS)],

@@ -62,6 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return saved, alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "setting"),

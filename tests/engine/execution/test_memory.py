@@ -54,6 +54,7 @@ def tensors_of(llm: LLM) -> list[weakref.ref[torch.Tensor]]:
     return [weakref.ref(tensor) for tensor in [*module.parameters(), *module.buffers(), *layers]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["plain", "graphs"])
 @pytest.mark.usefixtures("no_collector")

@@ -150,6 +150,7 @@ def assert_same(model: Any, metadata: AttentionMetadata, dtype: torch.dtype = to
             assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.slow
 @with_every_product
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_numbers_in_every_family(family: str, kind: str) -> None:

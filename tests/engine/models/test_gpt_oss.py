@@ -115,6 +115,7 @@ def test_tokens_of_preempted_rows(
     assert bool(stats.swap_preemptions) == swaps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [

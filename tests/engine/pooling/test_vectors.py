@@ -71,6 +71,7 @@ def test_every_decoder(tmp_path: Path, name: str) -> None:
     assert closest(run(engine, "embed", ids), wanted) >= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "modes",
     ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken", ("cls", "mean", "max")],

@@ -341,6 +341,7 @@ def test_whose_mask_is_not_there_sits_steps_out_and_writes_the_same(
     assert written["hostile"], "what it had written is kept"
 
 
+@pytest.mark.slow
 def test_forced_tokens_cost_no_step_and_change_no_text(smollm2: LLM) -> None:
     shape = shaped(json=json.dumps(POINT))
     before = smollm2.engine.stats().steps.finished

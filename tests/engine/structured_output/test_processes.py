@@ -313,6 +313,7 @@ def test_an_output_that_fills_the_lexer_alone_fails_and_one_that_finds_it_full_d
     assert lengths[0] == lengths[1], "each gets as far as the first"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are counted there")
 def test_a_process_forgets_outputs_that_are_over_and_ends_when_it_is_dropped() -> None:
     compiler = make()
@@ -412,6 +413,7 @@ def test_a_mistake_that_is_remembered_keeps_nobody_who_made_it(small: SchemaComp
     assert schema.socket is None, "nothing is compiled again for it"
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_while_what_is_used_takes_all(small: SchemaCompiler) -> None:
     users = []
     while small.num_bytes <= 40 << 20:

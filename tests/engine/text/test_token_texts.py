@@ -78,6 +78,7 @@ def test_tokens_are_the_texts_bytes(tokenizer: Tokenizer, text: str) -> None:
         assert bytes_of(TokenTexts(tokenizer), token_ids) == taken.encode()
 
 
+@pytest.mark.slow
 def test_part_of_a_character_is_spelled_as_its_bytes(tokenizer: Tokenizer) -> None:
     texts = TokenTexts(tokenizer)
     found = [texts(token) for token in tokenizer.encode("a\U0001f9ff", add_special_tokens=False)]

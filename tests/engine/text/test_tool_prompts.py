@@ -108,6 +108,7 @@ def test_an_effort_that_the_template_does_not_know_is_refused(tokenizer: Hugging
         ChatFormat(tokenizer).prepare(TURNS, ChatOptions(reasoning_effort="low"), SamplingParams())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "hermes", "mistral_args", "llama3_json", "deepseek_v31"])
 def test_a_real_model_s_forced_calls_are_valid(name: str | None, llm: LLM) -> None:
     tokenizer = llm.engine.tokenizer

@@ -294,8 +294,9 @@ def test_an_end_is_relayed_to_its_own_box(shop: Any, server: RedisServer) -> Non
     queue = QueueClient(server.url, "native")
     assert queue.run(outbox.claim("native", 10, 1000)) == []
     assert queue.run(outbox.claim("native", 10, 1000, relay="other")) == []
-    (notice,) = queue.run(outbox.claim("native", 10, 60_000, relay="celery"))
-    assert notice.outcome.job_id == handle.id
+    # Other tests of this server may have left ends of theirs: they are claimed too, and not relayed below.
+    claimed = queue.run(outbox.claim("native", 1000, 60_000, relay="celery"))
+    (notice,) = (each for each in claimed if each.outcome.job_id == handle.id)
     assert queue.run(outbox.claim("native", 10, 1000, relay="celery")) == [], "claimed twice"
     assert not queue.run(outbox.settle("native", handle.id, notice.tries + 1, None, relay="celery")), (
         "a stale try"

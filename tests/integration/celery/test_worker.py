@@ -182,6 +182,7 @@ def test_ordinary_tasks_run_beside(shop: Any, worker: Any) -> None:
     assert shop.make_prompt.delay("me").get(timeout=PATIENCE_S) == "say me"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "error"),
     [

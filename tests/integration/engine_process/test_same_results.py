@@ -15,6 +15,8 @@ from pagemill.worker.worker import Worker
 from tests.engine.pooling.tiny_pooling import ENCODERS, engine_of, run, save_base
 from tests.worker.harness import get, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "Name a colour."}]
 SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3}
 BRIEF: dict[str, Any] = {"prompt": "The sky is", "max_tokens": 12, "seed": 7}
@@ -71,7 +73,6 @@ def both(valkey_url: str) -> dict[str, tuple[dict[str, Any], str]]:
     return {where: results(valkey_url, where) for where in ("off", "on")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_results_are_equal(both: dict[str, tuple[dict[str, Any], str]], name: str) -> None:
     thread, process = both["off"][0][name], both["on"][0][name]
@@ -90,7 +91,6 @@ def test_metrics_are_the_same_and_count_the_same(both: dict[str, tuple[dict[str,
     assert any(line.startswith("pagemill_generated_tokens_total") for line in of(thread, COUNTED))
 
 
-@pytest.mark.slow
 def test_vectors_are_equal(valkey_url: str, queue_name: str, embedder: Path) -> None:
     texts = ["one two", "three four five six"]
     config = worker_config(valkey_url, queue_name, model=str(embedder), num_threads=1, engine_process="on")

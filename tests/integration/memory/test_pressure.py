@@ -67,6 +67,7 @@ def flooded(client: QueueClient) -> list[str]:
     return [*taken[0], *taken[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "is_killed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "killed"]
 )

@@ -36,6 +36,8 @@ from tests.monitoring.prometheus_server import (
 from tests.producer.gateway.serving import Served, gateway
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, worker_config
 
+pytestmark = pytest.mark.slow
+
 JOB = "pagemill-workers"
 EXPORTER_JOB = "pagemill-exporter"
 GATEWAY_JOB = "pagemill-gateways"
@@ -212,7 +214,6 @@ def rolled_out(client: QueueClient) -> Iterator[None]:
         eventually(rollout.finish, "the canary's jobs to be taken")
 
 
-@pytest.mark.slow
 def test_every_panel_shows_something_under_load(
     client: QueueClient, worker: Worker, served: Served, prometheus: PrometheusServer
 ) -> None:
@@ -235,7 +236,6 @@ def test_every_panel_shows_something_under_load(
         assert missing == set(EMPTY_PANELS), "the table lists what is there after all"
 
 
-@pytest.mark.slow
 def test_prometheus_has_the_engines_own_numbers(
     client: QueueClient, worker: Worker, prometheus: PrometheusServer
 ) -> None:
@@ -319,7 +319,6 @@ AT_THE_GATEWAY = {
 """Raised by the requests of the test below; the first also by Redis' absence."""
 
 
-@pytest.mark.slow
 def test_a_gateway_that_fails_its_clients_says_so(
     client: QueueClient, served: Served, prometheus: PrometheusServer
 ) -> None:
@@ -340,7 +339,6 @@ def test_a_gateway_that_fails_its_clients_says_so(
     clients.wait_for_the_end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "expected"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_a_fault_raises_its_alerts(
     fault: Fault,
@@ -372,7 +370,6 @@ def test_every_alert_is_provoked_or_listed() -> None:
     assert provoked | set(NOT_PROVOKED) == {alert.name for alert in alerts()}
 
 
-@pytest.mark.slow
 def test_without_its_server_the_worker_says_so_and_recovers(
     server: RedisServer, client: QueueClient, worker: Worker, served: Served, prometheus: PrometheusServer
 ) -> None:
@@ -408,7 +405,6 @@ def test_scrapes_that_lack_a_source_are_told_of(
     eventually(lambda: "PagemillScrapeIncomplete" in prometheus.firing(), "the alert")
 
 
-@pytest.mark.slow
 def test_a_backlog_without_any_worker_is_seen_by_the_exporter(
     client: QueueClient, exporter: QueueExporter, worker: Worker, prometheus: PrometheusServer
 ) -> None:

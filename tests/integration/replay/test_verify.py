@@ -155,6 +155,7 @@ def test_a_changed_token_is_found_with_both_log_probabilities(again: Ran) -> Non
     assert difference.gap == pytest.approx(difference.replayed_logprob - difference.stored_logprob)
 
 
+@pytest.mark.slow
 def test_a_token_too_few_is_found(again: Ran) -> None:
     def change(record: dict[str, Any]) -> None:
         del record["outputs"][1]["token_ids"][-1]

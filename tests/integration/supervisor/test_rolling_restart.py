@@ -54,6 +54,7 @@ def submit_some(client: QueueClient, jobs: int) -> tuple[list[str], list[str]]:
     return client.submit(*requests, batch_id="all"), texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_job_is_lost_and_one_worker_at_most_is_away(
     workers: int, start: Start, client: QueueClient

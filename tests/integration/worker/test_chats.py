@@ -233,6 +233,7 @@ def test_a_batch_of_rows_has_the_same_form(valkey_url: str, queue: Producer) -> 
     assert [one.text for one in texts if one is not None] == ["0\n\n", "1\n", "2\n"]
 
 
+@pytest.mark.slow
 def test_a_dataset_s_rows_hold_calls_and_thinking(queue: Producer, tmp_path: Path) -> None:
     source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     lines = [{"text": f"<think>{number}</think>{CALL if number else 'no'}"} for number in range(2)]

@@ -75,6 +75,7 @@ def test_every_label_has_its_probability(queue: Producer) -> None:
     assert (plain["label"], plain["label_probs"]) == (result.label, result.label_probs)
 
 
+@pytest.mark.slow
 def test_equal_ones_run_once_without_a_seed(queue: Producer) -> None:
     queue.submit_many([asked(dedupe=True)] * 6, batch_id="equal").wait(timeout=300)
     results = [item.result for item in queue.batch("equal").results()]

@@ -75,6 +75,7 @@ def test_vectors(queue: Producer, models: Path) -> None:
     assert handle.status().progress.generated_tokens == 0
 
 
+@pytest.mark.slow
 def test_fewer_bits_and_fewer_dimensions(queue: Producer, models: Path) -> None:
     wanted = expected(models, "embedder", "embed", TEXTS, dimensions=8)
     job = {"task": "embed", "inputs": TEXTS, "model": "embedder", "dimensions": 8, "rows_dtype": "float16"}
@@ -259,6 +260,7 @@ def test_a_dataset_is_embedded_and_resumed(
         assert str(parquet.read_schema(out).field("output").type) == "list<element: float>"
 
 
+@pytest.mark.slow
 def test_datasets_of_labels_and_scores(queue: Producer, models: Path, tmp_path: Path) -> None:
     labels = expected(models, "sorter", "classify", TEXTS[:5])
     out = tmp_path / "labels.parquet"

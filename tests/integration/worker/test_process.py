@@ -27,6 +27,8 @@ from tests.worker.harness import (
     worker_config,
 )
 
+pytestmark = pytest.mark.slow
+
 Spawn = Callable[..., WorkerProcess]
 LONG = {"prompt": "0123456789" * 200, "max_tokens": 2000}
 """Ten seconds of echo:5: not over before a busy machine has looked."""

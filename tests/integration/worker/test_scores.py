@@ -73,6 +73,7 @@ def test_continuations(queue: Producer, model: Any, tokenizer: Any) -> None:
     assert result.usage.completion_tokens == 0
 
 
+@pytest.mark.slow
 def test_the_prompt_itself(queue: Producer, model: Any, tokenizer: Any) -> None:
     handle = queue.submit(Job(task="score", prompt=PROMPT, model="smollm2", logprobs=2, tenant="default"))
     (output,) = handle.result(timeout=300).outputs
@@ -89,6 +90,7 @@ def test_the_prompt_itself(queue: Producer, model: Any, tokenizer: Any) -> None:
     assert handle.status().progress.generated_tokens == 0
 
 
+@pytest.mark.slow
 def test_a_batch_beside_generation(queue: Producer) -> None:
     jobs: list[dict[str, Any]] = [
         {"task": "score", "prompt": f"{number}: {PROMPT}", "continuations": CITIES[:2], "model": "smollm2"}

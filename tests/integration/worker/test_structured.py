@@ -83,6 +83,7 @@ def test_json_results_are_what_their_schemas_say(model_client: QueueClient) -> N
         assert result.usage.completion_tokens == sum(len(output.token_ids) for output in result.outputs)
 
 
+@pytest.mark.slow
 def test_regex_and_grammar_results_match(model_client: QueueClient) -> None:
     pattern = r"(Mon|Tues|Wednes)day, [0-3]\d/(0\d|1[0-2])"
     by_regex, by_grammar = results(

@@ -75,6 +75,7 @@ def interrupt(client: QueueClient, nursery: Nursery, number: int) -> tuple[list[
     return (ids, interrupted) if interrupted else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [

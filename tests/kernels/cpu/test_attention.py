@@ -296,6 +296,7 @@ def test_a_long_prompt_reads_more_keys_than_panels_are_held_of():
     assert_exact(step.attend(), dense(step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_caches(dtype):
     step = make_step(MIXED)

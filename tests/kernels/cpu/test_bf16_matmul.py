@@ -151,6 +151,7 @@ def runner(dots: Dots, cut: Cut, num_rows: int) -> Any:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dots", "cut"),
     [

@@ -92,6 +92,7 @@ def test_equals_the_twin_at_sizes_of_models(in_features, out_features):
     assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:out_features]))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(num_rows=st.integers(1, 9), size=st.integers(1, 200), seed=st.integers(0, 2**31))
 def test_the_twin_is_exact_but_for_the_rounding_of_its_operands(num_rows, size, seed):

@@ -103,6 +103,7 @@ def runners():
     return tile_runners(NARROW), tile_runners(WIDE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", range(1, NARROW.most_rows + 1))
 def test_tiles_agree_however_they_are_cut(runners, num_rows):
     torch.manual_seed(num_rows)

@@ -115,6 +115,7 @@ def test_odd_numbers_come_back(weight_format, number):
     torch.testing.assert_close(unpacked(pack(weight)), weight, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     levels=st.integers(1, 300),

@@ -17,6 +17,8 @@ from pagemill.producer.dataset.record import Totals
 from pagemill.producer.dataset.summary import Summary
 from tests.worker.browser import DESKTOP, PHONE, Browser, open_browser
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = [
     "<img src=x onerror=document.title='owned'>",
     "<script>document.title='owned'</script>",
@@ -64,7 +66,6 @@ def browser(page: Path) -> Iterator[Browser]:
         yield browser
 
 
-@pytest.mark.slow
 def test_labels_are_shown_as_text(browser: Browser) -> None:
     assert browser.run("return document.title").startswith("Dataset run: ")
     cells = "return [...document.querySelectorAll('td, th')].map(cell => cell.textContent)"

@@ -201,6 +201,7 @@ def test_slow_clients_are_let_go(valkey_url: str, queue: str) -> None:
         eventually(lambda: connections(served) <= 2, "the end of its connection")
 
 
+@pytest.mark.slow
 def test_more_requests_than_it_takes(valkey_url: str, queue_name: str) -> None:
     with gateway(valkey_url, queue_name, models=("m",), max_in_flight=2) as served, ExitStack() as waiting:
         for _ in range(2):

@@ -81,6 +81,7 @@ def test_langchain_forces_calls(langchain_model: Any, choice: str) -> None:
     Weather.model_validate(call["args"])
 
 
+@pytest.mark.slow
 def test_langchain_s_structured_output(langchain_model: Any) -> None:
     for method in ("function_calling", "json_schema"):
         found = langchain_model.with_structured_output(Weather, method=method).invoke("words")

@@ -188,6 +188,7 @@ def temporary_files() -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_rude", [False, True], ids=["FIN", "RST"])
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
 @pytest.mark.parametrize(("path", "kind", "begin"), READERS, ids=[row[0][:20] for row in READERS])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +61,7 @@ def there_and_back(report: Report) -> Report:
     return decode_report(flat)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(REPORTS)
 def test_a_report_arrives_as_it_was_sent(report: Report) -> None:

@@ -137,6 +137,7 @@ def test_native_code_that_stops_every_thread_ends_the_process(client: QueueClien
     assert outcome.state == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_wrong_model_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     state = tmp_path / "state"
     command = [sys.executable, "-c", _NO_SUCH_MODEL, str(state)]

@@ -37,6 +37,8 @@ from transformers import (
 from pagemill.engine.llm import LLM, GenerationOutput
 from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 61  # no multiple of anything: the last rank has fewer tokens
 SHARED = [5, 17, 42, 9, 3, 60, 33, 8, 21, 2, 50, 11, 7, 29, 31, 44, 12, 1]
 PROMPTS = [SHARED[:1], SHARED, [*SHARED, 40, 41], [*SHARED, 40, 41, 55], SHARED[::-1] * 2, [9] * 33]
@@ -154,7 +156,6 @@ def two(llama: Path) -> Iterator[LLM]:
 class TestTwoRanks:
     """One pair of processes for all: starting them is what takes time."""
 
-    @pytest.mark.slow
     def test_each_has_half_of_every_layer(self, one: LLM, two: LLM) -> None:
         whole, shared = one.engine.stats(), two.engine.stats()
         embeddings = norms = VOCAB_SIZE * 32 * 4
@@ -166,7 +167,6 @@ class TestTwoRanks:
         assert shared.kv.block_bytes == whole.kv.block_bytes
         assert two.engine._parts.executor._runner.kv_cache.layers[0].keys.shape[1] == 1  # type: ignore[attr-defined]
 
-    @pytest.mark.slow
     def test_prompts_in_chunks_with_shared_prefixes(self, one: LLM, two: LLM) -> None:
         params = SamplingParams(max_tokens=24, **GREEDY)
         assert generate(two, PROMPTS, params) == generate(one, PROMPTS, params)
@@ -181,7 +181,6 @@ class TestTwoRanks:
         ]
         assert generate(two, PROMPTS, params) == generate(one, PROMPTS, params)
 
-    @pytest.mark.slow
     def test_preemption_by_swapping_and_by_computing_again(self, one: LLM, two: LLM) -> None:
         params = SamplingParams(max_tokens=60, **GREEDY)
         expected = generate(one, PROMPTS, params)
@@ -216,7 +215,6 @@ class TestTwoRanks:
             one.beam_search(prompts, beams, use_tqdm=False)
         )
 
-    @pytest.mark.slow
     def test_what_ended_leaves_the_ranks_in_step(self, one: LLM, two: LLM) -> None:
         """An abort, then a request in the same row."""
         params = SamplingParams(max_tokens=30, **GREEDY)
@@ -227,7 +225,6 @@ class TestTwoRanks:
         assert generate(two, PROMPTS, params) == generate(one, PROMPTS, params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_over_two_and_four_ranks(name: str, size: int, tmp_path: Path) -> None:
@@ -251,7 +248,6 @@ def test_every_family_over_two_and_four_ranks(name: str, size: int, tmp_path: Pa
         llm.close()
 
 
-@pytest.mark.slow
 def test_phi3_splits_where_its_layers_stay_as_they_are(tmp_path: Path) -> None:
     """In half precision on a CPU transformers' own attention runs, which tells queries from keys by a configuration."""
     directory = save("phi3", tmp_path)
@@ -267,7 +263,6 @@ def test_phi3_splits_where_its_layers_stay_as_they_are(tmp_path: Path) -> None:
     assert (whole - split).abs().mean() < 0.1 < 1.0 < whole.std()
 
 
-@pytest.mark.slow
 def test_random_weights_are_the_same_on_every_rank(llama: Path) -> None:
     params = SamplingParams(max_tokens=12, **GREEDY)
     whole = generate(make_llm(llama, load_format="dummy"), PROMPTS, params)

@@ -163,6 +163,7 @@ def looping_weights(directory: Path) -> None:
     (directory / "model.safetensors").symlink_to("model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "message"),
     [

@@ -221,6 +221,7 @@ def test_a_header_that_can_not_be_is_refused_before_anything_is_imported(
         check_model(str(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "options", "message"),
     [

@@ -254,6 +254,7 @@ QUICK = (system, evaluated, zip_bomb, huge_storage, repeated)
 """Each takes the seconds that torch takes to import."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "message"),
     [

@@ -22,6 +22,7 @@ REPRESENTATIVES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
     [pytest.param(kind, marks=() if kind in REPRESENTATIVES else pytest.mark.slow) for kind in OUTCOMES],

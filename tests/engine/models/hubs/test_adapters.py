@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.hub_server import Repository, running_hub
 
 OBTAIN = """
 import sys
 from pagemill.engine.adapters.source import obtain_adapter
-import pytest
 from pagemill.engine.errors import EngineError
 
 try:

@@ -103,6 +103,7 @@ def test_only_what_is_needed_arrives_once(prefix: str, hub: LoopbackHub, get: Ge
     assert not hub.downloads("model.safetensors")
 
 
+@pytest.mark.slow
 def test_shards_are_those_of_the_index(hub: LoopbackHub, get: Get) -> None:
     index = json.dumps({"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}).encode()
     shards = {"m-1.safetensors": b"1" * 50, "m-2.safetensors": b"2" * 50}

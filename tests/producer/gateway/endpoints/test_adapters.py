@@ -20,6 +20,8 @@ from tests.engine.adapters.trained import Trained, merged_tokens, save_adapter
 from tests.producer.gateway.serving import Served, gateway, write_keys
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "The capital of France is"
 NUM_TOKENS = 8
 NAMES = ("smollm2", "red", "blue")

@@ -69,6 +69,7 @@ def test_openai_s_vectors(client: OpenAI, models: Path) -> None:
     assert np.abs(np.array(by_default.data[0].embedding) - wanted[0, :4]).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_token_ids(client: OpenAI) -> None:
     text, ids = "w1 w2", [1, 5, 6, 2]
     wanted = client.embeddings.create(model="embedder", input=text).data[0].embedding
@@ -151,6 +152,7 @@ def test_what_is_refused(served: Served, url: str, body: dict[str, Any], status:
     assert (answer.status_code, told in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
+@pytest.mark.slow
 def test_the_client_sees_openai_s_error(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.embeddings.create(model="embedder", input="w1 " * 100)

@@ -18,7 +18,7 @@ from tests.producer.gateway.serving import Served, gateway, write_keys
 from tests.worker.browser import DESKTOP, PHONE, Browser, missing, open_browser
 from tests.worker.harness import eventually
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
 MARKUP = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 LONG_ID = "j" * 64
@@ -92,7 +92,6 @@ def sign_in(scene: Scene, name: str) -> None:
     eventually(lambda: scene.browser.text("#tiles"), "the figures")
 
 
-@pytest.mark.slow
 def test_it_opens_with_what_runs_and_the_queue_s_figures(scene: Scene) -> None:
     scene.go("")
     eventually(lambda: scene.ids() == ["runs-1"], "the running job")
@@ -102,11 +101,11 @@ def test_it_opens_with_what_runs_and_the_queue_s_figures(scene: Scene) -> None:
     assert scene.browser.text("#tenant") == "all"
     lanes = {row[0]: row[3] for row in scene.browser.rows("lanes")}
     assert lanes == {"acme": "1", "other": "120"}
-    (batch,) = scene.browser.rows("batches")
+    # The page asks for jobs, figures and batches one by one.
+    (batch,) = eventually(lambda: scene.browser.rows("batches"), "the batch")
     assert (batch[0], batch[3]) == ("b-1", "0 of 121")
 
 
-@pytest.mark.slow
 def test_jobs_are_found_by_state_tenant_key_batch_and_id(scene: Scene) -> None:
     def find(**fields: str) -> None:
         scene.go("list?")

@@ -87,6 +87,7 @@ PATHS = ["queue", "list", "batches", "job/acme-waits"]
 ACTS = ["job/acme-waits/cancel", "job/acme-dead/replay", "batches/acme-batch/cancel"]
 
 
+@pytest.mark.slow
 def test_nothing_is_told_without_a_key(keyed: tuple[Served, dict[str, str]]) -> None:
     for method, paths in (("GET", PATHS), ("POST", ACTS)):
         for path in paths:
@@ -98,6 +99,7 @@ def test_nothing_is_told_without_a_key(keyed: tuple[Served, dict[str, str]]) -> 
     assert httpx.get(f"{keyed[0].url}/jobs/api/queue", params={"key": key, "api_key": key}).status_code == 401
 
 
+@pytest.mark.slow
 def test_a_key_sees_its_own_tenant_s_jobs_alone(acme: Asker, boss: Asker) -> None:
     for state in ("", "queued", "running", "dead", "failed"):
         ids = acme.ids(state=state)

@@ -461,6 +461,7 @@ def run_machine(url: str, examples: int, steps: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_invariants_hold_in_short(valkey_url: str) -> None:
     run_machine(valkey_url, examples=5, steps=20)
 

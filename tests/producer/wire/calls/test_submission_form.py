@@ -72,6 +72,7 @@ def meaning(item: Submission) -> tuple[Any, Any]:
     return header, Job.from_payload(item.payload) if item.payload else None
 
 
+@pytest.mark.slow
 @given(shape=SHAPES, rows=st.lists(ROWS, min_size=1, max_size=6), by_content=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_a_filled_form_means_the_same(shape: dict[str, Any], rows: list[Any], by_content: bool) -> None:

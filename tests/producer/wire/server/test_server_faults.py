@@ -34,6 +34,7 @@ def test_what_was_acknowledged_survives_kill_9(own_valkey: RedisServer, own_queu
     assert own_queue.commit(a) == "committed"
 
 
+@pytest.mark.slow
 def test_an_unlimited_wait_survives_a_restart(own_valkey: RedisServer, own_queue: Queue) -> None:
     with Producer(own_valkey.url, queue="q") as producer:
         handle = producer.submit(prompt="p", model="m")
@@ -56,6 +57,7 @@ def test_an_unlimited_wait_survives_a_restart(own_valkey: RedisServer, own_queue
         assert (texts, counts) == (["p"], [1])
 
 
+@pytest.mark.slow
 def test_forgotten_scripts_are_taught_again_in_order(own_queue: Queue) -> None:
     own_queue.submit("a", "b")
     a, b = own_queue.pull()

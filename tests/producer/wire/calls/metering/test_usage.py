@@ -176,6 +176,7 @@ def test_a_day_has_so_many_rows_and_the_rest_in_one(queue: Queue) -> None:
     assert sum(row.jobs for row in by_tenant.values()) == 1 + 4094 + 4
 
 
+@pytest.mark.slow
 def test_the_oldest_days_are_dropped(queue: Queue) -> None:
     """Those that are over 400 days old when a day begins, and those by which there are over 100,000 rows."""
     queue.submit("a")

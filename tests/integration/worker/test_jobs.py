@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -255,7 +256,10 @@ def test_status_pages_and_metrics(worker: Worker, client: QueueClient, engine_ho
     assert ("engine in process" in told) == (engine_host == "process")
     metrics = get(f"{worker.http_url}/metrics")[1].decode()
     assert 'pagemill_jobs_finished_total{outcome="succeeded"} 3.0' in metrics
-    assert "pagemill_kv_cache_capacity_blocks" in metrics
+    blocks = re.findall(r"^pagemill_kv_cache_blocks\{.*\} (\S+)$", metrics, re.MULTILINE)
+    capacity = re.findall(r"^pagemill_kv_cache_capacity_blocks(?:\{.*\})? (\S+)$", metrics, re.MULTILINE)
+    assert len(blocks) > 1
+    assert sum(map(float, blocks)) == float(capacity[0]) > 0
     assert "pagemill_redis_up 1.0" in metrics
     (info,) = eventually(
         lambda: [w for w in client.workers() if w.models], "the heartbeat that names the model"

@@ -9,28 +9,32 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Most of the tests wait more than they compute, so more processes than two cores pay. A file stays in one process:
 # its tests share servers and workers. One thread each: several per process would fight over the cores.
 WORKERS ?= 3
+# Without bytecode every process of the tests would compile the sources again, and rewrite the assertions.
+export PYTHONDONTWRITEBYTECODE :=
 PREPARE := echo "==> what the tests share: a model and machine code" && $(BIN)/python -m tests.prepare
-PYTEST := OMP_NUM_THREADS=1 PAGEMILL_WHOLE_SUITE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Real servers, workers and deadlines beside three others of their kind: what fails there has a second try, by itself and
-# in view. A bug fails twice; code 1 means failed tests, anything else is not theirs.
-TESTS = $(PYTEST) -m "$(or $(MARKS),not slow)" \
-  || { [ $$? = 1 ] && echo "==> once more, with nothing beside them: the tests that failed" \
-       && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 4 -m "$(or $(MARKS),not slow)"; }
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
+# The markers of a tier: `make check` adds "ci", `make check-all` adds "slow".
+QUICK := not slow and not ci
+MARKS ?= not slow
 # What pyproject.toml supports at least: its compiler spills where a newer one does not.
 OLDEST_TRITON := $(shell sed -n 's/.*"triton>=\([0-9.]*\);.*/\1.0/p' pyproject.toml)
+# The IR of this Triton is what ttsem executes.
+TTSEM := 0.1.0
+TTSEM_TRITON := 3.8.0
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check check-all oldest-triton bench format lock sbom clean
+.PHONY: help setup demo test check check-all oldest-triton compiled-ir bench format lock sbom clean
 
 help:
 	@echo "make demo       label real rows with a real model through a real queue"
-	@echo "make test       the tests, in $(WORKERS) processes (make test WORKERS=1)"
+	@echo "make test       the quick tests, in $(WORKERS) processes (make test WORKERS=1)"
 	@echo "make setup      the virtual environment alone ($(VENV))"
-	@echo "make check      what CI runs: format, lint, types, import rules, tests"
-	@echo "make check-all  the same, with the slow sweeps, and the kernels by the oldest Triton"
+	@echo "make check      what CI runs: format, lint, types, import rules, and the tests marked ci too"
+	@echo "make check-all  the same, with the tests marked slow, and the kernels by the oldest Triton (hours)"
 	@echo "make oldest-triton  the kernels compiled by the oldest Triton that is supported"
-	@echo "make bench      every benchmark table and plot, on an idle machine (hours)"
+	@echo "make compiled-ir  the kernels' compiled IR, executed without a GPU and compared with fp64"
+	@echo "make bench      every benchmark table, on an idle machine (hours)"
 	@echo "make format     rewrite the sources as the formatter wants them"
 	@echo "make lock       the hashes of what the images install (GPU=yes: of a GPU worker)"
 	@echo "make sbom       what the images consist of, as CycloneDX JSON in build/sbom"
@@ -68,7 +72,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(PREPARE)
 	@echo "==> tests"
-	@$(TESTS)
+	@$(PYTEST) -m "$(QUICK)"
 
 check: $(STAMP)
 	@echo "==> format" && $(BIN)/ruff format --check .
@@ -77,10 +81,22 @@ check: $(STAMP)
 	@echo "==> import rules" && $(BIN)/lint-imports
 	@$(PREPARE)
 	@echo "==> tests"
-	@$(TESTS)
+	@PAGEMILL_WHOLE_SUITE=1 $(PYTEST) -m "$(MARKS)"
 
-check-all:
-	@$(MAKE) --no-print-directory check oldest-triton MARKS="slow or not slow"
+# make check-all PART=engine, kernels or queue: the same in three runs, each of which fits into an evening.
+PART_engine := tests/engine
+PART_kernels := tests/kernels
+PART_queue := tests --ignore tests/engine --ignore tests/kernels
+ALL := slow or not slow
+
+check-all: $(STAMP)
+ifdef PART
+	@$(PREPARE)
+	@$(PYTEST) -m "$(ALL)" $(or $(PART_$(PART)),$(error PART is engine, kernels or queue))
+	@$(if $(filter kernels,$(PART)),$(MAKE) --no-print-directory oldest-triton MARKS="$(ALL)")
+else
+	@$(MAKE) --no-print-directory check oldest-triton MARKS="$(ALL)"
+endif
 
 # Beside the environment, not in it: torch's own Triton stays what the other tests run.
 oldest-triton: $(STAMP)
@@ -88,7 +104,14 @@ oldest-triton: $(STAMP)
 	  || $(PIP) --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
 	@echo "==> the kernels, compiled by Triton $(OLDEST_TRITON)"
 	@PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 PAGEMILL_TRITON=$(OLDEST_TRITON) \
-	  $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(or $(MARKS),not slow)" tests/kernels/aot
+	  $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKS)" tests/kernels/aot
+
+# Likewise beside the environment. ttsem declares Python 3.12, and runs on 3.11.
+compiled-ir: $(STAMP)
+	@test -d $(VENV)/ttsem-$(TTSEM) \
+	  || $(PIP) --no-deps --ignore-requires-python --target $(VENV)/ttsem-$(TTSEM) ttsem==$(TTSEM) triton==$(TTSEM_TRITON)
+	@echo "==> the kernels' compiled IR, executed by ttsem $(TTSEM)"
+	@PYTHONPATH=$(CURDIR)/$(VENV)/ttsem-$(TTSEM):$(CURDIR) $(BIN)/python -m ttsem.sanitize tests/kernels/compiled_ir.py
 
 bench: $(STAMP)
 	@$(PIP) -c $(VENV)/constraints.txt -e '.[bench]'

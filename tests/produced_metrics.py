@@ -21,10 +21,10 @@ from pagemill.worker.worker import Worker
 
 # Names of what runs, not of what happens.
 IDENTITIES = {"worker", "queue", "model", "version", "device", "tier", "fingerprint", "dtype"}
-NEEDS_A_CARD = re.compile(r"engine_graph_steps_total.*graph|device_memory_bytes")
+NEEDS_A_CARD = re.compile(r"engine_graph_steps_total.*graph|engine_replaced_kernels|device_memory_bytes")
 """Produced in tests/engine by a driver of the tests' own, and by a card."""
 NOT_PRODUCED = 3
-"""The exit status. Not 1: the failed tests' second try would hide it."""
+"""The exit status: not 1, which means failed tests."""
 
 _produced: set[str] = set()
 
@@ -73,6 +73,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["produced_metrics"] = sorted(_produced)
-    elif os.environ.get("PAGEMILL_WHOLE_SUITE") == "1" and (missing := sorted(expected() - _produced)):
-        print("\nno test made a worker produce:", *missing, sep="\n  ")  # noqa: T201
+    elif _missing():
         session.exitstatus = NOT_PRODUCED
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what fails the run after everything else, where the last lines of a log show it."""
+    if missing := _missing():
+        terminalreporter.section("failed: no test made a worker produce")
+        terminalreporter.write_line("\n".join(missing))
+
+
+def _missing() -> list[str]:
+    if os.environ.get("PAGEMILL_WHOLE_SUITE") != "1":
+        return []
+    return sorted(expected() - _produced)

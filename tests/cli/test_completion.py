@@ -39,6 +39,7 @@ def test_words_for_zsh() -> None:
     assert '"resume"' in pagemill(_PAGEMILL_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS="pagemill queue re")
 
 
+@pytest.mark.ci
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     bash = shutil.which("bash")
     if bash is None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.producer.driving import Queue
 from tests.producer.small_server import flood, small_server
 
@@ -16,6 +18,7 @@ def pagemill(queue: Queue, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.ci
 def test_a_full_server(tmp_path: Path) -> None:
     with small_server(tmp_path) as queue:
         flood(queue)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagemill.engine.devices import cpu
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.llm import LLM
 from pagemill.engine.outputs import SampleState
@@ -95,6 +96,7 @@ def generate_alone(llm: LLM, prompts: list[list[int]], **options: Any) -> list[B
     return [generate(llm, [prompt], **options)[0] for prompt in prompts]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "model",
     [name if name in ("llama", "gpt2") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
@@ -117,6 +119,7 @@ def test_alone_in_a_crowd_in_chunks_and_preempted(model: str, directory: Any) ->
     assert (tight.engine.stats().scheduler.preemptions > 0) is ("window" not in model)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8", "quantization": "int8"}],
@@ -139,6 +142,7 @@ def test_bfloat16_products_as_well(model: str, directory: Any) -> None:
     assert generate(make_llm(path, num_kv_blocks=28, block_size=4, **options), prompts) == alone
 
 
+@pytest.mark.ci
 def test_sampled_tokens_as_well(directory: Any) -> None:
     path, prompts = directory("llama"), make_prompts()
     options = {"temperature": 1.0, "top_p": 0.9, "seed": 11, "repetition_penalty": 1.2}
@@ -164,6 +168,7 @@ def test_resumed(directory: Any) -> None:
         assert rest == whole[cut:]
 
 
+@pytest.mark.ci
 def test_without_it_the_schedule_shows(directory: Any) -> None:
     """The tests above can fail: the kernel for single tokens adds up in another order than the one for prompts."""
     path, prompts = directory("llama"), [make_prompts()[-1]]
@@ -175,6 +180,7 @@ def test_without_it_the_schedule_shows(directory: Any) -> None:
     assert generate(invariant, prompts) == generate(make_llm(path), prompts)
 
 
-def test_it_is_refused_where_it_cannot_hold(directory: Any) -> None:
+def test_it_is_refused_where_it_cannot_hold(directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_has_own_products", lambda: False)
     with pytest.raises(ConfigError, match="batch_invariant"):
         make_llm(directory("llama"), dtype="float16")

@@ -8,6 +8,7 @@ import pytest
 from tests.conftest import ROOT
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "statement",
     [

@@ -19,6 +19,7 @@ slow = pytest.mark.slow  # a minute of compiling
 ROUNDED = {"rms_norm_kernel", "quantise_rows_kernel", "scaled_matmul_kernel"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     [

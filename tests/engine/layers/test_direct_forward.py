@@ -79,6 +79,7 @@ def direct_forward(model: Any) -> DirectForward:
     return direct
 
 
+@pytest.mark.ci
 @with_every_product
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_logits_in_every_family(family: str, kind: str) -> None:
@@ -90,6 +91,7 @@ def test_same_logits_in_every_family(family: str, kind: str) -> None:
         assert_same(model, direct, metadata, [len(metadata.slot_mapping) - 1 - num_padded, 0, 0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_same_logits_with_other_caches(dtype: torch.dtype) -> None:
     model = fused_model("qwen3", "int8")

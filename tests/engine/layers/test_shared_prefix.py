@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.cpu.attention import decode_tasks, sharing
-from pagemill.structured_outputs import StructuredOutputs
 
 INSTRUCTIONS = """Decide what a customer wrote to a shop about, and answer with one of the categories alone. A message
 about a parcel that is late, lost or damaged on its way is about delivery. One about an invoice, a refund or a card
@@ -43,6 +43,7 @@ def results(**options: Any) -> tuple[int, list[Any]]:
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cache_dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_labels_and_texts_after_a_shared_prompt_are_those_of_rows_on_their_own(
     monkeypatch: pytest.MonkeyPatch, cache_dtype: str

@@ -71,6 +71,7 @@ def test_every_decoder(tmp_path: Path, name: str) -> None:
     assert closest(run(engine, "embed", ids), wanted) >= EXACT
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "modes",
     ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken", ("cls", "mean", "max")],
@@ -159,7 +160,7 @@ def test_the_real_model(minilm: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"texts": []}, InvalidRequest, "there is no text"),
+        ({"texts": []}, InvalidRequest, "the job has no text"),
         ({"texts": [[]]}, InvalidRequest, "the text has no tokens"),
         ({"texts": ["w1", [10**6]]}, InvalidRequest, r"text 1: token ids must be in \[0, 57\)"),
         ({"texts": [[-1]]}, InvalidRequest, "token ids must be in"),

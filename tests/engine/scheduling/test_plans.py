@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -52,6 +53,7 @@ def history(harness: Harness) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.ci
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.booleans())
 def test_shortcuts_change_no_plan(seed: int, with_failures: bool) -> None:

@@ -68,6 +68,7 @@ def bytes_of(texts: TokenTexts, token_ids: list[int]) -> bytes:
     return b"".join(token_bytes(TokenLogprob(token_id=i, logprob=None, text=texts(i))) for i in token_ids)
 
 
+@pytest.mark.ci
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=40))
 def test_tokens_are_the_texts_bytes(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)

@@ -18,6 +18,7 @@ from pagemill.kernels.cpu.attention import decode, prefill
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
+from tests.kernels.paged_case import first_key
 
 NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
 SPLIT = 256  # keys; the decode kernel's, so that lengths around it cross the merge
@@ -115,7 +116,7 @@ def dense(
     lens = zip(step.metadata.query_lens_host, step.metadata.seq_lens_host, strict=True)
     for row, (query_len, seq_len) in enumerate(lens):
         for i in range(seq_len - query_len, seq_len) if seq_len else ():
-            first = max(0, i - sliding_window + 1) if sliding_window else 0
+            first = first_key(sliding_window, i)
             keys = step.keys[row][first : i + 1].double().repeat_interleave(group, dim=1)
             values = step.values[row][first : i + 1].double().repeat_interleave(group, dim=1)
             query = step.query[token + i - (seq_len - query_len)].double()
@@ -146,6 +147,9 @@ BIASES = {
     "window": {"sliding_window": 20},
     "window of one": {"sliding_window": 1},
     "long window": {"sliding_window": 270},
+    "chunks": {"sliding_window": -20},
+    "chunks of one": {"sliding_window": -1},
+    "long chunks": {"sliding_window": -128, "sinks": SINKS},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": SINKS},
     "all": {
@@ -188,6 +192,16 @@ def test_a_window_never_reads_the_blocks_before_it():
     tables[1, : (600 - 20) // 16] = NO_BLOCK
     tables[2, : (90 - 3 - 20) // 16] = NO_BLOCK
     assert_exact(step.attend(sliding_window=20), dense(step, sliding_window=20))
+
+
+def test_a_chunk_never_reads_the_blocks_before_it():
+    step = make_step([(1, 97), (1, 600), (4, 98), (40, 130)])
+    tables = step.metadata.block_tables
+    tables[0, : 96 // 16] = NO_BLOCK
+    tables[1, : 576 // 16] = NO_BLOCK
+    tables[2, : 48 // 16] = NO_BLOCK
+    tables[3, : 48 // 16] = NO_BLOCK
+    assert_exact(step.attend(sliding_window=-48), dense(step, sliding_window=-48))
 
 
 def test_large_scores_do_not_overflow():
@@ -290,6 +304,7 @@ def test_what_is_not_finite_stays_in_its_row(options):
     assert not step.attend(**options)[:130].isfinite().any()
 
 
+@pytest.mark.ci
 def test_a_long_prompt_reads_more_keys_than_panels_are_held_of():
     step = make_step([(40, 1500), (333, 2100)], head_dim=128)
     assert_exact(step.attend(), dense(step))
@@ -345,6 +360,7 @@ def test_after_the_warm_up_no_step_compiles():
     assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 
+@pytest.mark.ci
 def test_kernels_compile_where_nothing_can_be_cached():
     script = (
         "import torch; from pagemill.kernels.cpu import operators as cpu;"
@@ -357,6 +373,7 @@ def test_kernels_compile_where_nothing_can_be_cached():
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
+@pytest.mark.ci
 def test_the_number_of_threads_stays_torchs():
     script = (
         "import torch; torch.set_num_threads(1); from pagemill.kernels.cpu import operators as cpu;"

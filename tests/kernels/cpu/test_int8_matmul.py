@@ -219,6 +219,7 @@ BYTES_A_WEIGHT = {
 }
 
 
+@pytest.mark.ci
 @settings(max_examples=60, deadline=None)
 @given(
     weight_format=st.sampled_from(int8.SMALLEST_FIRST),
@@ -322,6 +323,7 @@ def test_rows_are_quantised_as_the_tiles_read_them():
     assert torch.equal(rows, rows_for(PRODUCTS, x).flatten())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("products", "feature", "cut"),
     [
@@ -368,6 +370,7 @@ run.compile("void(int64, int64, int64, int64, int64, int64)")
 
 
 # With offsets the mask of halves of bytes is read again: it has no register left.
+@pytest.mark.ci
 @pytest.mark.parametrize("weight_format", [EIGHT_BITS, EIGHT_BITS_HALVES, FOUR_BITS_HALVES])
 def test_a_tile_for_such_a_cpu_keeps_a_groups_weights_in_registers(tmp_path, weight_format):
     """Compiled for a CPU that this may not be."""

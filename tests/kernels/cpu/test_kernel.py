@@ -87,6 +87,7 @@ def counts(child: subprocess.Popen[str]) -> tuple[dict[str, int], dict[str, int]
     return report(child)[:2]
 
 
+@pytest.mark.ci
 def test_a_kernel_that_others_call_is_compiled_once_and_then_loaded(tmp_path: Path) -> None:
     code, roots = counts(start(_NORM, tmp_path))
     assert roots == {"fused_rows.rms_norm_parallel": 1, "fused_rows.rms_norm_rows": 1, "threads._run": 1}
@@ -94,6 +95,7 @@ def test_a_kernel_that_others_call_is_compiled_once_and_then_loaded(tmp_path: Pa
     assert counts(start(_NORM, tmp_path))[1] == {}
 
 
+@pytest.mark.ci
 def test_a_kernel_that_is_gone_from_the_disk_is_compiled_for_its_callers(tmp_path: Path) -> None:
     counts(start(_NORM, tmp_path))
     gone = list(tmp_path.rglob("*rms_norm_rows*.nb?"))
@@ -103,6 +105,7 @@ def test_a_kernel_that_is_gone_from_the_disk_is_compiled_for_its_callers(tmp_pat
     assert counts(start(_NORM, tmp_path))[1] == {"fused_rows.rms_norm_rows": 1}
 
 
+@pytest.mark.ci
 def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> None:
     children = [start(_NORM, tmp_path) for _ in range(3)]
     together = [counts(child)[1] for child in children]
@@ -121,6 +124,7 @@ def test_llvm_meets_the_expensive_kernels_of_a_model_once(kind: str, dtype: str,
         assert set(found.values()) == {1}, (kernel, found)
 
 
+@pytest.mark.ci
 def test_threads_do_not_wait_for_each_others_counts(tmp_path: Path) -> None:
     """A count of references to what all threads read, twice a task, once took more time than the tasks."""
     code, _, counting = report(start(_ATTENTION, tmp_path))
@@ -163,6 +167,7 @@ assert made.alloc == made.free > 20, made
 """
 
 
+@pytest.mark.ci
 def test_every_array_of_a_step_is_freed() -> None:
     environment = {**os.environ, "NUMBA_NRT_STATS": "1"}
     subprocess.run([sys.executable, "-c", _STEPS], env=environment, check=True, timeout=570)

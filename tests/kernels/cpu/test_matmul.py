@@ -172,6 +172,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.ci
 def test_a_kernels_arrays_outlive_the_addresses_it_takes_of_them():
     """With arrays mapped one by one, any read of freed memory is a segmentation fault."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**16)}

@@ -99,6 +99,7 @@ def test_a_bad_row_gets_a_token_and_touches_no_other(bad):
         assert torch.equal(cut(logits)[[0, 2]], cut(logits[[0, 2, 2]])[[0, 1]])
 
 
+@pytest.mark.ci
 @settings(max_examples=100, deadline=None)
 @given(**cases, data=st.data())
 def test_the_kth_largest_is_the_sorts(num_rows, size, spread, seed, levels, barred, data):

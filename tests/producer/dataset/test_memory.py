@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from pagemill import Producer
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.wire.calls import registry
@@ -23,6 +25,7 @@ def number(queue: Queue, pulled: PulledJob) -> None:
     queue.commit(pulled, (Job.from_payload(pulled.payload).prompt or "").partition(" ")[0][:9])
 
 
+@pytest.mark.ci
 def test_a_run_waits_for_room_and_goes_on(tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"text": f"{i} {TEXT}"}) + "\n" for i in range(ROWS)))

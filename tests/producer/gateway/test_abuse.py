@@ -177,6 +177,7 @@ def test_unknown_paths_and_methods(served: Served) -> None:
     assert {"GET", "POST"} <= set(wrong.headers["allow"].replace(" ", "").split(","))
 
 
+@pytest.mark.ci
 def test_slow_clients_are_let_go(valkey_url: str, queue: str) -> None:
     """A head that does not come, a body that does not, and an answer that is not taken."""
     limits = {"head_timeout_s": 3.0, "body_timeout_s": 3.0, "send_timeout_s": 3.0}

@@ -43,6 +43,7 @@ def described(
 OPERATIONS = [(method, path) for path, methods in description()["paths"].items() for method in methods]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["valid", "invalid"])
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_every_operation_is_as_described(

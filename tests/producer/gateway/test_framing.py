@@ -226,6 +226,7 @@ def test_hanging_up_inside_a_body(
     queue.transport.close()
 
 
+@pytest.mark.ci
 def test_a_download_ends_though_its_request_has_not(valkey_url: str, queue_name: str) -> None:
     """An unwanted body is not waited for."""
     text = b"x" * (24 << 20)

@@ -33,6 +33,7 @@ def can_have(checkpoint: TinyCheckpoint, size: int) -> bool:
     return SplitSizes.of(model_config, split, family.num_kv_heads(model_config)).obstacle(size) is None
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("case", "size"),
     [

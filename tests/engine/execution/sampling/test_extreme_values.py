@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.execution.sampling.logprobs import TopLogprobs
 from pagemill.engine.execution.sampling.narrow_head import NarrowVocabulary
@@ -20,7 +21,6 @@ from pagemill.engine.execution.sampling.sampler import Sampler
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample, TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.structured_outputs import StructuredOutputs
 from pagemill.worker.jobs.logprob_columns import prompt_logprobs_json
 from tests.engine.execution.sampling.extreme_cases import CASES, Case, check
 from tests.engine.scheduling.harness import Harness, make_config, make_request, result, schedule
@@ -104,6 +104,7 @@ def test_a_request_is_refused_or_fails_or_gets_what_it_allows(llm: LLM, fields: 
     assert_finite(generated.prompt_logprobs or ())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_structure_that_is_barred_throughout_fails_alone(overlapped: bool) -> None:
     llm = LLM("smollm2", num_kv_blocks=64, num_threads=1, async_scheduling=overlapped)
@@ -161,8 +162,9 @@ def test_a_beam_search_that_finds_nothing_fails(llm: LLM) -> None:
 
 def test_a_log_probability_is_finite_in_json() -> None:
     logprobs = torch.tensor([[0.0, -math.inf, -math.inf]])
-    (entry,) = TopLogprobs.of(logprobs, torch.tensor([1]), [3]).to_host()
-    (row,) = json.loads(prompt_logprobs_json([entry], str))
+    found = TopLogprobs.of(logprobs, torch.tensor([1]), [3])
+    (entry,) = found.entries(iter(found.tensors()))
+    (row,) = json.loads(prompt_logprobs_json([entry], [1], str))
     assert row["chosen"]["logprob"] == torch.finfo(torch.float32).min
 
 

@@ -127,6 +127,7 @@ def check(directory: Path, checkpoint: TinyCheckpoint) -> LLM:
     return llm
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 )

@@ -89,6 +89,7 @@ def everything_under(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("prefix", HUBS)
 def test_only_what_is_needed_arrives_once(prefix: str, hub: LoopbackHub, get: Get, tmp_path: Path) -> None:
     found = get(f"{prefix}org/tiny")
@@ -116,6 +117,7 @@ def test_pickles_come_where_there_is_nothing_else(hub: LoopbackHub, get: Get) ->
     assert get("org/old").files == {**SMALL, "pytorch_model.bin": b"a pickle"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("prefix", HUBS)
 def test_a_download_goes_on_where_the_connection_broke(prefix: str, hub: LoopbackHub, get: Get) -> None:
     hub.add("org/large", {**SMALL, "model.safetensors": WEIGHTS})
@@ -143,6 +145,7 @@ def test_a_download_that_failed_keeps_files_that_are_whole(hub: LoopbackHub, get
     assert not hub.downloads("m-1.safetensors")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("prefix", HUBS)
 def test_a_cached_model_starts_without_its_hub(prefix: str, hub: LoopbackHub, get: Get) -> None:
     found = get(f"{prefix}org/tiny")
@@ -150,7 +153,7 @@ def test_a_cached_model_starts_without_its_hub(prefix: str, hub: LoopbackHub, ge
     without = get(f"{prefix}org/tiny", **away)
     assert without.first == found.first
     assert "does not answer" in without.said[-1]
-    assert "going on with the cached copy" in without.said[-1]
+    assert "continuing with the cached copy" in without.said[-1]
     if not prefix:
         assert get("org/tiny", HF_HUB_OFFLINE="1").first == found.first
         assert get(f"org/tiny@{found.second}", HF_HUB_OFFLINE="1")[:2] == found[:2]
@@ -184,6 +187,7 @@ def nothing(hub: LoopbackHub) -> None:
     pass
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model", "fault", "environment", "kind", "line"),
     [

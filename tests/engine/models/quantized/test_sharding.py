@@ -12,6 +12,7 @@ from tests.engine.models.quantized.test_exactness import answers
 slow = pytest.mark.slow
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [

@@ -96,6 +96,7 @@ print(before, max(highest, anonymous()), model.weight_bytes())
 """
 
 
+@pytest.mark.ci
 @needs_own_kernel
 def test_layers_are_converted_one_at_a_time(tmp_path: Path) -> None:
     """The peak beside the mapped file: what is kept, and a few bytes a weight of one layer."""

@@ -58,6 +58,7 @@ def served(valkey_url: str, queue: str, worker: Worker) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.ci
 def test_three_models_in_one_batch(
     valkey_url: str, queue: str, client: OpenAI, worker: Worker, adapters: dict[str, Path]
 ) -> None:
@@ -116,6 +117,8 @@ def test_keys_name_adapters_as_they_name_models(
     ):
         assert [model.id for model in client.models.list()] == ["red"]
         assert client.completions.create(model="red", prompt="x", max_tokens=2).model == "red"
+        begun = client.responses.create(model="red", input="x", max_output_tokens=2, background=True)
+        assert client.responses.retrieve(begun.id).model == "red"
         with pytest.raises(openai.PermissionDeniedError):
             client.completions.create(model="blue", prompt="x")
 

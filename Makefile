@@ -9,14 +9,19 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Most of the tests wait more than they compute, so more processes than two cores pay. A file stays in one process:
 # its tests share servers and workers.
 WORKERS ?= 3
+# Without bytecode every process of the tests would compile the sources again, and rewrite the assertions.
+export PYTHONDONTWRITEBYTECODE :=
 PREPARE := echo "==> what the tests share: a model and machine code" && $(BIN)/python -m tests.prepare
 TESTS := $(BIN)/python -m tests.run --processes $(WORKERS)
 # What pyproject.toml supports at least: its compiler spills where a newer one does not.
 OLDEST_TRITON := $(shell sed -n 's/.*"triton>=\([0-9.]*\);.*/\1.0/p' pyproject.toml)
+# The IR of this Triton is what ttsem executes.
+TTSEM := 0.1.0
+TTSEM_TRITON := 3.8.0
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test check check-all oldest-triton bench format lock sbom clean
+.PHONY: help setup demo lint test check check-all oldest-triton compiled-ir bench format lock sbom clean
 
 help:
 	@echo "make demo       label real rows with a real model through a real queue"
@@ -26,7 +31,8 @@ help:
 	@echo "make check      what CI runs: lint and the quick tests"
 	@echo "make check-all  every test, part by part, in hours (PART=chaos: one part)"
 	@echo "make oldest-triton  the kernels compiled by the oldest Triton that is supported"
-	@echo "make bench      every benchmark table and plot, on an idle machine (hours)"
+	@echo "make compiled-ir  the kernels' compiled IR, executed without a GPU and compared with fp64"
+	@echo "make bench      every benchmark table, on an idle machine (hours)"
 	@echo "make format     rewrite the sources as the formatter wants them"
 	@echo "make lock       the hashes of what the images install (GPU=yes: of a GPU worker)"
 	@echo "make sbom       what the images consist of, as CycloneDX JSON in build/sbom"
@@ -85,6 +91,13 @@ oldest-triton: $(STAMP)
 	@echo "==> the kernels, compiled by Triton $(OLDEST_TRITON)"
 	@PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 PAGEMILL_TRITON=$(OLDEST_TRITON) \
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" tests/kernels/aot
+
+# Likewise beside the environment. ttsem declares Python 3.12, and runs on 3.11.
+compiled-ir: $(STAMP)
+	@test -d $(VENV)/ttsem-$(TTSEM) \
+	  || $(PIP) --no-deps --ignore-requires-python --target $(VENV)/ttsem-$(TTSEM) ttsem==$(TTSEM) triton==$(TTSEM_TRITON)
+	@echo "==> the kernels' compiled IR, executed by ttsem $(TTSEM)"
+	@PYTHONPATH=$(CURDIR)/$(VENV)/ttsem-$(TTSEM):$(CURDIR) $(BIN)/python -m ttsem.sanitize tests/kernels/compiled_ir.py
 
 bench: $(STAMP)
 	@$(PIP) -c $(VENV)/constraints.txt -e '.[bench]'

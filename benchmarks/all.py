@@ -1,8 +1,8 @@
-"""Every CPU figure of docs/performance.md, one benchmark after another; needs an idle machine.
+"""Every CPU result of docs/performance.md, one benchmark after another; needs an idle machine.
 
-`python -m benchmarks.all`: about two hours and a half on two cores with both peers (make them first with
-`python -m benchmarks --install-peers`). `--quick`: our engine and vLLM alone and few rounds, about forty minutes.
-A benchmark that fails is named at the end, and keeps none of the others from running.
+`python -m benchmarks.all`: about three hours on two cores with all peers (`python -m benchmarks --install-peers`).
+`--quick`: our engine and vLLM alone and few rounds, about forty minutes. A benchmark that fails is named at the end,
+and keeps none of the others from running.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import time
 from benchmarks.engines.process import ROOT
 
 COMMANDS: tuple[tuple[str, ...], ...] = (
-    ("benchmarks.kv.waste",),
-    ("benchmarks.kv.windows",),
-    ("benchmarks.scheduler",),
     ("benchmarks.startup",),
+    ("benchmarks.structured_output",),
     ("benchmarks",),
     ("benchmarks.roofs",),
     ("benchmarks.bulk",),
@@ -26,17 +24,13 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.decoding.gguf",),
     ("benchmarks.engines.speculation",),
     ("benchmarks.gateway", "--model", "smollm2"),
-    ("benchmarks.growth",),
     ("benchmarks.worker_overhead",),
+    ("benchmarks.endpoint_overhead",),
     ("benchmarks.queues.rates",),
-    ("benchmarks.queues.affinity",),
-    ("benchmarks.queues.promises",),
-    ("benchmarks.queues.script_times", "--json"),
 )
 QUICK: dict[str, tuple[str, ...]] = {
     "benchmarks": ("--engines", "pagemill", "vllm", "--rounds", "3"),
     "benchmarks.bulk": ("--rounds", "1", "--rows", "1000"),
-    "benchmarks.growth": ("--repeats", "1", "--largest", "2048"),
     "benchmarks.worker_overhead": ("--rounds", "1"),
 }
 
@@ -51,13 +45,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer engines, rounds and sizes")
-    parser.add_argument("--list", action="store_true", help="print the commands, and stop")
     given = parser.parse_args()
     failed = []
     for command in commands(given.quick):
         print("==> python " + " ".join(command), flush=True)
-        if given.list:
-            continue
         started = time.monotonic()
         if subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode != 0:
             failed.append(" ".join(command))

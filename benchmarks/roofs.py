@@ -11,23 +11,19 @@ as shares of the roofs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import machine
-from benchmarks.report import model_directory, result_path, write
+from benchmarks import report
 from benchmarks.workloads import WORKLOADS, Workload
 from pagemill.kernels.cpu.matmul import bf16, fp32, int8, weight_packing
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
@@ -38,10 +34,6 @@ STREAMED_BYTES = 1 << 29
 BYTES_PER_WEIGHT = {"fp32": 0.75, "bf16": 2.0, "int8": 1.125}
 """In fp32 the packaged model's weights are kept as 4-bit integers and scales (docs/quantization.md)."""
 KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0625}
-ENGINES = {
-    "pagemill": "fp32", "vllm": "fp32", "openvino": "fp32", "transformers": "fp32", "pagemill-bf16": "bf16",
-    "vllm-bf16": "bf16", "pagemill-int8": "int8", "openvino-int8": "int8",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,8 @@ class Roofs:
     """By dtype."""
 
     def tokens_per_second(self, workload: Workload, sizes: Sizes, dtype: str) -> float:
-        shared = _shared_prefix(workload.prompts)
+        columns = zip(*workload.prompts, strict=False)
+        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
         own = [len(prompt) - shared for prompt in workload.prompts]
         prompt_tokens = shared + sum(own)
         attended = sum(n * (shared + n / 2) for n in own) + shared * shared / 2
@@ -91,14 +84,6 @@ class Roofs:
         read += decoded * sizes.kv_numbers * KV_BYTES[dtype]
         rate = self.operations[dtype]
         return workload.num_output_tokens / (prompt / rate + max(decode / rate, read / self.bytes))
-
-
-def _shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    first = prompts[0]
-    others = prompts[1:] or [[]]
-    return next(
-        (i for i, token in enumerate(first) if any(i >= len(p) or p[i] != token for p in others)), len(first)
-    )
 
 
 def best_seconds(run: Callable[[], object], rounds: int) -> float:
@@ -160,36 +145,35 @@ def measure(rounds: int) -> tuple[Roofs, list[dict[str, Any]]]:
 
 def shares(roofs: Roofs, model: str, throughput: Path | None) -> list[dict[str, Any]]:
     """Return each workload's roof by dtype, and the share of it that each engine of a file reached."""
-    config = json.loads((model_directory(model) / "config.json").read_text())
-    report = json.loads(throughput.read_text())["workloads"] if throughput is not None else {}
+    config = report.config_of(report.model_directory(model))
+    measured = json.loads(throughput.read_text())["workloads"] if throughput is not None else {}
     found = []
     for name, build in WORKLOADS.items():
         workload = build(config["vocab_size"], 0, 1.0)
         for dtype in roofs.operations:
             roof = roofs.tokens_per_second(workload, Sizes.of(config), dtype)
-            engines = report.get(name, {}).get("engines", {})
-            medians = {
-                engine: figures["median"]
-                for engine, figures in engines.items()
-                if ENGINES.get(engine) == dtype
-            }
+            engines = measured.get(name, {}).get("engines", {})
+            medians = {name: each["median"] for name, each in engines.items() if _dtype_of(name) == dtype}
             found.append({"workload": name, "dtype": dtype, "roof": roof, "medians": medians})
     return found
 
 
+def _dtype_of(engine: str) -> str:
+    """Of a contender of `python -m benchmarks`: its name says so unless it is fp32."""
+    return engine.rpartition("-")[2] if "-" in engine else "fp32"
+
+
 def print_tables(roofs: Roofs, products: list[dict[str, Any]], reached: list[dict[str, Any]]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = report.console()
     console.print(f"memory: {roofs.bytes / 1e9:.1f} GB/s with {torch.get_num_threads()} threads")
-    view = Table(title="Products, GFLOP/s")
-    for column in ("dtype", "side", *(f"{i} x {o}, {r} rows" for i, o in SHAPES for r in ROWS)):
-        view.add_column(column, justify="left" if column in ("dtype", "side") else "right")
+    shapes = [f"{i} x {o}, {r} rows" for i, o in SHAPES for r in ROWS]
+    view = report.table("Products, GFLOP/s", ("dtype", "side"), shapes)
     for dtype, side in dict.fromkeys((item["dtype"], item["side"]) for item in products):
         mine = [item for item in products if (item["dtype"], item["side"]) == (dtype, side)]
         view.add_row(dtype, side, *(f"{item['operations_per_second'] / 1e9:.0f}" for item in mine))
     console.print(view)
-    view = Table(title="Roofs, output tokens/s, and the share reached")
-    for column in ("workload", "dtype", "roof", "engines"):
-        view.add_column(column, justify="right" if column == "roof" else "left")
+    names = ("workload", "dtype", "roof", "engines")
+    view = report.table("Roofs, output tokens/s, and the share reached", names, ())
     for item in reached:
         roof = item["roof"]
         engines = (f"{name} {rate:.0f} ({rate / roof:.0%})" for name, rate in item["medians"].items())
@@ -198,22 +182,16 @@ def print_tables(roofs: Roofs, products: list[dict[str, Any]], reached: list[dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--throughput", type=Path, help="a result of python -m benchmarks")
-    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     given = parser.parse_args()
-    started, where = datetime.now(UTC), machine.describe()
+    file = report.Report("roofs", "what a CPU could do at most, per second", given)
     roofs, products = measure(given.rounds)
     reached = shares(roofs, given.model, given.throughput)
     print_tables(roofs, products, reached)
-    path = given.out or result_path("roofs", started)
-    head = {"date": started.isoformat(timespec="seconds"), "machine": where, "bytes_per_second": roofs.bytes}
-    write(path, head | {"products": products, "workloads": reached})
-    print(f"written to {path}")
+    file.write({"bytes_per_second": roofs.bytes, "products": products, "workloads": reached})
+    print(f"written to {file.path}")
     return 0
 
 

@@ -3,15 +3,13 @@
 `python -m benchmarks.startup`. `ready`: from starting a fresh interpreter until an engine of a converted, cached model
 can take requests. `first start`: the same where no machine code is kept, beside the processor time of all its
 processes, their ends included. `first token`: of one request that has the warm engine to itself, beside transformers'
-own forward pass of the same prompt, alternating, in one process. `--imports` lists what the imports of a start cost.
+own forward pass of the same prompt, alternating, in one process.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import re
 import resource
 import statistics
 import subprocess
@@ -19,16 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine
+from benchmarks import report
 from benchmarks.engines.process import ROOT
-from benchmarks.report import model_directory, result_path, write
 from benchmarks.workloads import LOWEST_TOKEN_ID
 
 READY_GOAL_S = 5.0
@@ -41,7 +36,6 @@ from pagemill.engine.llm import LLM
 llm = LLM(model=sys.argv[1], kv_cache_memory_bytes=2**30)
 print("ready", flush=True)
 """
-_IMPORT_TIME = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|( +)(\S+)")
 
 
 def ready_seconds(model: Path) -> float:
@@ -61,14 +55,9 @@ def first_start(model: Path) -> tuple[float, float]:
 def seconds_until_ready(command: list[str], environment: Mapping[str, str] | None = None) -> float:
     """Until it says so: ending an interpreter with torch in it takes a second more, which no request waits for."""
     started = time.perf_counter()
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     ) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
@@ -77,20 +66,6 @@ def seconds_until_ready(command: list[str], environment: Mapping[str, str] | Non
     if line != "ready\n" or child.returncode:
         raise RuntimeError(f"the engine did not start: {errors}")
     return seconds
-
-
-def import_seconds(model: Path, fewest: float = 0.05) -> list[tuple[str, float]]:
-    """(module, seconds with all that it imports first), the most expensive first."""
-    command = [sys.executable, "-X", "importtime", "-c", START, str(model)]
-    finished = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return parse_import_times(finished.stderr, fewest)
-
-
-def parse_import_times(text: str, fewest: float) -> list[tuple[str, float]]:
-    found = [
-        (match[4], int(match[2]) / 1e6) for line in text.splitlines() if (match := _IMPORT_TIME.match(line))
-    ]
-    return sorted((item for item in found if item[1] >= fewest), key=lambda item: -item[1])
 
 
 def first_token_seconds(model: Path, num_tokens: int, repeats: int) -> tuple[list[float], list[float]]:
@@ -124,9 +99,7 @@ def first_token_seconds(model: Path, num_tokens: int, repeats: int) -> tuple[lis
 def table(
     ready: Sequence[float], cold: Sequence[tuple[float, float]], first: dict[int, dict[str, Any]]
 ) -> Table:
-    view = Table(title="Start-up and a lone job")
-    for column in ("what", "median", "lowest", "beside", "goal"):
-        view.add_column(column, justify="left" if column == "what" else "right")
+    view = report.table("Start-up and a lone job", ("what",), ("median", "lowest", "beside", "goal"))
     view.add_row(
         "ready", f"{statistics.median(ready):.2f} s", f"{min(ready):.2f} s", "", f"{READY_GOAL_S:.0f} s"
     )
@@ -136,32 +109,23 @@ def table(
     for num_tokens, figures in first.items():
         ours, theirs = figures["seconds"], figures["bare_seconds"]
         view.add_row(
-            f"first token, {num_tokens} tokens in",
-            f"{1000 * statistics.median(ours):.1f} ms",
-            f"{1000 * min(ours):.1f} ms",
-            f"{1000 * statistics.median(theirs):.1f} ms: {figures['ratio']:.2f} x",
+            f"first token, {num_tokens} tokens in", f"{1000 * statistics.median(ours):.1f} ms",
+            f"{1000 * min(ours):.1f} ms", f"{1000 * statistics.median(theirs):.1f} ms: {figures['ratio']:.2f} x",
             f"{FIRST_TOKEN_GOAL} x",
-        )
+        )  # fmt: skip
     return view
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=PROMPT_TOKENS)
     parser.add_argument("--first-starts", type=int, default=1, help="that compile every kernel")
-    parser.add_argument("--imports", action="store_true", help="also list the imports above 50 ms")
-    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
-    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     given = parser.parse_args()
     if given.repeats < 1:
         parser.error("--repeats must be at least 1")
-    if machine.is_busy():
-        print("this machine is busy: starts are slower than they are", file=sys.stderr)
-    started, where = datetime.now(UTC), machine.describe()
-    model = model_directory(given.model)
+    file = report.Report("startup", "seconds until ready, and until a lone job's first token", given)
+    model = report.model_directory(given.model)
     ready = [ready_seconds(model) for _ in range(given.repeats + 1)][1:]  # the first one fills the file cache
     cold = [first_start(model) for _ in range(given.first_starts)]
     first: dict[int, dict[str, Any]] = {}
@@ -169,16 +133,10 @@ def main() -> int:
         ours, theirs = first_token_seconds(model, num_tokens, given.repeats)
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         first[num_tokens] = {"seconds": ours, "bare_seconds": theirs, "ratio": ratio}
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = report.console()
     console.print(table(ready, cold, first))
-    if given.imports:
-        for name, seconds in import_seconds(model):
-            console.print(f"{seconds:7.2f} s  {name}")
-    path = given.out or result_path("startup", started)
-    figures = {"ready_seconds": ready, "first_starts": cold, "first_token": first}
-    report = {"date": started.isoformat(timespec="seconds"), "machine": where, "model": given.model}
-    write(path, report | figures)
-    console.print(f"written to {path}")
+    file.write({"ready_seconds": ready, "first_starts": cold, "first_token": first})
+    console.print(f"written to {file.path}")
     return 0
 
 

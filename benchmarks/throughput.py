@@ -7,19 +7,22 @@ between passes of one round, which follow each other within seconds.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import report
 from benchmarks.engines.contenders import BF16_SUBJECT, INT8_SUBJECT, REFERENCE, SUBJECT, Contender
 from benchmarks.engines.process import EngineFailedError, EngineProcess
 from benchmarks.measure import Ready, Request, Timing
@@ -41,19 +44,6 @@ class Pass:
     """The processor time of the engine's processes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median and how far the single values lie from it."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
-
 @dataclass(slots=True)
 class Measurements:
     """Everything one invocation measured, in the order in which it was measured."""
@@ -69,11 +59,10 @@ class Measurements:
         return [name for name in self.ready if any(item.contender == name for item in self.passes)]
 
     def by_round(self, contender: str, workload: str) -> dict[int, Timing]:
-        return {
-            item.round_number: item.timing
-            for item in self.passes
-            if item.contender == contender and item.timing.workload == workload
-        }
+        return {item.round_number: item.timing for item in self._passes(contender, workload)}
+
+    def _passes(self, contender: str, workload: str) -> list[Pass]:
+        return [p for p in self.passes if (p.contender, p.timing.workload) == (contender, workload)]
 
     def rates(self, contender: str, workload: str) -> list[float]:
         return [timing.tokens_per_second for timing in self.by_round(contender, workload).values()]
@@ -86,50 +75,62 @@ class Measurements:
     def processor_ratios(self, subject: str, contender: str, workload: str) -> list[float]:
         """Return the subject's processor time over the contender's, per round in which both made a pass."""
         ours, theirs = (
-            {
-                item.round_number: item.processor_s
-                for item in self.passes
-                if (item.contender, item.timing.workload) == (name, workload)
-            }
+            {each.round_number: each.processor_s for each in self._passes(name, workload)}
             for name in (subject, contender)
         )
         return [ours[n] / theirs[n] for n in ours if theirs.get(n)]
 
-    def equal_outputs(self, contender: str, workload: str) -> tuple[int, int] | None:
-        """(requests whose tokens equal transformers', requests). In fp32 only near-ties may differ."""
-        theirs, reference = self.by_round(contender, workload), self.by_round(REFERENCE, workload)
-        pairs = [
-            pair
-            for n in theirs
-            if n in reference
-            for pair in zip(theirs[n].outputs, reference[n].outputs, strict=True)
-        ]
+    def equal_outputs(self, contender: str, reference: str, workload: str) -> tuple[int, int] | None:
+        """(requests with the reference's outputs, requests), of the rounds of both. In fp32 near-ties may differ."""
+        ours, theirs = self.by_round(contender, workload), self.by_round(reference, workload)
+        both = [(ours[n].outputs, theirs[n].outputs) for n in ours if n in theirs]
+        pairs = [pair for outputs in both for pair in zip(*outputs, strict=True)]
         return (sum(a == b for a, b in pairs), len(pairs)) if pairs else None
 
 
-def build_request(
-    model: str, vocab_size: int, workloads: Sequence[Workload], *, seed: int, share: float, kv_cache_gib: int,
-    options: Mapping[str, Any],
-) -> Request:  # fmt: skip
-    """The workloads that engines get ready for; as warm-up a small share of each, from another seed."""
-    warmup = [WORKLOADS[workload.name](vocab_size, seed + 1, share / 8) for workload in workloads]
-    return Request(
-        model=model,
-        warmup=warmup,
-        longest=max(workload.longest for workload in [*workloads, *warmup]),
-        kv_cache_memory_bytes=kv_cache_gib * 2**30,
-        options=dict(options),
+def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """Add the options of a comparison over the three workloads."""
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=rounds, help="passes of every engine, taking turns")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="share of each workload's requests, for a dry run"
     )
+    parser.add_argument("--kv-cache-gib", type=int, default=2, help="KV cache of every engine that has one")
+
+
+def checked(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    given = parser.parse_args(arguments)
+    if given.rounds < 1 or not 0.0 < given.share <= 1.0:
+        parser.error("--rounds must be at least 1 and --share in (0, 1]")
+    return given
+
+
+def prepare(given: argparse.Namespace, options: Mapping[str, Any]) -> tuple[Request, list[Workload], int]:
+    """What engines get ready for, the workloads, and the vocabulary's size.
+
+    As warm-up an eighth of each workload, from another seed.
+    """
+    directory = report.model_directory(given.model)
+    vocab_size = report.config_of(directory)["vocab_size"]
+    workloads, warmup = (
+        [WORKLOADS[name](vocab_size, seed, share) for name in given.workloads]
+        for seed, share in ((given.seed, given.share), (given.seed + 1, given.share / 8))
+    )
+    longest = max(workload.longest for workload in [*workloads, *warmup])
+    kv_bytes = given.kv_cache_gib * 2**30
+    return Request(str(directory), warmup, longest, kv_bytes, dict(options)), workloads, vocab_size
 
 
 def measure_all(
     measurements: Measurements, contenders: Sequence[Contender], request: Request, workloads: Sequence[Workload],
     *, vocab_size: int, rounds: int, console: Console, unit: str = "tokens/s",
-) -> Generator[str, None, None]:  # fmt: skip
-    """Add to `measurements`; yields an engine's name after each of its passes.
+    after_pass: Callable[[str], object] = lambda name: None,
+) -> None:  # fmt: skip
+    """Add to `measurements`; `after_pass` is called with the engine's name.
 
-    An engine that fails is named in `failures` and takes no further part. However the generator ends, every
-    engine's process has ended then.
+    An engine that fails is named in `failures` and takes no further part. However this ends, every engine's process
+    has ended then.
     """
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pagemill-bench-")))
@@ -163,7 +164,7 @@ def measure_all(
                 )
             if contender.name in measurements.failures:
                 del running[contender.name]
-            yield contender.name
+            after_pass(contender.name)
 
 
 def schedule(
@@ -188,31 +189,43 @@ def _failure_noted(measurements: Measurements, process: EngineProcess) -> Iterat
         process.close()
 
 
-def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
-    subjects = [name for name in SUBJECTS if name in measurements.contenders]
-    view = Table(title="Output tokens per second (greedy, fp32 unless the name says otherwise)")
-    view.add_column("workload")
-    view.add_column("engine")
-    columns = ("median", "lowest", "best", "rounds", *(f"{name} is" for name in subjects), "same tokens")
-    for column in columns:
-        view.add_column(column, justify="right")
-    for workload in workloads:
-        counts = (len(workload.prompts), workload.num_prompt_tokens, workload.num_output_tokens)
-        shape = "{} requests, {} in, {} out".format(*counts)
-        measured = [name for name in measurements.contenders if measurements.rates(name, workload.name)]
-        for number, contender in enumerate(measured):
-            rates = Spread.of(measurements.rates(contender, workload.name))
-            equal = measurements.equal_outputs(contender, workload.name)
-            view.add_row(
-                workload.name if number == 0 else shape if number == 1 else "",
-                contender,
-                *(f"{rate:.1f}" for rate in (rates.median, rates.low, rates.high)),
-                str(len(measurements.rates(contender, workload.name))),
-                *(ratio_cell(measurements, name, contender, workload.name) for name in subjects),
-                "" if contender == REFERENCE or equal is None else f"{equal[0]}/{equal[1]}",
-            )
+Cell = Callable[[str, str], str]
+"""(engine, workload) -> what a table says of them."""
+
+
+def rates_table(
+    title: str, measurements: Measurements, workloads: Sequence[Workload], columns: Mapping[str, Cell],
+    scales: Mapping[str, int] | None = None,
+) -> Table:  # fmt: skip
+    """The rates of every engine, by workload, and further columns. `scales`: factors of workloads' rates."""
+    view = report.table(title, ("workload", "engine"), ("median", "lowest", "best", *columns))
+    for workload in (each.name for each in workloads):
+        scale = (scales or {}).get(workload, 1)
+        for engine in measurements.contenders:
+            if rates := measurements.rates(engine, workload):
+                spread = (statistics.median(rates), min(rates), max(rates))
+                figures = (f"{scale * rate:.1f}" for rate in spread)
+                view.add_row(
+                    workload, engine, *figures, *(cell(engine, workload) for cell in columns.values())
+                )
         view.add_section()
     return view
+
+
+def subject_columns(measurements: Measurements) -> dict[str, Cell]:
+    """How many times each engine's rate each of ours is."""
+    ours = [name for name in SUBJECTS if name in measurements.contenders]
+    return {f"{name} is": partial(ratio_cell, measurements, name) for name in ours}
+
+
+def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
+    columns: dict[str, Cell] = {
+        "rounds": lambda engine, workload: str(len(measurements.rates(engine, workload))),
+        **subject_columns(measurements),
+        "same tokens": partial(same_cell, measurements, REFERENCE),
+    }
+    title = "Output tokens per second (greedy, fp32 unless the name says otherwise)"
+    return rates_table(title, measurements, workloads, columns)
 
 
 def summary(measurements: Measurements, workloads: Sequence[Workload]) -> dict[str, Any]:
@@ -232,16 +245,24 @@ def summary(measurements: Measurements, workloads: Sequence[Workload]) -> dict[s
     }
 
 
-def passes_as_json(measurements: Measurements) -> list[dict[str, Any]]:
-    """Every figure, in the order of measuring."""
-    return [
+def as_json(measurements: Measurements, unit: str = "tokens_per_second") -> dict[str, Any]:
+    """The engines, and every figure in the order of measuring."""
+    ready = measurements.ready
+    passes = [
         {
             "round": item.round_number, "workload": item.timing.workload, "engine": item.contender,
             "at_s": round(item.at_s, 1), "seconds": round(item.timing.seconds, 3),
-            "tokens_per_second": round(item.timing.tokens_per_second, 2),
+            unit: round(item.timing.tokens_per_second, 2),
         }
         for item in measurements.passes
     ]  # fmt: skip
+    return {
+        "versions": {name: each.versions for name, each in ready.items()},
+        "load_seconds": {name: round(each.load_seconds, 1) for name, each in ready.items()},
+        "peak_memory_bytes": measurements.peak_memory_bytes,
+        "failures": measurements.failures,
+        "passes": passes,
+    }
 
 
 def _engine_summary(measurements: Measurements, contender: str, workload: str) -> dict[str, Any]:
@@ -249,22 +270,26 @@ def _engine_summary(measurements: Measurements, contender: str, workload: str) -
     found: dict[str, Any] = {
         "tokens_per_second": [round(rate, 2) for rate in rates],
         "median": round(statistics.median(rates), 2),
-        "outputs_equal_to_transformers": measurements.equal_outputs(contender, workload),
+        "outputs_equal_to_transformers": measurements.equal_outputs(contender, REFERENCE, workload),
     }
     for subject in SUBJECTS:
         ratios = measurements.ratios(subject, contender, workload)
         if ratios and subject != contender:
-            spread = Spread.of(ratios)
-            found[f"{subject}_ratio"] = {
-                "median": round(spread.median, 3), "min": round(spread.low, 3), "max": round(spread.high, 3),
-                "rounds": [round(ratio, 3) for ratio in ratios],
-            }  # fmt: skip
+            rounds = [round(ratio, 3) for ratio in ratios]
+            found[f"{subject}_ratio"] = {"median": round(statistics.median(ratios), 3), "rounds": rounds}
     return found
 
 
 def ratio_cell(measurements: Measurements, subject: str, contender: str, workload: str) -> str:
-    ratios = measurements.ratios(subject, contender, workload)
-    if subject == contender or not ratios:
+    return "" if subject == contender else spread_text(measurements.ratios(subject, contender, workload))
+
+
+def spread_text(ratios: Sequence[float]) -> str:
+    if not ratios:
         return ""
-    spread = Spread.of(ratios)
-    return f"{spread.median:.2f} x ({spread.low:.2f}..{spread.high:.2f})"
+    return f"{statistics.median(ratios):.2f} x ({min(ratios):.2f}..{max(ratios):.2f})"
+
+
+def same_cell(measurements: Measurements, reference: str, contender: str, workload: str) -> str:
+    equal = measurements.equal_outputs(contender, reference, workload)
+    return "" if contender == reference or equal is None else f"{equal[0]}/{equal[1]}"

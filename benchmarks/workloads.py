@@ -45,7 +45,7 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
-        return max(len(prompt) + count for prompt, count in zip(self.prompts, self.max_tokens, strict=True))
+        return max(map(sum, self.sizes))
 
     @property
     def num_output_tokens(self) -> int:
@@ -54,6 +54,11 @@ class Workload:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(prompt length, output length) of each request."""
+        return [(len(prompt), count) for prompt, count in zip(self.prompts, self.max_tokens, strict=True)]
 
     def renewed(self, vocab_size: int, times: int) -> Workload:
         """The same lengths and the same sharing with other tokens: a pass that no earlier one left in a cache.

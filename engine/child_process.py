@@ -14,6 +14,30 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
 
 
+def memory() -> tuple[int, int]:
+    """Return the bytes that this process has mapped, and those that are resident; zeros if they are unknown."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return 0, 0
+    import resource  # not on Windows, and only children need it
+
+    mapped, resident, *_ = (int(pages) * resource.getpagesize() for pages in statm.read_text().split())
+    return mapped, resident
+
+
+def limit_memory(more_bytes: int, *, is_final: bool = False) -> None:
+    """Limit the memory of this process to `more_bytes` beyond what it has now. macOS has no such limit.
+
+    Args:
+        is_final: the process cannot raise the limit again.
+    """
+    if mapped := memory()[0]:
+        import resource
+
+        limit = mapped + more_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit if is_final else resource.RLIM_INFINITY))
+
+
 def ending(code: int) -> str:
     """Describe an exit status of `subprocess`, to follow the process's name."""
     if code >= 0:

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE, MODEL_NAME, MODEL_NAME_RULE, Range
-from pagemill.chat.families import ToolParser
-from pagemill.chat.thinking import ReasoningParser
+from pagemill.common.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE, MODEL_NAME, MODEL_NAME_RULE, Range
+from pagemill.common.chat.families import ToolParser
+from pagemill.common.chat.thinking import ReasoningParser
 from pagemill.engine.errors import AdapterError, ConfigError, complaint
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 MAX_KV_BLOCKS = 2**24
 """The scheduler keeps an object for each, and kernels index them with 32-bit numbers."""
+MAX_CACHED_STATES = 1024
+_CACHED_SHARE = 8
+"""One part in so many of the KV cache's memory is for cached recurrent states, unless state_cache_bytes is set."""
 MAX_SERVED_NAMES = 32
 """Each is a lane that every pull looks at."""
 _MAX_ADAPTED_LANES = 1024
@@ -34,105 +37,124 @@ _Tokens = Annotated[int, Range(1, 2**24)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The user's settings; None and "auto" are resolved when the model is loaded, into other objects."""
+    """The user's settings; None and "auto" are resolved when the model is loaded, into other objects.
+
+    The docstrings of the fields are the help texts of `pagemill worker`.
+    """
 
     model: str
-    """A folder, a .gguf file, `org/name[@revision]` of the Hugging Face Hub, `modelscope:org/name[@revision]`,
-    `smollm2` (the packaged model) or `echo` (no model at all)."""
+    """A directory, a .gguf file, `org/name[@revision]` of the Hugging Face Hub, `modelscope:org/name[@revision]`,
+    `smollm2` (the packaged model), or `echo` (no model)."""
     served_model_name: tuple[str, ...] = ()
-    """The names that jobs may use, the main one first; a text has them apart by commas or spaces. Empty: the
-    repository's name, the folder's, or the file's without its end."""
+    """Names by which jobs select the model, the main one first, separated by commas or spaces. Default:
+    the name of the repository, directory or file."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """dummy: random weights from the directory's config.json, for benchmarks."""
+    """dummy: random weights, for benchmarks."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """auto: the checkpoint's on CUDA. On CPU bfloat16 for such a checkpoint, unless it is quantised, where the CPU
-    multiplies these numbers (AVX-512 BF16), else float32."""
+    """Data type of the model. Default: auto, the checkpoint's on CUDA. On CPU, bfloat16 for an unquantized
+    bfloat16 checkpoint and a CPU with AVX-512 BF16, otherwise float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The device that runs the model. Default: auto, CUDA if there is a GPU."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Seeds requests that have no seed."""
+    """Seed of requests that have none."""
     block_size: Annotated[int, Range(1, 1024)] = 16
-    """Tokens per KV block. Any number is valid; a power of two saves the GPU's kernels divisions."""
+    """Tokens per KV block. A power of two is faster on GPUs."""
     num_kv_blocks: _Blocks | None = None
-    """KV blocks in the pool; None: from kv_cache_memory_bytes or the device's free memory."""
+    """KV blocks in the pool. Default: from kv_cache_memory_bytes, or from the device's free memory."""
     kv_cache_memory_bytes: _Bytes | None = None
-    """Bytes for the KV cache; None on CPU: a quarter of the available RAM, at most 4 GiB."""
+    """Bytes for the KV cache. Default on CPU: a quarter of the available RAM, at most 4 GiB."""
     gpu_memory_utilization: Annotated[float, Range(1e-3, 1.0)] = 0.9
-    """Share of the device's memory for weights, activations and KV cache together."""
+    """Fraction of the device's memory for weights, activations and KV cache together."""
     max_model_len: Annotated[int, Range(1, 2**31 - 1)] | None = None
-    """Longest prompt + output in tokens; None: the model's context length."""
+    """Longest prompt + output, in tokens. Default: the model's context length."""
     max_num_seqs: _Sequences | None = None
-    """Sequences in one step; None: 64 on CPU, 256 on CUDA."""
+    """Sequences in one step. Default: 64 on CPU, 256 on CUDA."""
     max_num_batched_tokens: _Tokens | None = None
-    """Token budget of a step; None: 512 on CPU, 8192 on CUDA."""
+    """Token budget of a step. Default: 512 on CPU, 8192 on CUDA."""
     long_prefill_token_threshold: Annotated[int, Range(0, 2**24)] = 0
-    """The most prompt tokens of one request in a step; 0: limited by the budget alone."""
+    """Prompt tokens of one request in a step, at most. 0: limited by the budget alone."""
     enable_prefix_caching: bool = True
+    """Reuse the KV blocks of equal prompt prefixes."""
+    state_cache_bytes: Annotated[int, Range(0, 2**46)] | None = None
+    """Bytes for states of recurrent layers at the ends of cached prefixes. Default: an eighth of the KV
+    cache's memory."""
     async_scheduling: bool | None = None
-    """Plan step N+1 while step N runs (depth 1). None: off on CPU, on on CUDA."""
+    """Plan step N+1 while step N runs (depth 1). Default: off on CPU, on on CUDA."""
     num_speculative_tokens: Annotated[int, Range(0, 64)] | None = None
-    """The most tokens that are drafted for a row in a step, where drafts pay; they change no output. 0: none. None: 8
-    on CPU, 0 with async_scheduling, which leaves no time to draft."""
+    """Maximum number of tokens drafted per row and step. Drafts do not change outputs. Default: 8 on CPU; 0 with
+    async_scheduling."""
     pad_to_bucket: bool | None = None
-    """Pad a step's rows and tokens to a bucket size, as CUDA graphs need. None: off on CPU."""
+    """Pad a step's rows and tokens to a bucket size, as CUDA graphs require. Default: off on CPU."""
     stage_inputs: bool | None = None
-    """One copy to the device per step instead of one per array. None: off on CPU, on on CUDA."""
+    """One copy to the device per step instead of one per array. Default: off on CPU, on on CUDA."""
+    strict_kernels: bool = False
+    """Exit at startup if a CUDA kernel fails its comparison with plain torch. Default: off, plain torch
+    replaces it."""
     enforce_eager: bool = False
     """Disable CUDA graphs."""
     batch_invariant: bool = False
-    """Every request's numbers are the same to the last bit, alone or batched, however it is chunked,
-    preempted or resumed; slower. CPU only; float32, or bfloat16 where the CPU multiplies it."""
+    """Compute every request bit-identically, alone, batched, preempted or resumed. Slower. CPU only: any
+    dtype with AVX2 or AVX-512, otherwise float32."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
-    """Storage format of keys and values; auto: the model's dtype. int8 and fp8 (e4m3) carry a scale per token
-    and head; fp8 on CUDA needs compute capability 8.9."""
+    """Storage format of keys and values. Default: auto, the model's dtype. int8 and fp8 (e4m3) store a scale per
+    token and head; fp8 on CUDA requires compute capability 8.9."""
+    attention_backend: Literal["auto", "triton", "fa3"] = "auto"
+    """Attention kernels on CUDA. auto: triton, Pagemill's. fa3: FlashAttention 3 of vLLM's package, on an H100 or H200
+    and a float16 or bfloat16 cache; layers that it does not support run on triton."""
     quantization: Literal["int8", "fp8"] | None = None
-    """int8: products of 8-bit integers, weights and activations; fp8: of e4m3 numbers, on GPUs of compute capability
-    8.9 or newer. A scale per output channel and per token, and on CPU per 32 inputs of these."""
-    swap_space_gib: Annotated[float, Range(0.0, 1024.0)] = 0.0
-    """Host memory for the KV blocks of preempted sequences; 0: they are always recomputed."""
+    """Multiply 8-bit numbers: int8, or fp8 (e4m3) on GPUs of compute capability 8.9 or newer. Scales are per output
+    channel and per token, on CPU per 32 inputs of a token. Default: off."""
+    host_cache_gib: Annotated[float, Range(0.0, 1024.0)] = 0.0
+    """GiB of host memory for evicted KV blocks and those of preempted sequences. 0: they are recomputed."""
+    media_cache_bytes: Annotated[int, Range(0, 2**46)] = 2**29
+    """Bytes for encoded images, which further questions about them reuse. 0: images are rejected, and the part of the
+    model that reads them is not loaded."""
     tensor_parallel_size: Annotated[int, Range(1, 64)] = 1
-    """Processes that share each layer's work, one per GPU; on CPU they share its cores. Memory settings are
-    per process, except swap_space_gib, which is the total."""
+    """Processes that share each layer's work, one per GPU. Memory settings are per process, except
+    host_cache_gib."""
     verify: bool = True
-    """Compare a model that no registered family describes with transformers' own forward pass, at its first start."""
+    """At the first start of a model that no registered family describes, compare it with transformers."""
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
     chat_template: str | None = None
-    """A Jinja file, or the name of one of the model's templates; None: the model's own."""
+    """A Jinja file, or the name of one of the model's templates. Default: the model's own."""
     tool_call_parser: ToolParser | None = None
-    """The syntax of the model's tool calls; None: what its chat template shows."""
+    """Syntax of the model's tool calls, also of an installed package. Default: derived from its chat template."""
     reasoning_parser: ReasoningParser | None = None
-    """The tags around the model's thinking; None: those in its chat template."""
+    """Tags around the model's reasoning. Default: derived from its chat template."""
+    max_image_pixels: Annotated[int, Range(1, 2**30)] = 2**26
+    """Pixels of an image before it is resized. A larger one is rejected without being decoded."""
     num_threads: Annotated[int, Range(1, 1024)] | None = None
-    """CPU threads for the model; None: torch's default."""
+    """CPU threads for the model. Default: torch's."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters that jobs may name, each NAME=FOLDER; a text has them apart by spaces."""
+    """LoRA adapters (PEFT) that jobs may name, NAME=FOLDER, separated by spaces or by repeating the flag."""
     max_adapters: Annotated[int, Range(0, 256)] = 64
-    """Names of adapters. Each is a lane that every pull looks at."""
+    """Number of adapter names. Each is a queue partition that every pull checks."""
     adapter_slots: Annotated[int, Range(1, 256)] = 16
-    """Adapters in memory; the one that was used longest ago makes room."""
+    """Adapters in memory. The least recently used one is evicted."""
     adapter_memory_bytes: _Bytes | None = None
-    """Bytes for the adapters in memory; None: an eighth of the available memory, at most 1 GiB."""
+    """Bytes for the adapters in memory. Default: an eighth of the available memory, at most 1 GiB."""
     max_adapter_rank: Annotated[int, Range(1, 512)] = 64
-    """Adapters of a larger rank are refused."""
+    """Adapters of a larger rank are rejected."""
 
     def __post_init__(self) -> None:
         """Check every option against its annotation. Raises ConfigError, which names the option."""
         try:
             object.__setattr__(self, "model", os.fspath(self.model))
         except TypeError:
-            raise ConfigError("model: it should be a name or a path", setting="model") from None
+            raise ConfigError("model: should be a name or a path", setting="model") from None
         if not 0 < len(self.model) <= 4096:
-            raise ConfigError("model: it should have 1 to 4096 characters", setting="model")
+            raise ConfigError("model: should have 1 to 4096 characters", setting="model")
         object.__setattr__(self, "served_model_name", _served_names(self.served_model_name))
         object.__setattr__(self, "adapters", _split(self.adapters))
         if find_spec("pydantic") is not None:  # a machine that only tests kernels may lack it
-            _hold_to_annotations(self)
+            _check_annotations(self)
         for text in self.adapters:
             parse_adapter(text)
         template = self.chat_template
         is_name = template is None or _TEMPLATE_NAME.fullmatch(template)
         if not is_name and not Path(template or "").expanduser().is_file():
-            message = f"chat_template: there is no file {str(template)[:100]!r}"
+            message = f"chat_template: file {str(template)[:100]!r} does not exist"
             raise ConfigError(message, setting="chat_template")
         lanes = max(1, len(self.served_model_name)) * self.max_adapters
         if lanes > _MAX_ADAPTED_LANES:
@@ -156,7 +178,7 @@ def parse_adapter(text: str) -> tuple[str, str]:
     if not separator or not source:
         raise AdapterError(f"adapters: {text[:100]!r} is not NAME=FOLDER", "adapters")
     if not ADAPTER_NAME.fullmatch(name):
-        raise AdapterError(f"adapters: {name[:100]!r} won't do: {ADAPTER_NAME_RULE}", "adapters")
+        raise AdapterError(f"adapters: {name[:100]!r} is not valid: {ADAPTER_NAME_RULE}", "adapters")
     return name, source
 
 
@@ -172,15 +194,15 @@ def _served_names(given: object) -> object:
     wrong = next((name for name in names if not (isinstance(name, str) and MODEL_NAME.fullmatch(name))), None)
     if not 0 < len(names) <= MAX_SERVED_NAMES or wrong is not None:
         reason = (
-            f"{wrong!r} won't do: {MODEL_NAME_RULE}"
+            f"{wrong!r} is not valid: {MODEL_NAME_RULE}"
             if wrong
-            else f"it should be 1 to {MAX_SERVED_NAMES} names"
+            else f"should be 1 to {MAX_SERVED_NAMES} names"
         )
         raise ConfigError(f"served_model_name: {reason}", setting="served_model_name")
     return tuple(dict.fromkeys(names))
 
 
-def _hold_to_annotations(config: EngineConfig) -> None:
+def _check_annotations(config: EngineConfig) -> None:
     from pydantic import ValidationError
 
     for name, validator in _validators().items():
@@ -232,12 +254,37 @@ class SchedulerConfig:
     """Share of the pool that admission leaves free, so that running rows can grow."""
     eos_token_ids: tuple[int, ...] = ()
     num_host_blocks: int = 0
-    """Blocks of swap space."""
-    kv_block_bytes: int = 0
+    """Blocks of the prefix cache's host tier."""
+    max_host_copies: int = 2**31
+    """Blocks that a step may copy to the host tier."""
     kv_windows: tuple[int | None, ...] = (None,)
-    """The window of each group of layers that has blocks of its own; None: its layers read everything."""
-    swap_bytes_per_second: float = float("inf")
-    """Bandwidth of the link between device and host memory."""
+    """The window of each group of layers with separate blocks; below 0: chunks; None: its layers read everything."""
+    state_bytes: int = 0
+    """Of the state that recurrent layers keep of a sequence, in the slot of its row; 0: the model has none.
+    A row's state can't return to an earlier token: without drafts and host tier."""
+    num_cached_states: int = 0
+    """Slots for states at the ends of cached prefixes; 0: a recurrent model has no prefix cache."""
+
+
+def divide_states(
+    num_states: int, max_num_seqs: int, num_cached: int | None, *, has_blocks: bool, is_fixed: bool = False
+) -> tuple[int, int]:
+    """Divide memory for recurrent states between sequences, cached prefixes and KV blocks, which get the rest.
+
+    Args:
+        num_states: states that the memory would hold.
+        max_num_seqs: the most sequences.
+        num_cached: cached states asked for; None: the default share.
+        has_blocks: the model has KV blocks: they get half of what cached states leave.
+        is_fixed: memory does not lower `max_num_seqs`.
+
+    Returns:
+        max_num_seqs and the number of cached states. Together they may exceed `num_states` if either was asked for.
+    """
+    cached = min(num_states // _CACHED_SHARE if num_cached is None else num_cached, MAX_CACHED_STATES)
+    if not is_fixed:
+        max_num_seqs = min(max_num_seqs, (num_states - cached) // (2 if has_blocks else 1))
+    return max_num_seqs, cached if num_cached is not None else max(0, min(cached, num_states - max_num_seqs))
 
 
 def resolve_max_model_len(config: EngineConfig, context_length: int, longest_context: int | None) -> int:

@@ -16,6 +16,6 @@ _STICKY = re.compile(
 call gives the same error. torch, Triton and HIP pass the texts on. Out of memory is not among them."""
 
 
-def tells_of_lost_device(error: BaseException) -> bool:
+def is_lost_device_error(error: BaseException) -> bool:
     """Return True if the device is lost. Other errors may mean it too: `Executor.is_device_alive`."""
     return isinstance(error, RuntimeError) and _STICKY.search(str(error)) is not None

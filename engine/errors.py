@@ -3,22 +3,26 @@
 EngineError
 ├── InvalidRequest            the caller is wrong; only this request fails
 │   ├── PromptTooLong         prompt_too_long: longer than max_model_len
+│   ├── InvalidImage          invalid_image: not a picture, damaged, or over a limit
 │   ├── NeverFits             never_fits: needs more KV blocks than the pool has
 │   ├── UnsupportedFeature    unsupported_feature: refused, never ignored
 │   ├── UnknownAdapter        unknown_adapter: names one that is not there
 │   ├── SchemaInvalid         schema_invalid: a regex, JSON schema or grammar that means nothing
-│   └── SchemaTooComplex      schema_too_complex: one that takes too much time or memory
+│   ├── SchemaTooComplex      schema_too_complex: one that takes too much time or memory
+│   └── SchemaMismatch        schema_mismatch: a complete output that its JSON schema does not allow
 ├── ConfigError               the engine was asked for something impossible at start
 │   ├── ModelLoadError        no such model, unreadable or unsupported checkpoint
 │   └── AdapterError          no such adapter, or one that does not fit the model
+├── LacksAbility              another engine may do what the request asks for; it does not fail
 ├── StepError                 the step raised; its requests are retried, then fail alone
-└── DeviceLost                no step will succeed any more on this device; the engine can't go on
+└── DeviceLost                no step will succeed any more on this device; the engine must be restarted
     └── RankLost              a process of a model that is spread over several died
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,13 +40,25 @@ class InvalidRequest(EngineError, ValueError):
 
     @classmethod
     def of(cls, code: str, message: str) -> InvalidRequest:
-        """Return the error for a code."""
+        """Return the error for a code.
+
+        Args:
+            code: an error code of a job.
+            message: the error's message.
+
+        Returns:
+            An instance of the class with this code.
+        """
         kinds: list[type[InvalidRequest]] = [cls, *cls.__subclasses__()]
         return next(kind for kind in kinds if kind.code == code)(message)
 
 
 class PromptTooLong(InvalidRequest):
     code = "prompt_too_long"
+
+
+class InvalidImage(InvalidRequest):
+    code = "invalid_image"
 
 
 class NeverFits(InvalidRequest):
@@ -65,6 +81,21 @@ class SchemaInvalid(InvalidRequest):
 
 class SchemaTooComplex(InvalidRequest):
     code = "schema_too_complex"
+
+
+class SchemaMismatch(InvalidRequest):
+    """A complete output does not match its schema, which its grammar can't enforce in full."""
+
+    code = "schema_mismatch"
+
+
+class LacksAbility(EngineError):
+    """This engine cannot do what the request asks for, but other engines of the model may."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """`words`: the abilities that it lacks."""
+        super().__init__(f"the engine lacks {', '.join(words)}")
+        self.words = tuple(words)
 
 
 class ConfigError(EngineError, ValueError):
@@ -111,11 +142,11 @@ class StepError(EngineError):
 def complaint(error: ValidationError, *, is_secret: bool = False) -> str:
     """Describe an invalid setting and the allowed values, as part of a line; a secret is not quoted."""
     first = error.errors(include_url=False, include_context=False)[0]
-    message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
+    message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "should")
     given = repr(first["input"])
     if is_secret or len(given) > 100:
         return message
-    return f"{given} won't do: {message}"
+    return f"{given} is not valid: {message}"
 
 
 _EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}

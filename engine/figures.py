@@ -47,6 +47,8 @@ class ModelFigures:
     """Of one with keys and values in place of latents; None: it has keys and values."""
     windows: tuple[int | None, ...]
     """By group of layers, each of which has blocks of its own; None: it reads everything."""
+    state_bytes: int = 0
+    """Of a sequence in recurrent layers."""
     dtype: str
     kv_dtype: str
     context_length: int
@@ -63,7 +65,7 @@ class ModelFigures:
 
     def kv_bytes_read(self, context: float) -> float:
         """Return the bytes of keys and values that a token after this many reads."""
-        tokens = sum(min(context, window or context) for window in self.windows)
+        tokens = sum(min(context, abs(window or context)) for window in self.windows)
         return tokens * self.block_bytes / self.block_size
 
 
@@ -92,7 +94,8 @@ def read_figures(config: EngineConfig, *, on_card: bool, weight_bits: float | No
     bits = weight_bits or _weight_bits(config, raw, model.dtype, None if on_card else counted.parameters)
     settings: Any = model.module.config
     heads = model.num_heads
-    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    num_heads = getattr(settings, "num_attention_heads", 1)
+    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // num_heads
     if shape.latent is not None:
         head_dim = shape.latent.cached
     return ModelFigures(
@@ -103,13 +106,14 @@ def read_figures(config: EngineConfig, *, on_card: bool, weight_bits: float | No
         read_parameters=counted.products,
         layer_parameters=counted.active - counted.head,
         head_parameters=counted.head,
-        attention_width=settings.num_hidden_layers * heads * head_dim,
+        attention_width=shape.num_layers * heads * head_dim,
         weight_bits=bits,
         weight_bytes=int(counted.products * bits / 8 + counted.looked_up * model.dtype.itemsize),
         block_size=config.block_size,
         block_bytes=shape.block_bytes,
         expanded_block_bytes=shape.expanded_block_bytes,
         windows=shape.windows,
+        state_bytes=shape.state_bytes,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=str(cache_dtype).removeprefix("torch."),
         context_length=model.context_length,

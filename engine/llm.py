@@ -6,20 +6,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from pagemill.engine.adapters.adapter import Adapter
 from pagemill.engine.adapters.source import obtain_adapter
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.media import MediaItem
 from pagemill.engine.offline_order import merge_equal, rank_by_prefix
 from pagemill.engine.outputs import CompletionDelta, FinishReason, RequestOutput, Usage
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
+from pagemill.engine.tasks import GENERATE, Task
+from pagemill.engine.text.chat import ChatOptions
 from pagemill.engine.text.tokenizer import Message
 
 Prompt = str | Sequence[int]
+ToolChoice = Literal["none", "auto", "required"] | str
 AdapterNames = str | Sequence[str | None] | None
 
 
@@ -90,20 +94,21 @@ class LLM:
         adapter: AdapterNames = None,
         use_tqdm: bool | None = None,
     ) -> list[GenerationOutput]:
-        """Complete every prompt; results are in the order given.
+        """Complete every prompt.
 
-        Prompts with a common beginning run one after another, and requests with necessarily equal outputs run
-        once.
+        Prompts with a common beginning run one after another, and requests with necessarily equal outputs run once.
 
         Args:
             prompts: strings (special tokens are added) or lists of token ids; a single one counts as a list of one.
             sampling_params: one for all, or one each.
-            adapter: the name of an adapter, of `adapters=` or `add_adapter`: one for all, or one each. None: the model
-                as it is.
+            adapter: name of an adapter, of `adapters=` or `add_adapter`: one for all, or one each. None: no adapter.
             use_tqdm: a progress bar on stderr; None: if stderr is a terminal.
 
+        Returns:
+            One output per prompt, in the order of the prompts.
+
         Raises:
-            InvalidRequest: one of the prompts can't run; nothing has been generated.
+            InvalidRequest: one of the prompts cannot run; nothing has been generated.
         """
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Any] = [prompts] if is_one else list(prompts)
@@ -120,8 +125,16 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Return the `beam_width` best continuations of every prompt, best first.
 
+        Args:
+            prompts: strings or lists of token ids; a single one counts as a list of one.
+            params: width, length and penalties of the search.
+            use_tqdm: a progress bar on stderr; None: if stderr is a terminal.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
         Raises:
-            InvalidRequest: one of the prompts can't run; nothing has been generated.
+            InvalidRequest: one of the prompts cannot run; nothing has been generated.
         """
         return self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
 
@@ -130,26 +143,64 @@ class LLM:
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
         adapter: AdapterNames = None,
         use_tqdm: bool | None = None,
     ) -> list[GenerationOutput]:
-        """As `generate`, through the model's chat template; `max_tokens` defaults to the rest of the context."""
+        """Complete conversations through the model's chat template.
+
+        Args:
+            conversations: lists of messages; a single one counts as a list of one. A user's content may be a list of
+                parts: `{"type": "text", "text": ...}`, and `{"type": "image", "image": ...}` with a file's bytes.
+            sampling_params: one for all, or one each; by default `max_tokens` is the rest of the context.
+            tools: functions that the model may call, in OpenAI's form. An output's text contains the calls as the model
+                writes them.
+            tool_choice: "required", or the name of a function, forces a call that the schemas allow.
+            chat_template_kwargs: variables for the template, such as `enable_thinking`.
+            reasoning_effort: for templates that support it; "none" disables reasoning where the template has a switch.
+            adapter: name of an adapter: one for all, or one each. None: no adapter.
+            use_tqdm: a progress bar on stderr; None: if stderr is a terminal.
+
+        Returns:
+            One output per conversation, in the order of the conversations.
+
+        Raises:
+            InvalidRequest: one of the conversations cannot run; nothing has been generated.
+        """
         is_one = len(conversations) > 0 and isinstance(conversations[0], Mapping)
         listed: list[Any] = [conversations] if is_one else list(conversations)
-        inputs = [{"messages": messages} for messages in listed]
+        processor = self.engine.input_processor
+        inputs: list[dict[str, Any]] = [{"messages": processor.read_images(messages)} for messages in listed]
+        if tools or chat_template_kwargs or reasoning_effort is not None:
+            is_free = tool_choice in ("none", "auto", "required")
+            options = ChatOptions(
+                tools=tools,
+                choice=tool_choice if is_free else "required",  # type: ignore[arg-type]
+                function=None if is_free else tool_choice,
+                template_kwargs=chat_template_kwargs or {},
+                reasoning_effort=reasoning_effort,
+            )
+            inputs = [{**given, "options": options} for given in inputs]
         params = self._params_for(len(inputs), sampling_params, SamplingParams(max_tokens=None))
         return self._run(inputs, params, self._adapters_for(len(inputs), adapter), use_tqdm)
 
     def add_adapter(self, name: str, source: str) -> None:
-        """Let prompts name an adapter, a PEFT folder; of the same name, it replaces the earlier one.
+        """Load a LoRA adapter. It replaces an earlier adapter of the same name.
+
+        Args:
+            name: the name that prompts use.
+            source: a PEFT folder, or `org/name[@revision]` of the Hugging Face Hub.
 
         Raises:
-            ConfigError: it can't be used with this model; the message says why.
+            ConfigError: the adapter cannot be used with this model.
         """
         self.engine.adapters.add(name, obtain_adapter(source))
 
     def close(self) -> None:
-        """Free the weights and the KV cache, and end the other processes of a model spread over several.
+        """Free the weights and the KV cache, and end the processes of ranks and of schemas.
 
         All that also goes with this object. Later calls of `generate` raise `DeviceLost`.
         """
@@ -178,11 +229,24 @@ class LLM:
         adapters: list[Adapter | None],
         use_tqdm: bool | None,
     ) -> list[GenerationOutput]:
-        prepared = [
-            self.engine.input_processor.process(**given, params=one)
-            for given, one in zip(inputs, params, strict=True)
+        tasks: list[Task] = []
+        prepared: list[tuple[list[int], SamplingParams]] = []
+        for given, one in zip(inputs, params, strict=True):
+            if "options" in given:
+                token_ids, checked, task, _ = self.engine.input_processor.process_chat(**given, params=one)
+            else:
+                (token_ids, checked), task = (
+                    self.engine.input_processor.process(**given, params=one),
+                    GENERATE,
+                )
+            prepared.append((token_ids, checked))
+            tasks.append(task)
+        processor = self.engine.input_processor
+        media = [
+            processor.media_of(token_ids, given.get("messages"))
+            for given, (token_ids, _) in zip(inputs, prepared, strict=True)
         ]
-        first = merge_equal(prepared, [None if adapter is None else adapter.digest for adapter in adapters])
+        first = merge_equal(prepared, list(map(_merge_key, adapters, media)))
         # The running order, not the clock: a million prompts may share one reading of it.
         ranks = rank_by_prefix([token_ids for token_ids, _ in prepared])
         base = self._num_requests
@@ -194,8 +258,10 @@ class LLM:
                     continue
                 request_id = f"llm-{base + number}"
                 arrival = float(base + ranks[number])
-                adapter = adapters[number]
-                self.engine.add_request(request_id, token_ids, one, arrival=arrival, adapter=adapter)
+                self.engine.add_request(
+                    request_id, token_ids, one, arrival=arrival, task=tasks[number], adapter=adapters[number],
+                    media=media[number],
+                )  # fmt: skip
                 outputs = [CompletionOutput(index) for index in range(one.n)]
                 results[request_id] = GenerationOutput(request_id, given.get("prompt"), token_ids, outputs)
             self._drive(results, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
@@ -224,6 +290,13 @@ class LLM:
         finally:
             if bar is not None:
                 bar.close()
+
+
+def _merge_key(adapter: Adapter | None, media: Sequence[MediaItem]) -> str | None:
+    """Return what distinguishes requests with equal tokens."""
+    if adapter is None and not media:
+        return None
+    return " ".join(["" if adapter is None else adapter.digest, *(item.digest.hex() for item in media)])
 
 
 def _repeat(result: GenerationOutput, request_id: str, prompt: str | None) -> GenerationOutput:

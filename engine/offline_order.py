@@ -9,14 +9,14 @@ from pagemill.engine.sampling_params import SamplingParams
 Prepared = tuple[Sequence[int], SamplingParams]
 
 
-def merge_equal(requests: Sequence[Prepared], adapters: Sequence[str | None] | None = None) -> list[int]:
+def merge_equal(requests: Sequence[Prepared], keys: Sequence[str | None] | None = None) -> list[int]:
     """Return, per request, the number of the first one with the same output, which may be its own.
 
     Equal prompts with equal parameters have equal outputs if nothing is drawn, or if they have equal given
     seeds.
 
     Args:
-        adapters: what tells the requests' adapters apart; None: no request has one.
+        keys: what distinguishes the requests' adapters and media; None: no request has any.
     """
     seen: dict[tuple[tuple[int, ...], int | None, str | None], list[int]] = {}
     first: list[int] = []
@@ -25,8 +25,8 @@ def merge_equal(requests: Sequence[Prepared], adapters: Sequence[str | None] | N
             first.append(number)
             continue
         # Keyed by seed too: a sweep over seeds is the usual way to submit the same prompt a thousand times.
-        adapter = None if adapters is None else adapters[number]
-        alike = seen.setdefault((tuple(token_ids), params.seed, adapter), [])
+        key = None if keys is None else keys[number]
+        alike = seen.setdefault((tuple(token_ids), params.seed, key), [])
         same = next((other for other in alike if requests[other][1] == params), number)
         if same == number:
             alike.append(number)

@@ -8,13 +8,21 @@ from typing import Literal
 
 from pagemill.engine.plan import TokenLogprobs
 
+UNKNOWN_TOKEN = 2**31 - 1
+"""Stands for a token whose id its engine does not report. No vocabulary is that large."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["waiting", "prefill", "decode"]
 WaitReason = Literal["budget", "rows", "kv"]
 """The resource that the first waiting request lacks: tokens of the step's budget, a row, or KV blocks."""
+StayCause = Literal[
+    "adapter", "grammar", "rows", "kv", "budget", "prompt", "decode", "displaced", "preempted", "others"
+]
+"""What a request's time in the engine goes to; `others` is a number beside them."""
 StructuredResult = Literal["valid", "truncated", "invalid"]
+LetGo = Literal["released", "lapsed"]
+"""What becomes of a request that its engine lost: `released` counts nothing, `lapsed` counts as a crash."""
 MemoryUse = Literal["weights", "kv", "graphs", "activations", "free"]
-PromptSource = Literal["computed", "prefix_cache", "swap"]
+PromptSource = Literal["computed", "prefix_cache"]
 
 
 @dataclass(slots=True)
@@ -24,6 +32,8 @@ class SampleState:
     index: int
     token_ids: list[int]
     finish_reason: FinishReason | None = None
+    text: str = ""
+    """The text that was committed with them."""
 
 
 @dataclass(slots=True)
@@ -45,7 +55,7 @@ class CompletionDelta:
     label_probs: tuple[float, ...] | None = None
     """The probability of each label of the choice, in its order, if requested; with the last tokens."""
     label: int | None = None
-    """The number of the likeliest, which is the text."""
+    """The number of the most probable label, which is the text."""
 
 
 @dataclass(slots=True)
@@ -87,6 +97,13 @@ class RequestOutput:
     """The result of a `Pool` task; set on the last output."""
     device_s: float = 0.0
     """The request's share of the seconds that steps took; set on the last output, by who times the steps."""
+    stay: dict[StayCause, int] | None = None
+    """Milliseconds by cause, and tenths of the mean number of other sequences while it decoded; set on the last
+    output."""
+    warnings: tuple[str, ...] = ()
+    """What the caller should know of the output; set on the last one."""
+    let_go: LetGo | None = None
+    """Set on the last output of a request that has not ended, and that must run on another engine or later."""
 
 
 class Histogram:
@@ -125,21 +142,21 @@ LabelValues = tuple[str, ...]
 class KVCacheStats:
     """The block pool at one moment. free + cached + active + reserved == capacity, always."""
 
-    capacity_blocks: int
-    block_size: int
-    free_blocks: int
+    capacity_blocks: int = 0
+    block_size: int = 1
+    free_blocks: int = 0
     """No reference, no hash."""
-    cached_blocks: int
+    cached_blocks: int = 0
     """No reference, but hashed: reusable by a prefix hit, evictable."""
-    active_blocks: int
+    active_blocks: int = 0
     """At least one reference."""
-    reserved_blocks: int
+    reserved_blocks: int = 0
     """The null block, and blocks that wait for in-flight steps to retire."""
-    shared_blocks: int
+    shared_blocks: int = 0
     """At least two references."""
-    block_references: int
+    block_references: int = 0
     """Sum of reference counts; references / active = sharing ratio."""
-    filled_slots: int
+    filled_slots: int = 0
     """Token slots in use in active blocks; a shared block counts once."""
     allocations: int = 0
     frees: int = 0
@@ -152,22 +169,37 @@ class KVCacheStats:
     """Bytes of one block over all layers of a group, scales included; 0 without a device cache."""
     dtype: str = ""
     """The storage format of keys and values."""
-    swapped_out_blocks: int = 0
-    """Blocks copied to the host since the start."""
-    swapped_in_blocks: int = 0
     host_capacity_blocks: int = 0
-    """Blocks of swap space; 0 if there is none."""
+    """Blocks of the host tier; 0 if it is disabled."""
     host_used_blocks: int = 0
+    host_stored_blocks: int = 0
+    """Blocks copied to the host tier."""
+    host_loaded_blocks: int = 0
+    """Blocks copied back."""
+    host_evictions: int = 0
+    host_skipped_blocks: int = 0
+    """Blocks that were not stored: the limit per step, or a tier that is too small for the step."""
+    host_hit_tokens: int = 0
+    """Of the prefix hits, the tokens that came from the host tier."""
     window_frees: int = 0
     """Blocks freed because their layers' window had left them behind."""
     groups: tuple[tuple[int | None, int], ...] = ()
-    """Of each group of layers with blocks of its own: its window in tokens (None: all), its active blocks."""
+    """Of each group of layers with blocks of its own: its window (below 0: chunks, None: all), its active blocks."""
+    state_slots: int = 0
+    """Slots for the state of recurrent layers, of rows and of cached prefixes; 0: the model has no such layers."""
+    active_state_slots: int = 0
+    """Those of running sequences."""
+    cached_state_slots: int = 0
+    """Those with a state at the end of a cached prefix."""
+    state_bytes: int = 0
+    """Bytes of a slot."""
 
     def active_by_window(self) -> list[tuple[int | None, int]]:
-        """Return (window, active blocks), groups of one window together."""
-        windows = dict.fromkeys((window for window, _ in self.groups), 0)
+        """Return (tokens of the window or chunk, active blocks), groups of as many tokens together."""
+        windows: dict[int | None, int] = {}
         for window, blocks in self.groups:
-            windows[window] += blocks
+            tokens = abs(window) if window else window
+            windows[tokens] = windows.get(tokens, 0) + blocks
         return list(windows.items())
 
     @property
@@ -199,15 +231,11 @@ class SchedulerStats:
     """Requests that wait for blocks, a row or budget."""
     waiting_for: WaitReason = "budget"
     """Why the first of them was not admitted; the rest wait behind it."""
-    swapped: int = 0
-    """Sequences whose blocks are on the host."""
     displaced: int = 0
-    """Preemptions in favour of urgent requests; also counted as one of the following."""
+    """Preemptions in favour of urgent requests; also counted as preemptions."""
     preemptions: int = 0
-    """Preemptions by recompute."""
-    swap_preemptions: int = 0
     preempted_tokens: int = 0
-    """Computed tokens discarded by recompute preemption, to be computed again (prefix hits not deducted)."""
+    """Computed tokens of preempted sequences (prefix hits not deducted)."""
     recomputed_tokens: int = 0
     """Tokens computed again (prefix hits deducted)."""
     steps_failed: int = 0
@@ -232,6 +260,8 @@ class LoadedModel:
     fingerprint: str = ""
     max_model_len: int = 0
     max_num_seqs: int = 0
+    replaced_kernels: int = 0
+    """Operators that plain torch computes, as their kernels failed the check at startup."""
 
 
 @dataclass(slots=True)
@@ -283,6 +313,22 @@ class GrammarStats:
     misses: int = 0
 
 
+@dataclass(slots=True)
+class MediaStats:
+    """The encoder of pictures and its cache. Counted on the engine's thread; a snapshot holds a copy."""
+
+    encoded: int = 0
+    """Pictures that the encoder read."""
+    cache_hits: int = 0
+    """Pictures of requests whose vectors, or whose KV, were cached."""
+    encoder_seconds: float = 0.0
+    waiting: int = 0
+    """Requests with pictures to encode."""
+    used_bytes: int = 0
+    """Of the cached vectors."""
+    capacity_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterStats:
     """The adapters that requests may name, and those in memory."""
@@ -305,15 +351,18 @@ class AdapterStats:
 class EngineStats:
     """One immutable snapshot, taken by the engine's own thread between two steps."""
 
-    kv: KVCacheStats
+    kv: KVCacheStats = field(default_factory=KVCacheStats)
     scheduler: SchedulerStats = SchedulerStats()
     loaded: LoadedModel = LoadedModel()
     steps: StepStats = field(default_factory=StepStats)
     requests: RequestStats = field(default_factory=RequestStats)
     grammars: GrammarStats = GrammarStats()
     adapters: AdapterStats = field(default_factory=AdapterStats)
+    media: MediaStats = field(default_factory=MediaStats)
     memory_bytes: dict[MemoryUse, int] = field(default_factory=dict)
     """The device's memory by use, as far as known."""
+    known: frozenset[str] | None = None
+    """The names of the metrics of the KV cache that are known; None: all of them."""
     blocks: BlockMap | None = None
     """The latest map of the block pool, while requested (`Engine.watch_blocks`)."""
     histograms: dict[str, dict[LabelValues, HistogramSnapshot]] = field(default_factory=dict)
@@ -339,6 +388,8 @@ class Capacity:
     """Requests already queued inside the engine."""
     block_limits: tuple[int | None, ...] = (None,)
     """The most blocks that a sequence holds at once in each group of layers, by its window; None: no limit."""
+    rows: int | None = None
+    """The most sequences that may run now, where that changes. Urgent requests then take no rows of others."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that a sequence of this many tokens holds at most at once."""

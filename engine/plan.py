@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pagemill.engine.media import PromptMedia
 from pagemill.engine.sampling_params import SamplingParams
 
 
@@ -35,6 +36,8 @@ class NewRow:
     """Token sequences that may not be generated: `params.bad_words`, tokenised."""
     adapter_slot: int = -1
     """Where its adapter is; -1: it has none."""
+    media: PromptMedia | None = None
+    """Vectors for some of the given tokens, and their positions. None: it is a text."""
 
 
 @dataclass(slots=True)
@@ -92,23 +95,28 @@ class Sample:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Applied in this order: freed rows, new rows, swaps out, swaps in, block copies, the forward pass,
-    samples."""
+    """One step. Applied in this order: freed rows, new rows, host stores, host loads, block copies, state copies,
+    the forward pass, samples."""
 
     step_id: int
     freed_rows: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    host_stores: list[tuple[int, int]] = field(default_factory=list)
     """(device block, host block) ids, copied in every layer. The device blocks may be overwritten afterwards."""
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    host_loads: list[tuple[int, int]] = field(default_factory=list)
     """(host block, device block) ids."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) block ids, copied in every layer before anything is written."""
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, destination) slots of recurrent state, copied one after another: rows that forked after the step before,
+    and cached states, whose slots follow those of the rows."""
     work: list[RowWork] = field(default_factory=list)
     """Rows with one token first: execution splits the batch there."""
     samples: list[Sample] = field(default_factory=list)
     has_adapters: bool = False
     """A row of `work` has an adapter."""
+    has_media: bool = False
+    """A row of `work` may compute a token that stands for media."""
     num_drafts: int = 0
     """Entries of `work` that compute a draft: they follow the one with their row's newest token."""
 

@@ -1,17 +1,20 @@
-"""Checks if a model can be run, from its config.json and the names of its files: no tensor is read."""
+"""Checks if a model can be run, from its config.json and the headers of its files: no tensor is read."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.models.checkpoint import read_config, read_scheme, weight_files
+from pagemill.engine.models.checkpoint import check_header, read_config, read_scheme, weight_files
 from pagemill.engine.models.families.registry import find_family
+from pagemill.engine.models.formats.pickled import find_pickles
 from pagemill.engine.pooling.folder import read_pooling_folder
+from pagemill.engine.text.tokenizer import load_tokenizer
 
 
 def check_config(directory: Path) -> None:
-    """Raise `ModelLoadError` if config.json names a model that a start would refuse."""
+    """Raise `ModelLoadError` if config.json names a model that a worker would reject."""
     if read_pooling_folder(directory) is not None:
         return
     raw = read_config(directory)
@@ -26,7 +29,31 @@ def check_config(directory: Path) -> None:
         raise ModelLoadError(f"can't read {directory / 'config.json'}: {message}") from error
 
 
-def why_not(directory: Path) -> str | None:
+def check_files(config: EngineConfig, directory: Path) -> None:
+    """Check the sizes of the weight files, and load the tokenizer.
+
+    Raises:
+        ModelLoadError: a file is missing or truncated. Pickled weights are not looked into.
+        ConfigError: the tokenizer's files are broken.
+    """
+    folder = read_pooling_folder(directory)
+    weights = directory if folder is None else folder.transformer
+    is_stored = config.load_format != "dummy"
+    if is_stored and (any(weights.glob("*.safetensors")) or not find_pickles(weights)):
+        for file in weight_files(weights):
+            check_header(file)
+    if not config.skip_tokenizer_init and load_tokenizer(weights, config.chat_template) is None:
+        raise lacks_tokenizer(config)
+
+
+def lacks_tokenizer(config: EngineConfig) -> ModelLoadError:
+    return ModelLoadError(
+        f"{config.model} has no tokenizer, so each job with a text would fail: download its files too, or serve token "
+        "ids (skip_tokenizer_init)"
+    )
+
+
+def reason_not_runnable(directory: Path) -> str | None:
     """Return why the model in a directory can't be run; None if nothing is known against it."""
     try:
         check_config(directory)

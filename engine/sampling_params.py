@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from pagemill.bounds import InvalidParameter
-from pagemill.engine.errors import InvalidRequest
-from pagemill.sampling_fields import (
+from pagemill.common.bounds import InvalidParameter
+from pagemill.common.sampling_fields import (
     DEFAULT_PROMPT_MAX_TOKENS,
     MAX_STOP_STRINGS,
     EarlyStopping,
     SamplingFields,
     TokenCount,
 )
-from pagemill.structured_outputs import StructuredOutputs
+from pagemill.common.structured_outputs import StructuredOutputs
+from pagemill.engine.errors import InvalidRequest
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM: any other choice would be due to rounding."""
@@ -82,6 +82,13 @@ class BeamSearchParams:
     logprobs: int | None = None
 
     def sampling_params(self) -> SamplingParams:
-        """Return the same as `SamplingParams`, other fields at their defaults. Raises `InvalidRequest`."""
+        """Return the same parameters as `SamplingParams`.
+
+        Returns:
+            Sampling parameters with all other fields at their defaults.
+
+        Raises:
+            InvalidRequest: a parameter is out of range.
+        """
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return SamplingParams(n=self.beam_width, **given)

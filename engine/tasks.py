@@ -19,6 +19,9 @@ class Thinking:
     closing_ids: tuple[int, ...]
     budget: int | None = None
     """Most tokens of thinking, after which the closing tag is forced."""
+    decided_by: str = ""
+    """The beginning of `closing` after which the rest of it is forced, since it ends the thinking by itself. Empty:
+    nothing but all of `closing` ends it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,15 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from pagemill import AsyncProducer, InvalidJob, JobError, JobNotFound, QueueFull, ResultTimeout
+from pagemill import (
+    AsyncJobHandle,
+    AsyncProducer,
+    InvalidJob,
+    JobError,
+    JobNotFound,
+    QueueFull,
+    ResultTimeout,
+)
 
 MODEL = os.environ.get("PAGEMILL_MODEL", "smollm2")
 queue: AsyncProducer
@@ -59,14 +67,31 @@ async def answer(job_id: str, wait: float = 0.0) -> dict[str, Any]:
 
 @app.post("/stream")
 async def stream(question: Question) -> StreamingResponse:
-    """Server-sent events, token by token."""
+    """Server-sent events: `token` appends text, `snapshot` replaces it, `end` has the state that the job ended in.
+
+    Only the state `succeeded` means that the answer is complete. For the others, `error` has the code and the message.
+    """
     handle = queue.job(await _submit(question, stream=True))
 
     async def events() -> AsyncIterator[str]:
         async for event in handle.stream():
-            yield f"data: {json.dumps({'type': event.type, 'text': event.text})}\n\n"
+            message: dict[str, Any] = {"type": event.type, "text": event.text}
+            if event.type == "end":
+                message["state"] = event.state
+                if event.state != "succeeded":
+                    message["error"] = await _error_of(handle)
+            yield f"data: {json.dumps(message)}\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
+
+
+async def _error_of(handle: AsyncJobHandle) -> dict[str, str]:
+    """Return why a job that has ended did not succeed."""
+    try:
+        await handle.result()
+    except JobError as error:  # failed, dead, expired or cancelled
+        return {"code": error.code, "message": error.message}
+    raise AssertionError("the job has succeeded")
 
 
 async def _submit(question: Question, **fields: Any) -> str:

@@ -38,7 +38,7 @@ def usable(directory: Path, variable: str) -> Path:
     atexit.register(_remove, private, os.getpid())
     os.environ[_PRIVATE] = str(private)
     logger.warning(
-        "compiled kernels can't be kept in %s (%s): every start compiles them anew; "
+        "compiled kernels can't be kept in %s (%s): they are compiled again at each startup; "
         "set %s to a directory that this user can write",
         directory,
         reason,

@@ -36,7 +36,14 @@ class Routing:
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `pagemill.kernels.dispatch.route`."""
+    """Choose each row's experts by its logits [num_rows, num_experts], and weigh them.
+
+    Args:
+        bias: [num_experts], added to the scores for the choice, not for the weights.
+
+    Returns:
+        Weights fp32 [num_rows, top_k], and experts int64 [num_rows, top_k], the best first.
+    """
     logits = logits.float()
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
     choice = scores if bias is None else scores + bias
@@ -54,7 +61,14 @@ def route(
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.clamped_swiglu`."""
+    """gate * sigmoid(alpha * gate) * (up + 1), the gate at most `limit`, up within -limit .. limit: gpt-oss's.
+
+    Args:
+        gate_up: [num_rows, 2 * size], the gate first.
+
+    Returns:
+        [num_rows, size], fresh; computed in fp32 and rounded once.
+    """
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
@@ -63,7 +77,15 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
 def sort_by_expert(
     x: torch.Tensor, indices: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `pagemill.kernels.dispatch.sort_by_expert`."""
+    """Copy rows of x [num_rows, size] for each expert that they chose, sorted by expert.
+
+    Args:
+        indices: int64 [num_rows, top_k], each in 0 .. num_experts - 1.
+
+    Returns:
+        Rows [num_rows * top_k, size]; the place of every choice among them, int64 [num_rows * top_k]; and int64
+        [num_experts + 1], where each expert's rows begin.
+    """
     chosen, order = torch.sort(indices.flatten(), stable=True)
     bounds = torch.arange(num_experts + 1, device=x.device)
     offsets = torch.searchsorted(chosen, bounds)
@@ -73,6 +95,11 @@ def sort_by_expert(
 
 
 def combine_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.combine_experts`."""
+    """Return [num_rows, size]: the sum of each row's experts, weighted, in the order of its choice.
+
+    Args:
+        rows: [num_rows * top_k, size], contiguous, sorted as by `sort_by_expert`, which gives `places`.
+        weights: [num_rows, top_k].
+    """
     parts = rows[places].view(*weights.shape, -1).float()
     return (parts * weights.float()[..., None]).sum(dim=1).to(rows.dtype)

@@ -17,12 +17,19 @@ from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.sampling_rows import SamplingRows
 from pagemill.kernels.types.scoring import Scoring
 from pagemill.kernels.types.tiled_weight import TiledWeight
+from pagemill.kernels.types.window import first_visible
 
 
 def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
 ) -> None:
-    """See `pagemill.kernels.dispatch.reshape_and_cache`."""
+    """Write every token's key and value to its slot of one layer's cache.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_dim]; views with any strides over a contiguous last
+            dimension. Converted to the cache's dtype; for int8 and fp8 quantised per token and head, to nearest.
+        slot_mapping: [num_tokens] int64, block id * block_size + offset; -1 skips the token. No slot twice.
+    """
     is_real = slot_mapping >= 0
     slots = slot_mapping[is_real]
     blocks, offsets = slots // cache.block_size, slots % cache.block_size
@@ -38,7 +45,10 @@ def reshape_and_cache(
 
 
 def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.grouped_matmul`."""
+    """x W^T for x [num_rows, in_features], its numbers in the weight's order; fresh, [num_rows, out_features].
+
+    Computed in fp32 from x and the weight's own numbers, and rounded once. The last dimension of x is contiguous.
+    """
     wide = x if x.dtype is torch.float64 else x.float()
     return (wide @ weight.numbers().to(wide.dtype).t()).to(x.dtype)
 
@@ -56,7 +66,10 @@ def quantise(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 def copy_blocks(
     key_cache: torch.Tensor, value_cache: torch.Tensor, block_pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """See `pagemill.kernels.dispatch.copy_blocks`."""
+    """Copy blocks (source, destination) within one layer's caches, in place.
+
+    Pairs never chain: no block is the destination of one pair and the source or destination of another.
+    """
     if not block_pairs:
         return
     sources, destinations = torch.tensor(block_pairs, device=key_cache.device).unbind(1)
@@ -67,7 +80,20 @@ def copy_blocks(
 def paged_attention(
     query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.paged_attention`. Padded tokens come out as zeros here."""
+    """Causal attention of one step's tokens over one layer's paged cache: softmax over the visible keys' scores.
+
+    Unused blocks, unused slots and block-table entries past a row's length, or wholly before what its window shows
+    any query token, are never read.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], last dimension contiguous; num_heads is a multiple of
+            num_kv_heads, and consecutive heads share a KV head.
+        cache: with this step's keys and values already written; its block_size is a power of two.
+
+    Returns:
+        [num_tokens, num_heads, head_dim], fresh and contiguous. What stands at padded tokens is undefined.
+    """
+    # Padded tokens come out as zeros here.
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     compute_dtype = _compute_dtype(query)
     start = 0
@@ -75,8 +101,7 @@ def paged_attention(
     for row, (query_len, seq_len) in enumerate(rows):
         if query_len > 0 and seq_len > 0:
             # Blocks wholly before the first query token's window may have been freed: do not touch them.
-            window = scoring.sliding_window
-            first_key = max(0, seq_len - query_len + 1 - window) if window else 0
+            first_key = max(0, first_visible(scoring.sliding_window or 0, seq_len - query_len))
             span = _Span(metadata.block_tables[row], cache.block_size, first_key, seq_len)
             out[start : start + query_len] = _attend(
                 query[start : start + query_len].to(compute_dtype),
@@ -133,7 +158,8 @@ def _attend(
         scores = scores + scoring.alibi_slopes.to(query.dtype)[:, None, None] * distances
     hidden = distances > 0
     if scoring.sliding_window:
-        hidden = hidden | (distances <= -scoring.sliding_window)
+        first = first_visible(scoring.sliding_window, query_positions)
+        hidden = hidden | (key_positions[None, :] < first[:, None])
     scores = scores.masked_fill(hidden, float("-inf"))
     if scoring.sinks is not None:
         sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(-1, query_len, 1)
@@ -143,7 +169,10 @@ def _attend(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.rms_norm`."""
+    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension of x [num_rows, size], fresh.
+
+    Computed in fp32 and rounded once. The last dimension is contiguous; weight is [size].
+    """
     wide = x.to(_compute_dtype(x))
     return (wide * (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight.to(wide.dtype)).to(
         x.dtype
@@ -153,13 +182,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `pagemill.kernels.dispatch.add_rms_norm`."""
+    """(rms_norm(x + residual), x + residual), both fresh and contiguous; the norm is the rounded sum's."""
     total = (x.to(_compute_dtype(x)) + residual).to(x.dtype)
     return rms_norm(total, weight, eps), total
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.silu_and_mul`."""
+    """silu(gate) * up for gate_up [num_rows, 2 * size], the gate first; fresh, [num_rows, size]."""
     gate, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
@@ -172,7 +201,15 @@ def rotary_and_cache(
     cache: LayerCache,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.rotary_and_cache`."""
+    """Norm and rotation of queries and keys as `rotation` says, and `reshape_and_cache` of keys and values.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; views with any
+            strides over a contiguous last dimension. The keys are rounded to their own dtype before the cache's.
+
+    Returns:
+        The queries for attention, [num_tokens, num_heads, head_dim], fresh and contiguous.
+    """
     reshape_and_cache(_turn(key, rotation.key_weight, rotation), value, cache, slot_mapping)
     return _turn(query, rotation.query_weight, rotation)
 
@@ -192,7 +229,20 @@ def _turn(heads: torch.Tensor, norm_weight: torch.Tensor | None, rotation: Rotat
 def sample_tokens(
     logits: torch.Tensor, peaks: torch.Tensor, rows: SamplingRows, *, has_filters: bool
 ) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.sample_tokens`."""
+    """Draw one token per row: argmax of (logit - peak) / temperature + Gumbel noise over what the filters keep.
+
+    The filters are top-k, top-p and min-p, each of what the one before has left; ties with the last token kept are
+    kept. The noise is `pagemill.kernels.noise`'s, so a row's token depends on its logits and its own entry alone; faces
+    agree unless two tokens are within rounding of each other. A row with NaN gives some valid id.
+
+    Args:
+        logits: [num_rows, vocab_size] fp32, the last dimension contiguous. Not changed.
+        peaks: [num_rows] fp32, each row's largest logit.
+        has_filters: whether any row has one; without, none is looked at.
+
+    Returns:
+        [num_rows] int64.
+    """
     scaled = (logits - peaks[:, None]) / rows.temperatures[:, None]
     if has_filters:
         scaled = torch.stack([_filtered(row, rows, number) for number, row in enumerate(scaled)])
@@ -214,7 +264,14 @@ def _filtered(row: torch.Tensor, rows: SamplingRows, number: int) -> torch.Tenso
 
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows) -> None:
-    """See `pagemill.kernels.dispatch.add_low_rank`."""
+    """Add what each row's adapter changes: out[r] += x[r] A^T B, with A and B those of `rows.slots[r]`, per part.
+
+    Rows without an adapter are not touched. Computed in fp32 and rounded once.
+
+    Args:
+        out: [num_rows, out_features]; x: [num_rows, in_features], of one dtype, the last dimensions contiguous.
+        table: has matrices of the same dtype in every slot that a row names.
+    """
     starts = table.starts.tolist()
     for slot in set(rows.slots.tolist()) - {NO_ADAPTER}:
         places = torch.nonzero(rows.slots == slot)[:, 0]

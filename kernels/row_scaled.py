@@ -18,7 +18,10 @@ from pagemill.kernels.types.scaled_rows import ScaledRows
 
 
 def quantise_rows(x: torch.Tensor, numbers: torch.dtype) -> ScaledRows:
-    """See `pagemill.kernels.dispatch.quantise_rows`."""
+    """x [num_rows, size] in int8 or e4m3, each row with a scale; `pagemill.kernels.row_scaled` defines every bit.
+
+    The last dimension of x is contiguous.
+    """
     limit = largest_number(numbers)
     assert limit is not None, f"{numbers} has no scales"
     wide = x.float()
@@ -39,25 +42,38 @@ def norm_and_quantise(
     numbers: torch.dtype,
     keeps: bool,
 ) -> tuple[ScaledRows, torch.Tensor]:
-    """See `pagemill.kernels.dispatch.norm_and_quantise`."""
+    """`rms_norm`, or `add_rms_norm` with a residual, and its rows quantised; also the sum, or x without a residual.
+
+    Args:
+        keeps: `ScaledRows.kept` has the norm.
+    """
     if residual is None:
-        return _kept(reference.rms_norm(x, weight, eps), numbers, keeps), x
+        return _scaled(reference.rms_norm(x, weight, eps), numbers, keeps), x
     normed, total = reference.add_rms_norm(x, residual, weight, eps)
-    return _kept(normed, numbers, keeps), total
+    return _scaled(normed, numbers, keeps), total
 
 
 def silu_and_quantise(gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
-    """See `pagemill.kernels.dispatch.silu_and_quantise`."""
-    return _kept(reference.silu_and_mul(gate_up), numbers, keeps)
+    """`silu_and_mul` and its rows quantised. `keeps`: `ScaledRows.kept` has what `silu_and_mul` gives."""
+    return _scaled(reference.silu_and_mul(gate_up), numbers, keeps)
 
 
-def _kept(x: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
+def _scaled(x: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
     rows = quantise_rows(x, numbers)
     return ScaledRows(rows.numbers, rows.scales, rows.dtype, x if keeps else None)
 
 
 def scaled_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.scaled_matmul`. Sums are exact: of integers, and in fp64 all but so of floats."""
+    """(rows W^T * the weight's scales * the rows' scales) + bias, [num_rows, out_features] of the rows' dtype.
+
+    Sums of int8 numbers are exact, those of e4m3 numbers fp32 in any order; each scale is then multiplied with one
+    rounding in fp32.
+
+    Args:
+        weight: [out_features, in_features], of the rows' kind of numbers.
+        bias: [out_features], of any dtype.
+    """
+    # Sums are exact: of integers, and in fp64 all but so of floats.
     sums = (rows.numbers.double() @ weight.numbers.double().t()).float()
     out = sums * weight.scales * rows.scales[:, None]
     return (out if bias is None else out + bias.float()).to(rows.dtype)

@@ -55,7 +55,7 @@ def kth_of_best(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 def top_p_thresholds(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """The least likely logit of each row's smallest set with at least this mass.
 
-    Probabilities are summed in fp64 from the likeliest on, so the outcome is one whatever finds it.
+    Probabilities are summed in fp64 from the most probable on, so the outcome is one whatever finds it.
 
     Args:
         logits: [num_rows, vocab_size].

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 from typing import Generic, Literal, TypeVar, get_args
 
+from pagemill.common.error_codes import FINAL_CODES
 from pagemill.engine.outputs import Histogram, HistogramSnapshot
-from pagemill.error_codes import FINAL_CODES
 
 Delivery = Literal["first", "redelivered"]
 Outcome = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
@@ -16,11 +16,18 @@ RetryReason = Literal["engine_error", "output_invalid", "store_unavailable"]
 RenewalResult = Literal["renewed", "lost", "error"]
 CommitResult = Literal["committed", "fenced", "already_done", "error"]
 ProgressResult = Literal["written", "refused"]
-BlockReason = Literal["kv", "rows", "loading", "engine", "paused", "rate", "draining", "redis", "results"]
+BlockReason = Literal["kv", "rows", "loading", "engine", "paused", "rate", "draining", "redis", "results",
+    "quarantined"]  # fmt: skip
+JobCause = Literal[
+    "queued", "opening", "adapter", "grammar", "sequence_slot", "kv_block", "step_budget", "prompt", "decode",
+    "displaced", "preempted", "commit",
+]  # fmt: skip
+"""What jobs' time went to, as `pagemill why` names it; queued: all of it before the first execution."""
 PromiseKept = Literal["p50", "p90", "late"]
 WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
-WorkerState = Literal["starting", "ready", "paused", "draining", "degraded"]
+WorkerState = Literal["starting", "ready", "paused", "draining", "quarantined", "degraded"]
+CanaryResult = Literal["clean", "alone", "disputed", "deviates", "failed"]
 
 _NOT_OF_WORKERS = {"unknown_model", "unknown_parent", "dependency_cycle", "too_many_children"}
 FAILURE_CODES = tuple(sorted(FINAL_CODES - _NOT_OF_WORKERS)) + get_args(RetryReason)
@@ -138,6 +145,8 @@ class WorkerCounters:
 
         self.lease_renewals: Counts[RenewalResult] = Counts(lock, get_args(RenewalResult))
         self.leases_lost = Counter(lock)
+        self.canaries: Counts[CanaryResult] = Counts(lock, get_args(CanaryResult))
+        """Answers to canaries. alone: no other worker has answered yet."""
         self.commits: Counts[CommitResult] = Counts(lock, get_args(CommitResult))
         """fenced: a stale token's result, discarded. already_done: a commit repeated after a lost reply."""
         self.progress_writes: Counts[ProgressResult] = Counts(lock, get_args(ProgressResult))
@@ -146,11 +155,15 @@ class WorkerCounters:
         """Time in which no job could be pulled, by cause."""
         self.redis_errors: Counts[RedisErrorKind] = Counts(lock, get_args(RedisErrorKind))
         self.redis_reconnects = Counter(lock)
+        self.redis_clock_skew_s = 0.0
+        """The server's clock minus this machine's, when they were last compared."""
 
         self.queue_wait_seconds = Observations(lock, WAIT_SECONDS)
         """Time from submit (or the retry's due time) to the pull."""
         self.e2e_seconds = Observations(lock, WAIT_SECONDS)
         """Time from submit to the committed end."""
+        self.job_seconds: Counts[JobCause] = Counts(lock, get_args(JobCause))
+        """Jobs' time by cause, counted when an execution ends here."""
         self.promises: Counts[PromiseKept] = Counts(lock, get_args(PromiseKept))
         """Jobs with a promise that succeeded, by the time up to which: their p50, their p90 or neither."""
         self.promise_ratio = Observations(lock, RATIOS)

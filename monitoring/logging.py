@@ -16,8 +16,8 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 LogFormat = Literal["console", "json"]
 
-_NOISY = ("httpx", "urllib3", "filelock", "numba", "transformers")
-"""Drivers and model libraries whose INFO messages would drown ours."""
+_NOISY = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "numba", "transformers")
+"""Drivers and model libraries whose INFO messages would drown the worker's."""
 
 
 def configure_logging(

@@ -11,7 +11,7 @@ Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 Lane = tuple[str, Priority]
 """(model, priority)."""
-WorkerStage = Literal["loading", "ready", "draining", "unwell"]
+WorkerStage = Literal["loading", "ready", "paused", "draining", "drained", "quarantined", "unwell"]
 STAGES: tuple[WorkerStage, ...] = get_args(WorkerStage)
 Ended = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
 ENDED: tuple[Ended, ...] = get_args(Ended)
@@ -87,11 +87,9 @@ class MemoryFigures:
     limit_bytes: int = 0
     """Up to which jobs are taken; 0: the server has no limit."""
     refused: int = 0
-    """Jobs and files refused for want of memory, ever."""
-    expired: int = 0
-    """Large results removed early, ever."""
+    """Jobs and files refused for lack of memory since the queue exists."""
     kinds: Mapping[str, float] = field(default_factory=dict)
-    """Estimated bytes by kind of data; empty where the server does not tell."""
+    """Estimated bytes by kind of data; empty where the server does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ class Tracing:
 
     @classmethod
     def from_environment(cls, worker_id: str, version: str) -> Tracing | None:
-        """Use this process's tracer provider, else one that exports to OTEL_EXPORTER_OTLP_ENDPOINT.
+        """Use this process's tracer provider, or one that exports to OTEL_EXPORTER_OTLP_ENDPOINT.
 
         None if neither exists, or if OTEL_SDK_DISABLED is set.
         """
@@ -144,7 +144,7 @@ class Tracing:
 
 
 def _parent(traceparent: str | None) -> Context | None:
-    """Return the submit's context; without it an empty one, so that this thread's own is no parent."""
+    """Return the submission's context; without it an empty one, so that this thread's own is not a parent."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -14,12 +14,15 @@ from pagemill.cli import (  # noqa: F401 - they register their commands
     inspect,
     models,
     queue,
+    recall,
     rollout,
     run,
     tenant,
     top,
     usage,
     verify,
+    why,
+    workers,
 )
 from pagemill.cli.app import app
 from pagemill.cli.processes import celery, exporter, gateway, up, worker  # noqa: F401

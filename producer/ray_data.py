@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pagemill.producer.client import preparer
+from pagemill.producer.client.images import parse_job
 from pagemill.producer.client.preparer import JobLike
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.schema.errors import InvalidJob, JobError, JobNotFound, ResultExpired
@@ -54,15 +55,25 @@ def through_queue(
     batch_rows: int = BATCH_ROWS,
     num_cpus: float = 0.1,
 ) -> Dataset:
-    """Return the dataset with OUTPUT_COLUMNS added to every row; lazy, like all of Ray Data.
+    """Add the outputs of jobs to every row of a dataset, in OUTPUT_COLUMNS. Lazy, like all of Ray Data.
 
-    `job` maps a row to a job's fields. `run` names the work: under the same name nothing that has ended is
-    computed again, failed rows included; another name starts afresh. `actors` times `window` jobs are in the
-    queue at once: twice what the workers run together keeps them busy. Equal rows are one job, even if they
-    are sampled; a job's `key` distinguishes them. Without `url`, PAGEMILL_REDIS_URL in the
-    actors' environment says where Redis is, and PAGEMILL_HMAC_KEYS there signs the jobs.
+    Args:
+        dataset: the rows.
+        job: maps a row to the fields of a job. Equal jobs are one job, unless their `key` differs.
+        run: name of the work. Under the same name, finished rows are not computed again, failed ones included.
+        url: the queue's server. Default: PAGEMILL_REDIS_URL in the actors' environment; PAGEMILL_HMAC_KEYS signs jobs.
+        queue: name of the queue.
+        tenant: owner of the jobs.
+        actors: number of actors. `actors` times `window` should be twice the jobs that the workers run together.
+        window: maximum jobs of an actor in the queue.
+        batch_rows: rows that Ray repeats at most.
+        num_cpus: CPUs that an actor reserves.
 
-    Raises InvalidJob for invalid options; in the actors, whatever a Producer raises.
+    Returns:
+        The dataset with the added columns.
+
+    Raises:
+        InvalidJob: an option is invalid. Actors raise the errors of a Producer.
     """
     from ray.data import ActorPoolStrategy
 
@@ -130,19 +141,19 @@ class QueueActor:
         try:
             given = self._job(row)
             if not isinstance(given, Job):
-                given = Job.parse({"tenant": self._tenant, **given})
+                given = parse_job({"tenant": self._tenant, **given})
             elif "tenant" not in given.model_fields_set:
                 given = given.model_copy(update={"tenant": self._tenant})
             # Equal work of a tenant is one job, in whichever batches Ray puts its rows.
             key = given.key or f"{given.tenant}-{given.digest()}"
             keyed = given.model_copy(update={"key": key})
-            keyed.to_payload()  # raises if the job is too large
+            keyed.to_payload(max_bytes=self._producer.preparer.max_bytes)  # raises if the job is too large
         except InvalidJob as error:
             return _Row("", None, error.code)
         return _Row(preparer.item_id(self._run, key), keyed)
 
     def _ends(self, jobs: Mapping[str, Job]) -> Iterator[tuple[str, Result | str]]:
-        """Yield each job's result or error code, with at most a window of jobs under way."""
+        """Yield each job's result or error code, with at most a window of unfinished jobs."""
         ids = list(jobs)
         step = max(1, self._window // 4)
         sent = 0
@@ -170,10 +181,20 @@ class QueueActor:
 
 
 def forget(run: str, url: str | None = None, *, queue: str = "default") -> int:
-    """Free the results of a run on the server, once the dataset is stored elsewhere; returns their number.
+    """Free the results of a run on the server, once the dataset is stored elsewhere.
 
-    Otherwise they are kept for 7 days. The run's name cannot be reused: its results would not be found.
-    Waits for jobs that have not ended. Raises JobNotFound for a run that was never started.
+    Otherwise they are kept for 7 days. Waits for jobs that have not ended. The run's name cannot be used again.
+
+    Args:
+        run: name of the run.
+        url: the queue's server.
+        queue: name of the queue.
+
+    Returns:
+        The number of freed results.
+
+    Raises:
+        JobNotFound: the run was never started.
     """
     with Producer(url, queue=queue) as producer:
         batch = producer.batch(preparer.check_id(run))

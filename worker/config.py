@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from pagemill.common.api_keys import read_key
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError, complaint
 from pagemill.engine.models.directory import check_model
@@ -35,8 +36,9 @@ from pagemill.producer.wire.store.store import (
     Store,
     check_store_url,
 )
-from pagemill.worker.webhooks.delivery import secret_bytes
-from pagemill.worker.webhooks.policy import AllowedHost, WebhookPolicy
+from pagemill.producer.wire.webhooks.delivery import secret_bytes
+from pagemill.producer.wire.webhooks.policy import AllowedHost, WebhookPolicy
+from pagemill.worker.endpoint_settings import check_endpoint_options, check_engine_url
 
 ENV_PREFIX = "PAGEMILL_"
 DEFAULT_HTTP_PORT = 9790
@@ -44,6 +46,7 @@ SECRETS = frozenset({"hmac_keys", "webhook_secrets"})
 """Settings read from the environment only: every user of the machine can read a command line."""
 
 _ENGINE_OPTIONS = frozenset(option.name for option in fields(EngineConfig))
+_RENAMED = {"swap_space_gib": "host_cache_gib"}
 _NO_QUOTE = SECRETS | {"redis_url", "store_url"}
 """Never quoted in a message: a Redis URL may hold a password."""
 DAY_S = 86_400.0
@@ -53,14 +56,14 @@ _host_patterns = TypeAdapter(HostPatterns)
 
 def _not_empty(given: Any) -> Any:
     if given == "":
-        raise ValueError("it should be a directory's path")
+        raise ValueError("should be the path of a directory")
     return given
 
 
 def _can_be_made(path: Path) -> Path:
     there = next(above for above in (path, *path.absolute().parents) if above.exists())
     if not there.is_dir():
-        raise ValueError(f"it can't be made: {there} is no directory")
+        raise ValueError(f"can't be created: {there} is not a directory")
     return path
 
 
@@ -71,6 +74,7 @@ def _check_webhook_hosts(text: str) -> str:
     return text
 
 
+EngineUrl = Annotated[str, AfterValidator(check_engine_url)]
 StoreUrl = Annotated[str, AfterValidator(check_store_url)]
 WebhookHosts = Annotated[str, AfterValidator(_check_webhook_hosts)]
 Directory = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_can_be_made)]
@@ -78,87 +82,118 @@ Directory = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_can_be_
 
 
 class WorkerConfig(BaseSettings):
-    """The settings of one worker process, loaded by `WorkerConfig.load`."""
+    """The settings of one worker process, loaded by `WorkerConfig.load`. Docstrings are help texts of flags."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", hide_input_in_errors=True
     )
 
+    engine_url: EngineUrl | None = None
+    """Run jobs in the engine at this OpenAI-compatible address, such as http://vllm:8000/v1. No model is loaded.
+    Requires served_model_name; model is then a folder with the tokenizer, or absent."""
+    engine_key_file: FilePath | None = None
+    """File with the API key of engine_url."""
     engine: EngineConfig
+    """The engine's settings, which flags and variables set one by one."""
     redis_url: RedisAddress | None = Field(default=None, repr=False)
-    """None: an embedded Valkey server under `state_dir`."""
+    """The queue's server. Default: an embedded Valkey server with its data in state_dir."""
     queue: QueueName = "default"
+    """The queue to serve."""
     revision_name: RevisionName | None = None
-    """The name of its model's revision, for jobs that pin one and for rollouts. None: the hub's commit, or a digest
-    of the weights and the settings that change numbers."""
+    """Name of the model's revision, for jobs that pin one and for rollouts. Default: the hub's commit, or
+    a digest of weights and settings."""
     state_dir: Directory | None = None
-    """The embedded server's data directory. None: `~/.local/state/pagemill`."""
+    """The embedded server's data directory. Default: ~/.local/state/pagemill."""
     http_host: HostName = "127.0.0.1"
+    """Address that serves metrics and health."""
     http_port: int | None = Field(default=None, ge=0, le=65535)
-    """None: 9790, or the next free port. An explicit port that is taken is an error; 0 takes any."""
+    """Port of metrics and health. Default: 9790, or the next free port. It is an error if an explicit port is taken;
+    0 selects any free port."""
     live_page: bool = False
-    """Serve the live page to other machines too, as metrics and health always are. It shows job ids."""
+    """Serve the live page to other machines too. It shows job ids."""
     live_page_hosts: HostPatterns = ""
-    """Comma-separated host names, besides this machine's own, that the live page answers to."""
+    """Comma-separated host names, in addition to this machine's own, under which the live page is served."""
     show_prompts: bool = False
     """Show the beginning of running jobs' prompts on the live page."""
     log_format: Literal["console", "json"] = "console"
+    """Format of log lines."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
     vllm_metric_names: bool = False
-    """Also export vLLM's metrics under their own names (`vllm:...`)."""
+    """Also export metrics under vLLM's names (`vllm:...`)."""
     lease_s: float = Field(default=6.0, ge=0.1, le=600)
-    """The life of a lease without a renewal."""
+    """Seconds until a lease expires unless it is renewed."""
     renew_s: float = Field(default=2.0, ge=0.05, le=300, validate_default=True)
-    """Interval of renewals and sweeps: a killed worker's jobs are taken over within `lease_s` + `renew_s`."""
+    """Seconds between renewals and sweeps. Another worker resumes a killed worker's jobs within lease_s + renew_s."""
     drain_grace_s: float = Field(default=10.0, ge=0, le=DAY_S)
-    """Time that running jobs get after the first SIGTERM, before they are checkpointed and handed back."""
+    """Seconds that running jobs may continue after the first SIGTERM, before they are checkpointed and requeued."""
     shutdown_s: float = Field(default=25.0, ge=1, le=DAY_S)
-    """The worker exits at most this long after the first signal, even if something hangs."""
+    """Seconds from the first signal until the worker exits, even if something hangs."""
     engine_stall_s: float = Field(default=60.0, ge=0.1, le=DAY_S)
-    """A step longer than this counts as a hung engine: leases lapse, /healthz fails, the process exits."""
+    """Seconds after which a step counts as a hung engine: leases expire, /healthz fails, the process exits."""
     engine_process: Literal["auto", "on", "off"] = "auto"
-    """Run the engine in a process of its own, where its steps share no interpreter with the worker's threads.
-    auto: on CUDA."""
+    """Run the engine in a separate process. Default: auto, on CUDA."""
+    audit_interval_s: float = Field(default=600.0, ge=0, le=DAY_S)
+    """Seconds between two canaries, whose output the workers of a model compare; 0: none."""
+    audit_input_mib: int = Field(default=0, ge=0, le=1024)
+    """MiB of inputs of finished jobs that stay in Redis until the next canary, for recalls. Default: 0, only inputs of
+    jobs with keep_input."""
     checkpoint_s: float = Field(default=1.0, ge=0.001, le=3600)
+    """Seconds between two checkpoints of a job, unless checkpoint_tokens come first."""
     checkpoint_tokens: int = Field(default=32, ge=1, le=2**20)
-    """A job's progress is written every `checkpoint_s` or `checkpoint_tokens`, whichever comes first."""
+    """Tokens between two checkpoints of a job, unless checkpoint_s comes first."""
     stream_checkpoint_s: float = Field(default=0.05, ge=0.001, le=60)
-    """As `checkpoint_s`, for jobs with a stream reader: after their first tokens twice this if they are over 32."""
+    """checkpoint_s of jobs with a stream reader; doubled after the first tokens if there are more than 32 of them."""
     max_held_results: int = Field(default=1000, ge=1, le=10**6)
+    """Results held in memory during a Redis outage. Beyond it the engine stops stepping."""
     max_held_bytes: int = Field(default=256 * 1024 * 1024, ge=1, le=2**40)
-    """Limits on results held in memory during a Redis outage; beyond them the engine stops stepping."""
+    """Bytes of results held in memory during a Redis outage. Beyond it the engine stops stepping."""
 
     durability: Durability = "server"
     """fsync: a result counts as written, and leaves memory, only once it is in the server's file on disk."""
     hmac_keys: SecretStr = SecretStr("")
     """One key, or two with a comma during a rotation. If set, only jobs signed with one of them run."""
     webhook_hosts: WebhookHosts = ""
-    """Comma-separated hosts that webhooks may go to; `*.example.com` matches every name below it. The port is
-    443 unless one follows the name (`example.com:8443`). Empty: none."""
+    """Comma-separated hosts that webhooks may be sent to; `*.example.com` matches every name below it. The port is
+    443 unless one follows the name (`example.com:8443`). Default: none."""
     webhook_secrets: SecretStr = Field(default=SecretStr(""), validate_default=True)
     """The keys that sign webhooks; two, separated by a comma, during a rotation."""
     webhook_allow_private: bool = False
-    """Allow webhooks to hosts with private addresses: receivers inside your own network."""
+    """Allow webhooks to hosts with private addresses: receivers inside your network."""
     webhook_ca_file: FilePath | None = None
     """CA certificates to trust for webhooks instead of the system's."""
     webhook_retry_s: float = Field(default=5.0, ge=0.01, le=3600)
-    """Delay before the second attempt; doubles each time up to an hour, with 12 attempts in all."""
+    """Seconds before the second attempt. The delay doubles each time, up to an hour, with 12 attempts in all."""
+
+    fetch_images: WebhookHosts = ""
+    """Comma-separated hosts from which jobs' images at https addresses are fetched, in the form of webhook_hosts.
+    Default: none, jobs must contain their images."""
+    fetch_images_private: bool = False
+    """Fetch images also from hosts with private addresses."""
 
     store_url: StoreUrl | None = None
-    """Where payloads and results too large for Redis lie: a URL of fsspec. Nothing outside it is ever opened."""
+    """Where payloads and results too large for Redis are stored: a URL of fsspec. Nothing outside it is opened."""
     store_over_bytes: int = Field(default=DEFAULT_OVER_BYTES, ge=0, le=MAX_STORED_BYTES)
-    """Results with more bytes of JSON go to the store, where there is one."""
+    """Results with more bytes of JSON go to the store, if there is one."""
     store_timeout_s: float = Field(default=60.0, ge=0.1, le=3600)
-    """Patience with a payload that is fetched or a result that is written."""
+    """Seconds to fetch a payload or to write a result."""
 
     @field_validator("engine")
     @classmethod
-    def _model_to_be_asked_for(cls, engine: EngineConfig) -> EngineConfig:
+    def _model_to_be_asked_for(cls, engine: EngineConfig, info: ValidationInfo) -> EngineConfig:
         """Check that the model exists and that jobs can name it."""
+        if info.data.get("engine_url"):
+            return engine
         check_model(engine.model)
         if not engine.served_model_name:
             _model_name.validate_python(ModelSource.parse(engine.model).served_name)
         return engine
+
+    @field_validator("engine_key_file")
+    @classmethod
+    def _key_that_can_be_sent(cls, file: Path | None) -> Path | None:
+        read_key(file)
+        return file
 
     @field_validator("hmac_keys")
     @classmethod
@@ -178,7 +213,7 @@ class WorkerConfig(BaseSettings):
     def _in_time(cls, renew_s: float, info: ValidationInfo) -> float:
         lease_s = info.data.get("lease_s", renew_s * 2)
         if renew_s > lease_s / 2:
-            raise ValueError(f"it should be at most half of lease_s ({lease_s:g}): one renewal may fail")
+            raise ValueError(f"should be at most half of lease_s ({lease_s:g}): one renewal may fail")
         return renew_s
 
     def live_page_names(self) -> list[str]:
@@ -193,6 +228,11 @@ class WorkerConfig(BaseSettings):
     def webhook_policy(self) -> WebhookPolicy:
         return WebhookPolicy(_listed(self.webhook_hosts), self.webhook_allow_private)
 
+    def image_policy(self) -> WebhookPolicy:
+        return WebhookPolicy(
+            _listed(self.fetch_images), self.fetch_images_private, setting="fetch_images", subject="image"
+        )
+
     def webhook_keys(self) -> list[bytes]:
         return _webhook_keys(self.webhook_secrets)
 
@@ -204,20 +244,25 @@ class WorkerConfig(BaseSettings):
         variable counts as not set. Raises `pagemill.engine.errors.ConfigError`, which names the setting.
         """
         given = {name: value for name, value in flags.items() if value is not None}
+        for old, new in _RENAMED.items():
+            if old in given or os.environ.get(ENV_PREFIX + old.upper()):
+                raise ConfigError(f"{old}: the setting was renamed to {new}", setting=old)
         environment = {
             name: value for name in _ENGINE_OPTIONS if (value := os.environ.get(ENV_PREFIX + name.upper()))
         }
         engine_options = environment | {
             name: given.pop(name) for name in list(given) if name in _ENGINE_OPTIONS
         }
+        if engine_url := given.get("engine_url") or os.environ.get(f"{ENV_PREFIX}ENGINE_URL"):
+            check_endpoint_options(engine_url, engine_options)
         if not engine_options.get("model"):
             raise ConfigError("model: it is missing", setting="model")
         if unknown := sorted(set(given) - set(cls.model_fields)):
-            raise ConfigError(f"{unknown[0]}: there is no such setting", setting=unknown[0])
+            raise ConfigError(f"{unknown[0]}: unknown setting", setting=unknown[0])
         try:
             return cls(engine=EngineConfig(**engine_options), **given)
         except SettingsError as error:
-            raise ConfigError(f"{ENV_PREFIX}ENGINE is no setting; its options are set one by one") from error
+            raise ConfigError(f"{ENV_PREFIX}ENGINE is not a setting; set its options one by one") from error
         except ValidationError as error:
             place = error.errors(include_url=False, include_context=False)[0]["loc"]
             setting = {"engine": "model"}.get(str(place[0]), str(place[0])) if place else None

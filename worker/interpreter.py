@@ -12,7 +12,7 @@ SWITCH_S = 0.0001
 
 SPIN_COUNT = "5000"
 """Turns that an OpenMP thread waits for the next kernel before it sleeps, some 0.1 ms. GNU's runtime takes 300,000,
-in which it keeps a core from whoever the next kernel waits for: on two cores that others used as well, a token took
+in which it keeps a core from the thread that the next kernel waits for: on two cores in use by others, a token took
 three to eight times the processor time, and 16 streams had a sixth of the tokens a second."""
 
 
@@ -22,7 +22,7 @@ def spin_briefly() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def settle() -> None:
+def prepare_for_steps() -> None:
     """Set up this process for steps, once the model is loaded."""
     _freeze_heap()
     sys.setswitchinterval(SWITCH_S)

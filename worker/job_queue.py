@@ -7,10 +7,9 @@ commit. They share one Connectivity.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import redis
@@ -31,9 +30,9 @@ T = TypeVar("T")
 
 _MEMORY = {
     "ok": "the memory of Redis is no longer near the limit of queue %s",
-    "near": "the memory of Redis is near the limit of queue %s: large results are removed early; "
+    "near": "the memory of Redis is near the limit of queue %s, where new jobs are rejected; "
     "what holds it: pagemill queue stats",
-    "full": "the memory of Redis is at the limit of queue %s: submits are refused, running jobs go on; "
+    "full": "the memory of Redis is at the limit of queue %s: new jobs are rejected, running jobs continue; "
     "what holds it: pagemill queue stats",
 }
 
@@ -50,7 +49,7 @@ class Connectivity:
         self._down_since: float | None = None
         self._was_up = False
 
-    def took(self, name: str, began: float) -> None:
+    def record(self, name: str, began: float) -> None:
         """Record the end of the round trip of transition `name`, which began at `began` (monotonic)."""
         self._counters.redis_seconds.observe(name, time.monotonic() - began)
 
@@ -76,7 +75,7 @@ class Connectivity:
                 self._down_since = time.monotonic()
                 self._counters.redis_up = False
                 logger.error(
-                    "%s; no jobs are pulled, running jobs go on and their results are held, "
+                    "%s; no jobs are pulled, running jobs continue and their results are held, "
                     "trying again until it answers",
                     error,
                 )
@@ -93,22 +92,6 @@ class ReaderConnectivity(Connectivity):
 
     def failed(self, error: RedisUnavailable) -> None:
         pass
-
-
-class Backoff:
-    """Growing pauses between tries, with jitter so that workers do not return in step."""
-
-    def __init__(self, first_s: float = 0.05, cap_s: float = 1.0) -> None:
-        self._first_s, self._cap_s = first_s, cap_s
-        self._tries = 0
-
-    def reset(self) -> None:
-        self._tries = 0
-
-    def next(self) -> float:
-        pause = min(self._cap_s, self._first_s * 2.0**self._tries)
-        self._tries = min(self._tries + 1, 16)
-        return pause * random.uniform(0.5, 1.0)
 
 
 class JobQueue:
@@ -138,6 +121,7 @@ class JobQueue:
         longest: int,
         urgent_only: bool = False,
         has_store: bool = False,
+        lacks: Collection[str] = (),
     ) -> PullReply:
         """See `transitions.pull`."""
         call = transitions.pull(
@@ -151,16 +135,17 @@ class JobQueue:
             longest=longest,
             urgent_only=urgent_only,
             has_store=has_store,
+            lacks=lacks,
         )
         reply = self.run(call)
-        self._tell_of_losses(reply.swept)
+        self._log_losses(reply.swept)
         return reply
 
     def sweep(self, patience_ms: int = 0) -> None:
         """See `transitions.sweep`."""
         swept = self.run(transitions.sweep(self.queue, patience_ms=patience_ms))
-        self._tell_of_losses(swept)
-        self._tell_of_memory(swept)
+        self._log_losses(swept)
+        self._log_memory(swept)
 
     def renew(self, held: Sequence[tuple[str, int]]) -> RenewReply:
         return self.run(transitions.renew(self.queue, self.worker_id, held, self.lease_ms))
@@ -180,9 +165,10 @@ class JobQueue:
         return None if taken is None else bytes(taken[1])
 
     def server_time(self) -> float:
-        """Return the server's clock in Unix seconds."""
+        """Return the server's clock in Unix seconds, as of the return: half of the round trip is added."""
+        began = time.monotonic()
         seconds, microseconds = self._guard(self._client.time)
-        return float(seconds) + float(microseconds) / 1e6
+        return float(seconds) + float(microseconds) / 1e6 + (time.monotonic() - began) / 2
 
     def server_info(self) -> dict[str, Any]:
         """Return the reply to INFO; empty if the server does not permit it."""
@@ -195,7 +181,7 @@ class JobQueue:
     def run(self, call: Call[T]) -> T:
         began = time.monotonic()
         reply = self._guard(lambda: self._transport.run(call))
-        self._connectivity.took(call.script, began)
+        self._connectivity.record(call.script, began)
         return reply
 
     def run_many(self, calls: Sequence[Call[T]]) -> list[T | PagemillError]:
@@ -205,7 +191,7 @@ class JobQueue:
         """
         began = time.monotonic()
         replies = self._guard(lambda: self._transport.run_each(calls))
-        self._connectivity.took(calls[0].script if calls else "other", began)
+        self._connectivity.record(calls[0].script if calls else "other", began)
         return replies
 
     def sync(self) -> None:
@@ -226,7 +212,7 @@ class JobQueue:
     def close(self) -> None:
         self._client.close()
 
-    def _tell_of_losses(self, swept: SweepReply) -> None:
+    def _log_losses(self, swept: SweepReply) -> None:
         """Log the jobs that a sweep took from workers, and those it buried: their workers died and cannot."""
         for job_id, worker in swept.lapsed:
             logger.warning(
@@ -241,7 +227,7 @@ class JobQueue:
                 extra={"job_id": job_id, "code": "crash_suspect", "crashes": crashes},
             )
 
-    def _tell_of_memory(self, swept: SweepReply) -> None:
+    def _log_memory(self, swept: SweepReply) -> None:
         """Log when the server's memory runs short, and when it does no more."""
         if swept.memory != self._memory:
             before, self._memory = self._memory, swept.memory
@@ -249,8 +235,6 @@ class JobQueue:
             logger.log(
                 level, _MEMORY[swept.memory], self.queue, extra={"memory": swept.memory, "was": before}
             )
-        if swept.expired_results:
-            logger.info("removed %d large results early, to make room in Redis", swept.expired_results)
 
     def _guard(self, operation: Callable[[], T]) -> T:
         try:
@@ -269,8 +253,10 @@ class ServerClock:
     def __init__(self) -> None:
         self._offset = 0.0
 
-    def set(self, server_time: float) -> None:
+    def set(self, server_time: float) -> float:
+        """Take over the server's clock; returns how far it is ahead of the local one."""
         self._offset = server_time - time.time()
+        return self._offset
 
     def now(self) -> float:
         return time.time() + self._offset

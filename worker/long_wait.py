@@ -1,26 +1,27 @@
-"""News of a wait that goes on: a line every two seconds, so that a process never looks as if it hung."""
+"""Progress of a wait in the log, so that a process never looks as if it hung."""
 
 from __future__ import annotations
 
 import logging
 import time
 
-EVERY_S = 2.0
+from pagemill.common import report_interval
 
 
 class LongWait:
-    """Logs to `logger` at most every `EVERY_S`; the first time after that long."""
+    """Logs to `logger`: first after `FIRST_S`, then every two seconds on a terminal, or every 30 in a log."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._began = self._told_at = time.monotonic()
+        self._began = time.monotonic()
+        self._due = self._began + report_interval.FIRST_S
 
     @property
     def seconds(self) -> float:
         """Since it began."""
         return time.monotonic() - self._began
 
-    def tell(self, message: str, *args: object) -> None:
-        if time.monotonic() - self._told_at >= EVERY_S:
-            self._told_at = time.monotonic()
+    def report(self, message: str, *args: object) -> None:
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + report_interval.seconds()
             self._logger.info(message, *args)

@@ -21,7 +21,7 @@ from pagemill.producer.wire.server import discovery
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.embedded import EmbeddedServer, EmbeddedServerError
 from pagemill.worker.engine_host.choice import runs_in_process
-from pagemill.worker.interpreter import settle, stay_without_torch
+from pagemill.worker.interpreter import prepare_for_steps, stay_without_torch
 from pagemill.worker.long_wait import LongWait
 from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.watchdog import Watchdog
@@ -139,13 +139,13 @@ def _watch(
     """Wait for a signal (None) or the worker's failure (the reason). Raises what loading the model raises."""
 
     def on_loaded() -> None:
-        settle()
+        prepare_for_steps()
         watchdog.arm()
 
     loading = LongWait(logger)
     while not signals.asked.wait(WATCH_S):
         if not worker.wait_ready(timeout=0, on_loaded=on_loaded):
-            loading.tell("still loading, %.0f s by now", loading.seconds)
+            loading.report("still loading, %.0f s by now", loading.seconds)
         if (reason := worker.failure()) is not None:
             return reason
         if server is not None:

@@ -9,7 +9,7 @@ import queue
 class SignalFlag:
     """`threading.Event` for one thread that waits and the handlers that run on it.
 
-    An Event won't do: it is set under a lock that `wait` takes too, and a handler that interrupts the thread there
+    An Event is not enough: it is set under a lock that `wait` takes too, and a handler that interrupts the thread there
     would wait for that lock for ever. A SimpleQueue's `put` is reentrant.
     """
 

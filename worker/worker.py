@@ -15,8 +15,9 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pagemill.common.fingerprint import revision_of, with_adapter
 from pagemill.engine.errors import DeviceLost
-from pagemill.fingerprint import revision_of, with_adapter
+from pagemill.engine.outputs import RequestOutput
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
 from pagemill.monitoring.live.assets import is_loopback
 from pagemill.monitoring.live.feed import LiveFeed, LiveSources, Surroundings, WorkerFacts
@@ -27,14 +28,18 @@ from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.tracing import Tracing
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
-from pagemill.worker.adapter_commands import AdapterCommands
+from pagemill.producer.wire.schema.needs import known_words
+from pagemill.producer.wire.webhooks.policy import WebhookPolicy
+from pagemill.worker.adapter_commands import WorkerCommands
+from pagemill.worker.audit.auditor import Auditor
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_host.choice import make_host
 from pagemill.worker.engine_host.messages import EngineState
 from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
 from pagemill.worker.jobs.admission import Admission
 from pagemill.worker.jobs.context import WorkerContext
-from pagemill.worker.jobs.intake import Intake
+from pagemill.worker.jobs.ending import JobListeners
+from pagemill.worker.jobs.job_counters import JobCounters
 from pagemill.worker.jobs.job_table import JobTable
 from pagemill.worker.jobs.journal import Journal
 from pagemill.worker.jobs.leases import LeaseKeeper
@@ -44,11 +49,11 @@ from pagemill.worker.jobs.speed import SpeedMeter
 from pagemill.worker.jobs.store.results import StoredResults
 from pagemill.worker.jobs.store.sweeper import StoreSweeper
 from pagemill.worker.long_wait import LongWait
+from pagemill.worker.pull_control import PullControl, PullState
 from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.status.live_view import LiveView
 from pagemill.worker.status.queue_reader import QueueReader
 from pagemill.worker.status.server import Health, LivePage, Probes, StatusServer
-from pagemill.worker.webhooks.policy import WebhookPolicy
 from pagemill.worker.webhooks.sender import WebhookSender
 
 logger = logging.getLogger(__name__)
@@ -85,17 +90,21 @@ class Worker:
             self.table,
             self._clock,
             self.counters,
-            Journal(config.queue, self._ends, self._clock, self._tracing),
+            JobListeners(
+                JobCounters(self.counters, self._clock),
+                Journal(config.queue, self._ends, self._clock, self._tracing),
+            ),
             SpeedMeter(),
         )
         self._speed = context.speed
         store = config.store()
         results = None if store is None else StoredResults(store, self._new_queue)
+        self._has_store = store is not None
         self._store_sweeper = None if store is None else StoreSweeper(store, self._new_queue())
         self.reporter = ProgressReporter(
             context, self._new_queue(), on_finished=self._on_finished, results=results
         )
-        self.engine = make_host(config, self.reporter.deliver, self.log_fields)
+        self.engine = make_host(config, self._deliver, self.log_fields)
         self.leases = LeaseKeeper(
             context,
             self._new_queue(),
@@ -103,11 +112,20 @@ class Worker:
             is_well=self._is_engine_well,
             describe=self._describe,
         )
-        intake = Intake(context, self.engine, webhook_policy)
+        self._pulling = self._pull_control()
+        self.audit = self._auditor(context)
         self.admission = Admission(
-            context, self._new_queue(), self.engine, intake, self.reporter, self.leases
+            context,
+            self._new_queue(),
+            self.engine,
+            self.reporter,
+            self.leases,
+            webhook_policy,
+            pulling=self._pull_state,
         )
-        self._commands = AdapterCommands(context, self._new_queue(), self.engine, self.leases.announce)
+        self._commands = WorkerCommands(
+            context, self._new_queue(), self.engine, self._pulling, self.leases.announce
+        )
         self.webhooks = self._webhook_sender(webhook_policy)
         self._metrics = WorkerMetrics(
             self.counters,
@@ -126,7 +144,7 @@ class Worker:
         """
         probe = self._new_queue()
         warn_about_server(probe.server_info())
-        self._clock.set(probe.server_time())
+        self.counters.redis_clock_skew_s = self._clock.set(probe.server_time())
         self._http = StatusServer(
             self.config.http_host, self.config.http_port, self._probes(), self._live_page()
         )
@@ -160,6 +178,7 @@ class Worker:
             self._store_sweeper.start()
         self.admission.start(lambda: self._describe().lanes())
         self._commands.start()
+        self.audit.start()
         self.leases.announce()  # clients that submit without naming a model ask the registry
         tier = self.engine.engine.tier
         logger.info(
@@ -186,7 +205,7 @@ class Worker:
         return self._http.url if self._http is not None else None
 
     def failure(self) -> str | None:
-        """The reason this worker can't go on; None while it can."""
+        """The reason this worker must stop; None while it works."""
         if self.engine.state is EngineState.FAILED:
             return f"the engine died: {self.engine.error!r}"
         if (lost := self.engine.lost_rank()) is not None:
@@ -209,6 +228,7 @@ class Worker:
         self._is_draining = True
         self.leases.announce()
         self.admission.stop()
+        self.audit.stop(timeout=1.0)
         if self._is_serving:
             logger.info("draining: %d jobs may run on for %.0f s", len(self.table), grace_s)
             self._wait_for_jobs(min(time.monotonic() + grace_s, give_up_at - WRITE_OUT_S), hurry)
@@ -233,7 +253,9 @@ class Worker:
         self.admission.stop()
         if self.webhooks is not None:
             self.webhooks.stop(timeout=1.0)
+        self._pulling.close()
         self._commands.stop(timeout=1.0)
+        self.audit.stop(timeout=1.0)
         if self._store_sweeper is not None:
             self._store_sweeper.stop(timeout=1.0)
         self.leases.stop(timeout=2.0)
@@ -266,7 +288,7 @@ class Worker:
         while len(self.table) and time.monotonic() < until and not hurry.is_set():
             if self.failure() is not None:
                 return
-            wait.tell(
+            wait.report(
                 "draining: %d jobs run on, for %.0f s at most", len(self.table), until - time.monotonic()
             )
             began = time.monotonic()
@@ -283,6 +305,24 @@ class Worker:
         )
         self._queues.append(queue)
         return queue
+
+    def _pull_control(self) -> PullControl:
+        return PullControl(
+            self.config.drain_grace_s,
+            num_jobs=lambda: len(self.table),
+            hand_back=self.reporter.hand_back_all,
+            changed=lambda: self.admission.recheck(),
+        )
+
+    def _auditor(self, context: WorkerContext) -> Auditor:
+        return Auditor(
+            context,
+            self._new_queue(),
+            self.engine,
+            version=_version(),
+            is_idle=lambda: not len(self.table),
+            changed=self._on_audited,
+        )
 
     def _webhook_sender(self, policy: WebhookPolicy) -> WebhookSender | None:
         if not policy.is_on:
@@ -345,7 +385,7 @@ class Worker:
         return WorkerInfo(
             id=self.worker_id,
             models=self.engine.engine.served_models if self._is_serving else (),
-            adapters=tuple(one.name for one in self.engine.engine.adapters.named())
+            adapters=tuple(one.name for one in self.engine.engine.adapters.registered())
             if self._is_serving
             else (),
             state=self._state(),
@@ -358,6 +398,9 @@ class Worker:
             speed=self._speed.speed(stats.loaded.max_num_seqs) if stats is not None else None,
             fingerprints=self._fingerprints() if self._is_serving else {},
             revision=self._revision() if self._is_serving else "",
+            knows=known_words(
+                has_store=self._has_store, lacks=self.engine.engine.lacks if self._is_serving else ()
+            ),
         )
 
     def _revision(self) -> str:
@@ -365,7 +408,9 @@ class Worker:
 
     def _fingerprints(self) -> dict[str, str]:
         engine = self.engine.engine
-        adapted = {one.name: with_adapter(engine.fingerprint, one.digest) for one in engine.adapters.named()}
+        adapted = {
+            one.name: with_adapter(engine.fingerprint, one.digest) for one in engine.adapters.registered()
+        }
         return {"": engine.fingerprint, **adapted}
 
     def _state(self) -> str:
@@ -373,7 +418,12 @@ class Worker:
             return "unwell"
         if self._is_draining:
             return "draining"
-        return "ready" if self._is_serving else "loading"
+        if not self._is_serving:
+            return "loading"
+        return self._pull_state() or "ready"
+
+    def _pull_state(self) -> PullState | None:
+        return "quarantined" if self.audit.reason is not None else self._pulling.state
 
     def _health(self) -> Health:
         """Report the worker live while the engine makes progress, is idle, or is loading."""
@@ -412,10 +462,17 @@ class Worker:
             details |= {"parts": engine.model_parts} if engine.model_parts else {}
         if self.engine.pid is not None:
             details["engine_pid"] = self.engine.pid
+        if self.audit.reason is not None:
+            details["reason"] = self.audit.reason
         refusal = self.admission.refusal
         if refusal is not None:
             details["refusal"] = refusal
-        return Health(state == "ready" and self.connectivity.is_up and refusal is None, details)
+        # Until then no client finds the model: a gateway would answer that it does not exist.
+        announced = self.leases.announced
+        details["registered"] = is_registered = announced is not None and announced.state == "ready"
+        return Health(
+            state == "ready" and is_registered and self.connectivity.is_up and refusal is None, details
+        )
 
     def _render_metrics(self) -> bytes:
         self.counters.state = self._public_state()
@@ -428,8 +485,12 @@ class Worker:
         match self._state():
             case "loading":
                 return "starting"
-            case "draining":
+            case "draining" | "drained":
                 return "draining"
+            case "paused":
+                return "paused"
+            case "quarantined":
+                return "quarantined"
             case "ready" if self.connectivity.is_up and self.admission.refusal is None:
                 return "paused" if self.admission.blocked == "paused" else "ready"
         return "degraded"
@@ -437,6 +498,16 @@ class Worker:
     def _queue_figures(self) -> QueueFigures | None:
         """Return the queue's figures; None while Redis is unreachable: a scrape must not wait for it."""
         return self._queue_reader.read() if self.connectivity.is_up else None
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        self.audit.take(outputs)
+        self.reporter.deliver(outputs)
+
+    def _on_audited(self) -> None:
+        if self.audit.reason is not None:
+            self.reporter.distrust_all()
+        self.admission.recheck()
+        self.leases.announce()
 
     def _on_finished(self, job: RunningJob | None) -> None:
         self.admission.on_finished(job)

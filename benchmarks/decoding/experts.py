@@ -12,42 +12,36 @@ import argparse
 import gc
 import sys
 import tempfile
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks import machine
+from benchmarks import report
 from benchmarks.decoding.rows import Rows, measure
-from benchmarks.engines import peers
-from benchmarks.engines.contenders import REFERENCE, SUBJECT, WITHOUT_DRAFTS, Contender
-from benchmarks.report import result_path, write
+from benchmarks.engines.contenders import (
+    CONTENDERS,
+    REFERENCE,
+    SUBJECT,
+    WITHOUT_DRAFTS,
+    Contender,
+    having_peers,
+)
 
 VOCAB_SIZE = 32_000
-VLLM = Contender("vllm", "benchmarks.engines.vllm", "vLLM's CPU build, offline", peers.VLLM)
 
 
 def contenders(rows: int) -> list[Contender]:
     """Return who takes part; transformers gets all rows in one batch."""
-    ours = Contender(
-        SUBJECT,
-        "benchmarks.engines.pagemill",
-        "this engine, offline",
-        options=(("dtype", "float32"), ("enable_prefix_caching", False), *WITHOUT_DRAFTS),
-    )
-    theirs = Contender(
-        REFERENCE,
-        "benchmarks.engines.static_batches",
-        "generate(), one batch",
-        options=(("batch_size", rows),),
-    )
-    if peers.VLLM.python() is None:
-        print("vllm: no environment for it; see python -m benchmarks --install-peers", file=sys.stderr)
-        return [ours, theirs]
-    return [ours, theirs, VLLM]
+    options: dict[str, tuple[tuple[str, Any], ...]] = {
+        SUBJECT: (("dtype", "float32"), ("enable_prefix_caching", False), *WITHOUT_DRAFTS),
+        "vllm": (),
+        REFERENCE: (("batch_size", rows),),
+    }
+    chosen = [each for each in CONTENDERS if each.name in options]
+    return having_peers([replace(each, options=options[each.name], every_round=True) for each in chosen])
 
 
 def write_model(folder: Path, options: argparse.Namespace) -> int:
@@ -79,34 +73,20 @@ def write_model(folder: Path, options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--inner", type=int, default=384)
+    parser = report.parser(__doc__, model=False)
+    sizes = {"layers": 12, "experts": 64, "hidden": 1024, "inner": 384, "rounds": 3}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
-    given = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    started, where = datetime.now(UTC), machine.describe()
+    given, console = parser.parse_args(), report.console()
+    file = report.Report("experts", "tokens per second of a random Qwen3-MoE, greedy, fp32", given)
     with tempfile.TemporaryDirectory(prefix="pagemill-experts-") as folder:
         parameters = write_model(Path(folder), given)
         console.print(f"{parameters / 1e6:.0f} million parameters")
         rows = Rows(given.rows, 8, 64, VOCAB_SIZE)
         figures = measure(rows, folder, contenders(max(given.rows)), given.rounds, console)
-    path = given.out or result_path("experts", started)
-    head = {
-        "question": "tokens per second of a random Qwen3-MoE, greedy, fp32",
-        "date": started.isoformat(timespec="seconds"),
-        "machine": where,
-        "parameters": parameters,
-        "settings": {name: value for name, value in vars(given).items() if name != "out"},
-    }
-    write(path, head | figures)
-    console.print(f"written to {path}")
+    file.write({"parameters": parameters} | figures)
+    console.print(f"written to {file.path}")
     return 1 if figures["failures"] else 0
 
 

@@ -9,21 +9,18 @@ is requests of 512 tokens that get one. Engines take turns as in `benchmarks.thr
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks import machine
+from benchmarks import report
 from benchmarks.decoding.rows import Rows, measure
 from benchmarks.engines import peers
 from benchmarks.engines.contenders import INT8_SUBJECT, SUBJECT, WITHOUT_DRAFTS, Contender
-from benchmarks.report import model_directory, result_path, write
 from pagemill.engine.models.packaged import find_gguf
 
 TYPES = {"Q4_0": 2, "Q4_K_M": 15}
@@ -58,8 +55,8 @@ def contenders(file: Path, slots: int) -> list[Contender]:
 def measure_type(name: str, given: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
     file = directory / f"{name}.gguf"
     quantize(find_gguf(), file, TYPES[name])
-    model = model_directory(str(file))
-    rows = Rows(given.rows, 32, 96, json.loads((model / "config.json").read_text())["vocab_size"])
+    model = report.model_directory(str(file))
+    rows = Rows(given.rows, 32, 96, report.config_of(model)["vocab_size"])
     console.print(f"{name}: {file.stat().st_size / 2**20:.0f} MiB")
     return {"file_bytes": file.stat().st_size} | measure(
         rows, str(model), contenders(file, max(given.rows)), given.rounds, console
@@ -67,29 +64,19 @@ def measure_type(name: str, given: argparse.Namespace, directory: Path, console:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, model=False)
     parser.add_argument("--types", nargs="+", default=list(TYPES), choices=list(TYPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     given = parser.parse_args()
     if peers.LLAMACPP.python() is None:
         parser.error("llama.cpp: no environment for it; see python -m benchmarks --install-peers")
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    started, where = datetime.now(UTC), machine.describe()
+    file = report.Report("gguf", "tokens per second of 4-bit GGUF files beside llama.cpp, greedy", given)
+    console = report.console()
     with tempfile.TemporaryDirectory(prefix="pagemill-gguf-") as directory:
         figures = {name: measure_type(name, given, Path(directory), console) for name in given.types}
-    path = given.out or result_path("gguf", started)
-    head = {
-        "question": "tokens per second of 4-bit GGUF files beside llama.cpp, greedy",
-        "date": started.isoformat(timespec="seconds"),
-        "machine": where,
-        "settings": {"rows": given.rows, "rounds": given.rounds},
-    }
-    write(path, head | {"types": figures})
-    console.print(f"written to {path}")
+    file.write({"types": figures})
+    console.print(f"written to {file.path}")
     return 1 if any(each["failures"] for each in figures.values()) else 0
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.engines.contenders import INT8_SUBJECT, SUBJECT, Contender
+from benchmarks.engines.contenders import Contender
 from benchmarks.measure import Request
-from benchmarks.throughput import Measurements, Spread, measure_all, passes_as_json, ratio_cell
+from benchmarks.throughput import Measurements, as_json, measure_all, rates_table, subject_columns
 from benchmarks.workloads import LOWEST_TOKEN_ID, Workload
 
 PROMPTS, PROMPT_IN = 4, 512
@@ -49,32 +47,10 @@ def measure(
     workloads = rows.workloads(0)
     request = Request(model, rows.workloads(1), PROMPT_IN + rows.made, KV_CACHE_BYTES)
     measurements = Measurements()
-    passes = measure_all(
+    measure_all(
         measurements, contenders, request, workloads, vocab_size=rows.vocab_size, rounds=rounds, console=console
     )  # fmt: skip
-    with contextlib.closing(passes):
-        for _ in passes:
-            pass
-    console.print(_table(measurements, workloads))
-    return {
-        "versions": {engine: ready.versions for engine, ready in measurements.ready.items()},
-        "peak_memory_bytes": measurements.peak_memory_bytes,
-        "failures": measurements.failures,
-        "passes": passes_as_json(measurements),
-    }
-
-
-def _table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
-    view = Table(title="Tokens per second (prompt: tokens read, else tokens made)")
-    subjects = [each for each in (SUBJECT, INT8_SUBJECT) if each in measurements.contenders]
-    columns = ("workload", "engine", "median", "lowest", "best", *(f"{each} is" for each in subjects))
-    for column in columns:
-        view.add_column(column, justify="left" if column in ("workload", "engine") else "right")
-    for workload in workloads:
-        scale = PROMPT_IN if workload.name == "prompt" else 1
-        for engine in measurements.contenders:
-            rates = Spread.of(measurements.rates(engine, workload.name))
-            figures = (f"{scale * rate:.1f}" for rate in (rates.median, rates.low, rates.high))
-            ratios = (ratio_cell(measurements, each, engine, workload.name) for each in subjects)
-            view.add_row(workload.name, engine, *figures, *ratios)
-    return view
+    title = "Tokens per second (prompt: tokens read, else tokens made)"
+    columns, scales = subject_columns(measurements), {"prompt": PROMPT_IN}
+    console.print(rates_table(title, measurements, workloads, columns, scales))
+    return as_json(measurements)

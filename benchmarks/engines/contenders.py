@@ -31,54 +31,40 @@ class Contender:
     """False: the first and the last round only, for what takes ten times as long as the others."""
 
 
+_OURS, _VLLM, _OPENVINO = (f"benchmarks.engines.{name}" for name in ("pagemill", "vllm", "openvino"))
+_BF16 = ("PAGEMILL_BENCH_VLLM_DTYPE", "bfloat16")
+_INT8 = ("PAGEMILL_BENCH_OPENVINO_WEIGHTS", "int8")
+# OpenVINO's defaults keep the KV cache in 8 bits, too.
+_OUR_INT8 = (("quantization", "int8"), ("kv_cache_dtype", "int8"), *WITHOUT_DRAFTS)
+
 CONTENDERS = (
-    Contender(SUBJECT, "benchmarks.engines.pagemill", "this engine, offline", options=WITHOUT_DRAFTS),
+    Contender(SUBJECT, _OURS, "this engine, offline", options=WITHOUT_DRAFTS),
     Contender(
-        BF16_SUBJECT,
-        "benchmarks.engines.pagemill",
-        "this engine, bfloat16 products and KV cache",
+        BF16_SUBJECT, _OURS, "this engine, bfloat16 products and KV cache",
         options=(("dtype", "bfloat16"), *WITHOUT_DRAFTS),
     ),
-    Contender("vllm", "benchmarks.engines.vllm", "vLLM's CPU build, offline", peers.VLLM),
+    Contender("vllm", _VLLM, "vLLM's CPU build, offline", peers.VLLM),
+    Contender("vllm-bf16", _VLLM, "vLLM's CPU build, bfloat16", peers.VLLM, (_BF16,)),
+    Contender("openvino", _OPENVINO, "OpenVINO GenAI, fp32", peers.OPENVINO),
+    Contender(INT8_SUBJECT, _OURS, "this engine, int8 weights, activations and KV cache", options=_OUR_INT8),
+    Contender("openvino-int8", _OPENVINO, "OpenVINO GenAI, int8 weights and KV cache", peers.OPENVINO, (_INT8,)),
     Contender(
-        "vllm-bf16",
-        "benchmarks.engines.vllm",
-        "vLLM's CPU build, bfloat16",
-        peers.VLLM,
-        (("PAGEMILL_BENCH_VLLM_DTYPE", "bfloat16"),),
+        REFERENCE, "benchmarks.engines.static_batches", "generate(), static FIFO batches of 16", every_round=False
     ),
-    Contender("openvino", "benchmarks.engines.openvino", "OpenVINO GenAI, fp32", peers.OPENVINO),
-    Contender(
-        INT8_SUBJECT,
-        "benchmarks.engines.pagemill",
-        "this engine, int8 weights, activations and KV cache",
-        # OpenVINO's defaults keep the KV cache in 8 bits, too.
-        options=(("quantization", "int8"), ("kv_cache_dtype", "int8"), *WITHOUT_DRAFTS),
-    ),
-    Contender(
-        "openvino-int8",
-        "benchmarks.engines.openvino",
-        "OpenVINO GenAI, int8 weights and KV cache",
-        peers.OPENVINO,
-        (("PAGEMILL_BENCH_OPENVINO_WEIGHTS", "int8"),),
-    ),
-    Contender(
-        REFERENCE,
-        "benchmarks.engines.static_batches",
-        "generate(), static FIFO batches of 16",
-        every_round=False,
-    ),
-)
+)  # fmt: skip
 
 
-def available_contenders(names: Sequence[str]) -> list[Contender]:
+def available_contenders(names: Sequence[str], among: Sequence[Contender] = CONTENDERS) -> list[Contender]:
     """The contenders asked for that can run here; says on stderr which one is missing and how to get it."""
-    chosen = [contender for contender in CONTENDERS if contender.name in names]
-    for peer in {contender.peer for contender in chosen if contender.peer is not None}:
-        if peer.python() is None:
-            print(
-                f"{peer.name}: no environment for it; make one with: python -m benchmarks --install-peers",
-                file=sys.stderr,
-            )
-            chosen = [contender for contender in chosen if contender.peer is not peer]
-    return chosen
+    return having_peers([contender for contender in among if contender.name in names])
+
+
+def having_peers(chosen: Sequence[Contender]) -> list[Contender]:
+    """Leave out contenders whose environment is missing, and say so on stderr."""
+    missing = {peer for peer in (each.peer for each in chosen) if peer is not None and peer.python() is None}
+    for peer in missing:
+        print(
+            f"{peer.name}: no environment for it; make one with: python -m benchmarks --install-peers",
+            file=sys.stderr,
+        )
+    return [each for each in chosen if each.peer not in missing]

@@ -26,8 +26,8 @@ def export(model: str, weight_format: str) -> Path:
     target = Path(sys.prefix) / "models" / f"{source.name}-{weight_format}-{key}"
     if not (target / "openvino_model.xml").exists():
         exporter = Path(sys.prefix) / "bin" / "optimum-cli"
-        command = [exporter, "export", "openvino", "--model", source, "--task", "text-generation-with-past"]
-        subprocess.run([*command, "--weight-format", weight_format, target], check=True)
+        task = ["--task", "text-generation-with-past", "--weight-format", weight_format]
+        subprocess.run([exporter, "export", "openvino", "--model", source, *task, target], check=True)
     return target
 
 

@@ -71,7 +71,7 @@ OPENVINO = Peer(
     ("torchvision",),
 )
 # No wheel: compiled for this machine's processor, some eight minutes.
-LLAMACPP = Peer("llamacpp", "llama_cpp", ("llama-cpp-python==0.3.36",))
+LLAMACPP = Peer("llamacpp", "llama_cpp", ("llama-cpp-python[server]==0.3.36",))
 PEERS = (VLLM, OPENVINO, LLAMACPP)
 
 

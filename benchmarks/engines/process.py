@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,10 +53,7 @@ class EngineProcess:
         self._log = directory / f"{contender.name}.log"
         self._buffer = b""
         request_path = directory / f"{contender.name}.json"
-        options = request.options | dict(contender.options)
-        Request(request.model, request.warmup, request.longest, request.kv_cache_memory_bytes, options).write(
-            request_path
-        )
+        replace(request, options=request.options | dict(contender.options)).write(request_path)
         interpreter, environment = _interpreter(contender, request)
         self._answers, theirs = os.pipe()
         with self._log.open("wb") as log:
@@ -106,13 +104,12 @@ class EngineProcess:
         return timing
 
     def peak_memory_bytes(self) -> int:
-        """The most each process of the group has had in memory, summed; pages they share count twice."""
-        return sum(_peak_resident_bytes(pid) for pid in _members(self._process.pid))
+        """The most each process has had in memory, summed; pages they share count twice."""
+        return sum(_peak_resident_bytes(each.pid) for each in family(psutil.Process(self._process.pid)))
 
     def processor_seconds(self) -> float:
         """The processor time of the process and all that it has started, in whatever group or session."""
-        this = psutil.Process(self._process.pid)
-        return sum(sum(one.cpu_times()) for one in (this, *this.children(recursive=True)))
+        return processor_seconds(psutil.Process(self._process.pid))
 
     def close(self) -> None:
         """Let it end by itself, as an end of its orders tells it to; then end what is left of it."""
@@ -170,19 +167,13 @@ def _interpreter(contender: Contender, request: Request) -> tuple[Path, dict[str
     return found, environment
 
 
-def _members(group: int) -> list[int]:
-    """The processes of a process group."""
-    found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            try:
-                # The command's name stands in brackets and may contain anything; the group is the third field after it.
-                fields = (path / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[2]) == group:
-                found.append(int(path.name))
-    return found
+def family(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+def processor_seconds(process: psutil.Process) -> float:
+    """Of the process and its children."""
+    return float(sum(sum(member.cpu_times()[:2]) for member in family(process)))
 
 
 def _peak_resident_bytes(pid: int) -> int:

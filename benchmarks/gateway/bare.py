@@ -28,32 +28,31 @@ class Alone:
 
 
 class BareEngine:
-    """An engine's process, stopped while others are measured; as many rows as there are requests at once."""
+    """An engine's process, stopped while others are measured."""
 
-    def __init__(self, process: EngineProcess, workload: Workload) -> None:
+    def __init__(self, process: EngineProcess, max_tokens: int) -> None:
         self._process = process
-        self._workload = workload
+        self._max_tokens = max_tokens
 
-    def measure(self) -> Alone:
+    def measure(self, prompts: Sequence[list[int]]) -> Alone:
         """Run all requests. Blocks."""
         before = self._process.processor_seconds()
-        timing = self._process.measure(self._workload)
+        timing = self._process.measure(_workload(prompts, self._max_tokens))
         cpu = self._process.processor_seconds() - before
-        return Alone(timing.tokens_per_second, 1000 * cpu / len(self._workload.prompts))
+        return Alone(timing.tokens_per_second, 1000 * cpu / len(prompts))
 
 
 @contextmanager
 def bare_engine(
-    model: str,
-    prompts: Sequence[list[int]],
-    max_tokens: int,
-    rows: int,
-    directory: Path,
-    engine: Contender = ENGINE,
+    model: str, warmup: Sequence[list[int]], max_tokens: int, directory: Path, engine: Contender = ENGINE
 ) -> Iterator[BareEngine]:
-    workload = Workload("streams", list(prompts), [max_tokens] * len(prompts))
-    warmup = Workload("warmup", workload.prompts[:rows], workload.max_tokens[:rows])
-    request = Request(model, [warmup], workload.longest, KV_BYTES, {"max_num_seqs": rows})
+    """An engine of as many rows as `warmup` has prompts."""
+    workload = _workload(warmup, max_tokens)
+    request = Request(model, [workload], workload.longest, KV_BYTES, {"max_num_seqs": len(warmup)})
     with EngineProcess(engine, request, directory) as process:
         process.wait_until_ready()
-        yield BareEngine(process, workload)
+        yield BareEngine(process, max_tokens)
+
+
+def _workload(prompts: Sequence[list[int]], max_tokens: int) -> Workload:
+    return Workload("streams", list(prompts), [max_tokens] * len(prompts))

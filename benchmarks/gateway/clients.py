@@ -11,18 +11,16 @@ import aiohttp
 
 from pagemill import AsyncProducer
 
-Prompt = str | list[int]
-Ask = Callable[[Prompt], Awaitable[float]]
+Ask = Callable[[list[int]], Awaitable[float]]
 """Run a request to its end; returns the seconds until its first token."""
 
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
 def direct(producer: AsyncProducer, body: Mapping[str, Any]) -> Ask:
-    async def ask(prompt: Prompt) -> float:
+    async def ask(prompt: list[int]) -> float:
         began = time.perf_counter()
-        field = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-        handle = await producer.submit(dict(body) | field)
+        handle = await producer.submit({**body, "prompt_token_ids": prompt})
         await handle.result()
         return time.perf_counter() - began
 
@@ -30,7 +28,7 @@ def direct(producer: AsyncProducer, body: Mapping[str, Any]) -> Ask:
 
 
 def whole(client: aiohttp.ClientSession, address: str, body: Mapping[str, Any]) -> Ask:
-    async def ask(prompt: Prompt) -> float:
+    async def ask(prompt: list[int]) -> float:
         began = time.perf_counter()
         async with client.post(address, json={**body, "prompt": prompt}) as answer:
             answer.raise_for_status()
@@ -47,7 +45,7 @@ def streamed(client: aiohttp.ClientSession, address: str, body: Mapping[str, Any
     """
     options = {"stream": True, "stream_options": {"include_usage": True}}
 
-    async def ask(prompt: Prompt) -> float:
+    async def ask(prompt: list[int]) -> float:
         began, first, tail = time.perf_counter(), None, b""
         async with client.post(address, json={**body, **options, "prompt": prompt}) as answer:
             answer.raise_for_status()

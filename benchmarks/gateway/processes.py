@@ -18,6 +18,7 @@ import psutil
 import redis
 
 from benchmarks.engines import peers
+from benchmarks.engines.process import processor_seconds
 
 QUEUE = "gateway-benchmark"
 START_LIMIT_S = 900.0
@@ -59,18 +60,12 @@ class Processors:
     redis_url: str | None = None
 
     def read(self) -> dict[str, float]:
-        seconds = {name: _family_seconds(process) for name, process in self.processes.items()}
+        seconds = {name: processor_seconds(process) for name, process in self.processes.items()}
         if self.redis_url is not None:
             with redis.Redis.from_url(self.redis_url) as client:
                 used = client.info("cpu")
             seconds["redis"] = float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
         return seconds | {"client": time.process_time()}
-
-
-def _family_seconds(process: psutil.Process) -> float:
-    """Of the process and its children: vLLM computes in one."""
-    family = [process, *process.children(recursive=True)]
-    return float(sum(sum(member.cpu_times()[:2]) for member in family))
 
 
 @contextlib.contextmanager

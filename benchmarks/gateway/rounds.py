@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.gateway.bare import Alone
-from benchmarks.gateway.clients import Ask, Prompt
+from benchmarks.gateway.clients import Ask
 from benchmarks.gateway.processes import Processors, Server
 
-Run = Callable[[Prompt], Awaitable[None]]
+Run = Callable[[list[int]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,12 @@ class Way:
     name: str
     ask: Ask
     processors: Processors
-    is_streamed: bool = False
     server: Server | None = None
+    """That streams."""
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.server is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +67,11 @@ class Figures:
         return None if self.bare is None else self.tokens_per_s / self.bare.tokens_per_s
 
 
-async def measure(way: Way, load: Load, prompts: Sequence[Prompt], max_tokens: int) -> Figures:
+async def measure(way: Way, load: Load, prompts: Sequence[list[int]], max_tokens: int) -> Figures:
     took: list[float] = []
     first: list[float] = []
 
-    async def run(prompt: Prompt) -> None:
+    async def run(prompt: list[int]) -> None:
         began = time.perf_counter()
         first.append(await way.ask(prompt))
         took.append(time.perf_counter() - began)
@@ -98,7 +102,7 @@ async def measure(way: Way, load: Load, prompts: Sequence[Prompt], max_tokens: i
     )
 
 
-async def _at_once(count: int, prompts: Sequence[Prompt], run: Run) -> None:
+async def _at_once(count: int, prompts: Sequence[list[int]], run: Run) -> None:
     left = iter(prompts)
 
     async def client() -> None:
@@ -108,7 +112,7 @@ async def _at_once(count: int, prompts: Sequence[Prompt], run: Run) -> None:
     await asyncio.gather(*(client() for _ in range(count)))
 
 
-async def _at_rate(rate: float, prompts: Sequence[Prompt], run: Run) -> None:
+async def _at_rate(rate: float, prompts: Sequence[list[int]], run: Run) -> None:
     rng = random.Random(f"arrivals {rate}")
     due, tasks = time.perf_counter(), []
     for prompt in prompts:

@@ -1,24 +1,31 @@
-"""Random paged steps for the sections on attention, and the cases that are held to fp64."""
+"""Random paged steps for the sections on attention, the cases that are held to fp64, and libraries to compare with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import models
 from benchmarks.gpu.models import Shape
 from benchmarks.gpu.section import Bench, Row
 from pagemill.kernels import dispatch, reference
 from pagemill.kernels.dispatch import FaceName
+from pagemill.kernels.gpu.attention_backend import Unavailable
+from pagemill.kernels.gpu.flash_attention import FlashAttention3
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, as_bytes
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
-from tests.kernels.paged_case import TOLERANCE, assert_close, make_case
+from tests.kernels import fa3_op
+from tests.kernels.paged_case import TOLERANCE, PagedCase, assert_close, make_case
 
 TOY = Shape("toy", 2, 1, 64)
 LLAMA_8B, QWEN_600M = models.LLAMA_8B.attention, models.QWEN_600M.attention
@@ -26,10 +33,17 @@ FALCON_7B = Shape("falcon-7b", 71, 1, 64)
 GPT2 = Shape("gpt2", 12, 12, 64)
 GEMMA_2B = Shape("gemma-2b", 8, 1, 256)
 
+_PREDICTED_SHARE = {("FA3", True): 0.9, ("FA3", False): 0.76, ("cuDNN", False): 0.8}
+"""By library and whether a step decodes. Of 2026-11-24, before any ran here."""
+
 # One timed call walks over enough layers that none of their keys is still in the L2 cache (60 MB on an H200) when its
 # turn comes.
 _BYTES_PER_CALL = 512 * 2**20
 _MOST_LAYERS = 32
+_PROBED_TOKENS = 64
+
+Attend = Callable[[torch.Tensor, LayerCache, AttentionMetadata, Scoring], torch.Tensor]
+"""`pagemill.kernels.dispatch.paged_attention`, or a library in its place."""
 
 
 @dataclass
@@ -42,10 +56,102 @@ class Workload:
     scoring: Scoring
     face: FaceName
 
-    def run(self) -> None:
+    @property
+    def is_dense(self) -> bool:
+        """Whether all rows are alike, without a part of a block, and decode or are whole prompts."""
+        metadata = self.metadata
+        kinds = set(zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True))
+        query_len, seq_len = next(iter(kinds))
+        is_whole = seq_len % self.layers[0].block_size == 0 and not self.layers[0].is_scaled
+        return len(kinds) == 1 and is_whole and query_len in (1, seq_len)
+
+    def run(self, attend: Attend = dispatch.paged_attention) -> None:
         with dispatch.override(self.face):
             for layer in self.layers:
-                dispatch.paged_attention(self.query, layer, self.metadata, self.scoring)
+                attend(self.query, layer, self.metadata, self.scoring)
+
+    def error(self, attend: Attend = dispatch.paged_attention) -> float:
+        """Return the largest difference from fp64 over the last tokens of the first and of the last row."""
+        metadata, layer = self.metadata, self.layers[0]
+        with dispatch.override(self.face):
+            out = attend(self.query, layer, metadata, self.scoring).double()
+        ends, errors = metadata.query_start_loc.tolist()[1:], list[torch.Tensor]()
+        for row in {0, len(ends) - 1}:
+            count = min(_PROBED_TOKENS, metadata.query_lens_host[row])
+            tokens = slice(ends[row] - count, ends[row])
+            probe = replace(
+                metadata,
+                block_tables=metadata.block_tables[row : row + 1],
+                query_lens_host=[count],
+                seq_lens_host=[metadata.seq_lens_host[row]],
+            )
+            truth = reference.paged_attention(self.query[tokens].double(), layer, probe, self.scoring)
+            errors.append((out[tokens] - truth).abs().max())
+        return torch.stack(errors).max().item()  # NaN if any is
+
+
+def load_fa3(bench: Bench) -> FlashAttention3:
+    """Return FlashAttention 3, of `--fa3` or vLLM's package; a stand-in on toy shapes. Raises OSError, Unavailable."""
+    if bench.is_tiny:
+        fa3_op.register()
+    elif bench.fa3 is not None:
+        torch.ops.load_library(bench.fa3)  # type: ignore[no-untyped-call]
+    library = FlashAttention3()
+    library.require(bench.device)
+    return library
+
+
+def peer_rows(bench: Bench, workload: Workload, ours: Row, amount: float) -> Iterator[Row]:
+    """The same step by libraries: `ours` with their times, shares and errors.
+
+    Args:
+        amount: of the unit that `ours` has a rate of in its first fact, per layer.
+    """
+    peers: list[tuple[str, Attend, bool]] = []
+    if not workload.layers[0].is_scaled:
+        with suppress(OSError, Unavailable):  # the section fa3 reports the reason
+            peers.append(("FA3", load_fa3(bench).attend, True))
+    if workload.is_dense:
+        peers.append(("cuDNN", _dense_attention, False))  # over other keys: without an error
+    is_decode = workload.metadata.max_query_len == 1
+    for name, attend, is_paged in peers:
+        share = _PREDICTED_SHARE.get((name, is_decode))
+        facts: dict[str, Any] = {}
+        seconds = None
+        try:
+            seconds = bench.measure(partial(workload.run, attend)) / len(workload.layers)
+            facts[next(iter(ours.facts))] = round(amount / seconds, 1)
+            if is_paged:
+                facts["error"] = float(f"{workload.error(attend):.2g}")
+        except RuntimeError as error:
+            if (
+                type(error) is not RuntimeError
+            ):  # not a shape that a library does not support, but a lost device
+                raise
+            facts["why"] = str(error).splitlines()[0][:200]
+        yield replace(
+            ours,
+            case=f"{name}: {ours.case}",
+            measured=seconds,
+            prediction=ours.floor / share if share and ours.floor else None,
+            target=None,
+            ok=facts["error"] <= TOLERANCE[torch.bfloat16] if "error" in facts else None,
+            facts=facts,
+        )
+
+
+def _dense_attention(
+    query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
+) -> torch.Tensor:
+    """torch's attention through cuDNN, over the pool's bytes as keys without blocks: only its time means something."""
+    rows, (num_heads, head_dim) = len(metadata.seq_lens_host), query.shape[1:]
+    queries = query.view(rows, -1, num_heads, head_dim).transpose(1, 2)
+    keys, values = (pool.view(rows, cache.num_kv_heads, -1, head_dim) for pool in (cache.keys, cache.values))
+    library = SDPBackend.CUDNN_ATTENTION if query.is_cuda else SDPBackend.MATH
+    with sdpa_kernel(library):
+        return F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=metadata.max_query_len > 1, scale=scoring.scale, enable_gqa=True
+        )
 
 
 def num_layers_of(bench: Bench, layer_bytes: int) -> int:
@@ -75,7 +181,7 @@ def make_workload(
     blocks_of = [math.ceil(seq_len / block_size) for seq_len in seq_lens]
     tables = torch.zeros((len(seq_lens), max(blocks_of)), dtype=torch.int32)
     blocks = torch.randperm(sum(blocks_of)).to(torch.int32)
-    for row, part in enumerate(blocks.split(blocks_of)):
+    for row, part in enumerate(torch.split(blocks, blocks_of)):
         tables[row, : len(part)] = part
     cache_shape = (sum(blocks_of), shape.num_kv_heads, block_size, shape.head_dim)
 
@@ -128,10 +234,25 @@ EVERY_CASE: list[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = [
 ]
 
 
+SINK_CASES: list[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = [
+    (_MIXED, LLAMA_8B, {"sinks": True} | options) for options in ({}, {"sliding_window": 100})
+]
+
+
+def without_poison(case: PagedCase) -> PagedCase:
+    """Return the case with zeros in unused slots and the first block in place of unused blocks."""
+    metadata, cache = case.metadata, case.cache
+    tables = metadata.block_tables.where(metadata.block_tables < len(cache.keys), 0)
+    cache = cache.converted(torch.nan_to_num)
+    return replace(case, cache=cache, metadata=replace(metadata, block_tables=tables))
+
+
 def correctness(
     bench: Bench,
     cases: Sequence[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]],
     dtypes: Sequence[torch.dtype],
+    attend: Attend = dispatch.paged_attention,
+    prepare: Callable[[PagedCase], PagedCase] = lambda case: case,
 ) -> Iterator[Row]:
     """Each case's largest error against the reference in fp64, over NaN-poisoned caches."""
     for ((query_lens, seq_lens), shape, options), dtype in product(cases, dtypes):
@@ -143,9 +264,10 @@ def correctness(
             head_dim=shape.head_dim,
             dtype=dtype,
             **options,
-        ).to(bench.device)
+        )
+        case = prepare(case.to(bench.device))
         with dispatch.override(bench.face):
-            out = dispatch.paged_attention(case.query, case.cache, case.metadata, case.scoring)
+            out = attend(case.query, case.cache, case.metadata, case.scoring)
         double = case.in_double()
         truth = reference.paged_attention(double.query, double.cache, double.metadata, double.scoring)
         real = case.real_tokens().to(bench.device)

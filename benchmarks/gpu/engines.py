@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.models import TINY, ModelShape, Requests
-from benchmarks.gpu.section import Bench
+from benchmarks.gpu.models import TINY, ModelShape
+from benchmarks.gpu.section import Bench, Row
+from benchmarks.workloads import Workload
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 
@@ -61,10 +62,20 @@ def open_engine(bench: Bench, model: ModelShape, **options: Any) -> OpenEngine:
     path = model.save_config(Path(directory.name))
     llm = LLM(path, **(settings_of(bench) | options))
     # Kernels are compiled before the clock runs, as in a worker that has warmed up.
-    generate(llm, Requests([[1] * 16, [2] * (16 if bench.is_tiny else 1024)], [4, 4]))
+    generate(llm, Workload("warm-up", [[1] * 16, [2] * (16 if bench.is_tiny else 1024)], [4, 4]))
     freeze_heap()
     _open.append(OpenEngine(llm, model, time.perf_counter() - started, options, directory))
     return _open[0]
+
+
+def compile_engine(bench: Bench, model: ModelShape, options: dict[str, Any]) -> list[Row]:
+    """Start and close an engine of one layer, which compiles what a whole one needs."""
+    small = {"num_kv_blocks": 512, "enforce_eager": True}
+    with tempfile.TemporaryDirectory() as directory:
+        path = replace(shape_of(bench, model), num_layers=1).save_config(Path(directory))
+        started = time.perf_counter()
+        LLM(path, **(settings_of(bench) | options | small)).close()
+    return [Row(case=f"one layer of {model.name} {options or ''}", measured=time.perf_counter() - started)]
 
 
 def close_engine() -> None:
@@ -81,17 +92,17 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def generate(llm: LLM, requests: Requests) -> float:
+def generate(llm: LLM, requests: Workload) -> float:
     """Return the seconds of one pass over the requests; each ends at its length."""
     params = [
         SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length, seed=number)
-        for number, length in enumerate(requests.lengths)
+        for number, length in enumerate(requests.max_tokens)
     ]
     started = time.perf_counter()
     results = llm.generate(requests.prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
     lengths = [len(result.outputs[0].token_ids) for result in results]
-    if lengths != requests.lengths:
+    if lengths != requests.max_tokens:
         errors = {result.error for result in results if result.error}
         raise RuntimeError(f"{sum(lengths)} tokens of {requests.num_output_tokens}: {errors or 'no error'}")
     return seconds

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu.models import ModelShape
-from pagemill.kernels.gpu.tuning import MIN_SPLIT_TOKENS, decode_splits
+from pagemill.kernels.gpu.tuning import decode_splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,10 @@ class CostModel:
     def seconds(self, num_bytes: float, operations: float = 0.0, *, share: float = 1.0) -> float:
         return max(num_bytes / self.ceilings.bytes_per_s, operations / self.ceilings.flops) / share
 
-    def decode(self, num_heads: int, num_kv_heads: int, head_dim: int, seq_lens: Sequence[int]) -> float:
-        """Decode attention of one layer over bf16 keys: operations and bytes of every key once."""
-        keys = sum(seq_lens)
-        return self.seconds(
-            4 * keys * num_kv_heads * head_dim, 4 * keys * num_heads * head_dim, share=self.decode_attention
-        )
-
     def series(self, seq_lens: Sequence[int], num_kv_heads: int, tile_keys: int, processors: int) -> float:
         """The time of the longest row's split, whose tiles are walked one after the other: 0 for the floor."""
         splits = decode_splits(len(seq_lens) * num_kv_heads, max(seq_lens), processors)
-        split_keys = max(MIN_SPLIT_TOKENS, -(-max(seq_lens) // splits))
+        split_keys = max(splits.min_tokens, -(-max(seq_lens) // splits.most))
         return -(-split_keys // tile_keys) * self.series_tile_s
 
     def step(self, model: ModelShape, step: Step, *, fp8: bool = False) -> float:
@@ -109,20 +102,6 @@ class CostModel:
 
     def workload(self, model: ModelShape, steps: Sequence[Step], *, fp8: bool = False) -> float:
         return sum(self.step(model, step, fp8=fp8) for step in steps)
-
-    def decode_under_load(self, model: ModelShape, tokens_per_s: float, keys: int, most_rows: int) -> float:
-        """Seconds of a decode step where tokens arrive at a rate: as many rows as one step's time brings in.
-
-        Little's law, by a bisection over the rows; `keys` of each.
-        """
-        low, high = 1, most_rows
-        while low < high:
-            rows = (low + high) // 2
-            if self.step(model, Step([(1, keys)] * rows)) * tokens_per_s <= rows:
-                high = rows
-            else:
-                low = rows + 1
-        return self.step(model, Step([(1, keys)] * low))
 
 
 def expected(ceilings: Ceilings) -> CostModel:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.workloads import Workload
+
 _FIRST_TOKEN_IDS = 10_000
 _MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
@@ -92,30 +94,11 @@ TINY = ModelShape(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """`prompts[i]` generates `lengths[i]` tokens, whatever the model thinks of it."""
-
-    prompts: list[list[int]]
-    lengths: list[int]
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def sizes(self) -> list[tuple[int, int]]:
-        return [(len(prompt), length) for prompt, length in zip(self.prompts, self.lengths, strict=True)]
-
-
-def uniform_requests(model: ModelShape, count: int, shortest: int, longest: int, *, seed: int) -> Requests:
+def uniform_requests(model: ModelShape, count: int, shortest: int, longest: int, *, seed: int) -> Workload:
     """Prompts and outputs of uniform lengths: with 256, 100 and 1,024 those of nano-vllm's benchmark."""
     draw = random.Random(seed)
     prompts = [random_tokens(draw, model, draw.randint(shortest, longest)) for _ in range(count)]
-    return Requests(prompts, [draw.randint(shortest, longest) for _ in prompts])
+    return Workload("uniform", prompts, [draw.randint(shortest, longest) for _ in prompts])
 
 
 def random_tokens(draw: random.Random, model: ModelShape, count: int) -> list[int]:

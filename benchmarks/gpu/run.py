@@ -1,15 +1,18 @@
 """Is everything right on the GPU at hand, and how near to its limits does it run?
 
-    python -m benchmarks.gpu --part preflight    versions, every kernel once, the engine twice: at most 60 s, and the
+    python -m benchmarks.gpu --part preflight    versions, every kernel once, the engine twice: at most 150 s, and the
                                                  first failure ends it
+    python -m benchmarks.gpu --part first        the same without that end, then the headline figures: for a card that
+                                                 is there for ten minutes
     python -m benchmarks.gpu --part 1            every kernel: correctness in full, then its time
-    python -m benchmarks.gpu --part 2            the engine, the worker through Redis, transformers' generate_batch
+    python -m benchmarks.gpu --part 2            the engine, and the worker through Redis
     python -m benchmarks.gpu --part 1 --dry      the same over toy shapes on a CPU, with the reference operators
 
-A part ends in under nine minutes: every section has seconds of its own, after which it is cut. After each section, and
-whatever happens, --out has part-NAME.json with all rows so far and part-NAME.log with what was printed: six files
-after all three parts. Sections run in processes of their own: one that fails, hangs or loses the device costs no other
-its results.
+A part ends in under nine minutes, or after --seconds: every section has seconds of its own, after which it is cut.
+After each section, and whatever happens, --out has part-NAME.json with all rows so far and part-NAME.log with what was
+printed; at the end also triton-NAME.tgz with the compiled kernels, which the next run takes from there, so that a
+machine without them compiles nothing twice. The last lines summarize the part. Sections run in processes of their own:
+one that fails, hangs or loses the device costs no other its results.
 
 Exit code 0: all is well, or left out for a stated reason; 1: a section failed or a check does not hold; 2: nothing ran,
 for want of a CUDA device or for wrong arguments; 3: nothing is wrong, but a section was cut.
@@ -21,36 +24,29 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
+from benchmarks.gpu import compiled
 from benchmarks.gpu.process import DeviceProcess, OutOfTime
 from benchmarks.gpu.registry import ALWAYS, of_part
 from benchmarks.gpu.section import PARTS, Bench, Part, Row, Scale, Section, Skipped
-from benchmarks.gpu.tables import lines_of
+from benchmarks.gpu.tables import lines_of, summary_of
 from benchmarks.gpu.timing import host_seconds, median_seconds
 from benchmarks.report import RESULTS, write
 
-PART_SECONDS = {"preflight": 60.0, "1": 520.0, "2": 520.0}
+PART_SECONDS = {"preflight": 150.0, "first": 520.0, "1": 520.0, "2": 520.0}
 """When the last section is cut. The rest of nine minutes is for loading torch and for ends of processes."""
 LOG_BYTES = 8 << 20
 SCHEMA = 1
 
 Status = Literal["done", "failed", "cut", "skipped"]
-
-
-class Runner(Protocol):
-    """Runs a section's function and hands on its rows as they come; see `DeviceProcess`."""
-
-    def rows(self, run: Callable[[Bench], Any], bench: Bench) -> Generator[Row, None, None]: ...
-
-    def stop(self) -> None: ...
 
 
 @dataclass
@@ -83,9 +79,11 @@ class PartRun:
 
     part: Part
     bench: Bench
-    runner: Runner
+    runner: DeviceProcess
     out: Path
     clock: Callable[[], float] = time.monotonic
+    seconds: float | None = None
+    """When the last section is cut. Default: as the part is planned."""
     outcomes: list[Outcome] = field(default_factory=list)
 
     def run(self, sections: Sequence[Section]) -> int:
@@ -94,7 +92,8 @@ class PartRun:
         for number, section in enumerate(sections, 1):
             gone = self.clock() - started
             limit = section.seconds if self.bench.scale is Scale.FULL else math.inf
-            left = PART_SECONDS[self.part] - gone if self.bench.scale is Scale.FULL else math.inf
+            left = (self.seconds or PART_SECONDS[self.part]) - gone
+            left = left if self.bench.scale is Scale.FULL else math.inf
             print(
                 f"\n[{self.part}: {number} of {len(sections)}, {gone:.0f} s] {section.name}: {section.question}"
             )
@@ -108,7 +107,9 @@ class PartRun:
                 break
         wrong = [outcome.section.name for outcome in self.outcomes if outcome.is_wrong]
         cut = [outcome.section.name for outcome in self.outcomes if outcome.status == "cut"]
-        print(f"\n{self.part}: wrong: {', '.join(wrong) or 'nothing'}; cut: {', '.join(cut) or 'nothing'}")
+        found = [(outcome.section.name, row) for outcome in self.outcomes for row in outcome.rows]
+        print("\n" + "\n".join(summary_of(found)))
+        print(f"{self.part}: wrong: {', '.join(wrong) or 'nothing'}; cut: {', '.join(cut) or 'nothing'}")
         return 1 if wrong else 3 if cut else 0
 
     def _run_section(self, section: Section, seconds: float) -> Outcome:
@@ -186,6 +187,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--part", choices=PARTS, default="preflight", help="default: preflight")
     parser.add_argument("--sections", nargs="+", metavar="NAME", help="of the part; default: all, in order")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="default: benchmarks/results/gpu")
+    parser.add_argument("--seconds", type=float, metavar="S", help="of the part; default: as it is planned")
+    parser.add_argument(
+        "--fa3", type=Path, metavar="FILE", help="library of FlashAttention 3 to compare with"
+    )
     parser.add_argument("--dry", action="store_true", help="toy shapes on a CPU, without limits of time")
     return parser
 
@@ -207,8 +212,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log = log_of(options.out, options.part)
     log.unlink(missing_ok=True)
     bench = bench_of("cpu", Scale.TINY) if options.dry else bench_of("cuda", Scale.FULL)
+    if not options.dry:
+        compiled.restore(options.out)
+    bench = replace(bench, fa3=options.fa3)
     runner = DeviceProcess(log)
     try:
-        return PartRun(options.part, bench, runner, options.out).run(sections)
+        return PartRun(options.part, bench, runner, options.out, seconds=options.seconds).run(sections)
     finally:
         runner.stop()
+        if not options.dry:
+            compiled.save(options.out, options.part)

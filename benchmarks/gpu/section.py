@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,8 +16,8 @@ import torch
 from benchmarks.gpu.floors import Ceilings, CostModel, expected
 from pagemill.kernels.dispatch import FaceName
 
-Part = Literal["preflight", "1", "2"]
-PARTS: tuple[Part, ...] = ("preflight", "1", "2")
+Part = Literal["preflight", "first", "1", "2"]
+PARTS: tuple[Part, ...] = ("preflight", "first", "1", "2")
 
 
 class Skipped(Exception):
@@ -58,18 +59,9 @@ class Row:
         return None if self.target is None or reached is None else reached >= self.target
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "case": self.case,
-            "measured": _finite(self.measured),
-            "unit": self.unit,
-            "floor": _finite(self.floor),
-            "prediction": _finite(self.prediction),
-            "share": _finite(self.share),
-            "target": self.target,
-            "meets_target": self.meets_target,
-            "ok": self.ok,
-            "facts": self.facts,
-        }
+        figures = ("measured", "floor", "prediction", "share")
+        finite = {name: _finite(getattr(self, name)) for name in figures}
+        return asdict(self) | finite | {"meets_target": self.meets_target}
 
 
 def _finite(number: float | None) -> float | None:
@@ -91,6 +83,8 @@ class Bench:
     """The rows of the sections before, by name."""
     seconds: float = math.inf
     """Until the section is cut."""
+    fa3: Path | None = None
+    """The library of FlashAttention 3 to compare with."""
 
     @property
     def is_tiny(self) -> bool:
@@ -117,7 +111,7 @@ class Bench:
         return expected(self.ceilings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     name: str
     part: Part

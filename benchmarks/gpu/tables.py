@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from benchmarks.gpu.section import Row
 
@@ -13,6 +14,7 @@ _SCALES = {
 }
 _COLUMNS = ("case", "measured", "floor", "predicted", "share", "target", "")
 _WIDEST_CASE = 60
+_HEADLINES = {"tokens_per_s", "jobs_per_s"}
 
 
 def lines_of(rows: Sequence[Row]) -> Iterator[str]:
@@ -26,6 +28,22 @@ def lines_of(rows: Sequence[Row]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells if rows else ():
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def summary_of(rows: Sequence[tuple[str, Row]]) -> Iterator[str]:
+    """At most 30 lines of a part's rows, each with its section's name: what is wrong, headlines, the worst shares."""
+    wrong = [row for row in rows if row[1].ok is False]
+    headlines = [row for row in rows if _HEADLINES & row[1].facts.keys()]
+    shares = sorted((row for row in rows if row[1].share is not None), key=lambda row: row[1].share or 0.0)
+    for title, some in (
+        ("wrong", wrong[:10]),
+        ("headlines", headlines[:8]),
+        ("furthest from their floors", shares[:9]),
+    ):
+        if some:
+            yield f"{title}:"
+            cells = [replace(row, case=f"{name}: {row.case}") for name, row in some]
+            yield from list(lines_of(cells))[1:]
 
 
 def _verdict(row: Row) -> str:

@@ -15,7 +15,7 @@ def median_seconds(run: Callable[[], object], *, repeats: int = 20) -> float:
 
     `run` is called three times before the capture: kernels get compiled and host-side lists built there.
     """
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -25,13 +25,14 @@ def median_seconds(run: Callable[[], object], *, repeats: int = 20) -> float:
     with torch.cuda.graph(graph):
         run()
     graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    make = torch.cuda.Event
+    marks = [make(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
     for mark in marks[1:]:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    return median(start.elapsed_time(end) for start, end in pairwise(marks)) / 1e3
+    return float(median(start.elapsed_time(end) for start, end in pairwise(marks)) / 1e3)
 
 
 def host_seconds(run: Callable[[], object]) -> float:

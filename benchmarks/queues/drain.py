@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.metering.usage import Used
+from pagemill.producer.wire.calls.metering.usage import JobUsage
 from pagemill.producer.wire.schema.outputs import Output, Progress, Result, Usage
 from pagemill.producer.wire.server.transport import SyncTransport
 
@@ -20,7 +20,7 @@ _ID = "0" * 24
 _PROGRESS = Progress(
     phase="decode", prompt_tokens_done=170, prompt_tokens=170, generated_tokens=16, max_tokens=16
 )
-_USED = Used(170, 128, 16, 0.05)
+_USED = JobUsage(170, 128, 16, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +92,10 @@ def _work(url: str, queue: str, model: str, name: str, at_once: int, start: Any,
         start.wait(PATIENCE_S)
         began, cpu, count = time.perf_counter(), time.process_time(), 0
         while jobs := transport.run(pull).jobs:
+            outcome: Any = {"progress": _PROGRESS, "used": _USED}
             commits = [
-                transitions.commit(
-                    queue,
-                    job.job_id,
-                    job.token,
-                    "succeeded",
-                    head + job.job_id.encode() + tail,
-                    progress=_PROGRESS,
-                    used=_USED,
-                )
-                for job in jobs
+                transitions.commit(queue, id_, token, "succeeded", head + id_.encode() + tail, **outcome)
+                for id_, token in ((job.job_id, job.token) for job in jobs)
             ]
             words = set(transport.run_many(commits))
             assert words == {"committed"}, words

@@ -19,19 +19,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import redis
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine
+from benchmarks import report
 from benchmarks.queues.drain import Drained, drain, processor_seconds
 from benchmarks.queues.server import kinds, start_server, used_memory
-from benchmarks.report import result_path, write
 from pagemill import Producer
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.server.transport import SyncTransport
@@ -85,27 +82,27 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal of the queue, and the figures for it; `by_processor` is None where no clock is read."""
+    """A goal of the queue, and the figures for it by what was read: clock, processor time, or a counter."""
 
     name: str
     wanted: float
-    found: float
-    by_processor: float | None = None
+    found: dict[str, float]
     is_least: bool = True
 
-    def reached(self, found: float) -> bool:
-        return found >= self.wanted if self.is_least else found <= self.wanted
+    @property
+    def reached(self) -> dict[str, bool]:
+        return {
+            way: value >= self.wanted if self.is_least else value <= self.wanted
+            for way, value in self.found.items()
+        }
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {'>=' if self.is_least else '<='} {self.wanted:g}"
 
     def as_json(self) -> dict[str, Any]:
-        figures = {"by_clock": self.found} if self.by_processor is not None else {"counted": self.found}
-        if self.by_processor is not None:
-            figures["by_processor"] = self.by_processor
-        sign = ">=" if self.is_least else "<="
-        return {
-            "goal": f"{self.name} {sign} {self.wanted:g}",
-            **{name: round(value, 2) for name, value in figures.items()},
-            "reached": {name: self.reached(value) for name, value in figures.items()},
-        }
+        figures = {name: round(value, 2) for name, value in self.found.items()}
+        return {"goal": self.title, **figures, "reached": self.reached}
 
 
 def rows(count: int, prompt_bytes: int = PROMPT_BYTES) -> Iterator[dict[str, Any]]:
@@ -122,12 +119,6 @@ def rows(count: int, prompt_bytes: int = PROMPT_BYTES) -> Iterator[dict[str, Any
 def submit_many(url: str, count: int, prompt_bytes: int = PROMPT_BYTES) -> None:
     with Producer(url, queue="bulk") as producer:
         producer.submit_many(rows(count, prompt_bytes))
-
-
-def submit_one_by_one(url: str, count: int) -> None:
-    with Producer(url, queue="single") as producer:
-        for row in rows(count):
-            producer.submit(row)
 
 
 def celery_send_task(url: str, count: int) -> None:
@@ -158,7 +149,6 @@ def rq_enqueue_many(url: str, count: int) -> None:
 CONTENDERS: dict[str, tuple[Submit, str | None, float]] = {
     # name: (what is timed, the module it needs, share of the jobs: the slow ones need fewer)
     "submit_many": (submit_many, None, 1.0),
-    "submit": (submit_one_by_one, None, 0.1),
     "celery send_task": (celery_send_task, "celery", 0.05),
     "rq enqueue_many": (rq_enqueue_many, "rq", 0.25),
 }
@@ -239,55 +229,43 @@ def measure(kind: str, arguments: argparse.Namespace) -> Figures:
 
 def goals(figures: Figures) -> list[Goal]:
     """Return what is wanted of the queue, with this server's figures."""
-    found = [
-        Goal(
-            f"submit_many over {name}, times",
-            wanted,
-            figures.rate("submit_many") / figures.rate(name),
-            figures.processor_rate("submit_many") / figures.processor_rate(name),
-        )
-        for name, wanted in (("celery send_task", 30), ("rq enqueue_many", 10))
-        if name in figures.rates
-    ]
-    drained = figures.drained
-    rates = [statistics.median(way) for way in zip(*((d.rate, d.server_rate) for d in drained), strict=True)]
-    found.append(Goal("pulls and commits a second", 20_000, *rates))
-    found += [
-        Goal(f"bytes a job, {name}", 900, taken, is_least=False)
-        for name, taken in figures.bytes_per_job.items()
-    ]
+
+    def both(clock: float, processor: float) -> dict[str, float]:
+        return {"by_clock": clock, "by_processor": processor}
+
+    found = []
+    for name, wanted in (("celery send_task", 30), ("rq enqueue_many", 10)):
+        if name in figures.rates:
+            rates = (ours("submit_many") / ours(name) for ours in (figures.rate, figures.processor_rate))
+            found.append(Goal(f"submit_many over {name}, times", wanted, both(*rates)))
+    drained = [(each.rate, each.server_rate) for each in figures.drained]
+    medians = (statistics.median(way) for way in zip(*drained, strict=True))
+    found.append(Goal("pulls and commits a second", 20_000, both(*medians)))
+    for name, taken in figures.bytes_per_job.items():
+        found.append(Goal(f"bytes a job, {name}", 900, {"counted": taken}, is_least=False))
     few, *_, most = list(figures.pull_us)[1:]
-    clock, server = (way[most] / way[few] for way in (figures.pull_us, figures.pull_server_us))
-    found.append(Goal(f"a pull with {most} over one with {few}, times", 1.25, clock, server, is_least=False))
+    ratios = (way[most] / way[few] for way in (figures.pull_us, figures.pull_server_us))
+    found.append(Goal(f"a pull with {most} over one with {few}, times", 1.25, both(*ratios), is_least=False))
     return found
 
 
 def table(measured: list[Figures]) -> Table:
-    made = Table(title="the queue; jobs with 500-byte prompts")
-    made.add_column("")
-    for figures in measured:
-        made.add_column(figures.server, justify="right")
+    made = report.table("the queue; jobs with 500-byte prompts", ("",), [each.server for each in measured])
     for name in CONTENDERS:
         if any(name in figures.rates for figures in measured):
-            made.add_row(
-                f"{name}, jobs/s", *(f"{f.rate(name):,.0f}" if name in f.rates else "-" for f in measured)
-            )
-            made.add_row(
-                "  processor: client + server, us a job",
-                *(_costs(f.costs[name]) if name in f.costs else "-" for f in measured),
-            )
-    made.add_row("pulled and committed, jobs/s", *(f"{_middle(f).rate:,.0f}" for f in measured))
-    made.add_row(
-        "  processor: workers + server, us a job",
-        *(f"{_middle(f).workers_us:.1f} + {_middle(f).server_us:.1f}" for f in measured),
-    )
+            rates = (f"{f.rate(name):,.0f}" if name in f.rates else "-" for f in measured)
+            costs = (_costs(f.costs[name]) if name in f.costs else "-" for f in measured)
+            made.add_row(f"{name}, jobs/s", *rates)
+            made.add_row("  processor: client + server, us a job", *costs)
+    drained = [sorted(f.drained, key=lambda each: each.rate)[len(f.drained) // 2] for f in measured]
+    made.add_row("pulled and committed, jobs/s", *(f"{each.rate:,.0f}" for each in drained))
+    costs = (f"{each.workers_us:.1f} + {each.server_us:.1f}" for each in drained)
+    made.add_row("  processor: workers + server, us a job", *costs)
     for name in measured[0].bytes_per_job:
         made.add_row(f"bytes a job, {name}", *(f"{f.bytes_per_job[name]:,.0f}" for f in measured))
     for name in measured[0].pull_us:
-        made.add_row(
-            f"pull of {PULLED_AT_ONCE}, {name}, us (processor)",
-            *(f"{f.pull_us[name]:,.0f} ({f.pull_server_us[name]:,.0f})" for f in measured),
-        )
+        pulls = (f"{f.pull_us[name]:,.0f} ({f.pull_server_us[name]:,.0f})" for f in measured)
+        made.add_row(f"pull of {PULLED_AT_ONCE}, {name}, us (processor)", *pulls)
     return made
 
 
@@ -298,81 +276,57 @@ def _costs(costs: list[Cost]) -> str:
     return f"{client:.1f} + {server:.1f}"
 
 
-def _middle(figures: Figures) -> Drained:
-    return sorted(figures.drained, key=lambda drained: drained.rate)[len(figures.drained) // 2]
-
-
 def goal_table(measured: list[Figures]) -> Table:
-    made = Table(title="goals: by the clock, by processor time")
-    made.add_column("")
-    for figures in measured:
-        made.add_column(figures.server, justify="right")
+    title = "goals: by the clock, by processor time"
+    made = report.table(title, ("",), [figures.server for figures in measured])
     for row in zip(*map(goals, measured), strict=True):
-        goal = row[0].as_json()["goal"]
-        made.add_row(goal, *(_told(each) for each in row))
+        made.add_row(row[0].title, *(_told(goal) for goal in row))
     return made
 
 
 def _told(goal: Goal) -> str:
-    found = [goal.found] if goal.by_processor is None else [goal.found, goal.by_processor]
-    return ", ".join(f"{value:,.1f} {'yes' if goal.reached(value) else 'no'}" for value in found)
+    pairs = zip(goal.found.values(), goal.reached.values(), strict=True)
+    return ", ".join(f"{value:,.1f} {'yes' if reached else 'no'}" for value, reached in pairs)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.queues.rates",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = report.parser(__doc__, model=False)
     made.add_argument("--servers", nargs="+", choices=kinds(), default=kinds())
     made.add_argument("--jobs", type=int, default=40_000, help="jobs of one timed bulk submit, or drained")
     made.add_argument(
-        "--waiting",
-        type=int,
-        nargs="+",
-        default=[100_000],
+        "--waiting", type=int, nargs="+", default=[100_000],
         help="depths, rising, at which memory and pulls are measured",
-    )
+    )  # fmt: skip
     made.add_argument("--pulls", type=int, default=500)
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--workers", type=int, default=4, help="connections that drain a queue")
     made.add_argument("--at-once", type=int, default=64, help="jobs that each of them pulls, and commits")
-    made.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     return made
 
 
+def as_json(figures: Figures) -> dict[str, Any]:
+    return {
+        "goals": [goal.as_json() for goal in goals(figures)],
+        "jobs_per_second": figures.rates,
+        "processor_us_per_job": {
+            name: [asdict(cost) for cost in costs] for name, costs in figures.costs.items()
+        },
+        "drained": [asdict(drained) | {"rate": drained.rate} for drained in figures.drained],
+        "bytes_per_job": {name: round(value, 1) for name, value in figures.bytes_per_job.items()},
+        "pull_us": {name: round(value, 1) for name, value in figures.pull_us.items()},
+        "pull_server_us": {name: round(value, 1) for name, value in figures.pull_server_us.items()},
+    }
+
+
 def main() -> int:
-    arguments = parser().parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    if machine.is_busy():
-        print("this machine is busy: the figures will be too low, and the ratios doubtful", file=sys.stderr)
-    started, where = datetime.now(UTC), machine.describe()
+    arguments, console = parser().parse_args(), report.console()
+    question = "jobs per second into the queue, their memory there, and what a pull takes"
+    file = report.Report("queue", question, arguments)
     measured = [measure(kind, arguments) for kind in arguments.servers]
     console.print(table(measured))
     console.print(goal_table(measured))
-    path = arguments.out or result_path("queue", started)
-    report = {
-        "question": "jobs per second into the queue, their memory there, and what a pull takes",
-        "date": started.isoformat(timespec="seconds"),
-        "machine": where,
-        "settings": {name: value for name, value in vars(arguments).items() if name != "out"},
-        "servers": {
-            figures.server: {
-                "goals": [goal.as_json() for goal in goals(figures)],
-                "jobs_per_second": figures.rates,
-                "processor_us_per_job": {
-                    name: [asdict(cost) for cost in costs] for name, costs in figures.costs.items()
-                },
-                "drained": [asdict(drained) | {"rate": drained.rate} for drained in figures.drained],
-                "bytes_per_job": {name: round(value, 1) for name, value in figures.bytes_per_job.items()},
-                "pull_us": {name: round(value, 1) for name, value in figures.pull_us.items()},
-                "pull_server_us": {name: round(value, 1) for name, value in figures.pull_server_us.items()},
-            }
-            for figures in measured
-        },
-    }
-    write(path, report)
-    console.print(f"written to {path}")
+    file.write({"servers": {figures.server: as_json(figures) for figures in measured}})
+    console.print(f"written to {file.path}")
     return 0
 
 

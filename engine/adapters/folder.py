@@ -129,14 +129,14 @@ def _paired(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> d
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise AdapterError(f"it has {name[:200]!r}, {_what_it_is(name)}")
+            raise AdapterError(f"unsupported tensor {name[:200]!r}, {_reason_unsupported(name)}")
         if tensor.ndim != 2 or not tensor.is_floating_point():
             raise AdapterError(
                 f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, not a matrix of floats"
             )
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
-        raise AdapterError("it has no weights")
+        raise AdapterError("the folder has no weights")
     layers = {}
     for path, pair in sorted(halves.items()):
         if len(pair) != 2:
@@ -150,14 +150,14 @@ def _paired(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> d
     return layers
 
 
-def _what_it_is(name: str) -> str:
+def _reason_unsupported(name: str) -> str:
     if "lora_embedding" in name:
         return "an adapter of embeddings, which is not supported: train linear layers only"
     if "lora_magnitude" in name:
         return "which is DoRA's, and not supported: merge it into the model instead"
     if ".bias" in name:
         return "a bias, which is not supported: train with bias='none'"
-    return "which is no matrix of LoRA"
+    return "which is not a LoRA matrix"
 
 
 def _scale(path: str, rank: int, config: Mapping[str, Any]) -> float:

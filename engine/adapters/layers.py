@@ -86,7 +86,7 @@ class AdaptedLayers:
         entries = torch.zeros(len(self._parts), _NUMBERS, dtype=torch.int64)
         num_bytes, rank = 0, max(change.rank for change in folder.layers.values())
         if rank > self._max_rank:
-            raise AdapterError(f"its rank of {rank} is more than max_adapter_rank ({self._max_rank})")
+            raise AdapterError(f"the rank of {rank} is more than max_adapter_rank ({self._max_rank})")
         for trained_path, trained in folder.layers.items():
             for path, change in self._converted(trained_path, trained):
                 part = self._part(path, change)
@@ -123,15 +123,16 @@ class AdaptedLayers:
     def _part(self, path: str, change: LowRank) -> _Part:
         if path in self._head or path in self._embeddings:
             raise AdapterError(
-                f"it changes {path}, which is not supported: train the linear layers inside the decoder only"
+                f"the adapter changes {path}, which is not supported: train the linear layers inside the decoder only"
             )
         if ".experts." in path:
-            raise AdapterError(f"it changes {path}: adapters of experts are not supported")
+            raise AdapterError(f"the adapter changes {path}: adapters of experts are not supported")
         part = self._parts.get(path)
         if part is None:
             known = sorted({known.rpartition(".")[2] for known in self._parts})
             raise AdapterError(
-                f"it changes {path}, which this model has not as a linear layer of its own; it has {', '.join(known)}"
+                f"the adapter changes {path}, which is not a separate linear layer of this model; "
+                f"those are {', '.join(known)}"
             )
         shape = (change.b.shape[0], change.a.shape[1])
         if shape != (part.width, part.in_features):
@@ -146,6 +147,9 @@ class AdaptedLayers:
 
         A family that renames or splits a checkpoint's weights moves rows about, and B's rows are the weight's.
         """
+        if path not in self._parts and self._family.text_name is not None:
+            name = self._family.text_name(f"{path}.weight")
+            path = path if name is None else name.removesuffix(".weight")
         if path in self._parts or self._family.convert_tensors is unchanged:
             return [(path, change)]
         try:

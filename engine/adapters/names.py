@@ -13,13 +13,13 @@ class AdapterNames:
         self._named: dict[str, Adapter] = {}
 
     def find(self, name: str) -> Adapter:
-        """Return the adapter of this name. Raises `UnknownAdapter`, which tells the names there are."""
+        """Return the adapter of this name. Raises `UnknownAdapter`, which lists the known names."""
         adapter = self._named.get(name)
         if adapter is None:
             raise self.unknown(name)
         return adapter
 
-    def named(self) -> list[Adapter]:
+    def registered(self) -> list[Adapter]:
         """Return the named adapters, sorted by name."""
         return sorted(self._named.copy().values(), key=lambda adapter: adapter.name)
 
@@ -27,4 +27,4 @@ class AdapterNames:
         """Return the error for a name that is not there."""
         names = sorted(self._named.copy())
         told = ", ".join(names[:_MAX_NAMES_TOLD]) + (", ..." if len(names) > _MAX_NAMES_TOLD else "")
-        return UnknownAdapter(f"there is no adapter {name!r} here; there are: {told or 'none'}")
+        return UnknownAdapter(f"unknown adapter {name!r}; known: {told or 'none'}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE
+from pagemill.common.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE
 from pagemill.engine.adapters.adapter import Adapter
 from pagemill.engine.adapters.names import AdapterNames
 from pagemill.engine.errors import AdapterError, EngineError, UnknownAdapter
@@ -72,7 +72,7 @@ class _Waiting:
 class AdapterPool(AdapterNames):
     """Names are for any thread, everything else for the engine's.
 
-    `find` gives a request its adapter, `attach` or later `ready` its slot; `release` at its end lets go of it.
+    `find` gives a request its adapter, `attach` or later `ready` its slot; `release` at its end frees it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AdapterPool(AdapterNames):
             AdapterError: the folder can't be used with this model, or there is no room for another name.
         """
         if not ADAPTER_NAME.fullmatch(name):
-            raise AdapterError(f"{name[:100]!r} won't do: {ADAPTER_NAME_RULE}")
+            raise AdapterError(f"{name[:100]!r} is not valid: {ADAPTER_NAME_RULE}")
         self._check_room(name)
         given = Adapter(name, directory.expanduser().absolute(), "", 0, 0)
         try:
@@ -146,7 +146,7 @@ class AdapterPool(AdapterNames):
         return outcomes
 
     def release(self, request_id: str) -> None:
-        """Let go of a request's slot, or of its place among the waiting. An unknown id is ignored."""
+        """Release a request's slot, or its place among the waiting. An unknown id is ignored."""
         if self._waiting:
             self._waiting = [one for one in self._waiting if one.request_id != request_id]
         resident = self._slot_of.pop(request_id, None)
@@ -199,7 +199,7 @@ class AdapterPool(AdapterNames):
             try:
                 ready = resident.reading.result()
                 if ready.adapter.digest != digest:
-                    raise AdapterError("its files have changed since it was added; add it again")
+                    raise AdapterError("the files have changed since the adapter was added; add it again")
             except Exception as error:
                 del self._residents[digest]
                 self._free_slots.append(resident.slot)
@@ -286,16 +286,16 @@ class NoAdapters:
         raise AdapterError(f"adapter {name}: {self._reason}")
 
     def remove(self, name: str) -> None:
-        raise UnknownAdapter(f"there is no adapter {name!r} here: {self._reason}")
+        raise UnknownAdapter(f"unknown adapter {name!r}: {self._reason}")
 
     def find(self, name: str) -> Adapter:
-        raise UnknownAdapter(f"there is no adapter {name!r} here: {self._reason}")
+        raise UnknownAdapter(f"unknown adapter {name!r}: {self._reason}")
 
-    def named(self) -> list[Adapter]:
+    def registered(self) -> list[Adapter]:
         return []
 
     def attach(self, request_id: str, adapter: Adapter) -> int | None:
-        raise UnknownAdapter(f"there is no adapter {adapter.name!r} here: {self._reason}")
+        raise UnknownAdapter(f"unknown adapter {adapter.name!r}: {self._reason}")
 
     def ready(self, timeout_s: float) -> list[tuple[str, int | EngineError]]:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pagemill.engine.errors import AdapterError, ModelLoadError
-from pagemill.engine.models.hubs import huggingface
+from pagemill.engine.models.hubs.huggingface import HuggingFace
 from pagemill.engine.models.source import ModelSource
 
 
@@ -20,13 +20,13 @@ def obtain_adapter(source: str) -> Path:
     if directory.is_dir():
         return directory
     if source.startswith(("/", "./", "../", "~")) or "/" not in source:
-        raise AdapterError(f"there is no folder {source[:200]!r}")
+        raise AdapterError(f"folder {source[:200]!r} does not exist")
     try:
         found = ModelSource.parse(source)
         if found.kind != "huggingface":
             raise AdapterError(
                 f"{source[:200]!r} is neither a folder nor a repository of the Hugging Face Hub"
             )
-        return huggingface.fetch_adapter(found)
+        return HuggingFace(found).fetch_adapter()
     except ModelLoadError as error:
         raise AdapterError(str(error)) from error

@@ -28,8 +28,8 @@ from pagemill.engine.layers.linear import LinearOptions, MakeProduct, note_paths
 from pagemill.engine.layers.quantized_weight import Weight
 
 NO_BATCH_INVARIANCE = (
-    "batch_invariant needs device=cpu, numba and oneDNN, and dtype=float32, or bfloat16 on a CPU that multiplies it "
-    "(AVX-512 BF16): elsewhere the order of a product's sums depends on the number of rows"
+    "batch_invariant needs device=cpu, numba and oneDNN, and dtype=float32 or a CPU with AVX2 or AVX-512: elsewhere "
+    "the order of a product's sums depends on the number of rows"
 )
 
 # Parameters of glibc's mallopt.
@@ -57,14 +57,35 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A tensor being copied to the host. Waiting for it does not wait for later launches."""
+    """Tensors being copied to the host. Waiting for them does not wait for later launches."""
 
-    host: torch.Tensor
+    hosts: list[torch.Tensor]
     copied: Mark = Reached()  # noqa: RUF009 (it has no state)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> list[torch.Tensor]:
         self.copied.synchronize()
-        return self.host
+        return self.hosts
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the tensors' bytes, [num_bytes] uint8, in the order of `unpacked`."""
+    return torch.cat([tensors[place].reshape(-1).view(torch.uint8) for place in _widest_first(tensors)])
+
+
+def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of packed bytes with the shapes and dtypes of `like`."""
+    places = _widest_first(like)
+    parts = torch.split(flat, [like[place].nbytes for place in places])
+    views = {
+        place: part.view(like[place].dtype).view(like[place].shape)
+        for place, part in zip(places, parts, strict=True)
+    }
+    return [views[place] for place in range(len(like))]
+
+
+def _widest_first(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the order in which each tensor begins at a multiple of its element size."""
+    return sorted(range(len(tensors)), key=lambda place: -tensors[place].element_size())
 
 
 class DeviceBackend(ABC):
@@ -95,7 +116,7 @@ class DeviceBackend(ABC):
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-            # glibc maps every large temporary anew and faults its pages in; keeping the memory halves the cost
+            # glibc maps every large temporary again and faults its pages in; keeping the memory halves the cost
             # of operators that return megabytes.
             libc.mallopt(_M_MMAP_THRESHOLD, ctypes.c_int(1 << 30))
             libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(2**31 - 1))
@@ -106,7 +127,7 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
-        """Return the dtype for `dtype="auto"`: a function of device and checkpoint alone, the same at every start.
+        """Return the dtype for `dtype="auto"`: a function of device and checkpoint alone, the same each time.
 
         Args:
             declared: what the checkpoint's config.json names.
@@ -176,8 +197,9 @@ class DeviceBackend(ABC):
     @abstractmethod
     def total_bytes(self) -> int: ...
 
-    def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        return HostCopy(tensor)
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        """Start one copy of all the tensors to the host, before the device's next work."""
+        return HostCopy(list(tensors))
 
     def mark(self) -> Mark:
         """Return a mark that is reached when the device has done all work given so far."""

@@ -64,6 +64,22 @@ def _has_bf16_products() -> bool:
     return bf16.is_native()
 
 
+@cache
+def _has_amx() -> bool:
+    from pagemill.kernels.cpu.matmul import amx_tile
+
+    return amx_tile.IS_NATIVE
+
+
+def _multiplies_bf16(dtype: torch.dtype | None) -> bool:
+    return dtype is torch.bfloat16 and _has_bf16_products()
+
+
+def _rounded(weight: Weight, dtype: torch.dtype | None) -> Weight:
+    """Return the numbers of a model of this dtype, in fp32. A quantized checkpoint's stay as they are."""
+    return weight.to(dtype).float() if isinstance(weight, torch.Tensor) and dtype is not None else weight
+
+
 class CpuBackend(DeviceBackend):
     device = torch.device("cpu")
     int8_input_group = grouped_int8.GROUP
@@ -79,10 +95,18 @@ class CpuBackend(DeviceBackend):
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         if config.batch_invariant and not (self.has_kernels(dtype) and torch._C._has_mkldnn):
             raise ConfigError(NO_BATCH_INVARIANCE)
+        if self.module_dtype(dtype) is not torch.float32:
+            name = str(dtype).removeprefix("torch.")
+            logger.warning("torch emulates %s on this CPU, slowly: dtype=float32 is faster", name)
         if config.quantization == "fp8":
             raise ConfigError(
                 "quantization='fp8' needs a GPU that multiplies such numbers; on a CPU use int8",
                 setting="quantization",
+            )
+        if (name := config.attention_backend) != "auto":
+            raise ConfigError(
+                f"attention_backend={name!r} requires a GPU; on a CPU leave it at auto",
+                setting="attention_backend",
             )
 
     def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
@@ -92,12 +116,15 @@ class CpuBackend(DeviceBackend):
         return torch.bfloat16 if is_fast else torch.float32
 
     def module_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if dtype is torch.bfloat16 and _has_bf16_products() else dtype
+        # Our kernels keep weights in 16 bits without instructions for them, and multiply in fp32.
+        return torch.float32 if _multiplies_bf16(dtype) or _has_own_products() else dtype
 
     def numbers(self, dtype: torch.dtype) -> str:
         if self.module_dtype(dtype) is dtype:
             return super().numbers(dtype)
-        return f"{dtype} products, float32 sums and activations"
+        if _multiplies_bf16(dtype):
+            return f"{dtype} products{' by AMX' if _has_amx() else ''}, float32 sums and activations"
+        return f"{dtype} weights, float32 products"
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
         """Return True if the JIT-compiled operators support such a model: they are made for fp32 activations."""
@@ -110,19 +137,19 @@ class CpuBackend(DeviceBackend):
             return (PackedInt8Product if _has_numba() else PlainInt8Product)(dense(weights), bias)
         if weights[0].dtype is not torch.float32 or not torch._C._has_mkldnn:
             return None
-        if options.dtype is torch.bfloat16:
+        if _multiplies_bf16(options.dtype):
             return PackedBf16Product(dense(weights), bias)
         if _has_own_products():
-            return packed_product(weights, bias)
+            return packed_product([_rounded(weight, options.dtype) for weight in weights], bias)
         return OneDNNProduct(dense(weights), bias, row_invariant=options.row_invariant)
 
     def grouped_product(self, matrices: ExpertMatrices, options: LinearOptions) -> nn.Module:
         if options.quantization == "int8":
             return PackedGroupedProduct(matrices, "int8") if _has_numba() else PlainInt8Experts(matrices)
-        if matrices.dtype is torch.float32 and options.dtype is torch.bfloat16:
+        if matrices.dtype is torch.float32 and _multiplies_bf16(options.dtype):
             return PackedGroupedProduct(matrices, "bf16")
         if matrices.dtype is torch.float32 and _has_own_products():
-            return PackedGroupedProduct(matrices, "fp32")
+            return PackedGroupedProduct(matrices.rounded(options.dtype), "fp32")
         return super().grouped_product(matrices, options)
 
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
@@ -151,7 +178,7 @@ class CpuBackend(DeviceBackend):
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate separately mapped memory, none of which is touched before it is written.
 
-        `torch.zeros` writes its zeros, two thirds of a second per GiB at every start, and leaves small pages
+        `torch.zeros` writes its zeros, two thirds of a second per GiB at startup, and leaves small pages
         behind, for which advice about huge ones comes too late.
         """
         memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

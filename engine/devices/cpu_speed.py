@@ -45,7 +45,7 @@ def measure_cpu(clock: Callable[[], float] = time.perf_counter) -> CpuSpeed:
 
 
 def _product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return oneDNN's product: nothing to compile, and about as fast as ours. torch's own may take twice as long."""
+    """Return oneDNN's product: nothing to compile, and about as fast as `kernels.cpu`; torch may take twice as long."""
     if torch._C._has_mkldnn:
         return OneDNNProduct(weight, None, row_invariant=False)
     return lambda rows: rows @ weight

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from pagemill.engine.config import EngineConfig, StepDefaults
-from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend, HostCopy, Mark
+from pagemill.engine.devices.backend import (
+    NO_BATCH_INVARIANCE,
+    DeviceBackend,
+    HostCopy,
+    Mark,
+    packed,
+    unpacked,
+)
 from pagemill.engine.devices.quantized_products import cuda_product, rounded_product
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.cuda_fusion import CudaFusion
@@ -22,9 +31,22 @@ from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct
 from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight
 
+logger = logging.getLogger(__name__)
+
+_LEAST_CAPABILITY = (8, 0)
 _FP8_CAPABILITY = (8, 9)
 _NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """By `EngineConfig.quantization`."""
+
+
+@cache
+def _warn_of_loop(obstacle: str) -> None:
+    """Log once, not for each layer."""
+    logger.warning(
+        "slow mixture of experts: torch's grouped product cannot be used, because %s; experts run one after the "
+        "other, each layer waits for the GPU, and there are no CUDA graphs",
+        obstacle,
+    )
 
 
 class CudaBackend(DeviceBackend):
@@ -47,6 +69,12 @@ class CudaBackend(DeviceBackend):
                 "(docs/quantization.md)",
                 setting="quantization",
             )
+        if (capability := self._capability()) < _LEAST_CAPABILITY:
+            raise ConfigError(
+                f"a GPU of compute capability {capability[0]}.{capability[1]} is not supported: the kernels need 8.0 "
+                "or newer; use device=cpu",
+                setting="device",
+            )
         if config.quantization == "fp8" and not self._has_float8():
             raise ConfigError(
                 "quantization='fp8' needs a GPU of compute capability 8.9 or newer; use int8",
@@ -57,6 +85,20 @@ class CudaBackend(DeviceBackend):
             raise ConfigError(
                 "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or newer; int8 takes as little memory"
             )
+
+        self._check_attention(config.attention_backend)
+
+    def _check_attention(self, name: str) -> None:
+        from pagemill.kernels.gpu.attention import LIBRARIES  # imports triton
+        from pagemill.kernels.gpu.attention_backend import Unavailable
+
+        if name in LIBRARIES:
+            try:
+                LIBRARIES[name].require(self.device)
+            except Unavailable as error:
+                raise ConfigError(
+                    f"attention_backend={name!r}: {error}", setting="attention_backend"
+                ) from error
 
     def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
         return declared or torch.bfloat16
@@ -73,12 +115,14 @@ class CudaBackend(DeviceBackend):
     def grouped_product(self, matrices: ExpertMatrices, options: LinearOptions) -> nn.Module:
         if options.quantization is not None:
             raise ConfigError(
-                f"quantization={options.quantization!r} of a mixture of experts is not supported on a GPU: there is no "
-                "product of experts' 8-bit numbers there",
+                f"quantization={options.quantization!r} of a mixture of experts is not supported on a GPU, which has "
+                "no kernel for experts' 8-bit numbers",
                 setting="quantization",
             )
-        if TorchGroupedProduct.supports(matrices):
+        obstacle = TorchGroupedProduct.obstacle(matrices, self._capability)
+        if obstacle is None:
             return TorchGroupedProduct(matrices, self.device)
+        _warn_of_loop(obstacle)
         return super().grouped_product(matrices, options)
 
     def quantized_activations(self) -> str:
@@ -89,7 +133,10 @@ class CudaBackend(DeviceBackend):
         )
 
     def _has_float8(self) -> bool:
-        return torch.cuda.get_device_capability(self.device) >= _FP8_CAPABILITY
+        return self._capability() >= _FP8_CAPABILITY
+
+    def _capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self.device)
 
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
         return CudaFusion(traits, make_product)
@@ -112,10 +159,11 @@ class CudaBackend(DeviceBackend):
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, int(free - (1.0 - config.gpu_memory_utilization) * total))
 
-    def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        return HostCopy(host, self.mark())
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        flat = packed(tensors)
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        return HostCopy(unpacked(host, tensors), self.mark())
 
     def mark(self) -> Mark:
         mark: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,20 +38,45 @@ def buckets_up_to(max_num_seqs: int) -> list[int]:
     return sorted({bucket_size(count) for count in range(1, most + 1)}, reverse=True)
 
 
-def capture_graph(run: Callable[[], object], pool: list[Any]) -> Replay:
-    """Record what `run` launches. `pool` holds the memory pool shared by all graphs, once there is one."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+@dataclass(slots=True)
+class SharedByGraphs:
+    """What all graphs of an engine have in common; made with the first.
+
+    Another engine has its own: with torch's default capture stream, closing one engine would free the cuBLAS workspace
+    that the graphs of another replay with. Each further stream would cost a workspace, 32 MiB on Hopper.
+    """
+
+    stream: Any = None
+    pool: Any = None
+
+
+def capture_graph(run: Callable[[], object], shared: SharedByGraphs) -> Replay:
+    """Record what `run` launches."""
+    if shared.stream is None:
+        shared.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    shared.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(shared.stream):
         for _ in range(_WARM_UPS):  # kernels are compiled and libraries choose algorithms here
             run()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(shared.stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool[0] if pool else None):
+    # Other threads of the program may use the device meanwhile.
+    mode = "thread_local"
+    with torch.cuda.graph(graph, pool=shared.pool, stream=shared.stream, capture_error_mode=mode):
         run()
-    if not pool:
-        pool.append(graph.pool())
+    shared.pool = shared.pool or graph.pool()
     return graph.replay
+
+
+def renew_generator(device: torch.device) -> None:
+    """Make the device's default generator usable after a capture that failed, which leaves its state captured.
+
+    Otherwise the next random number that torch draws there, for any model of the process, raises "Offset increment
+    outside graph capture" (torch 2.11).
+    """
+    if device.type == "cuda":
+        default = torch.cuda.default_generators[device.index or 0]
+        default.graphsafe_set_state(torch.Generator(device).manual_seed(default.initial_seed()))
 
 
 class DecodeGraphs:
@@ -69,6 +94,9 @@ class DecodeGraphs:
         device: torch.device,
         num_groups: int = 1,
     ) -> None:
+        if max_num_seqs > _MAX_ROWS:
+            message = "steps of more than %d sequences run without CUDA graphs; max_num_seqs is %d"
+            logger.warning(message, _MAX_ROWS, max_num_seqs)
         self._forward = forward
         self._max_model_len = max_model_len
         self._buckets = buckets_up_to(max_num_seqs)
@@ -85,19 +113,22 @@ class DecodeGraphs:
 
     def capture(self) -> None:
         """Capture every bucket. A model whose forward pass can't be captured runs without graphs."""
-        started, pool = time.monotonic(), list[Any]()
+        started, shared = time.monotonic(), SharedByGraphs()
         for bucket in self._buckets:
             try:
-                self._replays[bucket] = capture_graph(self._run(bucket), pool)
+                self._replays[bucket] = capture_graph(self._run(bucket), shared)
             except RuntimeError as error:
                 logger.warning("no CUDA graphs: the forward pass can't be captured: %s", error)
                 self._replays.clear()
                 self._buckets = []
+                renew_generator(self._inputs.input_ids.device)
                 return
         logger.info("%d CUDA graphs captured in %.1f s", len(self._replays), time.monotonic() - started)
 
     def covers(self, plan: StepPlan) -> bool:
         """Return True if a graph can run this plan."""
+        if plan.has_media:
+            return False
         if plan.has_adapters:  # their kernels' grids depend on which rows have which
             return False
         return 0 < len(plan.work) <= max(self._buckets, default=0) and all(

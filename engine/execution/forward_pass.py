@@ -66,7 +66,8 @@ class ModelForward:
         if self._narrow_head is not None and vocabulary is not None:
             head = self._narrow_head.only(vocabulary.token_ids)
         read_tokens = self._read_tokens(plan, inputs)
-        with head, attention_context(AttentionContext(inputs.metadata, self._caches, read_tokens)):
+        context = AttentionContext(inputs.metadata, self._caches, read_tokens, inputs.media)
+        with head, attention_context(context):
             return Forwarded(self._logits(plan, inputs, read_tokens), vocabulary)
 
     def _logits(self, plan: StepPlan, inputs: StepInputs, read_tokens: torch.Tensor | None) -> torch.Tensor:
@@ -83,6 +84,7 @@ class ModelForward:
             inputs.metadata,
             read_tokens,
             None if is_all else inputs.logits_indices,
+            inputs.media,
         )
 
     def _read_tokens(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
@@ -95,10 +97,17 @@ class ModelForward:
 
 
 def transformers_logits(module: Any, inputs: StepInputs, **options: Any) -> torch.Tensor:
-    logits: torch.Tensor = module(
-        input_ids=inputs.input_ids[None], position_ids=inputs.positions[None], use_cache=False, **options
-    ).logits[0]
+    logits: torch.Tensor = module(**model_inputs(module, inputs), **options).logits[0]
     return logits
+
+
+def model_inputs(module: Any, inputs: StepInputs) -> dict[str, Any]:
+    """Return the arguments of transformers' forward for a step."""
+    given = {"position_ids": inputs.positions[None], "use_cache": False}
+    if inputs.media is None:
+        return {"input_ids": inputs.input_ids[None], **given}
+    embeddings = inputs.media.embed(module.get_input_embeddings(), inputs.input_ids)
+    return {"inputs_embeds": embeddings[None], **given}
 
 
 def are_first_tokens(plan: StepPlan) -> bool:

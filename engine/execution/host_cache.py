@@ -1,8 +1,7 @@
-"""KV blocks of preempted sequences in host memory, and the copies there and back."""
+"""The memory of the prefix cache's host tier, and the copies there and back."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +12,6 @@ from pagemill.kernels.types.layer_cache import LayerCache, as_bytes
 from pagemill.kernels.types.transfer import to_device
 
 Pairs = list[tuple[int, int]]
-_PROBE_BYTES = 32 * 1024**2
 
 
 class HostCache:
@@ -30,13 +28,13 @@ class HostCache:
             for tensor in self._tensors
         ]
 
-    def swap_out(self, pairs: Pairs) -> None:
+    def store(self, pairs: Pairs) -> None:
         """Copy (device block, host block) pairs to the host."""
         for device_ids, first, last in self._runs([(host, device) for device, host in pairs]):
             for tensor, host in zip(self._tensors, self._hosts, strict=True):
                 host[first:last].copy_(tensor.index_select(0, device_ids), non_blocking=True)
 
-    def swap_in(self, pairs: Pairs) -> None:
+    def load(self, pairs: Pairs) -> None:
         """Copy (host block, device block) pairs to the device."""
         for device_ids, first, last in self._runs(pairs):
             for tensor, host in zip(self._tensors, self._hosts, strict=True):
@@ -54,16 +52,3 @@ class HostCache:
         for run in np.split(np.arange(len(pairs)), np.flatnonzero(np.diff(hosts) != 1) + 1):
             ids = to_device(devices[run], self._tensors[0].device)
             yield ids, int(hosts[run[0]]), int(hosts[run[-1]]) + 1
-
-
-def measure_link(device: DeviceBackend) -> float:
-    """Measure the bandwidth from the device to the host in bytes per second; takes a few milliseconds."""
-    source = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device.device)
-    target = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.is_apart)
-    seconds = []
-    for _ in range(3):
-        device.mark().synchronize()
-        started = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - started)
-    return _PROBE_BYTES / max(min(seconds), 1e-9)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_right
 from dataclasses import replace
 
 import psutil
 import torch
 
-from pagemill.engine.config import MAX_KV_BLOCKS, EngineConfig
+from pagemill.engine.config import MAX_KV_BLOCKS, EngineConfig, SchedulerConfig
 from pagemill.engine.devices.adapter_memory import reserved_bytes
 from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.engine.errors import ConfigError
@@ -15,21 +17,28 @@ from pagemill.engine.execution.host_cache import HostCache
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.plan import StepPlan
 from pagemill.kernels import dispatch
-from pagemill.kernels.types.layer_cache import FP8, allocate_layer
+from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer
+
+logger = logging.getLogger(__name__)
 
 GIB = 1024**3
+MAX_COPIED_BYTES = 256 * 1024**2
+"""Bytes that a step copies to the host tier: about 10 ms over PCIe, less than a decode step of most models."""
 
 
 class KVCache:
     """The pool's tensors, and each layer's view of them."""
 
     def __init__(
-        self, shape: KVCacheShape, num_blocks: int, device: DeviceBackend, num_host_blocks: int = 0
+        self,
+        shape: KVCacheShape,
+        num_blocks: int,
+        device: DeviceBackend,
+        num_host_blocks: int = 0,
+        attention: str = "auto",
     ) -> None:
-        sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        layout = allocate_layer(*sizes, shape.dtype, torch.device("meta"))
-        if shape.latent is not None:
-            layout = layout.sharing_values()
+        """`attention`: `EngineConfig.attention_backend`."""
+        layout = replace(_layout(shape, num_blocks), attention=attention)
         self._pool = [layout.converted(device.zeros) for _ in range(shape.pool_layers)]
         self.layers = list(self._pool)
         """The cache of each layer of the model. The n-th layers of all groups share tensors."""
@@ -43,13 +52,13 @@ class KVCache:
         self._host = HostCache(self._pool, num_host_blocks, device) if num_host_blocks else None
 
     def move_blocks(self, plan: StepPlan) -> None:
-        """Execute a plan's swaps and copies, in its order."""
-        if plan.swap_out or plan.swap_in:
-            assert self._host is not None, "a plan swaps without swap space"
-            if plan.swap_out:
-                self._host.swap_out(plan.swap_out)
-            if plan.swap_in:
-                self._host.swap_in(plan.swap_in)
+        """Execute a plan's copies, in its order."""
+        if plan.host_stores or plan.host_loads:
+            assert self._host is not None, "a plan uses a host tier that does not exist"
+            if plan.host_stores:
+                self._host.store(plan.host_stores)
+            if plan.host_loads:
+                self._host.load(plan.host_loads)
         if plan.block_copies:
             self.copy_blocks(plan.block_copies)
 
@@ -72,20 +81,31 @@ def resolve_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def num_blocks_for(
-    config: EngineConfig, shape: KVCacheShape, device: DeviceBackend, step_bytes: int = 0
+    config: EngineConfig,
+    shape: KVCacheShape,
+    device: DeviceBackend,
+    step_bytes: int = 0,
+    limits: SchedulerConfig | None = None,
 ) -> int:
     """Return the number of blocks in the pool, including the null block.
 
     Args:
         step_bytes: what a step takes of the free memory.
+        limits: those of a model that keeps a state per sequence, which takes of the cache's memory.
 
     Raises:
         ConfigError: the configured or available memory holds fewer than two blocks, or fewer than configured.
     """
     num_blocks = config.num_kv_blocks
+    if num_blocks is None and limits is not None and not shape.num_layers:  # nothing is kept per token
+        num_blocks = 1 + limits.max_num_seqs * -(-limits.max_model_len // shape.block_size)
+        num_blocks = max(2, min(MAX_KV_BLOCKS, num_blocks))
     if num_blocks is None:
         taken = reserved_bytes(config, device) + step_bytes
-        budget = max(0, config.kv_cache_memory_bytes or device.free_bytes(config) - taken)
+        budget = config.kv_cache_memory_bytes or device.free_bytes(config) - taken
+        slots = 0 if limits is None else limits.max_num_seqs + limits.num_cached_states
+        states = 0 if limits is None else slots * limits.state_bytes
+        budget = max(0, budget - states)
         num_blocks = min(MAX_KV_BLOCKS, budget // shape.block_bytes)
         if num_blocks < 2:
             raise ConfigError(
@@ -100,19 +120,46 @@ def num_blocks_for(
     return num_blocks
 
 
-def num_host_blocks_for(config: EngineConfig, shape: KVCacheShape) -> int:
-    """Return the blocks of swap space. Raises `ConfigError`: too little memory, or a space of no block."""
-    num_bytes = int(config.swap_space_gib * GIB)
+def _layout(shape: KVCacheShape, num_blocks: int) -> LayerCache:
+    """Return a layer's tensors without memory."""
+    sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    layout = allocate_layer(*sizes, shape.dtype, torch.device("meta"))
+    return layout if shape.latent is None else layout.sharing_values()
+
+
+def host_bytes(shape: KVCacheShape, num_blocks: int, device: DeviceBackend) -> int:
+    """Return the memory of a host tier, in bytes. torch rounds each pinned tensor up to a power of two."""
+    if not device.is_apart or not num_blocks:
+        return num_blocks * shape.block_bytes
+    sizes = (num_blocks * tensor.nbytes for tensor in _layout(shape, 1).tensors())
+    return shape.pool_layers * sum(1 << (size - 1).bit_length() for size in sizes)
+
+
+def num_host_blocks_for(config: EngineConfig, shape: KVCacheShape, device: DeviceBackend) -> int:
+    """Return the blocks of the host tier, whose memory is at most `host_cache_gib`.
+
+    Raises:
+        ConfigError: the memory is not available, or does not hold a block, or the prefix cache is disabled.
+    """
+    num_bytes = int(config.host_cache_gib * GIB)
     if not num_bytes:
         return 0
+    if not config.enable_prefix_caching:
+        raise ConfigError("host_cache_gib: requires enable_prefix_caching", setting="host_cache_gib")
     available = psutil.virtual_memory().available
     if num_bytes > available:
         raise ConfigError(
-            f"swap_space_gib {config.swap_space_gib:g} is more than the {available / GIB:.1f} GiB available"
+            f"host_cache_gib {config.host_cache_gib:g} is more than the {available / GIB:.1f} GiB available"
         )
-    block_bytes = shape.block_bytes * config.tensor_parallel_size  # the ranks share the machine's memory
-    if num_bytes < block_bytes:
+    own_bytes = num_bytes // config.tensor_parallel_size  # the ranks share the machine's memory
+    counts = range(1, 1 + own_bytes // shape.block_bytes)
+    num_blocks = bisect_right(counts, own_bytes, key=lambda count: host_bytes(shape, count, device))
+    if not num_blocks:
         raise ConfigError(
-            f"swap_space_gib {config.swap_space_gib:g} holds no KV block of {block_bytes} bytes"
+            f"host_cache_gib {config.host_cache_gib:g} holds no KV block of "
+            f"{host_bytes(shape, 1, device) * config.tensor_parallel_size} bytes"
         )
-    return num_bytes // block_bytes
+    if device.is_apart:
+        pinned = host_bytes(shape, num_blocks, device) / GIB
+        logger.info("host tier: %d KV blocks, %.2f GiB of pinned memory", num_blocks, pinned)
+    return num_blocks

@@ -24,6 +24,7 @@ from pagemill.engine.execution.kv_cache import KVCache
 from pagemill.engine.execution.prompt_scorer import PromptScorer
 from pagemill.engine.execution.sampling.narrow_head import NarrowHead
 from pagemill.engine.execution.staging import DirectTransfer
+from pagemill.engine.execution.state_pool import StatePool
 from pagemill.engine.layers.attention import AttentionContext, attention_context
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.observation import attending_by
@@ -38,11 +39,11 @@ logger = logging.getLogger(__name__)
 # The end of each sequence's part in each step. In a step, rows with one token come first.
 _ENDS = ((7, 8, 9, 10, 11), (5, 5, 9, 9, 9), (0, 16, 16, 17, 18))
 _ALL_TOKENS_WITHIN = {torch.float32: 1e-3}
-"""Largest relative difference of a token's logits: ours and eager attention sum in other orders."""
+"""Largest relative difference of a token's logits: paged and eager attention sum in other orders."""
 _MOST_TOKENS_WITHIN = {torch.float16: 0.05, torch.bfloat16: 0.15}
 """The same for three tokens of four: in half precision, a router's near tie may send a token elsewhere."""
 _QUANTISED_WITHIN = 0.5
-"""For int8 weights or a quantised cache: enough to tell another function from rounding."""
+"""For int8 weights or a quantised cache: enough to distinguish another function from rounding."""
 _SHARE = 0.75
 _NARROW = (1, 3)
 """Tokens for which the head is asked alone."""
@@ -75,7 +76,7 @@ class ModelProbe:
         try:
             self._logits = [self._reference(tokens) for tokens in self._tokens]
         except Exception as error:  # transformers' code may raise anything
-            raise self._refusal(f"its own forward pass fails ({error!r})") from error
+            raise self._refusal(f"the model's own forward pass fails ({error!r})") from error
         self._seconds = time.perf_counter() - started
 
     @classmethod
@@ -96,9 +97,9 @@ class ModelProbe:
         try:
             worst, limit = self._difference(shape), self._limit(shape.dtype)
         except Exception as error:  # transformers' code may raise anything
-            raise self._refusal(f"its forward pass fails in a packed batch ({error!r})") from error
-        if not worst <= limit:  # also not if it is no number
-            raise self._refusal(f"its logits differ from transformers' by {worst:.2g}, more than {limit:g}")
+            raise self._refusal(f"the forward pass fails in a packed batch ({error!r})") from error
+        if not worst <= limit:  # also for NaN
+            raise self._refusal(f"the logits differ from transformers' by {worst:.2g}, more than {limit:g}")
         seconds = self._seconds + time.perf_counter() - started
         logger.info("%s: equals transformers' own forward pass (%.1f s)", self._model.served_name, seconds)
         remember_verified(self._model.fingerprint)
@@ -186,6 +187,7 @@ class ModelProbe:
             split_decodes=not self._config.batch_invariant,
             transfer=DirectTransfer(self._model.device.device),
             num_groups=len(shape.windows),
+            states=StatePool(shape.state, count, self._model.device) if shape.state else None,
         )
         cache = KVCache(shape, 1 + count * blocks_per_row, self._model.device)
         rows = [

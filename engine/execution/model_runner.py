@@ -9,16 +9,19 @@ from dataclasses import dataclass, field
 import torch
 
 from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.devices.backend import DeviceBackend, HostCopy
 from pagemill.engine.execution.cuda_graphs import DecodeGraphs
 from pagemill.engine.execution.forward_pass import Forwarded, ForwardPass, ModelForward, transformers_logits
 from pagemill.engine.execution.input_batch import InputBatch, StepInputs
 from pagemill.engine.execution.kv_cache import KVCache
+from pagemill.engine.execution.media_encoder import MediaEncoder
 from pagemill.engine.execution.prepared_model import PreparedModel
 from pagemill.engine.execution.prompt_scorer import PromptScorer
 from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogprobs
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput, StagedSamples
 from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
+from pagemill.engine.execution.state_pool import StatePool
 from pagemill.engine.layers.attention import AttentionContext, attention_context, check_windows
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import adapter_rows
@@ -31,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step: its tokens are on the device, and reach the host in `wait`."""
+    """A launched step. Its results reach the host in one copy, which `start_copy` starts and `wait` waits for."""
 
     plan: StepPlan
     output: SamplerOutput | None
@@ -42,6 +45,13 @@ class LaunchedStep:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     reads: ReadLogprobs | None = None
     sharing_rows: int = 0
+    _copy: HostCopy | None = None
+
+    def start_copy(self, device: DeviceBackend) -> None:
+        """Start copying all results to the host, before the device's next work."""
+        parts = [self.output, *self.prompt_logprobs, self.reads]
+        tensors = [tensor for part in parts if part is not None for tensor in part.tensors()]
+        self._copy = device.to_host(tensors) if tensors else None
 
     def wait(self) -> StepResult:
         result = StepResult(
@@ -54,11 +64,12 @@ class LaunchedStep:
             sample_s=self.sample_s,
         )
         started = time.perf_counter()
+        copies = iter(self._copy.wait() if self._copy is not None else ())
         if self.output is not None:
-            self.output.fill(result)
-        result.prompt_logprobs = {scored.work_index: scored.to_host() for scored in self.prompt_logprobs}
+            self.output.fill(result, copies)
+        result.prompt_logprobs = {one.work_index: one.entries(copies) for one in self.prompt_logprobs}
         if self.reads is not None:
-            result.reads = self.reads.to_host()
+            result.reads = self.reads.entries(copies)
         result.sample_s += time.perf_counter() - started
         return result
 
@@ -73,13 +84,19 @@ class ModelRunner:
         limits: SchedulerConfig,
         shape: KVCacheShape,
         group: RankGroup | None = None,
+        encoder: MediaEncoder | None = None,
     ) -> None:
-        """`group`: the ranks that share `model`; each runs the same plans, and the first one samples."""
+        """`group`: the ranks that share `model`; each runs the same plans, and the first one samples.
+        `encoder`: of media in prompts; None: no prompt has any."""
         self._group = group
         self._model = model
         self._device = device = model.loaded.device
         module, direct = model.loaded.module, model.direct
-        self.kv_cache = KVCache(shape, limits.num_kv_blocks, device, limits.num_host_blocks)
+        self.kv_cache = KVCache(
+            shape, limits.num_kv_blocks, device, limits.num_host_blocks, config.attention_backend
+        )
+        num_slots = limits.max_num_seqs + limits.num_cached_states
+        self._states = StatePool(shape.state, num_slots, device) if shape.state else None
         self._stages = device.is_apart if config.stage_inputs is None else config.stage_inputs
         self._vocab_size = model.loaded.vocab_size
         self._transfer = StagedTransfer(device) if self._stages else DirectTransfer(device.device)
@@ -92,6 +109,8 @@ class ModelRunner:
             split_decodes=not config.batch_invariant,
             transfer=self._transfer,
             num_groups=len(shape.windows),
+            states=self._states,
+            encoder=encoder,
         )
         self._sampler = Sampler(limits.eos_token_ids, draws_on_device=device.draws_on_device)
         caches = self.kv_cache.layers
@@ -101,8 +120,9 @@ class ModelRunner:
             PromptScorer(module, caches, self._batch),
             ModelForward(module, caches, direct),
         ]
-        # Not with several ranks: their communication is not made of kernels.
-        if device.captures_graphs and group is None and not config.enforce_eager:
+        # Not with several ranks: their communication is not made of kernels. Recurrent layers group a step's rows.
+        may_capture = device.captures_graphs and group is None and self._states is None
+        if may_capture and not config.enforce_eager:
             self._replay_graphs(model.loaded, limits)
 
     def _replay_graphs(self, model: LoadedModel, limits: SchedulerConfig) -> None:
@@ -146,33 +166,37 @@ class ModelRunner:
         self._transfer.send()
         inputs = self._batch.lay_out(staged)
         self.kv_cache.move_blocks(plan)
+        if self._states is not None:
+            self._states.copy(plan.state_copies)
         prepared = time.perf_counter()
         with adapter_rows(inputs.adapters):
             computed = forward.run(plan, inputs, work)
         forwarded = time.perf_counter()
         output = self._choose_tokens(inputs, computed, work, staged_work) if work else None
-        sampled = time.perf_counter()
-        return LaunchedStep(
+        step = LaunchedStep(
             plan,
             output,
             forward.replays,
             prepared - started,
             forwarded - prepared,
-            sampled - forwarded,
+            0.0,
             computed.scored,
             computed.reads,
             inputs.metadata.count_sharing_rows(),
         )
+        step.start_copy(self._device)
+        step.sample_s = time.perf_counter() - forwarded
+        return step
 
     def is_device_alive(self) -> bool:
         return self._device.is_alive()
 
     def close(self) -> None:
-        """Let go of weights, caches and graphs, whoever still holds this object. Nothing may be launched after it."""
+        """Free weights, caches and graphs, even if this object is still referenced. Launch nothing after it."""
         if not self._forward_passes:
             return
         self._forward_passes.clear()
-        del self._model, self.kv_cache, self._batch, self._sampler, self._transfer
+        del self._model, self.kv_cache, self._states, self._batch, self._sampler, self._transfer
 
     def _choose_tokens(
         self, inputs: StepInputs, computed: Forwarded, work: list[SampleWork], staged: StagedSamples | None
@@ -184,7 +208,6 @@ class ModelRunner:
                 output = self._sampler.sample(computed.logits, work, self._batch.token_table, staged)
             else:
                 output = self._sampler.sample_narrow(computed.logits, work, computed.vocabulary)
-            output.start_copy(self._device)
             token_ids = output.token_ids
         else:
             # Zeros, for a group whose ranks are alone: the next step looks these tokens up.

@@ -11,7 +11,7 @@ from pagemill.engine.layers.direct_forward import DirectForward
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.latent.absorbed import absorb_products
 from pagemill.engine.layers.linear import LinearOptions
-from pagemill.engine.layers.part_report import how_parts_run
+from pagemill.engine.layers.part_report import describe_parts
 from pagemill.engine.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -49,4 +49,4 @@ def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | N
         absorb_products(model.module)
     model.device.fuse(model.module, traits, model.dtype, linear)
     direct = DirectForward.of(model.module, traits)
-    return direct, how_parts_run(model.module, is_direct=direct is not None)
+    return direct, describe_parts(model.module, is_direct=direct is not None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pagemill.engine.execution.forward_pass import Forwarded
+from pagemill.engine.execution.forward_pass import Forwarded, model_inputs
 from pagemill.engine.execution.input_batch import InputBatch, StepInputs
 from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogprobs, TopLogprobs
 from pagemill.engine.execution.sampling.processors import SampleWork
@@ -58,7 +58,7 @@ class PromptScorer:
 
     def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:
         read_tokens = self._read_tokens(plan)
-        with attention_context(AttentionContext(inputs.metadata, self._caches, read_tokens)):
+        with attention_context(AttentionContext(inputs.metadata, self._caches, read_tokens, inputs.media)):
             hidden = self._hidden_states(inputs, read_tokens)
             scored, begin = [], 0
             for index, row in enumerate(plan.work):
@@ -73,7 +73,7 @@ class PromptScorer:
                 begin += row.num_tokens
             sampled = inputs.logits_indices
             logits = self._head(hidden[sampled]) if len(sampled) else hidden[:0]
-            return Forwarded(logits, scored=scored, reads=self._read(plan, hidden))
+            return Forwarded(logits, scored=scored, reads=self._read(plan, inputs.reads, hidden))
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Return every token's logits, by way of their hidden states; inside an attention context."""
@@ -93,11 +93,9 @@ class PromptScorer:
         """Return the decoder's last hidden states, [num_tokens, hidden_size], before or after its last norm."""
         if self._direct is not None:
             return self._direct.hidden_states(
-                inputs.input_ids, inputs.positions, self._caches, inputs.metadata, read_tokens
+                inputs.input_ids, inputs.positions, self._caches, inputs.metadata, read_tokens, inputs.media
             )
-        output = self._decoder(
-            input_ids=inputs.input_ids[None], position_ids=inputs.positions[None], use_cache=False
-        )
+        output = self._decoder(**model_inputs(self._module, inputs))
         self._output_type = type(output)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
@@ -110,21 +108,22 @@ class PromptScorer:
             slices.append(TopLogprobs.of(logits.log_softmax(dim=-1), wanted, [count] * len(wanted)))
         return slices
 
-    def _read(self, plan: StepPlan, hidden: torch.Tensor) -> ReadLogprobs:
+    def _read(
+        self, plan: StepPlan, places: tuple[torch.Tensor, torch.Tensor] | None, hidden: torch.Tensor
+    ) -> ReadLogprobs | None:
         """Return the log probabilities that the plan's reads ask for, whose rows share the products of the head."""
-        reads, begin = [], 0
-        for index, row in enumerate(plan.work):
-            reads += [(index, begin + place, token_ids) for place, token_ids in row.reads]
-            begin += row.num_tokens
-        slices = []
+        if places is None:
+            return None
+        tokens, pairs = places
+        reads = [(index, len(ids)) for index, row in enumerate(plan.work) for _, ids in row.reads]
+        slices, begin = [], 0
         for first in range(0, len(reads), _SLICE):
-            some = reads[first : first + _SLICE]
-            places = torch.tensor([place for _, place, _ in some], device=hidden.device)
-            logprobs = self._head(hidden[places]).float().log_softmax(dim=-1)
-            pairs = [(number, token_id) for number, (_, _, ids) in enumerate(some) for token_id in ids]
-            numbers, token_ids = torch.tensor(pairs, device=hidden.device).T
+            logprobs = self._head(hidden[tokens[first : first + _SLICE]]).float().log_softmax(dim=-1)
+            end = begin + sum(length for _, length in reads[first : first + _SLICE])
+            numbers, token_ids = pairs[0, begin:end] - first, pairs[1, begin:end]
             slices.append(logprobs[numbers, token_ids].clamp(min=torch.finfo(torch.float32).min))
-        return ReadLogprobs([(index, len(token_ids)) for index, _, token_ids in reads], slices)
+            begin = end
+        return ReadLogprobs(reads, slices)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, vocab_size]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -33,6 +34,26 @@ _FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, logprobs=1)
 _PLAIN = SamplingParams(temperature=0.9)
 
 
+@contextmanager
+def small_runner(
+    model: PreparedModel,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    shape: KVCacheShape,
+    group: RankGroup | None,
+    *,
+    num_blocks: int,
+) -> Iterator[ModelRunner]:
+    """Yield a runner without graphs over a few KV blocks, for steps before a model serves; then free it."""
+    small = replace(limits, num_kv_blocks=num_blocks, num_host_blocks=0)
+    runner = ModelRunner(model, replace(config, enforce_eager=True), small, shape, group)
+    try:
+        with nullcontext() if group is None else group.alone():  # the others may still be loading
+            yield runner
+    finally:
+        runner.close()
+
+
 def step_bytes(
     model: PreparedModel,
     config: EngineConfig,
@@ -53,27 +74,20 @@ def step_bytes(
     if not device.rehearses:
         return 0
     started = time.perf_counter()
-    small = replace(limits, num_kv_blocks=_BLOCK + 1, num_host_blocks=0)
-    runner = ModelRunner(model, replace(config, enforce_eager=True), small, shape, group)
+    with small_runner(model, config, limits, shape, group, num_blocks=_BLOCK + 1) as runner:
 
-    def run() -> None:
-        for plan in _plans(limits, shape):
-            runner.launch(plan).wait()
+        def run() -> None:
+            for plan in _plans(limits, shape):
+                runner.launch(plan).wait()
 
-    try:
-        if group is None:
+        try:
             num_bytes = device.peak_bytes(run)
-        else:
-            with group.alone():  # the others may still be loading
-                num_bytes = device.peak_bytes(run)
-    except torch.OutOfMemoryError as error:
-        message = (
-            f"a step of max_num_batched_tokens={limits.max_num_batched_tokens} tokens in "
-            f"max_num_seqs={limits.max_num_seqs} rows does not fit beside the weights: lower either"
-        )
-        raise ConfigError(message, setting="max_num_batched_tokens") from error
-    finally:
-        runner.close()
+        except torch.OutOfMemoryError as error:
+            message = (
+                f"a step of max_num_batched_tokens={limits.max_num_batched_tokens} tokens in "
+                f"max_num_seqs={limits.max_num_seqs} rows does not fit beside the weights: lower either"
+            )
+            raise ConfigError(message, setting="max_num_batched_tokens") from error
     seconds = time.perf_counter() - started
     logger.info("a step takes up to %.2f GiB; kernels compiled in %.1f s", num_bytes / 2**30, seconds)
     return num_bytes

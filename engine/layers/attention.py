@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from pagemill.kernels import dispatch
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
+
+if TYPE_CHECKING:
+    from pagemill.engine.layers.media_step import MediaStep
 
 PAGED_ATTENTION = "pagemill_paged"
 PAGED_IN_ORDER = "pagemill_paged_in_order"
@@ -35,6 +38,8 @@ class AttentionContext:
     layers: list[LayerCache]
     read_tokens: torch.Tensor | None = None
     """[any] int64, ascending: the tokens whose last hidden states are read; None = all."""
+    media: MediaStep | None = None
+    """None: the step computes texts alone."""
     calls: Iterator[int] = field(default_factory=count)
     """The numbers of a forward pass's attentions, for `PAGED_IN_ORDER`."""
 
@@ -54,6 +59,11 @@ def attention_context(context: AttentionContext) -> Iterator[None]:
 
 def current_context() -> AttentionContext:
     return _context.get()
+
+
+def find_context() -> AttentionContext | None:
+    """Return the context of the step that runs; None outside of a step."""
+    return _context.get(None)
 
 
 def attend(
@@ -78,9 +88,9 @@ def attend(
 def check_window(layer_idx: int, cache: LayerCache, scoring: Scoring) -> None:
     """Raise RuntimeError for a layer that would read blocks that are freed while it runs: a bug, never input."""
     window = cache.window
-    if window is not None and not 0 < (scoring.sliding_window or 0) <= window:
-        reads = scoring.sliding_window or "all"
-        raise RuntimeError(f"layer {layer_idx} reads {reads} keys, its cache keeps {window}")
+    reads = scoring.sliding_window or 0
+    if window is not None and reads != window and not 0 < reads <= window:
+        raise RuntimeError(f"layer {layer_idx} reads {reads or 'all'} keys, its cache keeps {window}")
 
 
 def check_windows(module: torch.nn.Module, layers: list[LayerCache]) -> None:
@@ -98,12 +108,12 @@ def refuse_unknown(attention_mask: Any, arguments: Mapping[str, Any]) -> None:
         arguments: what a layer passes to its attention function beside `_attend_as`'s named parameters.
     """
     if attention_mask is not None:
-        raise ModelLoadError("its attention has a mask that is neither causal nor a sliding window")
+        raise ModelLoadError("the attention mask is neither causal nor a sliding window")
     for name, value in arguments.items():
         if name == "is_causal" and value is False:
-            raise ModelLoadError("it attends in both directions")
+            raise ModelLoadError("the attention is bidirectional")
         if value is not None and value is not False and name not in _WITHOUT_EFFECT:
-            raise ModelLoadError(f"its attention takes {name}, which paged attention does not compute")
+            raise ModelLoadError(f"the attention takes {name}, which paged attention does not compute")
 
 
 def _paged_attention(module: Any, *states: Any, **arguments: Any) -> tuple[torch.Tensor, None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pagemill.engine.layers.latent.shape import LatentShape
+from pagemill.engine.layers.recurrent import StateShape, state_bytes
 from pagemill.kernels.types.layer_cache import largest_number
 
 _MOST_GROUPS = 8
@@ -19,7 +20,7 @@ class LayerGroup:
     """Layers whose blocks are allocated and freed together."""
 
     window: int | None
-    """A layer reads the keys of this many positions, the query's own included; None: of all."""
+    """The window of `first_visible`; None: a layer reads every key."""
     layers: tuple[int, ...]
 
 
@@ -34,6 +35,8 @@ class KVCacheShape:
     """Every layer is in one of them; none: all layers read everything."""
     latent: LatentShape | None = None
     """Of the latents that are the keys of the one KV head; their values are not kept a second time."""
+    state: StateShape = ()
+    """Of a sequence in the recurrent layers, which are not counted as layers here."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -44,6 +47,11 @@ class KVCacheShape:
     def pool_layers(self) -> int:
         """Layers that the pool has tensors for: each group uses as many of them as it has layers."""
         return max((len(group.layers) for group in self.groups), default=self.num_layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state; 0: the model keeps none."""
+        return state_bytes(self.state)
 
     @property
     def block_bytes(self) -> int:
@@ -71,9 +79,11 @@ def layer_groups(windows: Sequence[int | None], max_model_len: int) -> tuple[Lay
     Args:
         windows: by layer. Those that `max_model_len` never leaves count as none.
     """
+    if not windows:
+        return ()
     layers: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        layers.setdefault(window if window and window < max_model_len else None, []).append(layer)
+        layers.setdefault(window if window and abs(window) < max_model_len else None, []).append(layer)
     sizes = [len(members) for members in layers.values()]
     size = min(_possible_sizes(sizes), key=lambda size: (_missing_share(sizes, size), -size))
     return tuple(

@@ -2,8 +2,9 @@
 
 While it is imported, transformers.modeling_utils marks functions for torch's compiler and looks for torch's
 distributed tensors. Neither is used here, and both import thousands of modules: a third of its import time.
-So a stand-in replaces the compiler during the marking, and transformers is told that torch has no distributed
-package, as on the platforms that lack it (ranks use torch.distributed directly: `parallel.rank_group`).
+So transformers' marks have no effect during the import, and transformers' checks report that torch has no
+distributed package, as on platforms that lack it (ranks use torch.distributed directly: `parallel.rank_group`).
+Other libraries that transformers imports where they are installed, such as torchao, get the real compiler.
 
 Hugging Face's `kernels` is hidden as well: transformers would mistake our package of that name for it, search
 every installed distribution for its version, and use it if that version ever matched.
@@ -14,12 +15,12 @@ A process that has already imported transformers' models, or that runs under tor
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _MODEL_CLASSES = "transformers.models.auto.modeling_auto"
 _COMPILER = "torch._dynamo"
 _NOT_AVAILABLE = ("is_torch_distributed_available", "is_kernels_available")
 _MARKS = ("allow_in_graph", "assume_constant_result", "disable")
+_MASK_HELPER = "_trace_wrapped_higher_order_op"
 
 
 def causal_lm_class(model_config: Any) -> Any:
@@ -39,22 +41,17 @@ def causal_lm_class(model_config: Any) -> Any:
 
 def model_class(mapping: str, model_config: Any) -> Any:
     """Return the class that one of transformers' mappings has for a configuration."""
+    import transformers
 
-    def find() -> Any:
-        import transformers
-
+    with _unmarked():
         return getattr(transformers, mapping)[type(model_config)]
-
-    return _without_compiler(find)
 
 
 def register_mask_function(name: str, function: Callable[..., Any]) -> None:
     """Make transformers ask `function` for the masks of an attention implementation."""
-
-    def masks() -> Any:
-        return importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
-
-    _without_compiler(masks).register(name, function)
+    with _unmarked():
+        masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+    masks.register(name, function)
 
 
 def _import_models() -> Any:
@@ -65,15 +62,7 @@ def _import_models() -> Any:
     if _MODELS in sys.modules or "LOCAL_RANK" in os.environ:
         return load()
     _hide_packages()
-    with _listing_models_once():
-        return _without_compiler(load)
-
-
-def _without_compiler(load: Callable[[], Any]) -> Any:
-    try:
-        with _marking_nothing():
-            return load()
-    except Exception:  # a version that uses the compiler for more than marks; other errors recur
+    with _listing_models_once(), _unmarked():
         return load()
 
 
@@ -117,33 +106,70 @@ def _is_not_available(*_: Any, **__: Any) -> bool:
 
 
 @contextmanager
-def _marking_nothing() -> Iterator[None]:
-    """Make compiler marks inside the block do nothing. Later imports get the compiler itself."""
+def _unmarked() -> Iterator[None]:
+    """Skip compiler marks of transformers' functions inside the block, so that they do not import the compiler.
+
+    torch._dynamo itself stays importable: a library that imports it inside the block gets the real package.
+    """
     if _COMPILER in sys.modules:
         yield
         return
-    stand_in = _stand_in_for_compiler()
-    sys.modules[_COMPILER] = stand_in
+    _load_mask_helper()
+    skipping = _SkippedMarks()
+    originals = {name: getattr(torch.compiler, name) for name in _MARKS}
+    vars(torch)["_dynamo"] = skipping
+    for name, original in originals.items():
+        setattr(torch.compiler, name, _skip_for_transformers(original))
     try:
         yield
     finally:
-        if sys.modules.get(_COMPILER) is stand_in:
-            del sys.modules[_COMPILER]
-        if vars(torch).get("_dynamo") is stand_in:
+        for name, original in originals.items():
+            setattr(torch.compiler, name, original)
+        if vars(torch).get("_dynamo") is skipping:  # else the package was imported and took its place
             del vars(torch)["_dynamo"]
 
 
-def _stand_in_for_compiler() -> ModuleType:
-    stand_in: Any = ModuleType(_COMPILER)
-    # Its submodules are the real ones: a small one of them is used for more than marks.
-    stand_in.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
-    for name in _MARKS:
-        setattr(stand_in, name, _mark_nothing)
-    return stand_in  # type: ignore[no-any-return]
+class _SkippedMarks:
+    """What `torch._dynamo` names until something imports the package: its marks, and everything else on demand."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _MARKS:
+            return getattr(importlib.import_module(_COMPILER), name)
+        return _skip_for_transformers(
+            lambda *a, **k: getattr(importlib.import_module(_COMPILER), name)(*a, **k)
+        )
 
 
-def _mark_nothing(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
-    return _mark_nothing if function is None else function
+def _skip_for_transformers(mark: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decorator that leaves transformers' functions unchanged and applies `mark` to all others."""
+
+    def decorate(function: Callable[..., Any] | None = None, *arguments: Any, **options: Any) -> Any:
+        if function is None:  # called with options alone
+            return lambda decorated: decorate(decorated, *arguments, **options)
+        if getattr(function, "__module__", "").partition(".")[0] == "transformers":
+            return function
+        return mark(function, *arguments, **options)
+
+    return decorate
+
+
+def _load_mask_helper() -> None:
+    """Load the one submodule of the compiler that transformers' masks import, without its package.
+
+    If a version of torch has no such file, the import of transformers loads the package.
+    """
+    file = Path(torch.__file__).parent / "_dynamo" / f"{_MASK_HELPER}.py"
+    name = f"{_COMPILER}.{_MASK_HELPER}"
+    if name in sys.modules or not file.exists():
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        return
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception:  # this version's file needs the package
+        del sys.modules[name]
 
 
 _models = _import_models()
@@ -151,6 +177,12 @@ ALL_ATTENTION_FUNCTIONS: Any = _models.ALL_ATTENTION_FUNCTIONS
 ROPE_INIT_FUNCTIONS: Any = _models.ROPE_INIT_FUNCTIONS
 CAUSAL_LM_NAMES: Any = sys.modules[_MODEL_CLASSES].MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 CONFIG_NAMES: Any = sys.modules[_MODEL_CLASSES].CONFIG_MAPPING_NAMES
+_caches = importlib.import_module("transformers.cache_utils")
+DynamicCache: Any = _caches.DynamicCache
+DynamicLayer: Any = _caches.DynamicLayer
+CacheLayerMixin: Any = _caches.CacheLayerMixin
+LinearAttentionLayer: Any = _caches.LinearAttentionLayer
+LinearAttentionCacheLayerMixin: Any = _caches.LinearAttentionCacheLayerMixin
 _SILU = type(importlib.import_module("transformers.activations").ACT2FN["silu"])
 
 

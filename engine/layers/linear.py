@@ -70,6 +70,8 @@ class Linear(nn.Module):
         super().__init__()
         self.product, self.part = product, part
         self.in_features, self.out_features = in_features, out_features
+        self.dtype: torch.dtype | None = None
+        """Of the weights of the layers it was made of."""
         self.kept_as: str | None = None
         """How the weights of a quantised checkpoint are kept."""
         self.sources: tuple[tuple[str, int], ...] = ()
@@ -92,11 +94,17 @@ class Linear(nn.Module):
             part.register_parameter("weight", None)
             part.stored = None
         linear = cls(product, layers[0].in_features, sum(layer.out_features for layer in layers), part)
+        linear.dtype = getattr(layers[0].weight, "dtype", None)
         linear.sources = tuple((str(getattr(layer, "path", "")), layer.out_features) for layer in layers)
         if is_quantized:
             widened = f"widened to {str(weights[0].dtype).removeprefix('torch.')}"
             linear.kept_as = getattr(product, "kept_as", None) or widened
         return linear
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """An empty tensor: some modules convert their input to the dtype of a layer's weight."""
+        return torch.empty(0, dtype=self.dtype)
 
     @property
     def rounds_to(self) -> torch.dtype | None:
@@ -106,6 +114,10 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor | ScaledRows) -> torch.Tensor:
         rows = x if isinstance(x, ScaledRows) else x.reshape(-1, self.in_features)
+        if (
+            isinstance(rows, torch.Tensor) and rows.stride(-1) != 1
+        ):  # a view of what a convolution has returned
+            rows = rows.contiguous()
         product: torch.Tensor = self.product(rows).to(x.dtype)
         if self.adapters is not None and (adapted := current_adapter_rows()) is not None:
             given = rows.kept if isinstance(rows, ScaledRows) else rows
@@ -219,6 +231,8 @@ def _joined_bias(layers: Sequence[nn.Linear]) -> torch.Tensor | None:
 def replace_linears(parent: nn.Module, make_product: MakeProduct) -> None:
     """Replace the remaining linear layers below `parent` by `Linear`."""
     for name, child in parent.named_children():
+        if getattr(child, "is_read", False):
+            continue
         # A subclass may compute more than a product: a router, for one.
         is_product = type(child).forward is nn.Linear.forward or isinstance(child, PartialLinear)
         if is_product and isinstance(child, nn.Linear):

@@ -1,6 +1,6 @@
 """Observes how a model attends: one forward pass over a few tokens, with an attention function that only looks.
 
-For models that no family of ours describes. What their layers pass to the attention function, and the masks
+For models without a family of their own. What their layers pass to the attention function, and the masks
 that they ask transformers for, show whether paged attention would compute the same.
 """
 
@@ -17,10 +17,20 @@ import torch
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.attention import refuse_unknown
 from pagemill.engine.layers.latent.shape import LatentShape
-from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS, register_mask_function
+from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS, DynamicCache, register_mask_function
+from pagemill.engine.layers.recurrent import (
+    STATELESS_LAYERS,
+    StateShape,
+    observed_states,
+    recurrent_kinds,
+    serve_packed,
+)
+from pagemill.kernels.types.window import first_visible
 
 _OBSERVED = "pagemill_observed"
 _NUM_TOKENS = 3
+_NO_ATTENTION = (1, 1, 1)
+"""Heads of a model none of whose layers attends: its cache has no tensors."""
 _NEAR = 64
 _LONGEST = 2**20
 """Positions are compared up to here."""
@@ -42,6 +52,8 @@ class AttentionShape:
     """Of keys or values."""
     latent: LatentShape | None = None
     """Of latents, which are cached as the keys of one KV head; None: keys and values are cached."""
+    state: StateShape = ()
+    """Of the recurrent layers."""
 
 
 @dataclass(slots=True)
@@ -78,17 +90,29 @@ def observe_attention(module: Any, num_layers: int) -> AttentionShape:
     device = next(module.parameters()).device
     positions = torch.arange(_NUM_TOKENS, device=device)[None]
     try:
-        with attending_by(module, _OBSERVED), torch.inference_mode():
-            module(input_ids=positions, position_ids=positions, use_cache=False)
+        with (
+            attending_by(module, _OBSERVED),
+            torch.inference_mode(),
+            observed_states(module) as states,
+        ):
+            module(input_ids=positions, position_ids=positions, **states.arguments)
+        with torch.inference_mode():
+            state = serve_packed(states)
+    except AttributeError as error:
+        if isinstance(error.obj, DynamicCache):
+            raise ModelLoadError("the recurrent layers need a cache of their own") from error
+        raise
     finally:
         _observation.reset(token)
-    if not observation.heads:
-        raise ModelLoadError("its attention does not go through transformers' attention interface")
-    if (others := num_layers - len(observation.layers)) > 0:
-        raise ModelLoadError(f"{others} of its {num_layers} layers keep a state that is no keys and values")
-    groups, num_kv_heads, widths = zip(*observation.heads, strict=True)
+    if not observation.heads and not recurrent_kinds(module.config):
+        raise ModelLoadError("the attention does not go through transformers' attention interface")
+    kinds = getattr(module.config, "layer_types", None) or ()
+    known = len(observation.layers) + len(state) + sum(kind in STATELESS_LAYERS for kind in kinds)
+    if (others := num_layers - known) > 0:
+        raise ModelLoadError(f"{others} of {num_layers} layers keep a state that is in no cache")
+    groups, num_kv_heads, widths = zip(*(observation.heads or [_NO_ATTENTION]), strict=True)
     most = max(num_kv_heads)
-    return AttentionShape(tuple(observation.windows), max(groups) * most, most, max(widths))
+    return AttentionShape(tuple(observation.windows), max(groups) * most, most, max(widths), state=state)
 
 
 @contextmanager
@@ -104,6 +128,12 @@ def attending_by(module: Any, implementation: str) -> Iterator[None]:
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation = name
+
+
+def attention_function(config: Any) -> Callable[..., Any] | None:
+    """Return what the interface has for a module that does not use it; None: the module's own attention is wanted."""
+    name = config._attn_implementation
+    return None if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _observed_attention(
@@ -123,10 +153,10 @@ def _observed_attention(
     observation = _observation.get()
     mask_function = observation.mask_function(attention_mask)
     refuse_unknown(attention_mask if mask_function is None else None, others)
-    module.observed_window = _masked_window(module, mask_function, sliding_window)
+    module.observed_window = _masked_window(module, mask_function, sliding_window, query.device)
     observation.windows.append(module.observed_window)
     if key.shape[2] != query.shape[2]:
-        raise ModelLoadError("it attends to other keys than its own tokens'")
+        raise ModelLoadError("the attention reads keys of other tokens than its own")
     observation.layers.add(id(module))
     group, rest = divmod(query.shape[1], key.shape[1])
     if rest:
@@ -142,32 +172,54 @@ def _observed_mask(**request: Any) -> torch.Tensor:
     return mask
 
 
-def _masked_window(module: Any, mask_function: MaskFunction | None, declared: int | None) -> int | None:
-    """Return the sliding window by which a layer masks; None: it is causal. Some declare one and mask otherwise."""
+def _masked_window(
+    module: Any, mask_function: MaskFunction | None, declared: int | None, device: torch.device
+) -> int | None:
+    """Return the window by which a layer masks, as `first_visible` takes it; None: it is causal.
+
+    Some layers declare a window and mask otherwise.
+    """
     if mask_function is None:
         if declared is not None or not getattr(module, "is_causal", True):
-            raise ModelLoadError("it attends in both directions")
+            raise ModelLoadError("the attention is bidirectional")
         return None
-    configured = getattr(getattr(module, "config", None), "sliding_window", None)
-    windows = {window for window in (declared, configured, None) if not isinstance(window, bool)}
-    queries, keys = _positions(windows)
-    try:
-        visible = torch.as_tensor(mask_function(0, 0, queries, keys)).expand(len(queries), keys.shape[1])
-    except Exception as error:  # a function of the tokens given, not of positions
-        raise ModelLoadError("its mask depends on more than positions") from error
+    config = getattr(module, "config", None)
+    chunk, configured = (getattr(config, name, None) for name in ("attention_chunk_size", "sliding_window"))
+    sizes = (declared, configured, None, -chunk if isinstance(chunk, int) else None)
+    windows = {window for window in sizes if not isinstance(window, bool)}
+    queries, keys, visible = _seen(mask_function, windows, device)
     if bool((visible & (keys > queries)).any()):
-        raise ModelLoadError("it attends in both directions")
+        raise ModelLoadError("the attention is bidirectional")
     for window in windows:
-        if torch.equal(visible, (keys <= queries) & (keys > queries - (window or _LONGEST * 2))):
+        if torch.equal(visible, (keys <= queries) & (keys >= first_visible(window or 0, queries))):
             return window
-    raise ModelLoadError("its mask is neither causal nor its sliding window")
+    raise ModelLoadError("the attention mask is neither causal nor the configured window")
+
+
+def _seen(
+    mask_function: MaskFunction, windows: set[int | None], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query positions [n, 1], key positions [1, m], and whether a key is visible [n, m].
+
+    A mask function may read tensors of its own, which are on the model's device.
+    """
+    queries, keys = _positions(windows)
+    for place in dict.fromkeys((queries.device, device)):
+        queries, keys = queries.to(place), keys.to(place)
+        try:
+            visible = torch.as_tensor(mask_function(0, 0, queries, keys))
+            return queries, keys, visible.expand(len(queries), keys.shape[1])
+        except Exception as error:  # a function of the tokens given, not of positions
+            failure = error
+    raise ModelLoadError("the attention mask depends on more than positions") from failure
 
 
 def _positions(windows: set[int | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query positions [n, 1] and key positions [1, m] at all distances that tell masks apart."""
+    """Return query positions [n, 1] and key positions [1, m] at all distances that distinguish masks."""
     powers = [2**exponent + offset for exponent in range(6, 21) for offset in (-1, 0, 1)]
-    queries = sorted({*range(_NEAR), *powers, 3 * _LONGEST // 4})
-    distances = [0, -1, 1, -2, *(window + offset for window in windows if window for offset in (-1, 0, 1))]
+    edges = [abs(window) + offset for window in windows if window for offset in (-1, 0, 1)]
+    queries = sorted({*range(_NEAR), *powers, *edges, 3 * _LONGEST // 4})
+    distances = [0, -1, 1, -2, *edges]
     keys = sorted({query - distance for query in queries for distance in distances if query >= distance})
     return torch.tensor(queries)[:, None], torch.tensor(keys)[None]
 

@@ -14,7 +14,7 @@ from pagemill.engine.layers.linear import Linear
 _WAYS = _COMPILED, _FUSED, _OWN = ("compiled", "fused", "transformers' own")
 
 
-def how_parts_run(module: nn.Module, *, is_direct: bool) -> str:
+def describe_parts(module: nn.Module, *, is_direct: bool) -> str:
     """Return a log line about a model that its device has rewritten.
 
     Args:

@@ -14,8 +14,8 @@ from pagemill.kernels.types.grouped_weight import GroupedWeight, merged
 class QuantizedWeight:
     """Stands for a tensor [out_features, in_features]; cut along the outputs, and along the inputs at whole groups.
 
-    What it stands for is read anew each time: layers are converted one by one, and nothing is held beside the mapped
-    file.
+    The represented weight is read again each time: layers are converted one by one, and nothing is held beside the
+    mapped file.
     """
 
     shape: tuple[int, int]
@@ -37,7 +37,7 @@ class QuantizedWeight:
         )
 
     def inputs(self, part: slice) -> QuantizedWeight | torch.Tensor:
-        """Return the weight of some inputs, as a tensor if these are no whole groups."""
+        """Return the weight of some inputs, as a tensor if these are not whole groups."""
         part = slice(*part.indices(self.shape[1]))
         if self.read().inputs(part) is None:
             return self.dense()[:, part].contiguous()

@@ -33,7 +33,7 @@ class RankGroup:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Exchange nothing meanwhile: for steps whose numbers nobody reads, also before the ranks have met."""
+        """Exchange nothing meanwhile: for steps whose numbers are not read, also before the ranks have met."""
         self._is_alone = True
         try:
             yield

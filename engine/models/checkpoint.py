@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +93,41 @@ def _indexed(directory: Path, name: str) -> list[Path]:
     return files
 
 
-def read_tensors(files: list[Path]) -> dict[str, torch.Tensor]:
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises ModelLoadError if it is truncated or not one, or where reading from it fails."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise ModelLoadError(f"can't load the weights in {file}: {error}; download it again") from error
+
+
+def check_header(file: Path) -> None:
+    """Raise ModelLoadError unless the header is valid and the file as long as it says."""
+    with _opened(file):
+        pass
+
+
+def read_tensors(
+    files: list[Path], renamed: Callable[[str], str | None] | None = None
+) -> dict[str, torch.Tensor]:
     """Return every tensor by name, mapped into memory rather than read.
 
+    Args:
+        renamed: returns the name that stands for a tensor's name; None: the tensor is left out.
+
     Raises:
-        ModelLoadError: a file is truncated or not a safetensors file.
+        ModelLoadError: a file is truncated or not a safetensors file, or all tensors are left out.
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118, it is not a mapping
-                    tensors[name] = opened.get_tensor(name)
-        except (SafetensorError, OSError, ValueError, TypeError) as error:
-            raise ModelLoadError(f"can't load the weights in {file}: {error}; download it again") from error
+        with _opened(file) as opened:
+            for name in opened.keys():  # noqa: SIM118, it is not a mapping
+                if (own := renamed(name) if renamed is not None else name) is not None:
+                    tensors[own] = opened.get_tensor(name)
+    if renamed is not None and not tensors:
+        raise ModelLoadError(f"no tensor of {files[0].parent} belongs to a language model")
     return {name: tensor for name, tensor in tensors.items() if not _is_constant(name, tensor)}
 
 
@@ -119,5 +142,5 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"can't read {file}: {error}") from error
     if not isinstance(content, dict):
-        raise ModelLoadError(f"can't read {file}: it is no JSON object")
+        raise ModelLoadError(f"can't read {file}: not a JSON object")
     return content

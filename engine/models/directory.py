@@ -6,20 +6,36 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from pagemill.engine.errors import ModelLoadError
+from pagemill.common.plugins import PluginError
+from pagemill.engine.errors import EngineError, ModelLoadError
 from pagemill.engine.models.echo import echo_step_seconds
 from pagemill.engine.models.formats.gguf import check_gguf, gguf_directory
-from pagemill.engine.models.hubs import huggingface, modelscope
+from pagemill.engine.models.hubs.huggingface import HuggingFace
+from pagemill.engine.models.hubs.modelscope import ModelScope
 from pagemill.engine.models.hubs.progress import Say
 from pagemill.engine.models.hubs.repository import Snapshot
-from pagemill.engine.models.misplaced import why_no_model
+from pagemill.engine.models.misplaced import missing_config_message
 from pagemill.engine.models.packaged import find_gguf, packaged_model_directory
-from pagemill.engine.models.source import HOW_TO_NAME, ModelSource
+from pagemill.engine.models.source import HOW_TO_NAME, HUBS, ModelSource
 
 logger = logging.getLogger(__name__)
 
-_HUBS = {"huggingface": huggingface, "modelscope": modelscope}
+
+class ModelHub(Protocol):
+    """A repository of a hub. Another package registers a function that makes one of a `ModelSource`."""
+
+    def fetch(self, say: Say, check: Callable[[Path], None]) -> Snapshot:
+        """Download what is missing. `check` takes the folder before weights are downloaded. Raises `EngineError`."""
+        ...
+
+    def find_cached(self) -> Snapshot | None:
+        """Return the cached copy if it is complete. Asks no network."""
+        ...
+
+
+_HUBS: dict[str, Callable[[ModelSource], ModelHub]] = {"huggingface": HuggingFace, "modelscope": ModelScope}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +71,8 @@ def obtain_model(
             return LocalModel(source, packaged_model_directory())
         case "gguf":
             return LocalModel(source, gguf_directory(Path(source.name).expanduser()))
-        case "huggingface" | "modelscope":
-            return _local(source, _HUBS[source.kind].fetch(source, say, check))
+        case "huggingface" | "modelscope" | "plugin":
+            return _local(source, _fetch(source, say, check))
     return LocalModel(source, _folder(source))
 
 
@@ -64,7 +80,7 @@ def find_model(model: str) -> LocalModel | None:
     """Return the model if it is on the disk as a whole; downloads nothing. Raises `ModelLoadError`."""
     source = ModelSource.parse(model)
     if source.is_remote:
-        snapshot = _HUBS[source.kind].find_cached(source)
+        snapshot = _hub(source).find_cached()
         return None if snapshot is None else _local(source, snapshot)
     return obtain_model(model)
 
@@ -88,6 +104,30 @@ def check_model(model: str) -> None:
             _folder(source)
 
 
+def _hub(source: ModelSource) -> ModelHub:
+    if source.kind != "plugin":
+        return _HUBS[source.kind](source)
+    try:
+        make = HUBS.find(source.hub)
+        assert make is not None
+        hub: ModelHub = make(source)
+    except PluginError as error:
+        raise ModelLoadError(f"can't get {source}: {error}") from error
+    return hub
+
+
+def _fetch(source: ModelSource, say: Say, check: Callable[[Path], None]) -> Snapshot:
+    hub = _hub(source)
+    try:
+        return hub.fetch(say, check)
+    except EngineError:
+        raise
+    except Exception as error:  # another package's code raises anything
+        if source.kind != "plugin":
+            raise
+        raise EngineError(f"can't get {source}: {type(error).__name__}: {error}") from error
+
+
 def _local(source: ModelSource, snapshot: Snapshot) -> LocalModel:
     return LocalModel(source, snapshot.directory, snapshot.commit)
 
@@ -97,5 +137,5 @@ def _folder(source: ModelSource) -> Path:
     if not directory.is_dir():
         raise ModelLoadError(f"no model at {source.name!r}: {HOW_TO_NAME}")
     if not any((directory / name).is_file() for name in ("config.json", "modules.json")):
-        raise ModelLoadError(why_no_model(directory))
+        raise ModelLoadError(missing_config_message(directory))
     return directory

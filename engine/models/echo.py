@@ -29,7 +29,7 @@ _reply: Reply | None = None
 
 
 def reply_with(reply: Reply | None) -> None:
-    """Make every echo model of this process say `reply(prompt)`; None: the prompt, as ever."""
+    """Make every echo model of this process say `reply(prompt)`; None: the prompt, as by default."""
     global _reply
     _reply = reply
 
@@ -39,7 +39,7 @@ def is_echo(model: str) -> bool:
 
 
 def echo_name(model: str) -> str:
-    """Return the served name: that of `echo:<ms>:<name>`, else `echo`."""
+    """Return the served name: that of `echo:<ms>:<name>`, or `echo`."""
     return model.split(":", 2)[2] if model.count(":") >= 2 else ECHO_MODEL
 
 

@@ -50,7 +50,7 @@ class ExpertLayout:
     is_transposed: bool = False
     """[num_experts, in_features, out_features]"""
     is_interleaved: bool = False
-    """Channels of the gate and up projections by turns; else all of the one, then all of the other."""
+    """Whether channels of the gate and up projections are interleaved, not one projection after the other."""
 
     @classmethod
     def of(cls, experts: Any) -> ExpertLayout:

@@ -24,8 +24,14 @@ from pagemill.engine.layers.int8_products import quantization_scheme
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape, layer_groups
 from pagemill.engine.layers.library import causal_lm_class
 from pagemill.engine.layers.observation import AttentionShape
-from pagemill.engine.layers.positions.rope import depends_on_length, fix_frequencies, stretched_context
+from pagemill.engine.layers.positions.rope import (
+    check_rope,
+    depends_on_length,
+    fix_frequencies,
+    stretched_context,
+)
 from pagemill.engine.layers.rank_group import RankGroup
+from pagemill.engine.layers.recurrent import recurrent_kinds
 from pagemill.engine.layers.share import ShardingPlan, Share, TensorSplit, planned_split
 from pagemill.engine.models.checkpoint import read_config, read_scheme, read_tensors, weight_files
 from pagemill.engine.models.directory import model_directory
@@ -45,6 +51,8 @@ from pagemill.engine.text.tokenizer import generation_eos_token_ids
 logger = logging.getLogger(__name__)
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len")
+_RECURRENT_CONTEXT = 8192
+"""Of models that state none, as all of their layers are recurrent: they have no longest sequence."""
 _SMALL = {"num_hidden_layers": 1, "vocab_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16}
 """Sizes that attention does not depend on."""
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -86,7 +94,7 @@ class LoadedModel:
             groups = layer_groups(seen.windows, max_model_len)
             return KVCacheShape(
                 len(seen.windows), seen.num_kv_heads, seen.head_dim, block_size, self.dtype, groups,
-                latent=seen.latent,
+                latent=seen.latent, state=seen.state,
             )  # fmt: skip
         groups = layer_groups(layer_windows(self.module, self.family.decoder), max_model_len)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -155,13 +163,14 @@ def load_model(
     if is_outline:
         config = replace(config, load_format="dummy")
         model_config.num_hidden_layers, model_config.vocab_size, model_config.pad_token_id = 1, 16, 0
-    context_length = _context_length(model_config)
+    context_length = _context_length(family, model_config)
     longest = None if family.extrapolates(model_config) else stretched_context(model_config, context_length)
     max_model_len = resolve_max_model_len(config, context_length, longest)
     if scheme is not None:
         logger.info("quantised checkpoint: %s", scheme.describe())
     module = _load_module(config, family, model_config, device.module_dtype(dtype), device, group)
     fix_frequencies(module, max_model_len)
+    _skip_padding_checks(module)
     module = module.to(device.device).eval()
     module.requires_grad_(False)
     attention = attention_shape(module, caches_latents=device.caches_latents) if family.is_generic else None
@@ -217,14 +226,26 @@ def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:
         raise ModelLoadError(f"can't read {directory / 'config.json'}: {message}") from error
     for name in _SIZES:
         size = getattr(model_config, name, None)
+        if name == "num_attention_heads" and size is None and recurrent_kinds(model_config):
+            continue
         if not isinstance(size, int) or size < 1:
             raise ModelLoadError(f"can't read {directory / 'config.json'}: {name} is {size!r}")
+    check_rope(model_config)
+    if not hasattr(model_config, "num_attention_heads"):  # all layers are recurrent
+        return model_config
     num_heads, num_kv_heads = model_config.num_attention_heads, family.num_kv_heads(model_config)
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ModelLoadError(
             f"can't read {directory / 'config.json'}: {num_heads} heads don't share {num_kv_heads} KV heads evenly"
         )
     return model_config
+
+
+def _skip_padding_checks(module: torch.nn.Module) -> None:
+    """Disable a warning about padding, for which some models read token ids back from the device in each step."""
+    for part in module.modules():
+        if hasattr(part, "warn_if_padding_and_no_attention_mask"):
+            vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
 
 
 def _eos_token_ids(directory: Path) -> tuple[int, ...]:
@@ -252,7 +273,7 @@ def _load_module(
         else "eager",
     }
     is_dummy = config.load_format == "dummy"
-    tensors: dict[str, Any] = {} if is_dummy else read_tensors(weight_files(directory))
+    tensors: dict[str, Any] = {} if is_dummy else read_tensors(weight_files(directory), family.text_name)
     scheme = read_scheme(directory)
     plan = None
     if group is not None:
@@ -335,7 +356,7 @@ def _is_empty_bias(name: str, tensor: torch.Tensor) -> bool:
 def built_on_the_cpu(module_class: Any) -> Any:
     """Make `from_pretrained` build `module_class` in memory that is never touched, not on the meta device.
 
-    On the meta device torch infers shapes by importing its compiler, which takes a second at every start.
+    On the meta device torch infers shapes by importing its compiler, which takes a second at startup.
     """
 
     class BuiltOnTheCPU(module_class):  # type: ignore[misc]
@@ -355,11 +376,15 @@ def _belongs_to(name: str, module: Any) -> bool:
     return hasattr(module, first) or hasattr(module.base_model, first)
 
 
-def _context_length(model_config: Any) -> int:
+def _context_length(family: Family, model_config: Any) -> int:
     for name in _CONTEXT_FIELDS:
         value = getattr(model_config, name, None)
         if isinstance(value, int):
-            return value
+            if (length := value - family.first_position(model_config)) < 1:
+                raise ModelLoadError(f"config.json: {name} leaves no position for a token: {value}")
+            return length
+    if recurrent_kinds(model_config):
+        return _RECURRENT_CONTEXT
     raise ModelLoadError(
         f"model type {model_config.model_type!r} is not supported: its config.json states no context length"
     )
@@ -379,7 +404,7 @@ def model_fingerprint(
     for file in [] if config.load_format == "dummy" else weight_files(directory):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as weights:
-            # The ends and the middle: the whole file would cost a second per gigabyte at every start.
+            # The ends and the middle: the whole file would cost a second per gigabyte at startup.
             for at in (0, file.stat().st_size // 2, max(0, file.stat().st_size - 2**20)):
                 weights.seek(at)
                 digest.update(weights.read(2**20))
@@ -399,15 +424,21 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     family = find_family(raw)
     model_config = _build_config(family, raw, directory)
     dtype = resolve_dtype(config, model_config, device, is_quantised=bool(raw.get("quantization_config")))
-    context_length = _context_length(model_config)
+    context_length = _context_length(family, model_config)
     module_class: Any = causal_lm_class(model_config)
     # What a model of no registered family computes is only seen where it runs.
-    attention = _observed_in_small(model_config, device) if family.is_generic else None
+    is_recurrent = bool(recurrent_kinds(model_config))
+    attention = None
+    if family.is_generic and not is_recurrent:
+        attention = _observed_in_small(family, model_config, device)
     try:
         with torch.device("meta"):
             module = module_class._from_config(model_config, dtype=dtype)
     except Exception as error:  # inconsistent sizes: transformers' code may raise anything
         raise ModelLoadError(f"can't build {directory / 'config.json'}: {error}") from error
+    if is_recurrent:
+        family.adapt(module)
+        attention = _observed_without_memory(module)
     return LoadedModel(
         module=module,
         family=family,
@@ -427,18 +458,32 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     )
 
 
-def _observed_in_small(model_config: Any, device: DeviceBackend) -> AttentionShape:
+def _observed_without_memory(module: Any) -> AttentionShape:
+    """Return the attention and state of a model on the meta device: layers of every kind, in their numbers."""
+    for part in module.modules():
+        stacked = any(parameter.ndim == 3 for parameter in part.parameters(recurse=False))
+        if stacked and not isinstance(part, torch.nn.Conv1d) and not hasattr(part, "recurrent_states"):
+            # Experts: which tokens they get depends on values, and there are none.
+            part.forward = lambda states, *_, **__: torch.zeros_like(states)
+    seen = attention_shape(module, caches_latents=False)
+    return replace(seen, windows=(None,) * len(seen.windows))
+
+
+def _observed_in_small(family: Family, model_config: Any, device: DeviceBackend) -> AttentionShape:
     """Return the attention of such a model, as one narrow layer of random weights shows it."""
     small = copy.deepcopy(model_config)
     for name, size in _SMALL.items():
         if isinstance(getattr(small, name, None), int):
             setattr(small, name, size)
     small.pad_token_id = 0
+    if small.num_hidden_layers < 1:  # a layer that attends twice counts as two
+        small.num_hidden_layers = 2
     module_class: Any = causal_lm_class(small)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     module = module_class._from_config(small, **options)
+    family.adapt(module)
     seen = attention_shape(module, caches_latents=device.caches_latents)
     # Of layers of several kinds only the first was seen: none is taken to have a window.
     is_mixed = len(set(getattr(model_config, "layer_types", None) or ())) > 1
     windows = (None,) * len(seen.windows) if is_mixed else seen.windows
-    return replace(seen, windows=windows * model_config.num_hidden_layers)
+    return replace(seen, windows=windows * (model_config.num_hidden_layers // small.num_hidden_layers))

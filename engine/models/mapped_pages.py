@@ -12,7 +12,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 class MappedPages:
-    """The ranges of addresses at which safetensors files are mapped now; none where the system does not tell."""
+    """The ranges of addresses at which safetensors files are mapped now; none where the system does not report them."""
 
     def __init__(self) -> None:
         lines = _MAPS.read_text().splitlines() if _MAPS.exists() else []

@@ -23,11 +23,11 @@ def _adapter_base(directory: Path) -> str | None:
     return str(base or "its base model")
 
 
-def why_no_model(directory: Path) -> str:
+def missing_config_message(directory: Path) -> str:
     """Say what a directory without config.json is, and what to do."""
     if (base := _adapter_base(directory)) is not None:
         return f"{directory} is an adapter of {base}, not a model: {_MERGE}"
-    return f"{directory} is no model directory: it has no config.json; {found_instead(directory)}"
+    return f"{directory} is not a model directory (config.json is missing): {found_instead(directory)}"
 
 
 def found_instead(directory: Path) -> str:

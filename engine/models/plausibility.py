@@ -38,7 +38,7 @@ def check_packing(tensors: Iterable[str]) -> None:
 
 
 def check_dtypes(tensors: Mapping[str, torch.Tensor], used: Iterable[str]) -> None:
-    """Raise `ModelLoadError` for weights that are no plain floating point numbers: a cast would not be a model."""
+    """Raise `ModelLoadError` for weights that are not plain floating point numbers: a cast would not be a model."""
     for name in sorted(used):
         tensor = tensors.get(name)
         if tensor is not None and tensor.dtype not in _FLOATS:

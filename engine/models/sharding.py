@@ -29,7 +29,7 @@ def finish_sharding(module: Any, plan: ShardingPlan, group: RankGroup) -> None:
     """Split the rest after loading: the head over the vocabulary, and what attention has by head."""
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear:
-        raise ConfigError(f"tensor_parallel_size={group.size}: the model's head is no linear layer; use 1")
+        raise ConfigError(f"tensor_parallel_size={group.size}: the model's head is not a linear layer; use 1")
     module.set_output_embeddings(GatheredHead(head, plan.share, group))
     for child in module.modules():
         for name in ("alibi_slopes", "sinks"):
@@ -65,7 +65,7 @@ def _shrink_layers(module: nn.Module, plan: ShardingPlan, group: RankGroup) -> N
             continue
         if not isinstance(layer, nn.Linear) and not plan.split.has_transposed_weights:
             raise ConfigError(
-                f"tensor_parallel_size={group.size}: the plan splits {name}, which is no linear layer"
+                f"tensor_parallel_size={group.size}: the plan splits {name}, which is not a linear layer"
             )
         parent, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent), attribute, _part_of(layer, cut, plan, group))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from pagemill.common.plugins import Plugins
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.echo import echo_name, is_echo
 from pagemill.engine.models.formats.gguf import is_gguf
@@ -25,17 +26,23 @@ HOW_TO_NAME = (
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9_][A-Za-z0-9._/-]{{0,254}}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+HUBS: Plugins[Any] = Plugins(
+    "pagemill.hubs", "callable", callable, ("echo", "huggingface", MODELSCOPE_PREFIX.removesuffix(":"))
+)
+"""The hubs of other packages, by the prefix of their models: see `engine/models/directory.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """The source of a model. `engine/models/directory.py` has a function for each kind."""
 
-    kind: Literal["echo", "packaged", "folder", "gguf", "huggingface", "modelscope"]
+    kind: Literal["echo", "packaged", "folder", "gguf", "huggingface", "modelscope", "plugin"]
     name: str
     """The repository's or the packaged model's name, or the folder's or file's path as given."""
     revision: str | None = None
     """A hub's branch, tag or commit; None: its default branch."""
+    hub: str = ""
+    """The prefix that another package registers for its hub, for the kind `plugin`."""
 
     @classmethod
     def parse(cls, model: str) -> ModelSource:
@@ -50,6 +57,9 @@ class ModelSource:
             return cls("packaged", model)
         if model.startswith(MODELSCOPE_PREFIX):
             return cls("modelscope", *_repository(model, model.removeprefix(MODELSCOPE_PREFIX)))
+        hub, colon, repository = model.partition(":")
+        if colon and hub in HUBS.names:
+            return cls("plugin", *_repository(model, repository), hub)
         if is_gguf(model) and not Path(model).expanduser().is_dir():
             return cls("gguf", model)
         if _is_path(model):
@@ -61,7 +71,7 @@ class ModelSource:
     @property
     def is_remote(self) -> bool:
         """True for a repository of a hub."""
-        return self.kind in ("huggingface", "modelscope")
+        return self.kind in ("huggingface", "modelscope", "plugin")
 
     @property
     def served_name(self) -> str:
@@ -73,7 +83,7 @@ class ModelSource:
         return Path(self.name).expanduser().resolve().name if self.kind == "folder" else self.name
 
     def __str__(self) -> str:
-        prefix = MODELSCOPE_PREFIX if self.kind == "modelscope" else ""
+        prefix = f"{self.hub}:" if self.hub else MODELSCOPE_PREFIX if self.kind == "modelscope" else ""
         return f"{prefix}{self.name}" + (f"@{self.revision}" if self.revision else "")
 
 

@@ -22,7 +22,7 @@ _KEPT_S = 30 * 86_400.0
 
 
 def is_verified(fingerprint: str) -> bool:
-    """Return True if this model has been compared with these versions of ours, torch and transformers."""
+    """Return True if this model has been compared with these versions of Pagemill, torch and transformers."""
     try:
         return time.time() - _entry(fingerprint).stat().st_mtime < _KEPT_S
     except OSError:

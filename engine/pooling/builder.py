@@ -6,6 +6,7 @@ import logging
 
 from torch import nn
 
+from pagemill.common.fingerprint import with_commit
 from pagemill.engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
 from pagemill.engine.devices.registry import find_device
 from pagemill.engine.errors import ModelLoadError
@@ -18,12 +19,11 @@ from pagemill.engine.pooling.input_processor import PoolingInputProcessor, Pooli
 from pagemill.engine.pooling.loader import PoolingModel, load_pooling_model
 from pagemill.engine.text.text_encoder import TextEncoder
 from pagemill.engine.text.tokenizer import Tokenizer, load_tokenizer
-from pagemill.fingerprint import with_commit
 
 logger = logging.getLogger(__name__)
 
 _BATCH_FACTOR = 4
-"""A batch has this many times a generating step's tokens: nobody waits for the next one."""
+"""A batch has this many times a generating step's tokens: no client waits for the next one."""
 _MAX_REQUESTS = 256
 
 
@@ -53,8 +53,11 @@ def build_pooling_engine(config: EngineConfig, source: LocalModel, folder: Pooli
         limits=limits,
         served_models=config.served_model_name or (source.source.served_name,),
         fingerprint=with_commit(model.fingerprint, source.commit),
+        # In half precision a text's numbers depend on the batch.
+        tier="token" if model.dtype.itemsize == 4 else "continues",
+        device=str(model.device.device),
         weight_bytes=_weight_bytes(model.base),
-        model_parts=_how_parts_run(model),
+        model_parts=_describe_parts(model),
     )
     logger.info(
         "%s on %s serves %s, texts of up to %d tokens in batches of %d; %s",
@@ -87,14 +90,18 @@ def _encoder(tokenizer: Tokenizer | None, folder: PoolingFolder) -> TextEncoder 
             f"{folder.transformer}: the tokenizer is not a fast one; convert it to a tokenizer.json, or serve token "
             "ids (skip_tokenizer_init)"
         )
-    return TextEncoder(content, gives_types=getattr(tokenizer, "gives_types", False))
+    return TextEncoder(
+        content,
+        gives_types=getattr(tokenizer, "gives_types", False),
+        is_limited=getattr(tokenizer, "is_limited", False),
+    )
 
 
 def _weight_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in module.state_dict().values())
 
 
-def _how_parts_run(model: PoolingModel) -> str:
+def _describe_parts(model: PoolingModel) -> str:
     own = any(
         isinstance(part, Linear) and not isinstance(part.product, nn.Linear) for part in model.base.modules()
     )

@@ -1,76 +1,62 @@
 """The engine of models that give vectors or scores: texts in, rows of numbers out, one packed batch at a time.
 
-Beside `pagemill.engine.engine`, with the same face for a worker: there is no KV cache, no sampling and nothing to
-resume, so a batch is as many waiting texts as its budget of tokens holds. A request's texts may be spread over
-several batches.
+There is no KV cache, no sampling and nothing to resume, so a batch is as many waiting texts as its budget of tokens
+holds. A request's texts may be spread over several batches.
 """
 
 from __future__ import annotations
 
 import heapq
-import logging
 import time
-from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pagemill.engine.adapters.adapter import Adapter
-from pagemill.engine.adapters.pool import NO_ADAPTERS, NoAdapters
-from pagemill.engine.config import SchedulerConfig
-from pagemill.engine.device_failure import tells_of_lost_device
-from pagemill.engine.engine_stats import StepRecorder
-from pagemill.engine.errors import DeviceLost, InvalidRequest
+from pagemill.engine.engine_loop import EngineLoop
+from pagemill.engine.errors import InvalidRequest, UnsupportedFeature
+from pagemill.engine.media import MediaItem
 from pagemill.engine.outputs import (
     Capacity,
     CompletionDelta,
     EngineStats,
     FinishReason,
-    KVCacheStats,
-    LoadedModel,
     PooledRows,
     RequestOutput,
     SampleState,
     SchedulerStats,
     Usage,
 )
-from pagemill.engine.parts import Tier
+from pagemill.engine.parts import ModelParts
 from pagemill.engine.plan import RowWork, StepPlan, StepResult
 from pagemill.engine.pooling.input_processor import PoolingInputProcessor
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Pool, Task
 from pagemill.engine.text.output_processor import OutputStats
-from pagemill.engine.text.token_texts import TokenTexts
-from pagemill.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
 
     from pagemill.engine.pooling.loader import PackedBatch, PoolingModel
 
-logger = logging.getLogger(__name__)
-
 WAITING_STEPS = 8
 """A worker is offered room for this many batches' tokens, so that a batch is always full."""
-_NO_CACHE = KVCacheStats(0, 1, 0, 0, 0, 0, 0, 0, 0)
 _Key = tuple[int, float, int, int]
 """Lower runs first: priority, arrival, the request's number, the text's."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolingParts:
-    """A loaded model and what it is served as."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParts(ModelParts):
+    """A loaded model and what it is served as.
+
+    A job that is interrupted starts again, so its tier depends on whether numbers depend on the batch.
+    """
 
     model: PoolingModel
     input_processor: PoolingInputProcessor
-    tokenizer: Tokenizer | None
-    limits: SchedulerConfig
-    served_models: tuple[str, ...]
-    fingerprint: str
-    weight_bytes: int
-    model_parts: str
 
 
 @dataclass(slots=True, eq=False)
@@ -102,65 +88,26 @@ class _Text:
         return self.request.token_ids[self.begin : self.begin + self.length]
 
 
-class PoolingEngine:
-    """Packed batches over texts. Owned by one thread from loading on."""
+@dataclass(slots=True, kw_only=True)
+class _Batch(StepPlan):
+    texts: list[_Text]
+    packed: PackedBatch
+    rows: torch.Tensor = field(init=False)
+    """One per text, once they have been computed."""
+
+
+class PoolingEngine(EngineLoop[PoolingParts, _Batch]):
+    """Packed batches over texts."""
 
     def __init__(self, parts: PoolingParts) -> None:
-        self._parts = parts
+        super().__init__(parts)
         self._model = parts.model
         self._requests: dict[str, _Request] = {}
         self._waiting: list[tuple[_Key, _Text]] = []
         """A heap. Texts of requests that have ended stay in it until their turn."""
-        self._recorder = StepRecorder(parts.limits.max_num_batched_tokens)
         self._stats = OutputStats()
-        self._num_added = self._num_steps = self._num_failed_steps = self._num_invalid = 0
-        self._lost: DeviceLost | None = None
-        self._token_texts = TokenTexts(parts.tokenizer)
-        self._loaded = LoadedModel(
-            parts.served_models[0],
-            str(parts.model.device.device),
-            self.tier,
-            parts.fingerprint,
-            parts.limits.max_model_len,
-            parts.limits.max_num_seqs,
-        )
+        self._num_steps = self._num_failed_steps = self._num_invalid = 0
         self.input_processor = parts.input_processor
-
-    @property
-    def served_models(self) -> tuple[str, ...]:
-        """The names that jobs may use, the main one first."""
-        return self._parts.served_models
-
-    @property
-    def fingerprint(self) -> str:
-        return self._parts.fingerprint
-
-    @property
-    def model_parts(self) -> str:
-        """The description of how each part of the model runs, as the start logs it."""
-        return self._parts.model_parts
-
-    @property
-    def tier(self) -> Tier:
-        """A job that is interrupted begins again; in half precision its numbers depend on the batch."""
-        return "token" if self._model.dtype.itemsize == 4 else "continues"
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._parts.tokenizer
-
-    @property
-    def token_texts(self) -> TokenTexts:
-        return self._token_texts
-
-    @property
-    def adapters(self) -> NoAdapters:
-        """None: adapters are for models that generate."""
-        return NO_ADAPTERS
-
-    @property
-    def limits(self) -> SchedulerConfig:
-        return self._parts.limits
 
     def add_request(
         self,
@@ -174,6 +121,7 @@ class PoolingEngine:
         cache_salt: str = "",
         task: Task = GENERATE,
         adapter: Adapter | None = None,
+        media: Sequence[MediaItem] = (),
     ) -> None:
         """Add a request that `input_processor.process_pool` has prepared.
 
@@ -182,6 +130,8 @@ class PoolingEngine:
         """
         if not isinstance(task, Pool) or sum(task.lengths) != len(prompt_token_ids) or 0 in task.lengths:
             raise InvalidRequest("the request is not what input_processor.process_pool returns")
+        if media:
+            raise UnsupportedFeature(self._parts.media_refusal)
         if request_id in self._requests:
             raise InvalidRequest(f"request {request_id!r} is already running")
         key = (priority, time.time() if arrival is None else arrival, self._num_added)
@@ -199,35 +149,21 @@ class PoolingEngine:
         request = self._requests.get(request_id)
         return [] if request is None else [self._end(request, "abort")]
 
-    def step(self) -> list[RequestOutput]:
-        """Compute one batch, and return the progress and the ends of its requests.
+    def _plan(self) -> _Batch | None:
+        texts = self._next_texts()
+        if not texts:
+            return None
+        work = [RowWork(n, 0, text.length) for n, text in enumerate(texts)]
+        self._num_steps += 1
+        return _Batch(self._num_steps - 1, work=work, texts=texts, packed=_packed(texts))
 
-        Raises:
-            DeviceLost: the device died. Every further step raises it too.
-        """
-        if self._lost is not None:
-            raise self._lost
-        with self._recorder.stepping():
-            started = time.perf_counter()
-            texts = self._next_texts()
-            if not texts:
-                return []
-            plan = StepPlan(
-                self._num_steps, work=[RowWork(n, 0, text.length) for n, text in enumerate(texts)]
-            )
-            self._num_steps += 1
-            batch = _packed(texts)
-            prepared = time.perf_counter()
-            self._recorder.planned(plan, _NO_CACHE, prepared - started)
-            try:
-                rows = self._model.compute(batch, texts[0].request.task.num_skipped)
-            except Exception as error:
-                return self._recover(texts, error)
-            forwarded = time.perf_counter()
-            outputs = self._take(texts, rows)
-            result = StepResult(plan.step_id, [], forward_s=forwarded - prepared)
-            self._recorder.collected(plan, result, time.perf_counter() - forwarded)
-        return outputs
+    def _start(self, plan: _Batch) -> Callable[[], StepResult]:
+        return partial(self._compute, plan)
+
+    def _compute(self, plan: _Batch) -> StepResult:
+        started = time.perf_counter()
+        plan.rows = self._model.compute(plan.packed, plan.texts[0].request.task.num_skipped)
+        return StepResult(plan.step_id, [], forward_s=time.perf_counter() - started)
 
     def has_unfinished(self) -> bool:
         """True if `step()` has work left."""
@@ -245,33 +181,13 @@ class PoolingEngine:
     def stats(self) -> EngineStats:
         """Return a snapshot; call it between two steps, on the engine's thread."""
         running = sum(request.has_begun for request in self._requests.values())
-        waiting = SchedulerStats(
+        scheduler = SchedulerStats(
             running=running,
             waiting=len(self._requests) - running,
             steps_failed=self._num_failed_steps,
             invalid_logits=self._num_invalid,
         )
-        return EngineStats(
-            kv=_NO_CACHE,
-            scheduler=waiting,
-            loaded=self._loaded,
-            steps=replace(self._recorder.stats),
-            requests=deepcopy(self._stats.requests),
-            memory_bytes={"weights": self._parts.weight_bytes},
-            histograms=self._recorder.histograms() | self._stats.histograms(),
-        )
-
-    def failure(self) -> None:
-        """The process that died, of a model spread over several: here there are none."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def load_grammar_vocabulary(self) -> None:
-        """Nothing to prepare: there is no sampling."""
-
-    def watch_blocks(self, seconds: float) -> None:
-        """Nothing to watch: there are no blocks."""
+        return self._snapshot(self._stats, scheduler)
 
     def _enqueue(self, request: _Request) -> None:
         begin = 0
@@ -306,11 +222,11 @@ class PoolingEngine:
         is_alone = (request.has_failed or first.has_failed) and request is not first
         return text.length <= budget and not is_alone and request.task.num_skipped == first.task.num_skipped
 
-    def _take(self, texts: Sequence[_Text], rows: torch.Tensor) -> list[RequestOutput]:
-        is_sound = rows.isfinite().all(dim=1).tolist()
+    def _retire(self, plan: _Batch, result: StepResult) -> list[RequestOutput]:
+        is_sound = plan.rows.isfinite().all(dim=1).tolist()
         changed: dict[str, _Request] = {}
         failed: list[_Request] = []
-        for text, row, sound in zip(texts, rows, is_sound, strict=True):
+        for text, row, sound in zip(plan.texts, plan.rows, is_sound, strict=True):
             request = text.request
             request.rows[text.index] = row
             request.num_left -= 1
@@ -356,19 +272,18 @@ class PoolingEngine:
         values = self._model.finish(rows, task.kind, task.dimensions)
         return PooledRows(values.shape[1], values.contiguous().numpy().astype("<f4").tobytes())
 
-    def _recover(self, texts: Sequence[_Text], error: Exception) -> list[RequestOutput]:
-        """Recover from a batch that raised: its requests run again alone, and one that raises alone fails."""
+    def _is_device_alive(self) -> bool:
+        return self._model.device.is_alive()
+
+    def _request_ids(self, plan: _Batch) -> list[str]:
+        return list({text.request.request_id: None for text in plan.texts})
+
+    def _run_again(self, plan: _Batch, message: str) -> list[RequestOutput]:
         self._num_failed_steps += 1
-        requests = {text.request.request_id: text.request for text in texts}
-        if tells_of_lost_device(error) or not self._model.device.is_alive():
-            self._lost = DeviceLost(f"the device failed: {type(error).__name__}")
-            self._lost.request_ids = frozenset(requests)
-            raise self._lost from error
-        logger.exception("a batch of %d requests raised", len(requests), exc_info=error)
-        if len(requests) == 1 and texts[0].request.has_failed:
-            message = f"the step raised {type(error).__name__} with this request alone in it"
-            return [self._end(texts[0].request, "error", message, "engine_error")]
-        for text in texts:
+        first = plan.texts[0].request
+        if first.has_failed and len(self._request_ids(plan)) == 1:
+            return [self._end(first, "error", message, "engine_error")]
+        for text in plan.texts:
             text.request.has_failed = True
             heapq.heappush(self._waiting, ((*text.request.key, text.index), text))
         return []

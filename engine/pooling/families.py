@@ -61,7 +61,7 @@ def _decoder_labels(module: Any, last: torch.Tensor) -> torch.Tensor:
 
 
 def _adapt_mpnet(model: Any) -> None:
-    """Give MPNet's attention, which computes itself, ours; its bias depends on two tokens' distance alone."""
+    """Replace MPNet's attention, which computes itself; its bias depends on two tokens' distance alone."""
     encoder = model.encoder
     longest = int(model.config.max_position_embeddings)
     with torch.inference_mode():

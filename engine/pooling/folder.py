@@ -141,9 +141,7 @@ def _sentence_transformer(directory: Path) -> PoolingFolder:
     first, *others = _listed_modules(directory)
     name, path = first
     if name != "Transformer":
-        raise ModelLoadError(
-            f"{directory / 'modules.json'}: the first module is {name}, it should be Transformer"
-        )
+        raise ModelLoadError(f"{directory / 'modules.json'}: the first module is {name}, not Transformer")
     config = _read_object(path / "config.json")
     if not others and _CLASSIFIER in _architecture(config):
         return _classifier(path, config)
@@ -171,7 +169,7 @@ def _listed_modules(directory: Path) -> list[tuple[str, Path]]:
     file = directory / "modules.json"
     listed = _read_json(file)
     if not isinstance(listed, list) or not 0 < len(listed) <= _MAX_MODULES:
-        raise ModelLoadError(f"can't read {file}: it is no list of 1 to {_MAX_MODULES} modules")
+        raise ModelLoadError(f"can't read {file}: not a list of 1 to {_MAX_MODULES} modules")
     found = []
     for entry in listed:
         kind, place = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
@@ -297,7 +295,7 @@ def _size(settings: Mapping[str, Any], name: str, file: Path) -> int | None:
 def _read_object(file: Path) -> dict[str, Any]:
     content = _read_json(file)
     if not isinstance(content, dict):
-        raise ModelLoadError(f"can't read {file}: it is no JSON object")
+        raise ModelLoadError(f"can't read {file}: not a JSON object")
     return content
 
 

@@ -70,12 +70,12 @@ class LabelHead(nn.Module):
     def __init__(self, folder: ClassifierFolder, family: PoolingFamily, module: Any) -> None:
         super().__init__()
         self._family = family
-        self._classifier = [module]  # in a list: its base model is no part of the head
+        self._classifier = [module]  # in a list: its base model is not part of the head
         self._takes_mean = getattr(module.config, "classifier_pooling", "cls") == "mean"
         self.width = len(folder.labels)
 
     def forward(self, hidden: torch.Tensor, texts: PackedTexts, last_tokens: torch.Tensor) -> torch.Tensor:
-        """`last_tokens` [num_texts]: the place of each text's last token that is no padding."""
+        """`last_tokens` [num_texts]: the index of each text's last token that is not padding."""
         if self._family.is_causal:
             chosen = hidden[last_tokens]
         elif self._takes_mean:

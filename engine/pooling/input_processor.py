@@ -10,7 +10,8 @@ from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFea
 from pagemill.engine.pooling.folder import ClassifierFolder, EmbedderFolder, PoolingFolder
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Pool, PoolingKind
-from pagemill.engine.text.text_encoder import EncodedText, Text, TextEncoder
+from pagemill.engine.text.text_encoder import EncodedText, TextEncoder
+from pagemill.engine.text.text_process import Text
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 """What stands for sampling in a request that samples nothing."""
@@ -49,6 +50,10 @@ class PoolingInputProcessor:
             return ("embed",)
         return ("rerank", "classify") if len(self._folder.labels) == 1 else ("classify",)
 
+    def can_resume(self, token_ids: list[int]) -> bool:
+        """Return False: nothing is generated."""
+        return False
+
     @property
     def labels(self) -> tuple[str, ...]:
         return self._folder.labels if isinstance(self._folder, ClassifierFolder) else ()
@@ -56,6 +61,8 @@ class PoolingInputProcessor:
     def process(self, **_: Any) -> NoReturn:
         """Refuse to generate. Raises UnsupportedFeature."""
         raise self._refused("generate")
+
+    parses_every_chat = False
 
     def process_chat(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to generate. Raises UnsupportedFeature."""
@@ -77,7 +84,7 @@ class PoolingInputProcessor:
         if given.kind not in self.kinds:
             raise self._refused(given.kind)
         if not given.texts:
-            raise InvalidRequest("there is no text")
+            raise InvalidRequest("the job has no text")
         prompt = self._prompt(given)
         encoded = self._encoded(given, prompt)
         for number, text in enumerate(encoded):

@@ -24,6 +24,7 @@ from pagemill.engine.pooling.families import PoolingFamily, find_pooling_family
 from pagemill.engine.pooling.folder import ClassifierFolder, EmbedderFolder, PoolingFolder
 from pagemill.engine.pooling.heads import ACTIVATIONS, LabelHead, VectorHead
 from pagemill.engine.tasks import PoolingKind
+from pagemill.kernels.types.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +73,14 @@ class PoolingModel:
         elif self.family.takes_types:
             inputs["token_type_ids"] = np.zeros_like(batch.token_ids)
         with packed_texts(texts):
-            on_device = {name: torch.from_numpy(values).to(device)[None] for name, values in inputs.items()}
+            on_device = {name: to_device(values, device)[None] for name, values in inputs.items()}
             hidden = self.base(**on_device, **({"use_cache": False} if self.family.is_causal else {}))
         states = hidden.last_hidden_state[0]
         if isinstance(self.head, VectorHead):
             rows = self.head(states, texts, num_skipped)
         else:
-            rows = self.head(states, texts, torch.from_numpy(self._last_tokens(batch, ends)).to(device))
-        return self.device.to_host(rows).wait()
+            rows = self.head(states, texts, to_device(self._last_tokens(batch, ends), device))
+        return self.device.to_host([rows]).wait()[0]
 
     def _positions(self, batch: PackedBatch, starts: Any) -> Any:
         """Return each token's position in its own text."""
@@ -141,8 +142,9 @@ def load_pooling_model(config: EngineConfig, folder: PoolingFolder, device: Devi
         model_config.num_labels = len(folder.labels)
     module = _load_module(folder, model_config, device.module_dtype(dtype))
     base = module if isinstance(folder, EmbedderFolder) else module.base_model
-    family.adapt(base)
     module = module.to(device.device).eval().requires_grad_(False)
+    # After `to`: tensors that it computes in advance are not buffers, and would stay behind.
+    family.adapt(base)
     replace_linears(base, partial(device.product, options=LinearOptions(config.quantization, dtype=dtype)))
     head: VectorHead | LabelHead
     if isinstance(folder, EmbedderFolder):

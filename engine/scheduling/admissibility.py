@@ -16,11 +16,6 @@ def check_fits(request: Request, config: SchedulerConfig) -> None:
     num_sequences = 1 if runs_apart else len(request.live_sequences)
     if num_sequences > config.max_num_seqs:
         raise NeverFits(f"{num_sequences} sequences need as many rows, there are {config.max_num_seqs}")
-    if request.params.beam_width is not None and num_sequences > config.max_num_batched_tokens:
-        raise NeverFits(
-            f"{num_sequences} beams take a token each in one step, whose budget is "
-            f"{config.max_num_batched_tokens}"
-        )
     # The last token is never written; full prompt blocks are shared, the rest is each sequence's own.
     groups = BlockGroups.of(config)
     num_columns = groups.columns(request.max_num_tokens - 1)

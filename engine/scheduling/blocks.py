@@ -1,6 +1,9 @@
-"""The entries of block tables: blocks of the pool, and of host memory while a sequence is swapped out."""
+"""Blocks of the pool and of the host tier."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
 
 
 class KVBlock:
@@ -37,12 +40,12 @@ class KVBlock:
 
 
 class HostBlock:
-    """A block of host memory that holds KV."""
+    """A block of host memory that holds, or is about to receive, the contents of a device block."""
 
-    __slots__ = ("group", "host_id", "ref_count")
+    __slots__ = ("host_id", "key", "step_id")
 
-    def __init__(self, host_id: int, group: int = 0) -> None:
+    def __init__(self, host_id: int, key: Hashable) -> None:
         self.host_id = host_id
-        self.group = group
-        self.ref_count = 0
-        """Number of swapped tables that contain it."""
+        self.key = key
+        self.step_id = sys.maxsize
+        """The step whose plan copies the contents here; later than any step until a plan does."""

@@ -17,7 +17,7 @@ MARGIN = 1.1
 
 
 class Drafter:
-    """Drafts for the rows of one step after another.
+    """Drafts for the rows of one step after another; none if `max_drafts`, the most for a row in a step, is 0.
 
     A step of T tokens that yields E output tokens takes seconds(T). A draft that will be accepted with
     probability p pays if the step's output per second grows: p / E > slope / seconds(T). So one row drafts
@@ -25,10 +25,9 @@ class Drafter:
     """
 
     def __init__(self, max_drafts: int) -> None:
-        """`max_drafts`: the most for a row in a step."""
+        self.max_drafts = max_drafts
         self.num_drafted = 0
         self.num_accepted = 0
-        self._max_drafts = max_drafts
         self._acceptance = Acceptance()
         self._cost = StepCost()
         self._slope = 0.0
@@ -49,11 +48,11 @@ class Drafter:
             lookup.extend(sequence.known_tokens(len(lookup), sequence.num_known_tokens))
         if not lookup.num_matched:
             return []
-        return lookup.predict(self._num_paying(lookup.num_matched, min(room, self._max_drafts)))
+        return lookup.predict(self._num_paying(lookup.num_matched, min(room, self.max_drafts)))
 
     def retire(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step's time."""
-        if plan.kind == "decode":
+        if self.max_drafts and plan.kind == "decode":
             self._cost.observe(plan.num_tokens, result.prepare_s + result.forward_s + result.sample_s)
 
     def _num_paying(self, num_matched: int, limit: int) -> int:

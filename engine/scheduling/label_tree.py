@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pagemill.sampling_fields import LabelProbs
+from pagemill.common.sampling_fields import LabelProbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class LabelScores:
-    """The probabilities of all labels, in the order given, and the likeliest: the first of those that tie."""
+    """The probabilities of all labels, in the order given, and the most probable one: the first of those that tie."""
 
     probs: tuple[float, ...]
     chosen: int
@@ -135,7 +135,7 @@ def _grow(paths: Sequence[Sequence[int]]) -> _Node:
 
 
 def _up_to_last_branch(labels: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Cut each label after the token that tells it from all others: what follows is forced."""
+    """Cut each label after the token that distinguishes it from all others: what follows is forced."""
     order = sorted(range(len(labels)), key=labels.__getitem__)
     kept = [1] * len(labels)
     for one, other in pairwise(order):

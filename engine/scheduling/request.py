@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from pagemill.engine.errors import EngineError
+from pagemill.engine.media import PromptMedia
 from pagemill.engine.outputs import FinishReason
-from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.plan import RowWork, TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
 from pagemill.engine.scheduling.label_tree import LabelScores, LabelTree
-from pagemill.engine.scheduling.reads import Reads
 from pagemill.engine.scheduling.speculation.prompt_lookup import PromptLookup
+from pagemill.engine.scheduling.stay import Stay
 from pagemill.engine.tasks import GENERATE, Score, Task
 
 Candidates = list[tuple[int, float]]
@@ -56,24 +55,29 @@ class Grammar(Protocol):
         ...
 
 
-class Search(Protocol):
-    """Chooses among a request's sequences, its beams. One per request; implemented by `beam_search`."""
+class Given(Protocol):
+    """What a sequence that is given its tokens wants to know about them. It samples none, see `given`."""
+
+    num_scored: int
+    """Tokens after the prompt that are scored as the prompt's are."""
 
     @property
-    def num_candidates(self) -> int:
-        """Candidates that a step must return for each beam."""
+    def is_complete(self) -> bool:
+        """True if all that is wanted was found."""
         ...
 
-    def advance(self, beams: SequenceType[tuple[Sequence, Candidates]]) -> list[Continuation]:
-        """Take a step's candidates for every live beam; returns the continuations, or none at the end."""
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Leading tokens that need not be computed for what is still missing."""
         ...
 
-    def results(self, request: Request) -> list[SequenceUpdate]:
-        """Make the request's first n sequences its n best hypotheses; the search is over. None: []."""
+    def request(self, work: RowWork) -> None:
+        """Ask for what these tokens determine."""
         ...
 
-    def restart(self) -> None:
-        """Reset: the beams start from the prompt again."""
+    def take(self, work: RowWork, found: Any) -> Ends | None:
+        """Record what a step found; returns the sequences that it ends, and the updates of the caller. A repetition
+        changes nothing."""
         ...
 
 
@@ -92,19 +96,19 @@ class Sequence:
     index: int
     """0..n-1, the sample index."""
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     row: int | None = None
     block_ids: list[int] = field(default_factory=list)
-    swapped_blocks: list[KVBlock | HostBlock] = field(default_factory=list)
-    """The table of a sequence that was preempted by swapping; otherwise empty."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is in the cache (or swapped out), or to be written by a step already planned."""
+    """Tokens whose KV is in the cache, or to be written by a step already planned."""
     num_pending_tokens: int = 0
-    """Samples planned in steps that have not retired, or whose token waits for the grammar: the host proceeds
+    """Samples planned in steps that have not retired, and one for which the sequence is held: the host proceeds
     without them."""
+    is_held: bool = False
+    """True if its newest step has retired and its next token is undecided: the grammar is not ready, or a driver
+    chooses among candidates. It is left out of steps."""
     grammar: Grammar | None = None
     last_step_id: int = -1
     """The newest step whose plan names this sequence's blocks."""
@@ -112,22 +116,25 @@ class Sequence:
     """Chained hashes of the full blocks of known tokens, as far as they were needed."""
     num_registered_blocks: int = 0
     """Leading blocks of the table that are already in the prefix cache."""
+    state_ends: tuple[int, ...] = ()
+    """Numbers of computed tokens after which its recurrent state is to be cached."""
     forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
     """(position, token) of tokens that were not sampled and not yet sent to execution."""
     is_row_new: bool = False
     """True if it got its row between two steps: the next plan with work for it must bring a `NewRow`."""
-    cumulative_logprob: float = 0.0
-    """The sum of a beam's token log probabilities."""
     continuation: tuple[int, ...] = ()
-    """The tokens that a `Score` task scores. `output_token_ids` has all but the last, which predicts nothing,
-    and `logprobs` the results so far."""
-    reads: Reads | None = None
-    """What a chain of a label tree wants; its `continuation` is then the chain's path."""
+    """The tokens that it is given. `output_token_ids` has all but the last, which predicts nothing."""
+    given: Given | None = None
+    """What is wanted of its continuation. None: it samples."""
     fork_of: Sequence | None = None
     """The chain whose first `fork_at` tokens this one shares; it enters once they are computed."""
     fork_at: int = 0
     num_lost_tokens: int = 0
     """Computed tokens that a preemption discarded; 0 after readmission."""
+    kept_entries: range = range(0)
+    """Entries of its table at its preemption that the host tier was given under its own key."""
+    num_kept_tokens: int = 0
+    """Computed tokens at that preemption."""
     lookup: PromptLookup | None = None
     """What predicts its next tokens, once it has drafted."""
     displaced_at: int | None = None
@@ -162,10 +169,8 @@ class Sequence:
     @property
     def num_cacheable_tokens(self) -> int:
         """Leading tokens that the prefix cache may serve: a token that is not computed has no logits."""
-        if self.reads is not None:
-            return self.reads.next_position
-        if self.continuation:
-            return self.num_prompt_tokens + len(self.logprobs or ()) - 1
+        if self.given is not None:
+            return self.given.num_cacheable_tokens
         return 0 if self.request.lacks_prompt_logprobs() else self.num_known_tokens - 1
 
     def token_ids(self) -> list[int]:
@@ -206,19 +211,26 @@ class Request:
     """Prompt + max_tokens, within the model's context: `length` ends it there. Set by the scheduler."""
     cache_salt: str = ""
     """Only requests with the same salt share prefix cache blocks."""
+    media: PromptMedia | None = None
+    """Vectors for some of the prompt's tokens. None: it is a text."""
     adapter_slot: int = -1
     """Where execution finds its adapter; -1: it has none. Set before it is scheduled."""
     is_plain: bool = False
-    """One sample, with no search, grammar or log probabilities of the prompt: its next work depends on its
+    """One sample, with no candidates, grammar or log probabilities of the prompt: its next work depends on its
     numbers of tokens alone. Set by `classify`."""
-    beam_search: Search | None = None
-    """The search over this request's sequences, which are then beams. Set by the scheduler."""
+    num_candidates: int = 0
+    """Most likely tokens that a step returns for each sequence, which is then held until a driver extends or ends it.
+    0: tokens are sampled."""
     was_admitted: bool = False
     """True once it has entered a step."""
     admitted_at: float = 0.0
     """`time.monotonic()` at its first admission."""
+    stay: Stay = field(default_factory=Stay)
+    """What its time went to."""
     peak_blocks: int = 0
     """The most KV blocks that its samples' tables held together when one of them left the batch."""
+    warnings: tuple[str, ...] = ()
+    """What the caller should know of the output."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """`params.bad_words` as token sequences."""
     labels: LabelTree | None = None
@@ -265,7 +277,7 @@ class Request:
             len(self.sequences) == 1
             and not self.sequences[0].continuation
             and self.sequences[0].grammar is None
-            and self.beam_search is None
+            and not self.num_candidates
             and not self.prompt_logprobs
         )
 
@@ -276,6 +288,10 @@ class Request:
     def record_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
         """Record a step's logprobs of the prompt tokens from `start` on; a repetition changes nothing."""
         self.prompt_logprobs[start : start + len(entries)] = entries
+
+
+Ends = tuple[list[Sequence], list["SequenceUpdate"]]
+"""Sequences that end, and what the caller hears of it."""
 
 
 @dataclass(slots=True)
@@ -290,29 +306,7 @@ class SequenceUpdate:
     error_code: str | None = None
     label_scores: LabelScores | None = None
     """The result of a request with a label tree."""
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """A beam and one more token."""
-
-    beam: Sequence
-    token_id: int
-    cumulative_logprob: float
-    entry: TokenLogprobs
-
-    def token_ids(self) -> list[int]:
-        return [*self.beam.output_token_ids, self.token_id]
-
-    def logprobs(self) -> list[TokenLogprobs]:
-        return [*(self.beam.logprobs or ()), self.entry]
-
-    def apply(self, beam: Sequence) -> None:
-        """Apply the continuation to a beam: its parent or a fork of it."""
-        if beam is self.beam:
-            beam.output_token_ids.append(self.token_id)
-        else:
-            beam.output_token_ids = self.token_ids()
-        if beam.logprobs is not None:
-            beam.logprobs = self.logprobs()
-        beam.cumulative_logprob = self.cumulative_logprob
+    candidates: Candidates | None = None
+    """The most likely next tokens of a sequence that is held for them."""
+    cumulative_logprob: float | None = None
+    """The sum of the log probabilities of a beam's tokens."""

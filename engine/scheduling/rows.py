@@ -41,18 +41,13 @@ class RowTable:
         sequence.row = None
 
     def claim(self, request: Request, sequences: SequenceType[Sequence]) -> None:
-        """Reserve a row for each of these sequences, in addition to those the request has already claimed."""
+        """Reserve a row for each of these sequences."""
         if sequences:
-            self._claims.setdefault(request, []).extend(sequences)
+            self._claims[request] = list(sequences)
             self._num_claimed += len(sequences)
 
     def claimed(self, request: Request) -> SequenceType[Sequence]:
         return self._claims.get(request, ())
-
-    def use_claim(self, request: Request) -> Sequence:
-        """Return a sequence that has a claim; the caller takes its row at once."""
-        self._num_claimed -= 1
-        return self._claims[request].pop(0)
 
     def cancel_claims(self, request: Request) -> list[Sequence]:
         """Release all of a request's claims; returns their sequences."""

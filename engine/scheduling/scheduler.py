@@ -7,26 +7,29 @@ decode is a sequence one token behind; a chunked prefill is one further behind t
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import count
+from typing import Any
 
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import Capacity, FinishReason, SchedulerStats
 from pagemill.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.scheduling.admissibility import check_fits, check_labels_fit
-from pagemill.engine.scheduling.beam_search import BeamSearch, restart_beams
 from pagemill.engine.scheduling.drafter import accepted
+from pagemill.engine.scheduling.given import drop_chains, has_nan
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
-from pagemill.engine.scheduling.labelling import Labelling, drop_chains, is_complete, take_reads
-from pagemill.engine.scheduling.request import Candidates, Request, Sequence, SequenceStatus, SequenceUpdate
+from pagemill.engine.scheduling.labelling import Labelling
+from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
 from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder
-from pagemill.engine.scheduling.stopping import append_sampled, take_scores
+from pagemill.engine.scheduling.stopping import append_sampled
 from pagemill.engine.scheduling.suspects import Suspects
-from pagemill.engine.scheduling.waiting_queue import WaitingQueue, will_fork
+from pagemill.engine.scheduling.waiting_queue import WaitingQueue, siblings, will_fork
+
+Sampled = tuple[list[int], list[TokenLogprobs] | None]
+"""Tokens, and their log-probabilities if the request wants them."""
 
 
 class Scheduler:
@@ -44,15 +47,13 @@ class Scheduler:
         self._eos_token_ids = frozenset(config.eos_token_ids)
         self.kv_cache = KVCacheManager.of(config)
         self._batch = RunningBatch(config, self.kv_cache)
-        self.preemption = self._batch.preemption
         self._waiting = WaitingQueue(self._batch.rows)
         self._labelling = Labelling(self._waiting)
         self._requests: dict[str, Request] = {}
         self._suspects = Suspects()
         self._in_flight: deque[InFlightStep] = deque()
-        self._unread: dict[Sequence, tuple[list[int], list[TokenLogprobs] | None]] = {}
-        """Sampled tokens of sequences whose grammar is still computing the state after them: the scheduler
-        treats these as if their step had not retired."""
+        self._unread: dict[Sequence, Sampled] = {}
+        """What sequences sampled that are held for their grammars."""
         self._insertions = count()
         self._next_step_id = 0
         self._steps_failed = 0
@@ -62,7 +63,17 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request with at least one unfinished sequence.
 
-        Raises NeverFits if the pool or the rows can't hold it even alone, InvalidRequest if its id is in use
+        Raises as `check` does.
+        """
+        self.check(request)
+        request.classify()
+        request.insertion = next(self._insertions)
+        self._requests[request.request_id] = request
+        request.stay.wait(self._batch.occupancy)
+        self._waiting.enqueue(request)
+
+    def check(self, request: Request) -> None:
+        """Raise NeverFits if the pool or the rows can't hold a request even alone, InvalidRequest if its id is in use
         or there is nothing left to generate.
         """
         if request.request_id in self._requests:
@@ -76,12 +87,11 @@ class Scheduler:
         if not live or any(sequence.num_known_tokens >= request.max_num_tokens for sequence in live):
             raise InvalidRequest(f"request {request.request_id!r} has nothing left to generate")
         check_fits(request, self._config)
-        if request.params.beam_width is not None:
-            request.beam_search = BeamSearch.of(request, self._eos_token_ids)
-        request.classify()
-        request.insertion = next(self._insertions)
-        self._requests[request.request_id] = request
-        self._waiting.enqueue(request)
+
+    def has_cached_media(self, request: Request) -> bool:
+        """Return True if the KV cache has all of a request's media."""
+        assert request.media is not None
+        return self.kv_cache.match_prefix(request.sequences[0]).num_tokens >= request.media.end
 
     def abort(self, request_id: str) -> list[SequenceUpdate]:
         """End a request now; its blocks are released once no step in flight names them. Unknown id: []."""
@@ -99,17 +109,37 @@ class Scheduler:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             self._end(sequence)
 
+    def extend(self, sequence: Sequence, token_id: int) -> None:
+        """Continue a sequence that is held for candidates with this token."""
+        sequence.is_held = False
+        sequence.num_pending_tokens -= 1
+        if sequence.row is not None and not sequence.is_row_new:  # the sampled token may differ
+            sequence.forced_token_ids.append((sequence.num_known_tokens, token_id))
+        sequence.output_token_ids.append(token_id)
+
+    def fork(self, parent: Sequence, place: Sequence) -> Sequence:
+        """Return a copy of a held sequence, in the place of one of its request that has ended."""
+        assert parent.is_held
+        assert place.is_finished
+        child = Sequence(parent.request, place.index, list(parent.output_token_ids), is_held=True)
+        child.num_pending_tokens = 1
+        parent.request.sequences[place.index] = child
+        self._batch.fork(parent, child)
+        self._waiting.enqueue(parent.request)
+        return child
+
     def schedule(self) -> StepPlan | None:
         """Plan the next step. None: nothing can run before a step in flight retires or a request arrives."""
         unsettled = sum(not step.is_settled for step in self._in_flight)
         assert unsettled <= self._config.depth, f"{unsettled} steps in flight"
+        self._batch.occupancy.tick(self.num_running, self._batch.waiting_for if len(self._waiting) else None)
         step = StepBuilder(self._next_step_id, self._config.max_num_batched_tokens)
         self._labelling.enqueue()
         if self._suspects:
             step.may_draft = False  # what raises alone must be the request's own doing
             self._schedule_suspects(step)
         else:
-            self._batch.begin_drafts()
+            self._batch.drafter.begin_step(self.num_running)
             self._schedule_running(step, self._admit_urgent(step))
             while (first := self._next_waiting()) is not None and self._admit(step, first):
                 pass
@@ -120,13 +150,12 @@ class Scheduler:
         if idle:
             self._labelling.enqueue()
         if step.is_empty:
-            return self.schedule() if idle else None  # their rows are free now
+            return self.schedule() if idle or self._preempt_held() else None
         self._next_step_id += 1
-        swap_space = self.kv_cache.swap_space
-        planned = step.build(self._batch.rows.take_freed(), *swap_space.take_copies(step.step_id))
+        copies = self.kv_cache.host.take_copies(step.step_id)
+        planned = step.build(self._batch.rows.take_freed(), *copies)
+        planned.plan.state_copies = self.kv_cache.states.take_copies(step.step_id)
         self._in_flight.append(planned)
-        if swap_space.capacity:
-            self.preemption.cost.step_planned(planned.plan)
         return planned.plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
@@ -143,41 +172,31 @@ class Scheduler:
         self._retire_settled()
         if step.has_failed:
             return []
-        if self._batch.drafter is not None:
-            self._batch.drafter.retire(plan, result)
+        self._batch.drafter.retire(plan, result)
         updates: list[SequenceUpdate] = []
-        for number, entries in result.prompt_logprobs.items():
-            updates += self._take_scores(step.computed[number], plan.work[number].first_scored, entries)
-        for number, values in result.reads.items():
-            updates += self._take_reads(step.computed[number], plan.work[number], values)
+        for number, found in (result.prompt_logprobs | result.reads).items():
+            updates += self._take_given(step.computed[number], plan.work[number], found)
         updates += step.progress()
-        beams: dict[Request, list[tuple[Sequence, Candidates]]] = {}
+        invalid, without_choice = result.invalid, result.without_choice
         for number, sequence, drafts in step.outcomes():
             if sequence.status is SequenceStatus.FINISHED:
                 self._discarded_tokens += len(result.token_ids[number])
-                continue
-            sampled = result.token_ids[number], result.logprobs.get(number)
-            if drafts:
-                sampled = accepted(result, number, drafts)
-            is_sound = number not in result.invalid and number not in result.without_choice
-            if sequence.grammar is not None and is_sound:
-                sequence.grammar.prepare(sampled[0][0])
-                if not sequence.grammar.is_ready:
-                    self._unread[sequence] = sampled
-                    continue
-            sequence.num_pending_tokens -= 1 + len(drafts)
-            if drafts:
-                self._batch.settle_drafts(sequence, len(sampled[0]) - 1)
-            if number in result.invalid:
+            elif number in invalid:
                 updates += self._fail_invalid(sequence.request)
-            elif sequence.request.beam_search is not None:
-                beams.setdefault(sequence.request, []).append((sequence, result.candidates[number]))
-            elif number in result.without_choice:
-                updates += self._fail_without_choice(sequence.request)
+            elif sequence.request.num_candidates:
+                sequence.is_held = True
+                updates.append(SequenceUpdate(sequence, candidates=result.candidates[number]))
+            elif number in without_choice:
+                updates += self.fail_without_choice(sequence.request)
+            elif drafts:
+                token_ids, logprobs = accepted(result, number, drafts)
+                sequence.num_pending_tokens -= len(drafts)
+                self._batch.commit_drafts(sequence, len(token_ids) - 1)
+                self._append(sequence, token_ids, logprobs, updates)
             else:
-                self._append(sequence, *sampled, updates)
-        for request, candidates in beams.items():
-            updates += self._advance_beams(request, candidates)
+                sampled = result.token_ids[number], result.logprobs.get(number)
+                if sequence.grammar is None or not self._wait_for_grammar(sequence, sampled):
+                    self._append(sequence, *sampled, updates)
         self._suspects.clear(step)
         return updates
 
@@ -190,7 +209,7 @@ class Scheduler:
                 self._discarded_tokens += len(sampled[0])
             elif sequence.grammar is None or sequence.grammar.is_ready:
                 del self._unread[sequence]
-                sequence.num_pending_tokens -= 1
+                sequence.is_held = False
                 self._append(sequence, *sampled, updates)
         return updates
 
@@ -198,10 +217,6 @@ class Scheduler:
     def has_unread(self) -> bool:
         """True if any sequence waits for its grammar."""
         return bool(self._unread)
-
-    def is_unread(self, sequence: Sequence) -> bool:
-        """Return True if this sequence waits for its grammar, and so is left out of steps."""
-        return sequence in self._unread
 
     def recover(self, plan: StepPlan) -> None:
         """Undo the step of this plan, which raised. Its requests wait again, as suspects.
@@ -221,10 +236,6 @@ class Scheduler:
         self._steps_failed += 1
         self._suspects.add(failed.requests())
         self.kv_cache.drop_unproven(plan.step_id)
-        for sequence in list(self.preemption.swapped):
-            if sequence.swapped_blocks and sequence.last_step_id >= plan.step_id:
-                self.preemption.drop(sequence)  # its host copy is suspect, or was never made
-                self._waiting.enqueue(sequence.request)
         self._retire_settled()
         for step in void:
             if not step.has_failed:
@@ -256,22 +267,20 @@ class Scheduler:
         return self._waiting.num_requests
 
     def stats(self) -> SchedulerStats:
-        preemption, drafter = self.preemption, self._batch.drafter
+        drafter = self._batch.drafter
         return SchedulerStats(
             running=self.num_running,
             waiting=self.num_waiting,
             waiting_for=self._batch.waiting_for,
-            swapped=len(preemption.swapped),
             displaced=self._batch.num_displaced,
-            preemptions=preemption.num_recomputing,
-            swap_preemptions=preemption.num_swapping,
-            preempted_tokens=preemption.preempted_tokens,
-            recomputed_tokens=preemption.recomputed_tokens,
+            preemptions=self._batch.num_preemptions,
+            preempted_tokens=self._batch.preempted_tokens,
+            recomputed_tokens=self._batch.recomputed_tokens,
             steps_failed=self._steps_failed,
             invalid_logits=self._num_invalid_logits,
             discarded_tokens=self._discarded_tokens,
-            drafted_tokens=drafter.num_drafted if drafter is not None else 0,
-            accepted_tokens=drafter.num_accepted if drafter is not None else 0,
+            drafted_tokens=drafter.num_drafted,
+            accepted_tokens=drafter.num_accepted,
         )
 
     def capacity(self) -> Capacity:
@@ -290,16 +299,15 @@ class Scheduler:
         self._batch.check_integrity()
         for sequence in sequences:
             assert (sequence in self._batch.sequences) == (sequence.status is SequenceStatus.RUNNING)
-            assert (sequence in self.preemption.swapped) == bool(sequence.swapped_blocks)
             if sequence.status is not SequenceStatus.RUNNING:
                 assert sequence.row is None
                 assert not sequence.block_ids
-                assert sequence.num_computed_tokens == 0 or sequence.swapped_blocks
+                assert sequence.num_computed_tokens == 0
         for request in self._requests.values():
             assert any(s in self._waiting or s in self._batch.sequences for s in request.live_sequences)
             waiting = [s for s in request.live_sequences if s.status is SequenceStatus.WAITING]
             claimed = self._batch.rows.claimed(request)
-            together = will_fork(request) or request.beam_search is not None or request.labels is not None
+            together = will_fork(request) or request.labels is not None
             for sequence in waiting if not together else ():
                 assert (sequence in self._waiting) != (sequence in claimed)
         assert all(request.request_id in self._requests for request in self._suspects)
@@ -316,7 +324,7 @@ class Scheduler:
         self._schedule_running(step, [s for s in self._batch.sequences if is_urgent(s)])
         num_displaced = sum(s.displaced_at is not None for s in self._waiting)
         while first is not None and is_urgent(first):
-            victims = self._batch.displace(*self._waiting.group(first), num_displaced)
+            victims = self._batch.displace(first, siblings(first), num_displaced)
             for victim in victims:
                 self._waiting.enqueue(victim.request)
             num_displaced += len(victims)
@@ -324,15 +332,15 @@ class Scheduler:
         return [sequence for sequence in self._batch.sequences if not is_urgent(sequence)]
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence, except preempted ones that also wait for their grammars."""
-        return next((sequence for sequence in self._waiting if not self.is_unread(sequence)), None)
+        """Return the first waiting sequence that is not held."""
+        return next((sequence for sequence in self._waiting if not sequence.is_held), None)
 
     def _admit(self, step: StepBuilder, sequence: Sequence) -> bool:
         """Move a waiting sequence into the batch. False: not now."""
         if not step.budget or step.is_short:
             self._batch.waiting_for = "kv" if step.is_short else "budget"
             return False
-        if not self._batch.admit(step, *self._waiting.group(sequence)):
+        if not self._batch.admit(step, sequence, siblings(sequence)):
             return False
         self._waiting.discard(sequence)
         self._labelling.entered(sequence)
@@ -342,7 +350,7 @@ class Scheduler:
         """Give the first suspect that can run a step of its own; if none can, run the others, admit none."""
         for request in self._suspects:
             self._schedule_running(step, [s for s in self._batch.sequences if s.request is request])
-            for sequence in [s for s in request.sequences if s in self._waiting]:
+            for sequence in [s for s in request.sequences if s in self._waiting and not s.is_held]:
                 if not self._admit(step, sequence):
                     break
             if not step.is_empty:
@@ -350,38 +358,38 @@ class Scheduler:
             step.is_short = False
         self._schedule_running(step, [s for s in self._batch.sequences if s.request not in self._suspects])
 
-    def _take_scores(
-        self, sequence: Sequence, position: int, entries: list[TokenLogprobs]
-    ) -> list[SequenceUpdate]:
-        """Record the log-probabilities of given tokens from a position on: the prompt's, or a continuation's."""
-        if any(entry.logprob is not None and math.isnan(entry.logprob) for entry in entries):
-            return self._fail_invalid(sequence.request)
-        if not sequence.continuation:
-            sequence.request.record_prompt_logprobs(position, entries)
-            return []
-        end = None if sequence.is_finished else take_scores(sequence, position, entries)
-        if end is None:
-            return []
-        self._end(sequence)
-        return [end]
+    def _preempt_held(self) -> bool:
+        """Preempt the last sequence held for candidates, if what it holds may be all that others wait for."""
+        held = [s for s in self._batch.sequences if s.is_held and s.request.num_candidates]
+        if self._in_flight or not held or self._next_waiting() is None:
+            return False
+        self._batch.preempt(held[-1])
+        self._waiting.enqueue(held[-1].request)
+        return True
 
-    def _take_reads(
-        self, sequence: Sequence, work: RowWork, values: list[list[float]]
-    ) -> list[SequenceUpdate]:
-        """Record the log-probabilities of labels' tokens; the last ones end the request."""
-        if sequence.is_finished:
-            return []
-        if any(math.isnan(value) for each in values for value in each):
+    def _take_given(self, sequence: Sequence, work: RowWork, found: list[Any]) -> list[SequenceUpdate]:
+        """Record log-probabilities of given tokens: the prompt's, or those that end the sequence."""
+        if has_nan(found):
             return self._fail_invalid(sequence.request)
-        end = take_reads(sequence, zip((work.start + index for index, _ in work.reads), values, strict=True))
-        if end is None:
-            if sequence.status is SequenceStatus.WAITING and is_complete(sequence):
-                self._end(sequence)  # preempted while its last step was in flight
-                self._waiting.enqueue(sequence.request)
-            return []
-        for chain in sequence.request.live_sequences:
-            self._end(chain)
-        return [end]
+        if sequence.given is None:
+            sequence.request.record_prompt_logprobs(work.first_scored, found)
+        elif not sequence.is_finished and (ends := sequence.given.take(work, found)) is not None:
+            ended, updates = ends
+            for each in ended:
+                self._end(each)
+            self._waiting.enqueue(sequence.request)
+            return updates
+        return []
+
+    def _wait_for_grammar(self, sequence: Sequence, sampled: Sampled) -> bool:
+        """Give a sampled token to the sequence's grammar. True: it needs time, and the sequence is held."""
+        assert sequence.grammar is not None
+        sequence.grammar.prepare(sampled[0][0])
+        if sequence.grammar.is_ready:
+            return False
+        sequence.is_held = True
+        self._unread[sequence] = sampled
+        return True
 
     def _append(
         self,
@@ -390,35 +398,18 @@ class Scheduler:
         logprobs: list[TokenLogprobs] | None,
         updates: list[SequenceUpdate],
     ) -> None:
+        sequence.num_pending_tokens -= 1
         update = append_sampled(sequence, token_ids, logprobs, self._eos_token_ids)
         self.kv_cache.register_full_blocks(sequence)
         failure = None if sequence.grammar is None else sequence.grammar.failure
-        if sequence.finish_reason is not None:
-            self._end(sequence)
-        elif failure is not None:
+        # A grammar fails at EOS where the output has to be verified, and is not what its schema allows.
+        is_at_eos = sequence.finish_reason == "stop" and sequence.stop_reason is None
+        if failure is not None and (is_at_eos or sequence.finish_reason is None):
             updates += self._end_request(sequence.request.request_id, "error", str(failure), failure.code)
             return
-        updates.append(update)
-
-    def _advance_beams(
-        self, request: Request, beams: list[tuple[Sequence, Candidates]]
-    ) -> list[SequenceUpdate]:
-        """Choose a search's continuations, or end it."""
-        search = request.beam_search
-        assert search is not None
-        if any(beam.row is None for beam, _ in beams):  # preempted since; scheduled or restarted later
-            self._discarded_tokens += len(beams)
-            return []
-        continuations = search.advance(beams)
-        if continuations:
-            self._batch.branch(request, continuations)
-            return [SequenceUpdate(request.sequences[0])]
-        updates = search.results(request)
-        if not updates:
-            return self._fail_without_choice(request)
-        for sequence in request.sequences:
+        if sequence.finish_reason is not None:
             self._end(sequence)
-        return updates
+        updates.append(update)
 
     def _fail_invalid(self, request: Request) -> list[SequenceUpdate]:
         """Fail a request with non-finite logits, and make the blocks it may have corrupted unfindable."""
@@ -428,7 +419,8 @@ class Scheduler:
             self.kv_cache.forget(sequence)
         return self.fail(request.request_id, "the model's logits were not finite", "output_invalid")
 
-    def _fail_without_choice(self, request: Request) -> list[SequenceUpdate]:
+    def fail_without_choice(self, request: Request) -> list[SequenceUpdate]:
+        """End a request whose parameters leave no token to choose."""
         message = "the request's bias, bars and structure together left no token to choose"
         return self.fail(request.request_id, message, "output_invalid")
 
@@ -442,11 +434,7 @@ class Scheduler:
         for sequence in live:
             sequence.finish_reason = reason
             self._end(sequence)
-        if request.beam_search is not None:
-            restart_beams(request)  # its candidates were never output
-            live = live[: request.params.n]
         if request.labels is not None:
-            request.num_open_chains = 0
             live = [drop_chains(request)]
             live[0].finish_reason = reason
         return [SequenceUpdate(sequence, error=error, error_code=error_code) for sequence in live]
@@ -458,7 +446,7 @@ class Scheduler:
             self._batch.remove(sequence)
         else:
             self._waiting.discard(sequence)
-            self.preemption.forget(sequence)
+            self.kv_cache.drop_kept(sequence)
             self._batch.rows.cancel_claim(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.num_pending_tokens = 0
@@ -473,8 +461,6 @@ class Scheduler:
         while self._in_flight and self._in_flight[0].is_settled:
             step = self._in_flight.popleft()
             self.kv_cache.retire(step.plan.step_id)
-            if self.kv_cache.swap_space.capacity:
-                self.preemption.cost.step_ended(step.plan, is_valid=not step.has_failed)
 
     def _undo(self, step: InFlightStep) -> None:
         """Return a void step's sequences to waiting, without the tokens it was to sample."""
@@ -486,6 +472,8 @@ class Scheduler:
         for sequence in dict.fromkeys(step.computed + step.sampled):
             if sequence.status is SequenceStatus.RUNNING:
                 self._batch.remove(sequence)
-        for request in step.requests():
-            restart_beams(request)
+        requests = step.requests()
+        if step.plan.state_copies:
+            requests += [sequence.request for sequence in self._batch.without_state(step.plan)]
+        for request in requests:
             self._waiting.enqueue(request)

@@ -85,7 +85,7 @@ class StepBuilder:
         """Place a sequence in its row, with its current blocks."""
         request, row = sequence.request, sequence.row
         assert row is not None
-        num_scored = 0 if sequence.reads is not None else len(sequence.continuation)
+        num_scored = 0 if sequence.given is None else sequence.given.num_scored
         self._new_rows.append(
             NewRow(
                 row=row,
@@ -98,6 +98,7 @@ class StepBuilder:
                 seed=request.seed,
                 bad_word_ids=request.bad_word_ids,
                 adapter_slot=request.adapter_slot,
+                media=request.media,
             )
         )
 
@@ -134,12 +135,8 @@ class StepBuilder:
             work.new_block_ids, work.replaced_blocks = slots.new_block_ids, slots.replaced_blocks
             self._block_copies += slots.block_copies
         request = sequence.request
-        if sequence.reads is not None:
-            work.reads = sequence.reads.within(work.start, work.start + num_tokens)
-        elif sequence.continuation:
-            if work.start + num_tokens >= sequence.num_prompt_tokens:
-                work.num_prompt_logprobs = request.params.logprobs
-                work.scored_from = sequence.num_prompt_tokens
+        if sequence.given is not None:
+            sequence.given.request(work)
         elif request.prompt_logprobs and request.lacks_prompt_logprobs(work.start, work.start + num_tokens):
             work.num_prompt_logprobs = request.params.prompt_logprobs
         if sequence.forced_token_ids:
@@ -158,23 +155,27 @@ class StepBuilder:
     def build(
         self,
         freed_rows: list[int],
-        swap_out: list[tuple[int, int]],
-        swap_in: list[tuple[int, int]],
+        host_stores: list[tuple[int, int]],
+        host_loads: list[tuple[int, int]],
     ) -> InFlightStep:
         """Build the step; see `StepPlan` for the arguments."""
         entries = self._decodes + self._prefills
-        plan = StepPlan(self.step_id, freed_rows, self._new_rows, swap_out, swap_in, self._block_copies)
+        plan = StepPlan(self.step_id, freed_rows, self._new_rows, host_stores, host_loads, self._block_copies)
         plan.work = [work for work, _, _ in entries]
         plan.num_drafts = self.num_drafts
         plan.has_adapters = any(sequence.request.adapter_slot >= 0 for _, sequence, _ in entries)
+        plan.has_media = any(
+            (media := sequence.request.media) is not None and work.start < media.end
+            for work, sequence, _ in entries
+        )
         step = InFlightStep(plan, [sequence for _, sequence, _ in entries])
         token_index = -1
         for work, sequence, is_caught_up in entries:
             token_index += work.num_tokens
             if not is_caught_up:
                 step.prefilling.append(sequence)
-            elif sequence.continuation:
-                continue  # its scores end it
+            elif sequence.given is not None:
+                continue  # what is found ends it
             elif sequence.request.is_plain:  # `_add_sample` without the cases it never has
                 if self._drafts and (drafts := self._drafts.pop(work.row, None)) is not None:
                     step.drafts[len(plan.samples)] = drafts
@@ -191,8 +192,7 @@ class StepBuilder:
     def _add_sample(step: InFlightStep, sequence: Sequence, token_index: int) -> None:
         assert sequence.row is not None
         sample = Sample(sequence.row, token_index, sequence.num_computed_tokens)
-        if sequence.request.beam_search is not None:
-            sample.num_candidates = sequence.request.beam_search.num_candidates
+        sample.num_candidates = sequence.request.num_candidates
         if sequence.grammar is not None:
             sample.allowed_token_ids = sequence.grammar.allowed_token_ids()
             sample.token_mask = sequence.grammar.token_mask()

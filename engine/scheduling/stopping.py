@@ -36,20 +36,6 @@ def append_sampled(
     return update
 
 
-def take_scores(sequence: Sequence, position: int, entries: list[TokenLogprobs]) -> SequenceUpdate | None:
-    """Record the logprobs of a continuation's tokens from a position on; a repetition changes nothing.
-
-    Returns the sequence's end, with `finish_reason` set, once all of them are known.
-    """
-    assert sequence.logprobs is not None
-    first = position - sequence.num_prompt_tokens
-    sequence.logprobs[first : first + len(entries)] = entries
-    if len(sequence.logprobs) < len(sequence.continuation):
-        return None
-    sequence.finish_reason = "stop"
-    return SequenceUpdate(sequence, list(sequence.continuation), sequence.logprobs)
-
-
 def _append_alone(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> SequenceUpdate:
     """Append one token that nothing accompanies: the case of most steps."""
     sequence.output_token_ids.append(token_id)

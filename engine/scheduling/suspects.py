@@ -39,8 +39,6 @@ class Suspects:
             return
         requests = step.requests()
         for request in self._requests.intersection(requests):
-            concerned = request.live_sequences
-            if request.beam_search is not None:  # a beam without a row has yet to fork off one that has a row
-                concerned = [sequence for sequence in concerned if sequence.row is not None]
-            if len(requests) == 1 and all(s.num_computed_tokens >= s.num_known_tokens - 1 for s in concerned):
+            live = request.live_sequences
+            if len(requests) == 1 and all(s.num_computed_tokens >= s.num_known_tokens - 1 for s in live):
                 self._requests.discard(request)

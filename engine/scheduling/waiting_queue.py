@@ -19,12 +19,7 @@ class WaitingQueue(SequenceQueue):
         waiting = [s for s in request.sequences if s.status is SequenceStatus.WAITING]
         for sequence in waiting:
             self.discard(sequence)
-        if request.beam_search is not None:
-            is_running = any(s.status is SequenceStatus.RUNNING for s in request.sequences)
-            # Beams enter together: the first stands for all.
-            swapped = [s for s in waiting if s.swapped_blocks]
-            waiting = [] if is_running else (swapped or waiting)[:1]
-        elif request.labels is not None:
+        if request.labels is not None:
             waiting = [s for s in waiting if s.can_enter]
         elif will_fork(request):
             del waiting[1:]
@@ -32,15 +27,10 @@ class WaitingQueue(SequenceQueue):
             if sequence not in self._rows.claimed(request):
                 self.add(sequence)
 
-    @staticmethod
-    def group(sequence: Sequence) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the sequences that enter with this one: those with own tables, and those yet to fork."""
-        request = sequence.request
-        live = request.live_sequences
-        if request.beam_search is not None:
-            members = [s for s in live if s.swapped_blocks] or [sequence]
-            return members, [s for s in live if s not in members]
-        return [sequence], live[1:] if will_fork(request) else []
+
+def siblings(sequence: Sequence) -> list[Sequence]:
+    """Return the sequences that will fork off a waiting one."""
+    return sequence.request.live_sequences[1:] if will_fork(sequence.request) else []
 
 
 def will_fork(request: Request) -> bool:

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pagemill.common.sampling_fields import LabelProbs
 from pagemill.engine.byte_cache import ByteCache, text_bytes
 from pagemill.engine.errors import InvalidRequest, SchemaTooComplex
 from pagemill.engine.scheduling.label_tree import LabelTree
 from pagemill.engine.text.tokenizer import Tokenizer
-from pagemill.sampling_fields import LabelProbs
 
 MAX_LABEL_TOKENS = 1024
 """Per label. A label is forced as a whole once it is chosen; a longer one is a text, not a label."""
@@ -37,7 +37,7 @@ class ChoiceTrie:
             eos_token_id: what ends a label that is a prefix of another.
 
         Raises:
-            InvalidRequest: a label is a prefix of another, and there is no EOS to tell them apart.
+            InvalidRequest: a label is a prefix of another, and there is no EOS to distinguish them.
         """
         self._tokens = array("I")
         self._starts = array("I", [0])
@@ -131,7 +131,7 @@ class ChoiceGrammar:
             forced.append(token_id)
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Advance by an earlier run's tokens. Raises `InvalidRequest` if they are no path in the trie."""
+        """Advance by an earlier run's tokens. Raises `InvalidRequest` if they are not a path in the trie."""
         position = 0
         while position < len(token_ids):
             token_id = token_ids[position]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import select
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
+from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import Histogram
 from pagemill.engine.structured_output.nursery import Nursery
-from pagemill.engine.structured_output.schema_process import SchemaProcess, must_retry
+from pagemill.engine.structured_output.schema_process import SchemaProcess
 
 MAX_BYTES = 512 << 20
 """For all schemas and their processes: idle ones beyond it are dropped; above it, no schema is compiled."""
@@ -18,18 +20,18 @@ MAX_SCHEMAS = 1024
 QUICK_S = 0.005
 """Grammars that took longer for their last token are not waited for while other requests can run."""
 _NUM_COMPILING = 2
-"""More than one, so that a schema running into its time limit does not hold up all others."""
+"""Schemas that are tried for the first time, and as many slow ones."""
 
 
 class SchemaCompiler:
-    """Compiles texts to `SchemaProcess`es. For one thread, the engine's; it blocks no longer than told."""
+    """Compiles texts to `SchemaProcess`es. For one thread, the engine's; it blocks no longer than its caller allows."""
 
     def __init__(self, nursery: Nursery, seconds: Histogram) -> None:
         """`seconds` records the duration of each compilation."""
         self._nursery = nursery
         self._known: OrderedDict[tuple[str, str], SchemaProcess] = OrderedDict()
-        self._queue: deque[tuple[str, str]] = deque()
-        self._compiling: list[SchemaProcess] = []
+        self._uncompiled: list[SchemaProcess] = []
+        """Those with a process are being compiled, the others wait."""
         self._busy: set[SchemaProcess] = set()
         self.seconds = seconds
         self.hits = 0
@@ -52,68 +54,77 @@ class SchemaCompiler:
         """
         key = (kind, text)
         known = self._known.get(key)
-        if known is not None and not must_retry(known):
+        if known is not None and (known.error is None or isinstance(known.error, InvalidRequest)):
             self.hits += 1
             self._known.move_to_end(key)
             return known
         self.misses += 1
-        schema = self._known[key] = SchemaProcess(self._nursery, kind, text, self._busy)
-        self._queue.append(key)
+        schema = self._known[key] = SchemaProcess(self._nursery, key, self._busy)
+        self._uncompiled.append(schema)
         return schema
 
     def pump(self, timeout_s: float) -> None:
-        """Take the processes' answers; waits at most `timeout_s` for the first."""
-        if self._queue:
-            self._start_queued()
-        if not self._busy:
-            return
+        """Send what is asked and take the processes' answers; waits at most `timeout_s` for the first."""
+        if self._uncompiled:
+            self._start_compiling()
         poll = select.poll()
+        schemas: dict[int, SchemaProcess] = {}
         for schema in list(self._busy):
+            events = select.POLLIN | (select.POLLOUT if schema.send() else 0)
             if schema.socket is None:
                 self._busy.discard(schema)
             else:
-                poll.register(schema.socket, select.POLLIN | (select.POLLOUT if schema.has_to_send else 0))
-        poll.poll(timeout_s * 1000)
-        changed = [schema for schema in list(self._busy) if schema.pump()]
-        if changed:
+                schemas[schema.socket.fileno()] = schema
+                poll.register(schema.socket, events)
+        if not schemas:
+            return
+        changed = [schemas[number].receive() for number, _ in poll.poll(timeout_s * 1000)]
+        if any(changed):
             self._make_room()
-        for schema in [one for one in self._compiling if one.is_done]:
-            self._compiling.remove(schema)
-            self.seconds.observe(schema.compile_seconds)
-        if self._queue:
-            self._start_queued()
+        if self._uncompiled:
+            self._start_compiling()
 
     def wait_for_quick(self, timeout_s: float) -> None:
         """Wait, at most `timeout_s`, for the answer of every output whose previous one came quickly."""
         deadline = time.perf_counter() + timeout_s
-        while any(
-            grammar.last_seconds < QUICK_S
+        while late := [
+            grammar
             for schema in self._busy
             if schema.is_done
             for grammar in schema.pending.values()
-        ):
+            if grammar.last_seconds < QUICK_S
+        ]:
             left = deadline - time.perf_counter()
             if left <= 0:
+                for grammar in late:
+                    grammar.last_seconds = math.inf
                 return
             self.pump(left)
 
-    def _start_queued(self) -> None:
+    def close(self) -> None:
+        """End all processes."""
+        for schema in self._known.values():
+            schema.close()
+        self._nursery.close()
+
+    def _start_compiling(self) -> None:
+        """Compile what waits, if there is room. Slow schemas wait only for each other."""
+        for schema in list(self._uncompiled):
+            if schema.is_done:
+                self._uncompiled.remove(schema)
+                self.seconds.observe(schema.compile_seconds)
+            elif schema.socket is None and not schema.is_used:
+                self._uncompiled.remove(schema)
+                if self._known.get(schema.key) is schema:
+                    del self._known[schema.key]
         self._make_room()
-        while self._queue and len(self._compiling) < _NUM_COMPILING:
-            is_full = self.num_bytes > MAX_BYTES and any(
-                one.socket is not None for one in self._known.values()
-            )
-            if is_full:
-                return
-            key = self._queue.popleft()
-            schema = self._known.get(key)
-            if schema is None or schema.is_done or schema in self._compiling:
-                continue
-            if not schema.is_used:  # no request waits for it any more
-                del self._known[key]
-                continue
-            schema.open()
-            self._compiling.append(schema)
+        is_full = self.num_bytes > MAX_BYTES and any(one.socket is not None for one in self._known.values())
+        for schema in self._uncompiled if not is_full else ():
+            if schema.socket is None and self._num_compiling(is_slow=schema.is_slow) < _NUM_COMPILING:
+                schema.open()
+
+    def _num_compiling(self, *, is_slow: bool) -> int:
+        return sum(one.is_slow == is_slow for one in self._uncompiled if one.socket is not None)
 
     def _make_room(self) -> None:
         """Drop the least recently used; end what takes too much memory."""
@@ -122,7 +133,7 @@ class SchemaCompiler:
             if taken <= MAX_BYTES and len(self._known) <= MAX_SCHEMAS:
                 return
             schema = self._known[key]
-            if not schema.is_used and schema not in self._compiling:
+            if not schema.is_used and (schema.is_done or schema.socket is None):
                 taken -= schema.num_bytes
                 schema.close()
                 del self._known[key]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.errors import EngineError, UnsupportedFeature
 from pagemill.engine.outputs import GrammarStats, Histogram, HistogramSnapshot, LabelValues
-from pagemill.engine.scheduling.labelling import start_labels
+from pagemill.engine.scheduling.given import start_labels
 from pagemill.engine.scheduling.request import Request
 from pagemill.engine.structured_output.choice import ChoiceCompiler
 from pagemill.engine.structured_output.outlined import OutlinedGrammar, TagVocabulary
@@ -18,7 +19,6 @@ from pagemill.engine.structured_output.replayed import ReplayedGrammar
 from pagemill.engine.structured_output.served_grammar import MaskBudget
 from pagemill.engine.tasks import Generate, Outline
 from pagemill.engine.text.tokenizer import Tokenizer
-from pagemill.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from pagemill.engine.structured_output.compiler import SchemaCompiler
@@ -74,6 +74,7 @@ class _WaitingForSchema:
 
     def finish(self) -> None:
         self.schema.check()
+        self.request.warnings = self.schema.warnings
         for sequence in self.request.live_sequences:
             if sequence.grammar is not None and sequence.grammar.failure is not None:
                 raise sequence.grammar.failure
@@ -181,6 +182,11 @@ class Grammars:
         """Wait for the masks that come quickly, at most `MASK_WAIT_S`."""
         if self._schemas is not None:
             self._schemas.wait_for_quick(MASK_WAIT_S)
+
+    def close(self) -> None:
+        """End the processes of schemas."""
+        if self._schemas is not None:
+            self._schemas.close()
 
     def withdraw(self, request_id: str) -> Request | None:
         """Forget a waiting request; None if no waiting request has this id."""

@@ -9,16 +9,19 @@ holds the GIL. So all of this runs in the schema's own process (`server.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
+from pagemill.engine.structured_output.json_schema import TooLarge, rewritten
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
+    from pagemill.engine.structured_output.verifier import Verifier
 
 # One way to write each value, that of json.dumps. With free whitespace a small model may write nothing else
 # forever, and nothing between two values could be forced.
@@ -35,7 +38,14 @@ _LIMITS = llguidance.LLParserLimits(
 )
 _MAX_MESSAGE = 400
 # llguidance distinguishes its errors only by their text.
-_UNSUPPORTED = ("Unimplemented", "not supported", "Unknown format")
+_UNSUPPORTED = (
+    "Unimplemented",
+    "not supported",
+    "Unknown format",
+    "only supported when",
+    "not disjoint",
+    "stack level",
+)
 _TOO_COMPLEX = ("too large", "too many", "too complex", "items; max is", "limit", "Unable to determine")
 
 
@@ -47,6 +57,10 @@ class CompiledSchema:
     matcher: llguidance.LLMatcher
     mask: bytes
     forces_tokens: bool
+    verifier: Verifier | None = None
+    """Checks complete outputs."""
+    warnings: tuple[str, ...] = ()
+    """What users should know of an output."""
 
     def start(self) -> MatcherGrammar:
         return MatcherGrammar(self)
@@ -55,12 +69,41 @@ class CompiledSchema:
 def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> CompiledSchema:
     """Compile a schema, up to the mask of the first token.
 
+    A JSON schema with keywords that the library lacks is rewritten, and outputs are verified.
+
     Args:
         kind: regex, json (a schema) or grammar (Lark, or GBNF as llama.cpp writes it).
 
     Raises:
         SchemaInvalid, SchemaTooComplex, UnsupportedFeature.
     """
+    try:
+        return _compile(tokenizer, kind, text)
+    except UnsupportedFeature as error:
+        if kind != "json":
+            raise
+        reason = error
+    # Imported late: most schemas need no verifier.
+    from pagemill.engine.structured_output.verifier import Verifier
+
+    verifier: Verifier | None = None
+    try:
+        verifier = Verifier(text)
+    except UnsupportedFeature as error:
+        reason = error
+    for is_loose in (False, True):
+        try:
+            schema = rewritten(text, is_loose=is_loose)
+            compiled = _compile(tokenizer, kind, schema.text)
+        except (TooLarge, InvalidRequest):
+            continue
+        # Exact ones are verified as well, where that is possible: a guard against mistakes.
+        if verifier is not None or not schema.wider:
+            return replace(compiled, verifier=verifier, warnings=schema.warnings)
+    raise reason
+
+
+def _compile(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> CompiledSchema:
     matcher = llguidance.LLMatcher(tokenizer, _grammar(kind, text), log_level=0, limits=_LIMITS)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():

@@ -28,6 +28,7 @@ class Nursery:
         self.process: subprocess.Popen[bytes] | None = None
         self._vocabulary = vocabulary
         self._control: socket.socket | None = None
+        self._closing: weakref.finalize[..., Nursery] | None = None
 
     def start(self) -> None:
         """Start the process. Returns at once: requests are served once it has read the vocabulary."""
@@ -47,7 +48,13 @@ class Nursery:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the parent; the children end when their sockets close
             )
-        weakref.finalize(self, _end, self.process, self._control)
+        self._closing = weakref.finalize(self, _end, self.process, self._control)
+
+    def close(self) -> None:
+        """End the process; those of schemas end with their sockets."""
+        if self._closing is not None:
+            self._closing()
+        self.process = self._control = self._closing = None
 
     def fork(self) -> socket.socket:
         """Return a non-blocking socket to a new process. If there is none, it closes without data."""

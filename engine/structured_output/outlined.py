@@ -10,10 +10,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from pagemill.chat.pieces import held_back
+from pagemill.common.chat.markers import held_back
 from pagemill.engine.errors import EngineError, InvalidRequest
 from pagemill.engine.structured_output.replayed import ReplayedGrammar
-from pagemill.engine.tasks import Outline
+from pagemill.engine.tasks import Outline, Thinking
 
 _TAIL = 256
 """Characters of free text that are remembered; more than any tag has."""
@@ -103,6 +103,8 @@ class OutlinedGrammar:
         if self._is_undecided and thinking is not None and inner is not None:
             allowed = self._pending[:1] or inner.allowed_token_ids()
             return None if allowed is None else [*allowed, thinking.opening_ids[self._num_opening]]
+        if self._state == "thinking" and thinking is not None and (rest := self._decided(thinking)):
+            return rest[:1]
         if self._state == "thinking" and thinking is not None and thinking.budget == 0:
             return [thinking.closing_ids[0]]
         return None
@@ -196,7 +198,7 @@ class OutlinedGrammar:
         return rest + self._spent_budget(token_id)
 
     def _spent_budget(self, token_id: int) -> list[int]:
-        """Return the closing tag if the thinking may not go on."""
+        """Return the closing tag if the thinking may not continue."""
         thinking = self._outline.thinking
         if self._state != "thinking" or thinking is None or thinking.budget is None:
             return []
@@ -229,6 +231,17 @@ class OutlinedGrammar:
         trigger = self._outline.trigger
         if self._state == "free" and self._inner is not None and trigger in self._tail:
             self._state, self._tail = "structure", ""
+
+    def _decided(self, thinking: Thinking) -> list[int]:
+        """Return the tokens that are left of the closing tag once its beginning has ended the thinking."""
+        written = held_back(self._tail, thinking.closing) if thinking.decided_by else 0
+        if not written or written < len(thinking.decided_by):
+            return []
+        for number, token_id in enumerate(thinking.closing_ids):
+            written -= len(self._vocabulary.token_text(token_id))
+            if written <= 0:
+                return list(thinking.closing_ids[number + (written == 0) :])
+        return []
 
     def _end_structure(self) -> None:
         is_over = self._inner is not None and self._inner.is_complete

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 import time
 import weakref
 from collections import deque
+from itertools import islice
 from typing import Any
 
+from pagemill.engine.child_messages import Reader, pack
 from pagemill.engine.errors import EngineError, InvalidRequest, SchemaTooComplex
-from pagemill.engine.structured_output.frames import FrameReader, frame
+from pagemill.engine.structured_output.messages import Advance, Answer
 from pagemill.engine.structured_output.nursery import Nursery
 from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedGrammar
 from pagemill.engine.structured_output.server import GROWTH_LIMIT_MIB, TOKEN_LIMIT_S
@@ -24,28 +25,38 @@ _RECORD_BYTES = 4 << 10
 class SchemaProcess:
     """A schema's process. For the engine's thread. Restarted if it has ended and an output continues."""
 
-    def __init__(self, nursery: Nursery, kind: str, text: str, busy: set[SchemaProcess]) -> None:
-        """`busy`: contains it while it has anything to send or receive."""
-        self.kind = kind
+    def __init__(self, nursery: Nursery, key: tuple[str, str], busy: set[SchemaProcess]) -> None:
+        """Create it without a process.
+
+        Args:
+            key: kind and text.
+            busy: contains it while it has anything to send or receive.
+        """
+        self.key = key
+        self.kind = key[0]
         self.mask = b""
+        self.warnings: tuple[str, ...] = ()
         self.error: EngineError | None = None
+        self.is_slow = False
+        """Its first process has ended while it was compiled: the next one has more time."""
         self.compile_seconds = 0.0
         self.socket: socket.socket | None = None
         self.pending: dict[int, ServedGrammar] = {}
         """Grammars waiting for an answer, in the order the answers come."""
-        self._text = text
+        self._num_sent = 0
+        """How many of them the process has been asked about."""
         self._nursery = nursery
         self._busy = busy
         self._is_compiled = False
         self._has_begun = False
         """True once a process is at the other end: if it ends, the schema is the cause."""
+        self._begun_at = 0.0
         self._is_careful = False
-        """The process sends each answer before starting the next, so that the cause of its end is known."""
-        self._started = 0.0
+        """The last process has ended: ask about one grammar at a time, so that the cause of the next end is known."""
         self._process_bytes = 0
         self._known: set[int] = set()
         """Numbers of the grammars whose places the process has."""
-        self._reader = FrameReader()
+        self._reader = Reader()
         self._outgoing = bytearray()
         self._users: weakref.WeakSet[ServedGrammar] = weakref.WeakSet()
         self._forgotten: deque[int] = deque()
@@ -62,13 +73,9 @@ class SchemaProcess:
         return len(self._users) > 0
 
     @property
-    def has_to_send(self) -> bool:
-        return bool(self._outgoing)
-
-    @property
     def num_bytes(self) -> int:
         """Memory used here and, as last reported, in the process."""
-        return _RECORD_BYTES + sys.getsizeof(self._text) + len(self.mask) + self._process_bytes
+        return _RECORD_BYTES + sys.getsizeof(self.key[1]) + len(self.mask) + self._process_bytes
 
     def check(self) -> None:
         """Raise the error that compiling it failed with, if any."""
@@ -85,31 +92,27 @@ class SchemaProcess:
 
     def open(self) -> None:
         """Start its process, and compile the schema there."""
-        self.socket, self._reader = self._nursery.fork(), FrameReader()
+        self.socket, self._reader = self._nursery.fork(), Reader()
         self._closing = weakref.finalize(self, self.socket.close)
-        self._started = time.perf_counter()
         self._busy.add(self)
-        self._queue([self.kind, self._text, self._is_careful])
+        self._outgoing += pack(*self.key, self.is_slow or self._is_compiled)
 
     def close(self) -> None:
-        """End its process."""
+        """End its process. Pending grammars are asked about again in the next one."""
         if self._closing is not None:
             self._closing()
-        self.socket, self._has_begun, self._process_bytes = None, False, 0
+        self.socket, self._has_begun, self._process_bytes, self._num_sent = None, False, 0, 0
         self._known.clear()
         self._forgotten.clear()
         self._outgoing.clear()
 
-    def ask(self, grammar: ServedGrammar) -> None:
+    def request(self, grammar: ServedGrammar) -> None:
         if self.error is not None:
             grammar.fail(type(self.error)(*self.error.args))
             return
         self.pending[grammar.number] = grammar
-        if not self.is_done:
-            return  # it will be sent once there is a process
-        if self.socket is None:
-            self.open()
-        self._send(grammar)
+        if self.is_done:
+            self._busy.add(self)
 
     def refuse_all(self, reason: str) -> None:
         """Fail the requests whose outputs it follows."""
@@ -118,14 +121,15 @@ class SchemaProcess:
         for grammar in list(self._users):
             grammar.refuse(reason)
 
-    def pump(self) -> bool:
-        """Send pending messages and take the answers that have arrived. True if its size changed."""
-        before = self.num_bytes
+    def send(self) -> bool:
+        """Send what the process is to be asked; starts one if there is none. True if there is more to send."""
+        if self._is_compiled and self.pending:
+            self._send_pending()
         while self._forgotten:
             number = self._forgotten.popleft()
             if number in self._known:
                 self._known.discard(number)
-                self._queue([number])
+                self._outgoing += pack(*Advance(number))
         try:
             while self._outgoing and self.socket is not None:
                 del self._outgoing[: self.socket.send(self._outgoing)]
@@ -133,86 +137,85 @@ class SchemaProcess:
             pass
         except OSError:
             self._outgoing.clear()  # it has ended, as its socket will show
-        self._receive()
-        if not self.pending and not self._outgoing and self.is_done:
-            self._busy.discard(self)
-        return self.num_bytes != before
+        return bool(self._outgoing)
 
-    def _receive(self) -> None:
-        while self.socket is not None:
+    def receive(self) -> bool:
+        """Take the answers that have arrived. True if its size changed."""
+        before = self._process_bytes
+        received = b"more"
+        while received and self.socket is not None:
             try:
                 received = self.socket.recv(_CHUNK)
             except BlockingIOError:
-                return
+                break
             except OSError:
                 received = b""
+            for message in self._reader.messages(received):
+                self._take(message)
             if not received:
                 self._ended()
-                return
-            for message in self._reader.messages(received):
-                answer, _, mask = message.partition(b"\0")
-                self._take(json.loads(answer), mask)
+            elif len(received) < _CHUNK:
+                break
+        if not self.pending and not self._outgoing and self.is_done:
+            self._busy.discard(self)
+        return self._process_bytes != before
 
-    def _take(self, answer: dict[str, Any], mask: bytes) -> None:
-        self._process_bytes = answer.get("bytes", self._process_bytes)
-        if "id" in answer:
-            self.pending.pop(answer["id"]).answer(answer, mask)
-        elif "error" in answer:
-            self._end_compiling(InvalidRequest.of(*answer["error"]))
-        elif mask:
-            self.mask = mask
-            self._end_compiling(None)
-        else:
-            self._has_begun = True
+    def _send_pending(self) -> None:
+        if self.socket is None:
+            self.open()
+        limit = 1 if self._is_careful else len(self.pending)
+        for number, grammar in islice(self.pending.items(), self._num_sent, limit):
+            start = None if number in self._known else grammar.token_ids
+            self._known.add(number)
+            self._outgoing += pack(*Advance(number, grammar.next_token_id, start))
+        self._num_sent = limit
+
+    def _take(self, message: tuple[Any, ...]) -> None:
+        if not message:
+            self._has_begun, self._begun_at = True, time.perf_counter()
+            return
+        answer = Answer(*message)
+        self._process_bytes = answer.num_bytes
+        if answer.number is None:
+            self.mask, self.warnings = answer.mask, tuple(answer.warnings or ())
+            self._end_compiling(None if answer.error is None else InvalidRequest.of(*answer.error))
+            return
+        self._num_sent -= 1
+        self.pending.pop(answer.number).answer(answer)
+        self._is_careful = self._is_careful and bool(self.pending)
 
     def _end_compiling(self, error: EngineError | None) -> None:
         if not self.is_done:
-            self.compile_seconds = time.perf_counter() - self._started
+            self.compile_seconds = time.perf_counter() - self._begun_at
             self.error, self._is_compiled = error, error is None
-            for grammar in self.pending.values() if error is None else ():
-                self._send(grammar)
         if error is not None:
             self.close()
             self._fail_pending(error)
 
     def _ended(self) -> None:
-        """Handle the process's end: its last task exceeded a limit; another process will answer the rest."""
-        if not self._has_begun:
-            self.close()
+        """Handle the process's end: its last task exceeded a limit, unless something else ended it."""
+        has_begun = self._has_begun
+        if not self._is_compiled and has_begun and self.is_slow:
+            limits = f"{self._nursery.time_limit_s:g} s or {self._nursery.memory_limit_mib} MiB"
+            self._end_compiling(SchemaTooComplex(f"structured_outputs.{self.kind}: takes more than {limits}"))
+            return
+        self.close()
+        if not has_begun:
             error = EngineError("the process that schemas are compiled in does not start")
             self.error = self.error if self._is_compiled else error
             self._fail_pending(error)
-        elif not self.is_done:
-            limits = f"{self._nursery.time_limit_s:g} s or {self._nursery.memory_limit_mib} MiB"
-            self._end_compiling(SchemaTooComplex(f"structured_outputs.{self.kind}: takes more than {limits}"))
+        elif not self._is_compiled:
+            self.is_slow = True
         else:
-            self.close()
-            waiting = list(self.pending.values())
-            self.pending.clear()
-            if self._is_careful or len(waiting) == 1:
-                for grammar in waiting[:1]:
-                    grammar.refuse(f"a token takes more than {TOKEN_LIMIT_S:g} s or {GROWTH_LIMIT_MIB} MiB")
-                del waiting[:1]
-            self._is_careful = True
-            for grammar in waiting:
-                self.ask(grammar)
+            if self._is_careful and self.pending:
+                grammar = self.pending.pop(next(iter(self.pending)))
+                grammar.refuse(
+                    f"a token, or verifying the output, takes more than {TOKEN_LIMIT_S:g} s or {GROWTH_LIMIT_MIB} MiB"
+                )
+            self._is_careful = bool(self.pending)
 
     def _fail_pending(self, error: EngineError) -> None:
         waiting = list(self.pending.values())
         self.pending.clear()
         for grammar in waiting:
             grammar.fail(type(error)(*error.args))
-
-    def _send(self, grammar: ServedGrammar) -> None:
-        start = None if grammar.number in self._known else grammar.token_ids
-        self._known.add(grammar.number)
-        self._busy.add(self)
-        self._queue([grammar.number, start, grammar.next_token_id])
-
-    def _queue(self, command: list[Any]) -> None:
-        self._outgoing += frame(json.dumps(command).encode())
-
-
-def must_retry(process: SchemaProcess) -> bool:
-    """Return True if it failed for a reason other than the schema."""
-    return process.error is not None and not isinstance(process.error, InvalidRequest)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from pagemill.engine.errors import EngineError, InvalidRequest, SchemaTooComplex
+from pagemill.engine.structured_output.messages import Answer
 
 REQUEST_LIMIT_S = 2.0
 TOKEN_SHARE_S = 0.002
@@ -18,7 +19,7 @@ _NUMBERS = itertools.count()
 
 @dataclass(slots=True)
 class MaskBudget:
-    """CPU time for one request's masks, over all its samples."""
+    """CPU time for one request's masks, over all its samples. Replays of earlier tokens do not count."""
 
     seconds: float = 0.0
     num_tokens: int = 0
@@ -39,7 +40,7 @@ class Schema(Protocol):
         """The mask of the first token."""
         ...
 
-    def ask(self, grammar: ServedGrammar) -> None:
+    def request(self, grammar: ServedGrammar) -> None:
         """Request a grammar's next state; `answer` or `fail` will be called once."""
         ...
 
@@ -57,7 +58,7 @@ class ServedGrammar:
         self.is_complete = False
         self.failure: EngineError | None = None
         self.last_seconds = 0.0
-        """CPU time of the latest answer."""
+        """CPU time of the latest answer; infinite once a step has waited for the next one in vain."""
         self._schema = schema
         self._budget = budget
         self._mask = b""
@@ -71,7 +72,7 @@ class ServedGrammar:
 
     def prepare(self, token_id: int) -> None:
         self.next_token_id = token_id
-        self._ask()
+        self._request_state()
 
     def advance(self, token_id: int) -> list[int]:
         assert self.is_ready
@@ -81,20 +82,20 @@ class ServedGrammar:
         """Advance along an earlier run's tokens. Once ready, `failure` says if they do not match."""
         if token_ids:
             self.token_ids = list(token_ids)
-            self._ask()
+            self._request_state()
 
-    def answer(self, answer: dict[str, Any], mask: bytes) -> None:
-        forced: list[int] = answer["forced"]
+    def answer(self, answer: Answer) -> None:
+        forced = answer.forced or []
         if self.next_token_id is not None:
             self.token_ids += [self.next_token_id, *forced]
-        self.last_seconds = answer["seconds"]
-        self._budget.seconds += self.last_seconds
+        self.last_seconds = answer.seconds
+        self._budget.seconds += max(0.0, answer.seconds - answer.replayed_s)
         self._budget.num_tokens += 1 + len(forced)
-        self._settle(forced)
-        self._mask = mask
-        self.is_complete = answer.get("complete", False)
-        if "error" in answer:
-            self.fail(InvalidRequest.of(*answer["error"]))
+        self._set_ready(forced)
+        self._mask = answer.mask
+        self.is_complete = answer.is_complete
+        if answer.error is not None:
+            self.fail(InvalidRequest.of(*answer.error))
         elif self._budget.is_spent and not self.is_complete:
             self.refuse(
                 f"its masks took {self._budget.seconds:.1f} s for {self._budget.num_tokens} tokens; "
@@ -106,13 +107,13 @@ class ServedGrammar:
         self.fail(SchemaTooComplex(f"structured_outputs.{self._schema.kind}: {reason}"))
 
     def fail(self, error: EngineError) -> None:
-        self._settle(self._forced if self.is_ready else [])
+        self._set_ready(self._forced if self.is_ready else [])
         self.is_complete = False
         self.failure = error
 
-    def _ask(self) -> None:
+    def _request_state(self) -> None:
         self.is_ready = False
-        self._schema.ask(self)
+        self._schema.request(self)
 
-    def _settle(self, forced: list[int]) -> None:
+    def _set_ready(self, forced: list[int]) -> None:
         self._forced, self.next_token_id, self.is_ready = forced, None, True

@@ -2,34 +2,37 @@
 
 A schema may come from any client, and native code can't be stopped in a thread. The first process has the
 vocabulary and forks one per schema, which shares it. A schema's process has alarms and a memory limit that
-the kernel enforces, even inside the library's code, and ends when its socket is closed. See `process.py` for
-the other side.
+the kernel enforces, even inside the library's code, and ends when its socket is closed. See `schema_process.py`
+for the other side.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import importlib
 import os
 import random
-import resource
 import signal
 import socket
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import llguidance
 
+from pagemill.engine.child_messages import Reader, pack
+from pagemill.engine.child_process import limit_memory, memory
 from pagemill.engine.errors import InvalidRequest
-from pagemill.engine.structured_output.frames import FrameReader, frame
 from pagemill.engine.structured_output.matcher import CompiledSchema, MatcherGrammar, compile_schema
+from pagemill.engine.structured_output.messages import Advance, Answer
 from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 
 TIME_LIMIT_S = 5.0
 """Seconds of real time to compile a schema and to follow it for a few tokens."""
+QUICK_LIMIT_S = 0.05
+"""Seconds of CPU time of a first try, so that hostile schemas do not hold up others for long."""
 TOKEN_LIMIT_S = 1.0
 """Seconds of CPU time for one token: to take it, and to find the forced and allowed tokens after it."""
 REPLAYED_TOKEN_S = 0.005
@@ -38,110 +41,146 @@ MEMORY_LIMIT_MIB = 1024
 """For compilation, on top of the first process's memory."""
 GROWTH_LIMIT_MIB = 256
 """For following outputs, on top of the memory after compilation."""
+_COPIED_BYTES = 2 << 20
+"""Of the first process's memory, about so much is written to and so copied."""
 _STEPS_FOLLOWED = 16
 _NICENESS = 5
 _ANSWERS_PER_SIZE = 64
+_SLOW_S = 0.001
+_ARM_INTERVAL_S = 0.01
 _SEND_INTERVAL_S = 0.002
 _CHUNK = 1 << 16
 
 
 class SchemaServer:
-    """One schema's process. Messages over the socket are JSON; in answers a NUL and a token mask follow."""
+    """One schema's process."""
 
-    def __init__(self, connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        tokenizer: llguidance.LLTokenizer,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
         self._connection = connection
         self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
         self._places: dict[int, tuple[MatcherGrammar, list[int]]] = {}
         """Sequence number -> its matcher, and the tokens so far."""
         self._num_answers = 0
+        _, self._shared_bytes = memory()
         self._size = 0
         self._kind = self._text = ""
         self._schema: CompiledSchema
         self._unsent = bytearray()
-        self._sent_at = self._send_interval_s = 0.0
+        self._sent_at = 0.0
+        self._armed_at = self._armed_cpu_s = 0.0
 
     def run(self, time_limit_s: float, memory_limit_mib: int) -> None:
-        self._answer({})  # the process exists: from here on, its end is due to the schema
-        self._flush()
-        commands = self._commands()
-        self._kind, self._text, is_careful = next(commands)
-        self._send_interval_s = 0.0 if is_careful else _SEND_INTERVAL_S
+        self._connection.sendall(pack())  # the process exists: from here on, its end is due to the schema
+        messages = self._messages()
+        self._kind, self._text, is_slow = next(messages)
         limit_memory(memory_limit_mib << 20)
         signal.setitimer(signal.ITIMER_REAL, time_limit_s)
+        self._arm(0.0 if is_slow else QUICK_LIMIT_S)
         try:
             self._schema = compile_schema(self._tokenizer, self._kind, self._text)
             _follow(self._schema, self._tokenizer.vocab_size)
         except InvalidRequest as error:
-            self._answer({"error": [error.code, str(error)]})
+            self._answer(Answer(None, error=(error.code, str(error))))
             self._flush()
             return
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self._arm(TOKEN_LIMIT_S)
         limit_memory(GROWTH_LIMIT_MIB << 20)
-        self._answer({"bytes": private_bytes()}, self._schema.mask)
-        for command in commands:
-            self._handle(*command)
+        self._measure()
+        self._answer(Answer(None, self._size, mask=self._schema.mask, warnings=list(self._schema.warnings)))
+        for message in messages:
+            self._handle(Advance(*message))
 
-    def _commands(self) -> Iterator[list[Any]]:
-        """Yield commands. Quick answers are sent together, once none is pending, to wake the engine once."""
-        reader = FrameReader()
+    def _messages(self) -> Iterator[tuple[Any, ...]]:
+        """Yield messages. Quick answers are sent together, once none is pending, to wake the engine once."""
+        reader = Reader()
         while True:
             self._flush()
             received = self._connection.recv(_CHUNK)
             if not received:
                 return
+            self._sent_at = time.perf_counter()
             for message in reader.messages(received):
-                yield json.loads(message)
-                if time.perf_counter() - self._sent_at > self._send_interval_s:
+                yield message
+                if time.perf_counter() - self._sent_at > _SEND_INTERVAL_S:
                     self._flush()
 
-    def _handle(self, number: int, start: list[int] | None = None, token: int | None = None) -> None:
-        """Place a sequence after its `start` tokens, and take one more. With a number alone: forget it."""
-        if start is None and token is None:
-            self._places.pop(number, None)
+    def _handle(self, ask: Advance) -> None:
+        if ask.start is None and ask.token is None:
+            self._places.pop(ask.number, None)
             return
-        signal.setitimer(signal.ITIMER_PROF, TOKEN_LIMIT_S + REPLAYED_TOKEN_S * len(start or ()))
-        started = time.process_time()
-        answer: dict[str, object] = {"id": number, "forced": []}
-        mask = b""
+        started = time.perf_counter()
+        if ask.start or started - self._armed_at > _ARM_INTERVAL_S:
+            self._arm(TOKEN_LIMIT_S + REPLAYED_TOKEN_S * len(ask.start or ()))
+        error, mask, is_complete, replayed_s = None, b"", False, 0.0
+        forced: list[int] = []
         try:
-            grammar, forced = self._advance(number, start, token)
-            mask = grammar.token_mask()
-            answer |= {"forced": forced, "complete": grammar.is_complete}
+            if ask.start is not None:
+                self._place(ask.number, ask.start)
+                replayed_s = time.perf_counter() - started
+            grammar, forced = self._advance(ask)
+            mask, is_complete = grammar.token_mask(), grammar.is_complete
             if grammar.failure is not None:
                 raise grammar.failure
-        except InvalidRequest as error:
-            answer["error"] = [error.code, str(error)]
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        seconds = time.process_time() - started
+            if is_complete and self._schema.verifier is not None:
+                self._schema.verifier.check(self._written(ask.number))
+        except InvalidRequest as raised:
+            error, is_complete = (raised.code, str(raised)), False
+        seconds = time.perf_counter() - started
+        if seconds > _SLOW_S:  # what another process took of this time may be most of it
+            seconds = min(seconds, time.process_time() - self._armed_cpu_s)
+            self._armed_at = 0.0
         self._num_answers += 1
-        if seconds > 0.01 or self._num_answers % _ANSWERS_PER_SIZE == 1:
-            self._size = private_bytes()
-        self._answer(answer | {"seconds": seconds, "bytes": self._size}, mask)
+        if seconds > 0.01 or self._num_answers % _ANSWERS_PER_SIZE == 0:
+            self._measure()
+        self._answer(Answer(ask.number, self._size, seconds, is_complete, forced, error, mask, replayed_s))
 
-    def _advance(
-        self, number: int, start: list[int] | None, token: int | None
-    ) -> tuple[MatcherGrammar, list[int]]:
-        if start is not None:
-            grammar = self._schema.start()
-            grammar.replay(start)
-            self._places[number] = grammar, list(start)
-        grammar, tokens = self._places[number]
-        if token is None:
+    def _measure(self) -> None:
+        """Measure how much memory of the first process it has really copied: a question of 3 ms to the kernel."""
+        self._size = _COPIED_BYTES + max(0, memory()[1] - self._shared_bytes)
+
+    def _arm(self, seconds: float) -> None:
+        """End the process after this CPU time, unless armed again. Not once per token: that would cost more."""
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        self._armed_at, self._armed_cpu_s = time.perf_counter(), time.process_time()
+
+    def _place(self, number: int, token_ids: list[int]) -> None:
+        grammar = self._schema.start()
+        grammar.replay(token_ids)
+        self._places[number] = grammar, list(token_ids)
+
+    def _advance(self, ask: Advance) -> tuple[MatcherGrammar, list[int]]:
+        grammar, tokens = self._places[ask.number]
+        if ask.token is None:
             return grammar, []
-        forced = grammar.advance(token)
+        forced = grammar.advance(ask.token)
         if grammar.failure is not None:
             # All outputs share a lexer with one limit, which retains what they made it build: alone, this one
             # may pass.
             self._schema = compile_schema(self._tokenizer, self._kind, self._text)
             grammar = self._schema.start()
             grammar.replay(tokens)
-            forced = grammar.advance(token)
-            self._places[number] = grammar, tokens
-        tokens += [token, *forced]
+            forced = grammar.advance(ask.token)
+            self._places[ask.number] = grammar, tokens
+        tokens += [ask.token, *forced]
         return grammar, forced
 
-    def _answer(self, answer: dict[str, object], mask: bytes = b"") -> None:
-        self._unsent += frame(json.dumps(answer).encode() + b"\0" + mask)
+    def _written(self, number: int) -> bytes:
+        """Return an output's text."""
+        _, tokens = self._places[number]
+        text: bytes = self._tokenizer.decode_bytes(
+            tokens[:-1] if tokens[-1] in self._eos_token_ids else tokens
+        )
+        return text
+
+    def _answer(self, answer: Answer) -> None:
+        self._unsent += pack(*answer)
 
     def _flush(self) -> None:
         if self._unsent:
@@ -154,36 +193,24 @@ def _follow(schema: CompiledSchema, vocab_size: int) -> None:
     """Generate a short output, so that limits hit by the first tokens are reported before any request runs."""
     grammar, draw = schema.start(), random.Random(0)
     for _ in range(_STEPS_FOLLOWED):
-        mask = grammar.token_mask()
-        allowed = [token for token in range(vocab_size) if mask[token >> 3] >> (token & 7) & 1]
-        grammar.advance(draw.choice(allowed))
+        allowed = int.from_bytes(grammar.token_mask(), "little")
+        rank = draw.randrange(allowed.bit_count()) + 1
+        grammar.advance(
+            bisect_left(range(vocab_size), rank, key=lambda token: (allowed & ((2 << token) - 1)).bit_count())
+        )
         if grammar.failure is not None:
             raise grammar.failure
         if grammar.is_complete:
             return
 
 
-def limit_memory(more_bytes: int) -> None:
-    statm = Path("/proc/self/statm")
-    if not statm.exists():  # macOS ignores RLIMIT_AS anyway: there the alarms must suffice
-        return
-    size = int(statm.read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + more_bytes, resource.RLIM_INFINITY))
-
-
-def private_bytes() -> int:
-    """Return the memory this process uses beyond what it shares with its parent."""
-    rollup = Path("/proc/self/smaps_rollup")
-    if not rollup.exists():
-        return 16 << 20
-    lines = rollup.read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) << 10
-
-
 def main(control: socket.socket, time_limit_s: float, memory_limit_mib: int) -> None:
     """Run the first process: the vocabulary is its input; then a socket per schema comes over `control`."""
     os.nice(_NICENESS)
-    tokenizer = GrammarVocabulary.load(sys.stdin.read()).build()
+    vocabulary = GrammarVocabulary.load(sys.stdin.read())
+    tokenizer = vocabulary.build()
+    # Once, before processes fork: alone it takes longer than most schemas.
+    importlib.import_module("pagemill.engine.structured_output.verifier")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are never waited for
     gc.collect()
     gc.freeze()  # a collection would write to every shared page
@@ -195,7 +222,9 @@ def main(control: socket.socket, time_limit_s: float, memory_limit_mib: int) -> 
             if os.fork() == 0:
                 control.close()
                 try:
-                    SchemaServer(connection, tokenizer).run(time_limit_s, memory_limit_mib)
+                    SchemaServer(connection, tokenizer, vocabulary.eos_token_ids).run(
+                        time_limit_s, memory_limit_mib
+                    )
                 finally:
                     os._exit(0)
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pagemill.chat.families import CallForm
+from pagemill.common.chat.families import Elements, ToolSyntax
+from pagemill.common.structured_outputs import StructuredOutputs, closed_objects
 from pagemill.engine.text.tokenizer import Tokenizer
-from pagemill.structured_outputs import StructuredOutputs
 
 MAX_CALLS = 16
 """Calls in one answer, where a grammar counts them."""
+_MAX_REFERENCES = 8
+"""References that are followed from a parameter's schema."""
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -27,8 +29,9 @@ class Function:
 
     @classmethod
     def of(cls, function: Mapping[str, Any]) -> Function:
-        """Read OpenAI's form; without parameters, a call has none."""
-        return cls(function["name"], function.get("parameters") or _ANY_OBJECT, bool(function.get("strict")))
+        """Read OpenAI's form; without parameters, a call has none. Open objects are closed (`closed_objects`)."""
+        schema = closed_objects(function.get("parameters") or _ANY_OBJECT)
+        return cls(function["name"], schema, bool(function.get("strict")))
 
 
 class CallGrammar:
@@ -37,33 +40,38 @@ class CallGrammar:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def forced(self, functions: Sequence[Function], form: CallForm, *, is_single: bool) -> StructuredOutputs:
+    def forced(
+        self, functions: Sequence[Function], syntax: ToolSyntax, *, is_single: bool
+    ) -> StructuredOutputs:
         """The output is one call or more. Raises InvalidParameter if the schemas are too large."""
-        return self._lark("start: calls", self._calls(functions, form, is_single=is_single))
+        return self._lark("start: calls", self._calls(functions, syntax, is_single=is_single))
 
     def either(
-        self, functions: Sequence[Function], form: CallForm, schema: str, *, is_single: bool
+        self, functions: Sequence[Function], syntax: ToolSyntax, schema: str, *, is_single: bool
     ) -> StructuredOutputs:
         """As `forced`, or else JSON that the schema allows."""
         rules = [
-            *self._calls(functions, form, is_single=is_single),
-            f"answer: %json {_styled(json.loads(schema))}",
+            *self._calls(functions, syntax, is_single=is_single),
+            f"answer: {self._literal(syntax.form.answer)} %json {_styled(json.loads(schema))}",
         ]
         return self._lark("start: calls | answer", rules)
 
-    def triggered(self, functions: Sequence[Function], form: CallForm) -> StructuredOutputs:
+    def triggered(self, functions: Sequence[Function], syntax: ToolSyntax) -> StructuredOutputs:
         """The rest of one call after `form.trigger`."""
-        return self._lark("start: call", self._call(functions, form, form.trigger, form.end))
+        form = syntax.form
+        return self._lark("start: call", self._call(functions, syntax, form.trigger, form.end))
 
-    def _calls(self, functions: Sequence[Function], form: CallForm, *, is_single: bool) -> Iterator[str]:
+    def _calls(self, functions: Sequence[Function], syntax: ToolSyntax, *, is_single: bool) -> Iterator[str]:
+        form = syntax.form
         begin, separator, end = map(self._literal, (form.begin, form.separator, form.end))
         more = "" if is_single else f"({separator} call){{0,{MAX_CALLS - 1}}}"
         yield f"calls: {begin} call {more} {end}"
-        yield from self._call(functions, form)
+        yield from self._call(functions, syntax)
 
     def _call(
-        self, functions: Sequence[Function], form: CallForm, written: str = "", end: str = ""
+        self, functions: Sequence[Function], syntax: ToolSyntax, written: str = "", end: str = ""
     ) -> Iterator[str]:
+        form = syntax.form
         yield "call: " + " | ".join(f"call_{number}" for number in range(len(functions)))
         for number, function in enumerate(functions):
             head = (form.begin if written else "") + form.head(function.name)
@@ -71,7 +79,35 @@ class CallGrammar:
             assert head.startswith(written), form
             begin, after = self._literal(head[len(written) :]), self._literal(form.after + end)
             yield f"call_{number}: {begin} arguments_{number} {after}"
-            yield f"arguments_{number}: %json {_styled(function.schema)}"
+            if syntax.elements is None:
+                yield f"arguments_{number}: %json {_styled(function.schema)}"
+            else:
+                yield from self._elements(f"arguments_{number}", function.schema, syntax.elements)
+
+    def _elements(self, rule: str, schema: Mapping[str, Any], elements: Elements) -> Iterator[str]:
+        """Yield the rule of one function's parameters, in the schema's order."""
+        required = schema.get("required", ())
+        parts = []
+        for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+            part, is_text = f"{rule}_{number}", is_text_schema(value, schema)
+            parts.append(part if key in required else f"{part}?")
+            before = elements.before.replace("KEY", key).replace("TEXT", str(is_text).lower())
+            if not is_text:
+                shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+                styled = _styled(value if value is True else {**shared, **value})
+                yield f"{part}: {self._literal(before)} %json {styled} {self._literal(elements.after)}"
+                continue
+            choices = value.get("enum") or ([value["const"]] if "const" in value else [])
+            if choices:
+                texts = " | ".join(self._literal(str(one)) or '""' for one in choices)
+                yield f"{part}: {self._literal(before)} ({texts}) {self._literal(elements.after)}"
+            elif self._special is None or not self._special.search(elements.after):
+                yield f"{part}: {self._literal(before)} {part}_text"
+                yield f"{part}_text[suffix={_quoted(elements.after)}]: /(?s:.*)/"
+            else:  # no pattern reaches up to a special token
+                yield f"{part}: {self._literal(before)} {part}_text {self._literal(elements.after)}"
+                yield f"{part}_text: /[^<]*/"
+        yield f"{rule}: {' '.join(parts)}"
 
     def _lark(self, start: str, rules: Any) -> StructuredOutputs:
         return StructuredOutputs(grammar="\n".join(["%llguidance {}", start, *rules]) + "\n")
@@ -86,7 +122,7 @@ class CallGrammar:
     def _part(self, text: str) -> str:
         if self._special is not None and self._special.fullmatch(text):
             return f"<[{self._special_ids[text]}]>"
-        return json.dumps(text, ensure_ascii=False)
+        return _quoted(text)
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:
@@ -99,6 +135,34 @@ class CallGrammar:
     def _special(self) -> re.Pattern[str] | None:
         names = sorted(filter(None, self._special_ids), key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+
+def is_text_schema(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Return True if the values that a parameter's schema allows are texts, or may be."""
+    for _ in range(_MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        schema = root
+        for part in reference[2:].split("/"):
+            schema = schema.get(part) if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping):
+        return False
+    kinds = schema.get("type")
+    if kinds is not None:
+        return "string" in (kinds if isinstance(kinds, list) else [kinds])
+    if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        return all(isinstance(value, str) for value in values)
+    branches = [one for name in ("anyOf", "oneOf", "allOf") for one in schema.get(name) or ()]
+    return any(is_text_schema(one, root) for one in branches if not _refers(one))
+
+
+def _refers(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and "$ref" in schema
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _styled(schema: Any) -> str:

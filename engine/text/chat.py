@@ -7,19 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pagemill.bounds import InvalidParameter
-from pagemill.chat.families import TOOLS, detect_tools, unsupported_family
-from pagemill.chat.parser import ChatSyntax
-from pagemill.chat.thinking import THINKING, detect_thinking
+from pagemill.common.bounds import InvalidParameter
+from pagemill.common.chat.families import (
+    PLUGINS,
+    TOOLS,
+    ToolSyntax,
+    detect_tools,
+    find_tools,
+    unsupported_family,
+)
+from pagemill.common.chat.syntax import ChatSyntax
+from pagemill.common.chat.thinking import HARMONY, THINKING, ThinkingTags, detect_thinking
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.errors import InvalidRequest, UnsupportedFeature
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Outline, Thinking
-from pagemill.engine.text.call_grammar import CallGrammar, Function
+from pagemill.engine.text.call_grammar import CallGrammar, Function, is_text_schema
+from pagemill.engine.text.harmony_turns import harmony_turns
+from pagemill.engine.text.numbered_calls import number_calls
 from pagemill.engine.text.tokenizer import Message, Tokenizer
-from pagemill.structured_outputs import StructuredOutputs
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn thinking on or off."""
+_MAX_NAMES = 16384
+"""Characters of parameters' names, which every output's record holds for syntaxes without types."""
 _EXPLANATION = """You can call these functions:
 {tools}
 
@@ -34,17 +45,26 @@ class ChatOptions:
     choice: Literal["none", "auto", "required"] = "auto"
     function: str | None = None
     """The one function to call; `choice` is required then."""
-    is_parallel: bool = True
+    is_parallel: bool | None = None
+    """Whether several calls are allowed. None: several where the model is free to call, one where it has to."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
 
     @property
     def offered(self) -> list[Function]:
-        """The functions that the model may call."""
+        """The functions that the model may call. Raises InvalidRequest if one has to be called and there is none."""
         if self.choice == "none":
             return []
-        functions = [Function.of(tool["function"]) for tool in self.tools]
-        return [one for one in functions if self.function in (None, one.name)]
+        try:
+            functions = [Function.of(tool["function"]) for tool in self.tools]
+        except (KeyError, TypeError):
+            raise InvalidRequest(
+                "tools: give functions in OpenAI's form: type, and function with a name"
+            ) from None
+        offered = [one for one in functions if self.function in (None, one.name)]
+        if self.choice == "required" and not offered:
+            raise InvalidRequest(f"tool_choice: tools lack {self.function or 'a function to call'}")
+        return offered
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +98,70 @@ class ChatFormat:
         """
         functions = options.offered
         tools = self._tool_syntax() if functions else None
-        tags = None if self._thinking in (None, "none") else THINKING[self._thinking]
+        tags = self._tags
         self._check(options, params)
+        structure, trigger = self._structure(functions, options, params, tools)
+        is_limited = structure is not None or params.thinking_token_budget is not None
         prompt = self._render(messages, options, tools)
+        if tags is not None and params.label_probs is not None:
+            prompt += tags.answer  # a label is the first that is generated
+            tags = None if tags.answer else tags
+        elif tags is not None and tags.after and is_limited:
+            prompt += tags.opening
         is_open = tags is not None and tags.is_open_after(prompt)
         is_shut = tags is not None and not is_open and prompt.rstrip().endswith(tags.closing)
-        syntax = ChatSyntax(None if is_shut else self._thinking if tags else None, is_open, tools)
-        structure, trigger = self._structure(functions, options, params, tools)
+        syntax = ChatSyntax(
+            None if is_shut else self._thinking if tags else None,
+            is_open,
+            tools,
+            self._values(functions, tools),
+        )
         thinking = None
-        if tags is not None and not is_shut and (structure or params.thinking_token_budget is not None):
+        if tags is not None and not is_shut and is_limited:
+            header = tags.after + (tags.answer if structure is params.structured_outputs else "")
+            closing = tags.closing + ("" if structure is None or trigger else header)
             thinking = Thinking(
                 tags.opening,
-                tags.closing,
+                closing,
                 is_open,
                 opening_ids=tuple(self._encode(tags.opening)),
-                closing_ids=tuple(self._encode(tags.closing)),
+                closing_ids=tuple(self._encode(closing)),
                 budget=params.thinking_token_budget,
+                decided_by=tags.closing if closing != tags.closing else "",
             )
         outline = None
         if thinking is not None or trigger:
-            outline = Outline(thinking, trigger, options.is_parallel and options.function is None)
-        marks = [tags.closing] if tags else []
-        marks += [*TOOLS[tools].opens, TOOLS[tools].form.trigger] if tools else []
+            allows_more = options.is_parallel is not False and options.function is None
+            is_single = tools is not None and _syntax(tools).form.is_single
+            outline = Outline(thinking, trigger, is_repeated=allows_more and not is_single)
+        marks = [tags.opening, tags.closing] if tags else []
+        marks += [*_syntax(tools).opens, _syntax(tools).form.trigger] if tools else []
         if any(self._is_hidden(mark) for mark in marks):
             params = replace(params, skip_special_tokens=False)
         if structure is not None:
             params = replace(params, structured_outputs=structure)
+        if tags is not None and (stops := self._stops(tags)):
+            params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *stops))))
         return PreparedChat(prompt, params, Generate(outline), syntax)
+
+    @property
+    def parses_every_chat(self) -> bool:
+        """True if an answer is of no use as it is: it has headers, which no job asks for."""
+        return self._tags is not None and bool(self._tags.after)
+
+    @property
+    def _tags(self) -> ThinkingTags | None:
+        return None if self._thinking in (None, "none") else THINKING[self._thinking]
+
+    def _stops(self, tags: ThinkingTags) -> list[int]:
+        """Return the ids of the special tokens that end an output; a vocabulary without them has none."""
+        found = map(self._encode, tags.stops)
+        return [ids[0] for ids in found if len(ids) == 1]
 
     def _tool_syntax(self) -> str:
         if self._tools is not None and self._tools != "none":
             return self._tools
-        known = ", ".join(TOOLS)
+        known = ", ".join((*TOOLS, *PLUGINS.names))
         family = unsupported_family(self._template) or "this model"
         raise UnsupportedFeature(
             f"tools: the calls of {family} are not supported; start the worker with tool_call_parser set to one of "
@@ -124,6 +176,11 @@ class ChatFormat:
                 f"with reasoning_parser set to one of {', '.join(THINKING)}"
             )
         words = ("reasoning_effort", *_SWITCHES)
+        efforts = self._tags.efforts if self._tags else ()
+        if options.reasoning_effort is not None and efforts and options.reasoning_effort not in efforts:
+            raise UnsupportedFeature(
+                f"reasoning_effort: the model knows {', '.join(efforts)}, not {options.reasoning_effort}"
+            )
         if options.reasoning_effort is not None and not any(word in self._template for word in words):
             raise UnsupportedFeature(
                 "reasoning_effort: the model's chat template has no such variable; use thinking_token_budget, or a "
@@ -139,6 +196,10 @@ class ChatFormat:
         names = {function.name for function in options.offered}
         shown = [tool for tool in options.tools if tool["function"]["name"] in names]
         turns = [_turn(message, tools) for message in messages]
+        if tools == "kimi_k2":
+            number_calls(turns)
+        if self._thinking == HARMONY:
+            turns = harmony_turns(turns)
         if "tools" not in self._template:
             turns, shown = [_as_text(turn) for turn in _explained(turns, shown)], []
         return self._tokenizer.render_chat(turns, shown, variables)
@@ -150,22 +211,48 @@ class ChatFormat:
         asked = params.structured_outputs
         if tools is None:
             return asked, ""
-        form = TOOLS[tools].form
-        is_single = not options.is_parallel or options.function is not None
+        syntax, form = _syntax(tools), _syntax(tools).form
+        is_forced = options.choice == "required" or asked is not None or options.is_parallel is False
+        if syntax.quote and (is_forced or any(function.is_strict for function in functions)):
+            raise UnsupportedFeature(
+                f"tools: calls in the syntax {tools} can't be forced or constrained; use tool_choice auto without "
+                "strict, parallel_tool_calls and structured_outputs"
+            )
+        allows_one = options.is_parallel is False or options.function is not None
         try:
             if options.choice == "required":
-                return self._grammar.forced(functions, form, is_single=is_single), ""
+                # A weak model fills whatever number of calls is allowed, and clients expect one.
+                is_single = form.is_single or allows_one or options.is_parallel is None
+                return self._grammar.forced(functions, syntax, is_single=is_single), ""
             if asked is not None:
                 if asked.json is None:
                     raise UnsupportedFeature(
                         "structured_outputs beside tools: only json is supported, or tool_choice none"
                     )
-                return self._grammar.either(functions, form, asked.json, is_single=is_single), ""
-            if any(function.is_strict for function in functions) or not options.is_parallel:
-                return self._grammar.triggered(functions, form), form.trigger
+                return self._grammar.either(
+                    functions, syntax, asked.json, is_single=form.is_single or allows_one
+                ), ""
+            if any(function.is_strict for function in functions) or options.is_parallel is False:
+                return self._grammar.triggered(functions, syntax), form.trigger
         except InvalidParameter as error:
             raise InvalidRequest.of(error.code, f"tools: {error}") from None
         return None, ""
+
+    def _values(
+        self, functions: list[Function], tools: str | None
+    ) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Return the parameters whose values are not texts, if the syntax does not mark them. Raises InvalidRequest."""
+        if tools is None or _syntax(tools).elements is None:
+            return ()
+        found = []
+        for function in functions:
+            properties = function.schema.get("properties", {}).items()
+            keys = tuple(key for key, value in properties if not is_text_schema(value, function.schema))
+            if keys:
+                found.append((function.name, keys))
+        if sum(len(name) + sum(map(len, keys)) for name, keys in found) > _MAX_NAMES:
+            raise InvalidRequest(f"tools: the names of parameters have more than {_MAX_NAMES} characters")
+        return tuple(found)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -173,6 +260,12 @@ class ChatFormat:
     def _is_hidden(self, mark: str) -> bool:
         """Return True if a mark is made of special tokens, which texts leave out."""
         return mark not in self._tokenizer.decode(self._encode(mark))
+
+
+def _syntax(name: str) -> ToolSyntax:
+    found = find_tools(name)
+    assert found is not None, name
+    return found
 
 
 def _turn(message: Message, tools: str | None) -> dict[str, Any]:

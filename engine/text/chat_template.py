@@ -1,19 +1,28 @@
 """The chat template of a model: the one asked for, or the one that lies beside its tokenizer.
 
-A template is a program of the model's publisher. transformers runs it in Jinja's sandbox: it reads the messages, and
-reaches nothing else.
+A template is a program of the model's publisher. It runs in Jinja's sandbox, in a process with limits on CPU time and
+memory: it reads the messages, and reaches nothing else.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pagemill.engine.errors import ConfigError, InvalidRequest, ModelLoadError, UnsupportedFeature
+from pagemill.engine.limited_process import Refused
+from pagemill.engine.text.text_child import environment
+from pagemill.engine.text.text_process import TextProcess
 
 _MAX_BYTES = 2**20
+_MAX_REASON = 300
+_RESERVED = {"chat_template", "continue_final_message", "conversation", "messages", "tokenize",
+             "tools"}  # fmt: skip
+_IMAGE = re.compile(r"""['"]image['"]""")
+"""The type of a part. A template that names it, and does not test for strings, shows no text of a plain content."""
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
 """What transformers calls the template that models have for conversations with tools."""
@@ -32,7 +41,8 @@ class ChatTemplate:
         Raises:
             ConfigError: there is no such template, or it can't be parsed.
         """
-        self._tokenizer = tokenizer
+        self._special_tokens = {name: _plain(token) for name, token in tokenizer.special_tokens_map.items()}
+        self._process = TextProcess()
         own = tokenizer.chat_template or _beside(directory)
         self._named: dict[str, str] = own if isinstance(own, dict) else {_DEFAULT: own} if own else {}
         self.text = self._named.get(_DEFAULT) if asked is None else self._asked_for(asked)
@@ -53,27 +63,31 @@ class ChatTemplate:
 
         Raises:
             UnsupportedFeature: there is no template.
-            InvalidRequest: the template refuses these messages.
+            InvalidRequest: the template refuses these messages, or takes too long or too much memory for them.
         """
         template = self._with_tools if tools else self.text
         if template is None:
-            raise UnsupportedFeature(self._why_none())
+            raise UnsupportedFeature(self._no_template_message())
+        if not messages:
+            raise InvalidRequest("a chat needs a message")
+        if taken := sorted(_RESERVED & variables.keys()):
+            raise InvalidRequest(f"chat_template_kwargs: {', '.join(taken)} can't be set")
+        values = self._special_tokens | {"add_generation_prompt": True} | dict(variables)
+        reads_parts = _IMAGE.search(template) is not None and "is string" not in template
+        values |= {
+            "messages": [_known_fields(message, reads_parts) for message in messages],
+            "tools": tools or None,
+            "documents": variables.get("documents"),
+        }
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools or None,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **variables,
-            )
-        except Exception as error:  # the template is foreign code: any error is due to these messages
+            return self._process.render(template, values)
+        except Refused as error:
+            # What the template says itself (raise_exception) is the reason that its user needs.
             raise InvalidRequest(
-                f"the chat template refuses these messages: {type(error).__name__}"
-            ) from error
-        return str(text)
+                f"the chat template refuses these messages: {str(error)[:_MAX_REASON]}"
+            ) from None
 
-    def _why_none(self) -> str:
+    def _no_template_message(self) -> str:
         what = "send a prompt instead of messages, or start the worker with --chat-template"
         if self._named:
             names = ", ".join(sorted(self._named))
@@ -86,7 +100,7 @@ class ChatTemplate:
             if asked in self._named:
                 return self._named[asked]
             names = f"; the model's own are {', '.join(sorted(self._named))}" if self._named else ""
-            raise ConfigError(f"chat_template: there is no file {asked!r}{names}", setting="chat_template")
+            raise ConfigError(f"chat_template: file {asked!r} does not exist{names}", setting="chat_template")
         try:
             with file.open("rb") as opened:
                 content = opened.read(_MAX_BYTES + 1)
@@ -97,7 +111,7 @@ class ChatTemplate:
             ) from error
         if len(content) > _MAX_BYTES or not text.strip():
             raise ConfigError(
-                f"chat_template: {file} is no template: it should have 1 to {_MAX_BYTES} bytes",
+                f"chat_template: {file} should have 1 to {_MAX_BYTES} bytes",
                 setting="chat_template",
             )
         return text
@@ -106,18 +120,33 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
 
         try:
-            self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": "Hi"}], chat_template=text, tokenize=False
-            )
-        except TemplateSyntaxError as error:
-            message = f"line {error.lineno}: {error.message}"
+            environment().parse(text)  # compiling computes constants, which may take any time
+        except (TemplateSyntaxError, RecursionError) as error:
+            message = f"line {getattr(error, 'lineno', 1)}: {error}"
             if asked is not None:
                 raise ConfigError(f"chat_template: {asked}: {message}", setting="chat_template") from error
             raise ModelLoadError(
                 f"can't read the chat template in {directory}: {message}; give one with chat_template"
             ) from error
-        except Exception:  # it may well refuse this conversation
-            return
+
+
+def _known_fields(message: Mapping[str, Any], reads_parts: bool) -> dict[str, Any]:
+    """Return a message without empty fields, with its reasoning under all names that templates read.
+
+    Args:
+        reads_parts: the template takes a content for a list of parts.
+    """
+    known = {name: value for name, value in message.items() if value is not None}
+    if reads_parts and isinstance(known.get("content"), str):
+        known["content"] = [{"type": "text", "text": known["content"]}]
+    names = ("reasoning_content", "thinking", "reasoning")
+    if (reasoning := next((known[name] for name in names if name in known), None)) is not None:
+        known = {"thinking": reasoning} | known | {"reasoning_content": reasoning}
+    return known
+
+
+def _plain(token: Any) -> Any:
+    return [str(one) for one in token] if isinstance(token, list | tuple) else str(token)
 
 
 def _beside(directory: Path) -> str | dict[str, str] | None:

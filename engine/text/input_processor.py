@@ -7,12 +7,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
-from pagemill.chat.parser import ChatSyntax
+from pagemill.common.chat.syntax import ChatSyntax
 from pagemill.engine.byte_cache import ByteCache, text_bytes
 from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
+from pagemill.engine.media import MediaItem
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Score
 from pagemill.engine.text.chat import ChatFormat, ChatOptions
+from pagemill.engine.text.pictures import (
+    ImageReader,
+    as_shown,
+    expanded,
+    image_parts,
+    place,
+    with_pictures,
+)
 from pagemill.engine.text.tokenizer import Message, Tokenizer
 
 MAX_BAD_WORD_TOKENS = 32_768
@@ -40,9 +49,11 @@ class InputProcessor:
         *,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        images: ImageReader | str = "the model does not read images",
     ) -> None:
-        """The parsers are those of `EngineConfig`."""
+        """The parsers are those of `EngineConfig`; `images` prepares pictures, or is why the model reads none."""
         self._parsers = tool_call_parser, reasoning_parser
+        self._images = images
         self._tokenizer = tokenizer
         self._limits = limits
         self._bad_word_ids: ByteCache[tuple[str, ...], tuple[tuple[int, ...], ...]] = ByteCache(
@@ -52,7 +63,9 @@ class InputProcessor:
     def __reduce__(self) -> Any:
         """Leave out what is remembered of requests."""
         tools, reasoning = self._parsers
-        make = partial(InputProcessor, tool_call_parser=tools, reasoning_parser=reasoning)
+        make = partial(
+            InputProcessor, tool_call_parser=tools, reasoning_parser=reasoning, images=self._images
+        )
         return make, (self._tokenizer, self._limits)
 
     @property
@@ -61,7 +74,48 @@ class InputProcessor:
         return self._limits.vocab_size
 
     labels: tuple[str, ...] = ()
-    """Those that the model tells apart: here none."""
+    """Those that the model distinguishes: here none."""
+
+    def can_resume(self, token_ids: list[int]) -> bool:
+        """Return whether an output that `process` gave this prompt can be continued."""
+        return True
+
+    def read_images(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages with prepared pictures, as the other methods take them, in place of images' bytes.
+
+        Raises:
+            InvalidImage: one of them can't be decoded, or exceeds a limit.
+            UnsupportedFeature: the model does not see images, or what prepares them is missing.
+            PromptTooLong: their placeholders alone are longer than max_model_len.
+        """
+        images = [part["image"] for part in image_parts(messages)]
+        if not images:
+            return messages
+        if isinstance(self._images, str):
+            raise UnsupportedFeature(self._images)
+        pictures = []
+        num_tokens = 0
+        for picture in self._images.read(images):
+            pictures.append(picture)
+            num_tokens += picture.num_placeholders
+            if num_tokens >= self._limits.max_model_len:
+                raise PromptTooLong(
+                    f"image {len(pictures)} brings the prompt to {num_tokens} image tokens, the model takes "
+                    f"{self._limits.max_model_len} tokens (max_model_len)"
+                )
+        return with_pictures(messages, pictures)
+
+    def media_of(self, token_ids: Sequence[int], messages: Sequence[Message] | None) -> tuple[MediaItem, ...]:
+        """Return the media of a prompt that was made of messages with pictures.
+
+        Raises:
+            InvalidRequest: the tokens do not have all placeholders of the pictures, or have others.
+        """
+        pictures = [part["image"] for part in image_parts(messages or ())]
+        if not pictures:
+            return ()
+        assert not isinstance(self._images, str), "read_images made the pictures"
+        return place(token_ids, pictures, self._images.markers.placeholder_id)
 
     def process(
         self,
@@ -95,9 +149,14 @@ class InputProcessor:
         """
         if self._tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send prompt_token_ids")
-        chat = self._chat_format.prepare(messages, options, params)
-        token_ids, params = self._checked(self._encode(chat.prompt), chat.params)
+        chat = self._chat_format.prepare(as_shown(messages), options, params)
+        token_ids, params = self._checked(self._encode_chat(chat.prompt, messages), chat.params)
         return token_ids, params, chat.task, chat.syntax
+
+    @property
+    def parses_every_chat(self) -> bool:
+        """True if a chat's answer has to be read by its syntax even if the job does not ask for that."""
+        return self._tokenizer is not None and self._chat_format.parses_every_chat
 
     @cached_property
     def _chat_format(self) -> ChatFormat:
@@ -194,13 +253,24 @@ class InputProcessor:
                 raise InvalidRequest(f"bad_words have more than {MAX_BAD_WORD_TOKENS} tokens")
         return tuple(sequences)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send token ids")
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise InvalidRequest("the text is not valid Unicode") from error
+
+    def _encode_chat(self, text: str, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a rendered chat. Raises InvalidRequest."""
+        pictures = [part["image"] for part in image_parts(messages)]
+        if not pictures:
+            return self._encode(text)  # the template adds the special tokens itself
+        assert not isinstance(self._images, str), "read_images made the pictures"
+        markers = self._images.markers
+        # As transformers' processors: they add the special tokens that a template does not write.
+        has_bos = bool(markers.bos) and text.startswith(markers.bos)
+        return self._encode(expanded(text, pictures, markers), add_special_tokens=not has_bos)
 
     def _tokenise(
         self,
@@ -209,14 +279,14 @@ class InputProcessor:
         prompt_token_ids: Sequence[int] | None,
     ) -> list[int]:
         if sum(value is not None for value in (prompt, messages, prompt_token_ids)) != 1:
-            raise InvalidRequest("give exactly one of prompt, messages and prompt_token_ids")
+            raise InvalidRequest("exactly one of prompt, messages and prompt_token_ids is required")
         if prompt_token_ids is not None:
             return list(prompt_token_ids)
         if self._tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send prompt_token_ids")
         try:
             if messages is not None:
-                return self._tokenizer.encode_chat(messages)
+                return self._encode_chat(self._tokenizer.render_chat(as_shown(messages), (), {}), messages)
             assert prompt is not None
             return self._tokenizer.encode(prompt)
         except (UnicodeError, TypeError) as error:  # lone surrogates

@@ -222,8 +222,7 @@ class OutputProcessor:
         if record.best_of is not None:
             record.best_of.hold(delta)
         else:
-            if sequence.request.beam_search is not None:
-                delta.cumulative_logprob = sequence.cumulative_logprob
+            delta.cumulative_logprob = update.cumulative_logprob
             if (scores := update.label_scores) is not None:
                 delta.cumulative_logprob = scores.logprob
                 delta.label_probs, delta.label = scores.probs, scores.chosen
@@ -282,6 +281,9 @@ class OutputProcessor:
         if not num_tokens:
             return
         self.stats.requests.generated_tokens += num_tokens
+        stay = record.request.stay
+        if stay.cause != "decode" and any(s.row is not None for s in record.request.sequences):
+            stay.enter("decode", now)
         if record.first_token_time is None:
             record.first_token_time = now
             self.stats.ttft.observe(now - record.added)
@@ -340,6 +342,8 @@ class OutputProcessor:
             returned = sum(len(delta.token_ids) for delta in output.deltas)
         output.usage = Usage(request.num_input_tokens, returned, request.num_cached_tokens)
         output.error, output.error_code = record.error, record.error_code
+        output.warnings = request.warnings
+        output.stay = request.stay.report(len(request.sequences), now)
         output.prompt_logprobs = request.prompt_logprobs or None
         if record.first_token_time is not None:
             output.ttft_s = record.first_token_time - record.added

@@ -59,7 +59,7 @@ def read_sentencepiece(file: Path) -> SentencePieceModel:
     is_known = trainer.model_type in (_UNIGRAM, _BPE) and normalizer.escape_whitespaces
     if not model.pieces or not is_known or trainer.treat_whitespace_as_suffix:
         raise ModelLoadError(
-            f"can't load the tokenizer in {file}: it is no SentencePiece model of kind BPE or unigram; convert it to a "
+            f"can't load the tokenizer in {file}: not a SentencePiece model of kind BPE or unigram; convert it to a "
             "tokenizer.json, or serve token ids (skip_tokenizer_init)"
         )
     return SentencePieceModel(

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from pagemill.engine.errors import InvalidRequest
-
-Text = str | tuple[str, str]
-"""A text, or a pair."""
+from pagemill.engine.text.text_process import Text, TextProcess, is_panic
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +21,22 @@ class EncodedText:
 class TextEncoder:
     """A tokenizer with the special tokens that its model was trained with."""
 
-    def __init__(self, tokenizer_json: str, *, gives_types: bool) -> None:
-        """`tokenizer_json`: the content of a tokenizer.json without padding and truncation."""
+    def __init__(self, tokenizer_json: str, *, gives_types: bool, is_limited: bool = False) -> None:
+        """Load the tokenizer.
+
+        Args:
+            tokenizer_json: the content of a tokenizer.json without padding and truncation.
+            is_limited: encode in a process with limits.
+        """
         self._gives_types = gives_types
         self._json = tokenizer_json
-        self._tokenizer: Any = Tokenizer.from_str(tokenizer_json)
+        self._process = TextProcess(tokenizer_json) if is_limited else None
+        self._tokenizer = _tokenizer(tokenizer_json)
         self._shortening = lru_cache(maxsize=8)(self._shortening_tokenizer)
 
     def __reduce__(self) -> Any:
-        return partial(TextEncoder, gives_types=self._gives_types), (self._json,)
+        is_limited = self._process is not None
+        return partial(TextEncoder, gives_types=self._gives_types, is_limited=is_limited), (self._json,)
 
     def encode(self, texts: Sequence[Text], *, shorten_to: int | None = None) -> list[EncodedText]:
         """Encode texts, with special tokens; `shorten_to` cuts a longer text's end, and of a pair the longer one's.
@@ -41,33 +44,49 @@ class TextEncoder:
         Raises:
             InvalidRequest: a text is not valid Unicode.
         """
+        if self._process is not None:
+            return [
+                _encoded(ids, types, has_types=self._gives_types and isinstance(text, tuple))
+                for (ids, types, _), text in zip(
+                    self._process.encode_all(texts, shorten_to=shorten_to), texts, strict=True
+                )
+            ]
         tokenizer = self._tokenizer if shorten_to is None else self._shortening(shorten_to)
         try:
             encodings = tokenizer.encode_batch(list(texts), add_special_tokens=True)
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise InvalidRequest("the text is not valid Unicode") from error
-        except Exception as error:  # nothing is left of a text beside so many special tokens
+        except BaseException as error:  # nothing is left of a text beside so many special tokens
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             raise InvalidRequest(f"the tokenizer refuses the text: {str(error)[:200]}") from error
         return [
-            _encoded(encoding, has_types=self._gives_types and isinstance(text, tuple))
+            _encoded(encoding.ids, encoding.type_ids, has_types=self._gives_types and isinstance(text, tuple))
             for encoding, text in zip(encodings, texts, strict=True)
         ]
 
     def num_leading_tokens(self, prompt: str) -> int:
         """Return the number of tokens that a prompt has in front of a text: all but a special one at its end."""
-        encoding = self._tokenizer.encode(prompt, add_special_tokens=True)
-        mask = encoding.special_tokens_mask
+        if self._process is not None:
+            ((_, _, mask),) = self._process.encode_all([prompt])
+        else:
+            mask = self._tokenizer.encode(prompt, add_special_tokens=True).special_tokens_mask
         return len(mask) - bool(mask and mask[-1])
 
     def _shortening_tokenizer(self, length: int) -> Any:
-        tokenizer: Any = Tokenizer.from_str(self._json)
+        tokenizer = _tokenizer(self._json)
         tokenizer.enable_truncation(length)
         return tokenizer
 
 
-def _encoded(encoding: Any, *, has_types: bool) -> EncodedText:
-    token_ids: list[int] = encoding.ids
+def _tokenizer(tokenizer_json: str) -> Any:
+    from tokenizers import Tokenizer  # an echo worker imports this module and runs without tokenizers
+
+    return Tokenizer.from_str(tokenizer_json)
+
+
+def _encoded(token_ids: list[int], types: list[int], *, has_types: bool) -> EncodedText:
     start = len(token_ids)
-    if has_types and 1 in (types := encoding.type_ids):
+    if has_types and 1 in types:
         start = types.index(1)
     return EncodedText(token_ids, start)

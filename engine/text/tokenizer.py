@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pagemill.engine.errors import InvalidRequest, ModelLoadError
+from pagemill.engine.errors import EngineError, InvalidRequest, ModelLoadError
 from pagemill.engine.text.byte_level import byte_characters
 from pagemill.engine.text.chat_template import ChatTemplate
+from pagemill.engine.text.known_cost import is_decoder_bounded, unbounded_part
+from pagemill.engine.text.text_process import TextProcess, is_panic
 from pagemill.engine.text.tokenizer_files import has_tokenizer, read_tokenizer
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 
@@ -40,7 +45,7 @@ class Tokenizer(Protocol):
 
         Raises:
             UnsupportedFeature: there is no chat template.
-            InvalidRequest: these are no messages, or the template refuses them.
+            InvalidRequest: invalid messages, or the template rejects them.
         """
         ...
 
@@ -106,10 +111,13 @@ class HuggingFaceTokenizer:
     def __init__(self, directory: Path, chat_template: str | None = None) -> None:
         """Raises `ConfigError`: a file is missing or broken, or there is no such template (see `ChatTemplate`)."""
         try:
+            is_known = _is_cost_known(directory)
             self._tokenizer = read_tokenizer(directory)
         except ModelLoadError:
             raise
-        except Exception as error:  # a broken file can make transformers raise anything
+        except BaseException as error:  # a broken file can make transformers raise anything
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             message = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
             raise ModelLoadError(
                 f"can't load the tokenizer in {directory}: {message}; download its files again, or serve token ids "
@@ -119,25 +127,38 @@ class HuggingFaceTokenizer:
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self._read_from = directory, chat_template
         self.vocab_size: int = len(self._tokenizer)
+        self.is_limited = not is_known
+        """Texts are encoded in a process with limits."""
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
+        self._process = None if is_known else TextProcess(self.to_json())
         self._template = ChatTemplate(self._tokenizer, directory, chat_template)
         self.chat_template = self._template.source
         self.gives_types: bool = "token_type_ids" in self._tokenizer.model_input_names
-        """The model tells a pair's second text by a type of its tokens."""
+        """The model marks a pair's second text by a token type."""
 
     def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[Path, str | None]]:
         """Pickle the name of the folder, which another process reads again."""
         return HuggingFaceTokenizer, self._read_from
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if self._process is not None:
+            return self._process.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if is_panic(error):
+                raise InvalidRequest(f"the tokenizer refuses the text: {str(error)[:200]}") from None
+            raise
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if self._backend is not None:
-            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        else:
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        decoder = self._tokenizer if self._backend is None else self._backend
+        try:
+            text: str = decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if is_panic(error):
+                raise EngineError(f"the tokenizer can't decode a token: {str(error)[:200]}") from None
+            raise
         return text
 
     def piece(self, token_id: int) -> str | None:
@@ -152,7 +173,7 @@ class HuggingFaceTokenizer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
         for message in messages:
-            _text_of(message)
+            _check_message(message)
         return self._template.render(list(messages), [dict(tool) for tool in tools], variables)
 
     def to_json(self) -> str | None:
@@ -179,21 +200,58 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Tokeniz
     return HuggingFaceTokenizer(directory, chat_template)
 
 
+def _is_cost_known(directory: Path) -> bool:
+    """Return whether any text can be encoded in a thread. Other tokenizers are tried in a process with limits.
+
+    Raises:
+        ModelLoadError: loading or decoding may take any time or memory.
+    """
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return True  # its code is Pagemill's or transformers'
+    text = file.read_text(encoding="utf-8")
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        return True  # it is refused when it is read
+    if not is_decoder_bounded(content):
+        raise ModelLoadError(
+            f"can't load the tokenizer in {directory}: its decoder can make a text of any length of a token; serve "
+            "token ids (skip_tokenizer_init)"
+        )
+    part = unbounded_part(content)
+    if part is None:
+        return True
+    logger.info("texts are encoded in a process with limits: tokenizer.json has an unusual %s", part)
+    trial = TextProcess(text)
+    try:
+        trial.try_loading()
+    finally:
+        trial.close()
+    return False
+
+
 def generation_eos_token_ids(directory: Path) -> list[int]:
-    """Return the EOS ids of generation_config.json, or else of config.json."""
+    """Return the EOS ids of generation_config.json, or else of config.json or its `text_config`."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         if file.is_file():
-            value = json.loads(file.read_text()).get("eos_token_id")
+            content = json.loads(file.read_text())
+            value = content.get("eos_token_id")
+            if value is None and isinstance(text := content.get("text_config"), dict):
+                value = text.get("eos_token_id")
             if value is not None:
                 return [value] if isinstance(value, int) else [int(v) for v in value]
     return []
 
 
-def _text_of(message: Message) -> str:
+def _check_message(message: Message) -> None:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest("every message needs a role and a content")
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise InvalidRequest("message content must be a string")
-    return content
+    if not isinstance(message.get("content"), str | list):
+        raise InvalidRequest("message content must be a string or a list of parts")
+
+
+def _text_of(message: Message) -> str:
+    _check_message(message)
+    content: str | list[Mapping[str, Any]] = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

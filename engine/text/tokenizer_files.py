@@ -184,5 +184,5 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise ModelLoadError(f"can't read {file}: it is no JSON object")
+        raise ModelLoadError(f"can't read {file}: not a JSON object")
     return content

@@ -1,20 +1,51 @@
-"""Triton's face of paged attention: the decode kernel for a step's first rows, the prefill kernel for the rest."""
+"""Paged attention on a GPU: two Triton kernels, or a library that the cache names, where it computes the layer."""
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 
+from pagemill.kernels.gpu.attention_backend import PagedAttentionBackend
 from pagemill.kernels.gpu.attention_decode import paged_attention_decode
 from pagemill.kernels.gpu.attention_prefill import paged_attention_prefill
+from pagemill.kernels.gpu.flash_attention import FlashAttention3
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
+
+logger = logging.getLogger(__name__)
+
+
+LIBRARIES: dict[str, PagedAttentionBackend] = {"fa3": FlashAttention3()}
+"""By `LayerCache.attention`."""
 
 
 def paged_attention(
     query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.paged_attention`. Two kernels: one that did both would pipeline neither."""
+    """See `pagemill.kernels.dispatch.paged_attention`."""
+    library = LIBRARIES.get(cache.attention)
+    if library is None:
+        return _by_kernels(query, cache, metadata, scoring)
+    reason = library.unsupported(query, cache, scoring)
+    if reason is not None:
+        _warn(cache.attention, reason)
+        return _by_kernels(query, cache, metadata, scoring)
+    return library.attend(query, cache, metadata, scoring)
+
+
+@cache
+def _warn(name: str, reason: str) -> None:
+    """Log once which layers a library leaves to the kernels."""
+    logger.warning("attention backend %s does not support %s; Triton computes these layers", name, reason)
+
+
+def _by_kernels(
+    query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
+) -> torch.Tensor:
+    """Two kernels, for a step's first rows and for the rest: one that did both would pipeline neither."""
     out = query.new_empty(query.shape)
     num_decode_rows = metadata.num_decode_rows
     if num_decode_rows > 0:

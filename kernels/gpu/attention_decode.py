@@ -15,6 +15,7 @@ from pagemill.kernels.gpu.attention_tile import (
     LOWEST_SCORE,
     SMALLEST_UNIT,
     attention_scores,
+    first_visible,
     fold_tile,
     load_scales,
     load_slots,
@@ -25,7 +26,7 @@ from pagemill.kernels.gpu.attention_tile import (
 )
 from pagemill.kernels.gpu.tuning import (
     LAUNCHES,
-    MIN_SPLIT_TOKENS,
+    Splits,
     Tile,
     compute_capability,
     decode_splits,
@@ -42,25 +43,25 @@ _MERGE = LAUNCHES["merge_splits"]
 
 
 @triton.jit
-def _split_plan(
-    seq_len, num_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, SLIDING_WINDOW: tl.constexpr
-):
+def _split_plan(seq_len, num_splits, min_split, BLOCK_N: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
     """(first key, keys per split) of a row; both are multiples of BLOCK_N.
 
     The split and the merge kernel both call this: they must agree on how many splits a row has.
     """
     first = 0
-    if SLIDING_WINDOW > 0:
-        first = tl.maximum(seq_len - SLIDING_WINDOW, 0) // BLOCK_N * BLOCK_N
+    if SLIDING_WINDOW != 0:
+        position = tl.maximum(seq_len - 1, 0)
+        first = tl.maximum(first_visible(SLIDING_WINDOW, position), 0) // BLOCK_N * BLOCK_N
     even = tl.cdiv(tl.cdiv(seq_len - first, num_splits), BLOCK_N) * BLOCK_N
-    return first, tl.maximum(even, MIN_SPLIT)
+    return first, tl.maximum(even, min_split)
 
 
 # A number that changes from step to step must not make another kernel: serving would stop to compile it.
-@triton.jit(do_not_specialize=["stride_table_row"])
+@triton.jit(do_not_specialize=["stride_table_row", "min_split"])
 def paged_attention_decode_kernel(
-    out_ptr,  # [num_rows, num_heads, HEAD_DIM], or fp32 [num_rows, num_heads, num_splits, HEAD_DIM] if SPLIT
-    lse_ptr,  # fp32 [num_rows, num_heads, num_splits], base 2; unread unless SPLIT
+    out_ptr,  # [num_rows, num_heads, HEAD_DIM]
+    partial_ptr,  # fp32 [num_rows, num_heads, num_splits, HEAD_DIM]; unread unless SPLIT, as the next
+    lse_ptr,  # fp32 [num_rows, num_heads, num_splits], base 2
     query_ptr,  # [num_rows, num_heads, HEAD_DIM]
     key_cache_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
     value_cache_ptr,
@@ -69,20 +70,20 @@ def paged_attention_decode_kernel(
     block_tables_ptr,  # [num_rows, max_blocks] int32
     seq_lens_ptr,  # [num_rows] int32
     alibi_slopes_ptr,  # [num_heads] fp32 or None
-    sinks_ptr,  # likewise; None if SPLIT, since the sinks come in when splits are merged
+    sinks_ptr,  # likewise
     scale,
     stride_query_row,
     stride_query_head,
     stride_cache_block,
     stride_cache_head,
     stride_table_row,
+    min_split,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr,  # 0 = none
+    SLIDING_WINDOW: tl.constexpr,  # of `first_visible`
     SOFTCAP: tl.constexpr,  # 0 = none
-    MIN_SPLIT: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -99,7 +100,7 @@ def paged_attention_decode_kernel(
     num_heads = tl.num_programs(1) // HEAD_TILES * GROUP_SIZE
 
     seq_len = tl.load(seq_lens_ptr + row)
-    first, split_tokens = _split_plan(seq_len, num_splits, MIN_SPLIT, BLOCK_N, SLIDING_WINDOW)
+    first, split_tokens = _split_plan(seq_len, num_splits, min_split, BLOCK_N, SLIDING_WINDOW)
     start = first + split * split_tokens
     end = tl.minimum(start + split_tokens, seq_len)
     if start >= end:  # a padded row, or a split that this row is too short for: merge never reads it
@@ -138,8 +139,8 @@ def paged_attention_decode_kernel(
     for tile_start in range(start, end, BLOCK_N):
         positions = tile_start + lanes
         visible = positions < end
-        if SLIDING_WINDOW > 0:
-            visible = visible & (positions >= seq_len - SLIDING_WINDOW)
+        if SLIDING_WINDOW != 0:
+            visible = visible & (positions >= first_visible(SLIDING_WINDOW, seq_len - 1))
         offsets = slot_offsets(
             table_ptr, tile_start, visible, stride_cache_block, BLOCK_SIZE, BLOCK_N, HEAD_DIM, True
         )
@@ -160,25 +161,27 @@ def paged_attention_decode_kernel(
             maximum, total, output, unit, scores, values, value_scales, query.dtype, SCALED, HALF
         )
 
-    if sinks_ptr is not None:
-        total = with_sinks(total, maximum, sinks_ptr, heads, is_head)
     if HALF:
         output = output * unit
-    output = output / total[:, None]
     head_rows = row * num_heads + heads
-    if SPLIT:
-        partials = head_rows * num_splits + split
-        tl.store(out_ptr + partials[:, None] * HEAD_DIM + dims[None, :], output, mask=is_element)
-        tl.store(lse_ptr + partials, maximum + tl.log2(total), mask=is_head)
-    else:
-        tl.store(
-            out_ptr + head_rows[:, None] * HEAD_DIM + dims[None, :],
-            output.to(out_ptr.dtype.element_ty),
-            mask=is_element,
-        )
+    if SPLIT:  # noqa: SIM102 (the compiler decides this one)
+        # Most rows of a large batch have one split: they need no merge, and their results are not written twice.
+        if first + split_tokens < seq_len:
+            partials = head_rows * num_splits + split
+            part = output / total[:, None]
+            tl.store(partial_ptr + partials[:, None] * HEAD_DIM + dims[None, :], part, mask=is_element)
+            tl.store(lse_ptr + partials, maximum + tl.log2(total), mask=is_head)
+            return  # sinks come in when the parts are merged
+    if sinks_ptr is not None:
+        total = with_sinks(total, maximum, sinks_ptr, heads, is_head)
+    tl.store(
+        out_ptr + head_rows[:, None] * HEAD_DIM + dims[None, :],
+        (output / total[:, None]).to(out_ptr.dtype.element_ty),
+        mask=is_element,
+    )
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "min_split"])
 def merge_splits_kernel(
     out_ptr,  # [num_rows, num_heads, HEAD_DIM]
     partial_ptr,  # fp32 [num_rows, num_heads, num_splits, HEAD_DIM]
@@ -186,19 +189,19 @@ def merge_splits_kernel(
     seq_lens_ptr,  # [num_rows] int32
     sinks_ptr,  # [num_heads] fp32 or None
     num_splits,
+    min_split,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,  # the split kernel's
     MERGE_SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head_row = row * tl.num_programs(1) + tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + row)
-    first, split_tokens = _split_plan(seq_len, num_splits, MIN_SPLIT, BLOCK_N, SLIDING_WINDOW)
+    first, split_tokens = _split_plan(seq_len, num_splits, min_split, BLOCK_N, SLIDING_WINDOW)
     used_splits = tl.cdiv(seq_len - first, split_tokens)
-    if used_splits <= 0:
+    if used_splits <= 1:  # a padded row, or one that needs no merge
         return
 
     lanes = tl.arange(0, MERGE_SPLITS)
@@ -240,8 +243,7 @@ def paged_attention_decode(
     *,
     max_seq_len: int,
     tile: Tile | None = None,
-    num_splits: int | None = None,
-    min_split_tokens: int = MIN_SPLIT_TOKENS,
+    splits: Splits | None = None,
 ) -> None:
     """Attention of one query token per row, written to `out`.
 
@@ -252,9 +254,8 @@ def paged_attention_decode(
         seq_lens: [num_rows] int32, the query's own token included.
         max_seq_len: at least the longest of `seq_lens`; sizes the grid. While capturing a graph: the longest
             that a replay may bring.
-        tile, num_splits, min_split_tokens: in place of what `tuning` says. `min_split_tokens` must be
-            a multiple of the tile's `block_n`; with `num_splits` at least max_seq_len / min_split_tokens every
-            split has that size, whatever the row's length.
+        tile, splits: in place of what `tuning` says. With `splits.most` at least max_seq_len / splits.min_tokens
+            every split has that size, whatever the row's length.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
@@ -266,20 +267,22 @@ def paged_attention_decode(
         compute_capability(query.device),
         is_scaled=cache.is_scaled,
     )
-    assert min_split_tokens % tile.block_n == 0
     assert out.is_contiguous()
     kv_programs = num_kv_heads * triton.cdiv(group_size, tile.block_m)
-    if num_splits is None:
-        window = scoring.sliding_window
-        longest = min(max_seq_len, window + tile.block_n) if window else max_seq_len
-        num_splits = decode_splits(num_rows * kv_programs, longest, multiprocessors(query.device))
+    if splits is None:
+        window = abs(scoring.sliding_window or max_seq_len)
+        longest = min(max_seq_len, window + tile.block_n)
+        splits = decode_splits(num_rows * kv_programs, longest, multiprocessors(query.device))
+    assert splits.min_tokens % tile.block_n == 0
+    num_splits = splits.most
     split = num_splits > 1
     if split:
         partial = query.new_empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32)
         lse = query.new_empty((num_rows, num_heads, num_splits), dtype=torch.float32)
 
     paged_attention_decode_kernel[(num_rows, kv_programs, num_splits)](
-        partial if split else out,
+        out,
+        partial if split else None,
         lse if split else None,
         query,
         cache.keys,
@@ -289,20 +292,20 @@ def paged_attention_decode(
         block_tables,
         seq_lens,
         scoring.alibi_slopes,
-        None if split else scoring.sinks,
+        scoring.sinks,
         scoring.scale,
         query.stride(0),
         query.stride(1),
         cache.keys.stride(0),
         cache.keys.stride(1),
         block_tables.stride(0),
+        splits.min_tokens,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=padded_head_dim(head_dim),
         BLOCK_SIZE=block_size,
         SLIDING_WINDOW=scoring.sliding_window or 0,
         SOFTCAP=scoring.softcap or 0.0,
-        MIN_SPLIT=min_split_tokens,
         SPLIT=split,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -319,10 +322,10 @@ def paged_attention_decode(
             seq_lens,
             scoring.sinks,
             num_splits,
+            splits.min_tokens,
             HEAD_DIM=head_dim,
             HEAD_DIM_PADDED=padded_head_dim(head_dim),
             SLIDING_WINDOW=scoring.sliding_window or 0,
-            MIN_SPLIT=min_split_tokens,
             BLOCK_N=tile.block_n,
             MERGE_SPLITS=_MERGE.block,
             num_warps=_MERGE.num_warps,

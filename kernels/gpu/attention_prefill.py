@@ -19,6 +19,7 @@ from pagemill.kernels.gpu.attention_tile import (
     LOWEST_SCORE,
     SMALLEST_UNIT,
     attention_scores,
+    first_visible,
     fold_tile,
     load_scales,
     load_slots,
@@ -58,7 +59,7 @@ def paged_attention_prefill_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr,  # 0 = none
+    SLIDING_WINDOW: tl.constexpr,  # of `first_visible`
     SOFTCAP: tl.constexpr,  # 0 = none
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -105,8 +106,8 @@ def paged_attention_prefill_kernel(
     end = context_len + tl.minimum((first_pair + BLOCK_M - 1) // GROUP_SIZE, query_len - 1) + 1
     start = 0
     full_end = (first_position + 1) // BLOCK_N * BLOCK_N
-    if SLIDING_WINDOW > 0:
-        start = tl.maximum(first_position - SLIDING_WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    if SLIDING_WINDOW != 0:
+        start = tl.maximum(first_visible(SLIDING_WINDOW, first_position), 0) // BLOCK_N * BLOCK_N
         full_end = start  # both ends of the window cut through tiles: mask them all
 
     table_ptr = block_tables_ptr + row.to(tl.int64) * stride_table_row
@@ -140,8 +141,8 @@ def paged_attention_prefill_kernel(
     for tile_start in range(full_end, end, BLOCK_N):
         positions = tile_start + lanes
         readable = positions < end
-        if SLIDING_WINDOW > 0:
-            readable = readable & (positions > first_position - SLIDING_WINDOW)
+        if SLIDING_WINDOW != 0:
+            readable = readable & (positions >= first_visible(SLIDING_WINDOW, first_position))
         offsets = slot_offsets(
             table_ptr, tile_start, readable, stride_cache_block, BLOCK_SIZE, BLOCK_N, HEAD_DIM, True
         )
@@ -153,8 +154,12 @@ def paged_attention_prefill_kernel(
             query, keys, key_scales, distances, slopes, scale, SCALED, HAS_ALIBI, SOFTCAP
         )
         visible = distances <= 0
-        if SLIDING_WINDOW > 0:
+        if SLIDING_WINDOW > 0:  # by distances, which are in registers already: there is none to spare
             visible = visible & (distances > -SLIDING_WINDOW)
+        if SLIDING_WINDOW < 0:
+            visible = visible & (
+                positions[None, :] >= first_visible(SLIDING_WINDOW, query_positions)[:, None]
+            )
         scores = tl.where(visible, scores, float("-inf"))
         values = load_slots(value_ptr, offsets, readable, HEAD_DIM, HEAD_DIM_PADDED, True)
         if SCALED:

@@ -36,6 +36,12 @@ def must_upcast(query: torch.Tensor, cache: LayerCache) -> bool:
 
 
 @triton.jit
+def first_visible(WINDOW: tl.constexpr, position):
+    """`types/window.py`'s, which the interpreter does not take: its file has no Triton."""
+    return position + 1 - WINDOW if WINDOW > 0 else position // -WINDOW * -WINDOW
+
+
+@triton.jit
 def to_half(query):
     """(fp16 rows whose largest number is `_HALF_PEAK`, what to multiply their scores with [BLOCK_M])."""
     wide = query.to(tl.float32)

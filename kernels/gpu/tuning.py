@@ -2,15 +2,15 @@
 
 Never autotuned: a serving process must not time kernels on its first requests, a key lookup costs tens of
 microseconds per launch, and a captured graph could not re-tune. The tests compile every entry ahead of time for
-the architectures that it names, and refuse spills and too much shared memory. None has been measured on a GPU yet:
-an entry's reason is what the compiler's output showed (Triton 3.6 and 3.9).
+the architectures that it names, and refuse spills and too much shared memory. On an H200 the decode tile of bf16 was
+the best of nine; the other entries are not measured, and rest on the compiler's output (Triton 3.6 and 3.9).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -20,8 +20,14 @@ _ASSUMED_MULTIPROCESSORS = 1
 
 # Below this many tokens a split's launch and merge cost more than they spread.
 MIN_SPLIT_TOKENS = 256
-# Bounds the partial results: 64 * head_dim floats per head and row.
+# Where all rows together fill the device, only rows longer than this are cut: one program reads about 140 GB/s of an
+# H200's 4,400, so a row of 16,384 keys beside 64 of 1,024 took 460 us instead of 67.
+LONG_SPLIT_TOKENS = 1024
+# Up to this context none is long enough to pay for the merge's launch.
+SHORT_CONTEXT_TOKENS = 4096
+# Bounds the partial results: 64 * head_dim floats per head and row, 16 where rows are many.
 MAX_SPLITS = 64
+MAX_LONG_SPLITS = 16
 # Parts of a vocabulary that are drawn from side by side.
 MAX_SAMPLING_SPLITS = 64
 
@@ -126,7 +132,7 @@ SCALED_MATMUL_TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The shape of a kernel that is no attention: what a program takes at a time, and by how many warps."""
+    """The shape of a kernel other than attention: what a program takes at a time, and by how many warps."""
 
     block: int
     num_warps: int
@@ -141,11 +147,16 @@ LAUNCHES = {
     "silu_and_mul": Launch(2048, 4),  # columns
     "quantise_rows": Launch(8192, 16),  # numbers of a row, at most
     "copy_blocks": Launch(4096, 4),  # numbers of a block
+    "sampling_histogram": Launch(4096, 8),  # logits
+    "sampling_band": Launch(1024, 4),  # logits
+    # 16 candidates times 512 int64 sums over eight warps are 64 registers a thread.
     "sampling_cuts": Launch(512, 8),  # logits
     "gumbel_argmax": Launch(1024, 4),  # logits
     # At four warps fp32's shrink spills on sm_80 under Triton 3.6; in three stages bf16's expand does.
     "low_rank_shrink": Launch(64, 8),  # inputs
     "low_rank_expand": Launch(64, 4, num_stages=1),  # outputs
+    "gated_delta_rule": Launch(32, 4),  # columns of a head's state
+    "state_space_scan": Launch(32, 4),  # lines of a head's state
 }
 
 
@@ -243,19 +254,31 @@ def scaled_matmul_tile(num_rows: int) -> Tile:
     return next(tile for most, tile in SCALED_MATMUL_TILES if num_rows <= most)
 
 
-def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> int:
-    """Into how many splits the longest row's keys are cut: enough programs to fill the device, no more.
+class Splits(NamedTuple):
+    """How rows' keys are cut."""
+
+    most: int
+    """Into at most so many parts."""
+    min_tokens: int
+    """Of at least so many keys; a multiple of every decode tile's `block_n`."""
+
+
+def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> Splits:
+    """Return enough splits to fill the device, and to keep one long row from taking longer than all others.
 
     Read from host numbers only, so a captured graph keeps its grid; how many of the splits a row uses, the
     kernel decides from the row's own length. `num_programs` is rows times KV heads before the cut.
     """
     # Four programs of a decode tile fit on a multiprocessor (see ATTENTION_TILES).
-    wanted = (4 * num_multiprocessors) // max(1, num_programs)
-    most = -(-max_kv_len // MIN_SPLIT_TOKENS)
-    return max(1, min(wanted, most, MAX_SPLITS))
+    wanted = max(1, (4 * num_multiprocessors) // max(1, num_programs))
+    filling = min(wanted, -(-max_kv_len // MIN_SPLIT_TOKENS), MAX_SPLITS)
+    is_long = max_kv_len > SHORT_CONTEXT_TOKENS
+    long = min(-(-max_kv_len // LONG_SPLIT_TOKENS), MAX_LONG_SPLITS) if is_long else 1
+    least = -(-LONG_SPLIT_TOKENS // wanted // MIN_SPLIT_TOKENS) * MIN_SPLIT_TOKENS
+    return Splits(max(1, filling, long), max(MIN_SPLIT_TOKENS, least))
 
 
-def sampling_splits(num_rows: int, vocab_size: int, block: int, device: torch.device) -> int:
-    """Into how many parts each row's vocabulary is cut, so that few rows fill the device too."""
+def sampling_splits(num_rows: int, vocab_size: int, block: int, most: int, device: torch.device) -> int:
+    """Into how many parts each row's vocabulary is cut, up to `most`, so that few rows fill the device too."""
     wanted = (4 * multiprocessors(device)) // max(1, num_rows)
-    return max(1, min(wanted, -(-vocab_size // block), MAX_SAMPLING_SPLITS))
+    return max(1, min(wanted, -(-vocab_size // block), most))

@@ -58,7 +58,7 @@ class GroupedWeight:
         return replace(self, codes=self.codes[part], scales=self.scales[part], zeros=zeros)
 
     def inputs(self, part: slice) -> GroupedWeight | None:
-        """Return the weight of some inputs; None if these are no whole groups."""
+        """Return the weight of some inputs; None if these are not whole groups."""
         size = self.group_size
         if self.order is not None or part.start % size or part.stop % size:
             return None

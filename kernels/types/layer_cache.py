@@ -35,7 +35,9 @@ class LayerCache:
     group: int = field(default=0, kw_only=True)
     """The group of layers by whose block tables it is read and written (`AttentionMetadata.of_group`)."""
     window: int | None = field(default=None, kw_only=True)
-    """Keys that lie further back than this may be gone; None: all are there."""
+    """Keys before `first_visible` of this may be gone; None: all are there."""
+    attention: str = field(default="auto", kw_only=True)
+    """`EngineConfig.attention_backend`: the library that reads it on a GPU."""
 
     @property
     def block_size(self) -> int:

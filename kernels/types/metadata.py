@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pagemill.kernels.types.recurrent import RecurrentStep
+
 
 @dataclass(slots=True)
 class AttentionMetadata:
@@ -36,6 +38,8 @@ class AttentionMetadata:
     sharing: torch.Tensor | None = field(default=None, init=False)
     others: list[AttentionMetadata] = field(default_factory=list)
     """The same step by the block tables of the other groups of layers, in their order."""
+    recurrent: RecurrentStep | None = None
+    """The same step for layers that keep a state; None: the model has none."""
 
     def of_group(self, group: int) -> AttentionMetadata:
         """Return the step by the block tables of a group of layers."""

@@ -20,7 +20,8 @@ class Scoring:
     alibi_slopes: torch.Tensor | None = None
     """[num_heads] fp32, contiguous, on the query's device."""
     sliding_window: int | None = None
-    """Key j is visible to query position i if i - sliding_window < j <= i; None: if j <= i."""
+    """Key j is visible to query position i if first_visible(sliding_window, i) <= j <= i (`types/window.py`: chunks are
+    below 0); None: if j <= i."""
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     """[num_heads] as `alibi_slopes`: a score per head, added to nothing else. Source: Xiao et al. 2024, "Efficient

@@ -8,8 +8,8 @@ import torch
 
 
 def to_device(array: npt.NDArray[np.int32] | npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """`array` on `device`. On CUDA through pinned memory: a pageable copy waits for the stream to drain."""
+    """`array` on `device`. To a GPU through pinned memory: a pageable copy waits for the stream to drain."""
     host = torch.from_numpy(array)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return host
     return host.pin_memory().to(device, non_blocking=True)

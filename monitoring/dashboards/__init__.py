@@ -1,1 +1,1 @@
-"""The Grafana boards as code; `python -m pagemill.monitoring.dashboards` writes monitoring/grafana/dashboards."""
+"""The Grafana dashboards as code; `python -m pagemill.monitoring.dashboards` writes monitoring/grafana/dashboards."""

@@ -1,4 +1,4 @@
-"""A board: rows of panels under one title, with the variables, links and annotations that all boards share."""
+"""A dashboard: rows of panels under one title, with the variables, links and annotations that all share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from grafana_foundation_sdk.models import dashboard as model
 from pagemill.monitoring.dashboards.panels import DATASOURCE, Panel
 
 TAG = "pagemill"
+FIRING = 'ALERTS{alertname=~"Pagemill.*", alertstate="firing", severity!="info"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,9 @@ Variable = dashboard.DatasourceVariable | dashboard.QueryVariable
 def board(
     uid: str, title: str, description: str, rows: Sequence[Row], variables: Sequence[Variable] | None = None
 ) -> model.Dashboard:
-    """Build a board. Panels are numbered in order, and links use the numbers: add panels at the end of their
+    """Build a dashboard. Panels are numbered in order, and links use the numbers: add panels at the end of their
     row, as only a panel at the very end changes no number. `variables`: replace those of the workers'
-    boards."""
+    dashboards."""
     builder = (
         dashboard.Dashboard(f"Pagemill: {title}")
         .uid(f"pagemill-{uid}")
@@ -78,7 +79,7 @@ def workers() -> list[Variable]:
 
 
 def gateways() -> list[Variable]:
-    """Return the only variable of the gateway's board, `gateway`: a gateway has no worker."""
+    """Return the only variable of the gateway's dashboard, `gateway`: a gateway has no worker."""
     return [
         _datasource(),
         _from_labels("gateway", "Gateway", "label_values(pagemill_gateway_requests_in_flight, instance)"),
@@ -110,7 +111,7 @@ def _firing_alerts() -> dashboard.AnnotationQuery:
         .datasource(DATASOURCE)
         .enable(True)
         .icon_color("red")
-        .expr('ALERTS{alertname=~"Pagemill.*", alertstate="firing", severity!="info"}')
+        .expr(FIRING)
     )
 
 

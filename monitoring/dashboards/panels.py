@@ -12,7 +12,7 @@ from grafana_foundation_sdk.models import dashboard as dashboard_model
 from grafana_foundation_sdk.models import heatmap as heatmap_model
 from grafana_foundation_sdk.models import prometheus as prometheus_model
 
-from pagemill.monitoring.dashboards.queries import WORKER, Query
+from pagemill.monitoring.dashboards.queries import WORKER, Query, series
 
 DATASOURCE = dashboard_model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -22,7 +22,6 @@ RATIO = "percentunit"
 BYTES = "bytes"
 PER_SECOND = "ops"
 TOKENS_PER_SECOND = "suffix:tok/s"
-TIMESTAMP_AGE = "s"
 
 Panel = Builder[dashboard_model.Panel]
 _Kind = TypeVar("_Kind", timeseries.Panel, stat.Panel, heatmap.Panel)
@@ -33,8 +32,8 @@ Step = tuple[float | None, str]
 def lines(
     title: str,
     unit: str,
+    about: str,
     *queries: Query,
-    about: str = "",
     stacked: bool = False,
     most: float | None = None,
     width: int = 8,
@@ -69,7 +68,7 @@ def lines(
 
 
 def number(
-    title: str, unit: str, query: Query, *, about: str = "", steps: Sequence[Step] = (), width: int = 3
+    title: str, unit: str, about: str, query: Query, *, steps: Sequence[Step] = (), width: int = 3
 ) -> Panel:
     """The last value, large, over a sparkline of its history."""
     return (
@@ -83,11 +82,9 @@ def number(
     )
 
 
-def heat(
-    title: str, unit: str, metric: str, *, about: str = "", width: int = 8, selector: str = WORKER
-) -> Panel:
+def heat(title: str, unit: str, about: str, metric: str, *, width: int = 8, selector: str = WORKER) -> Panel:
     """A histogram over time: how many observations fell into which bucket."""
-    expr = f"sum by (le) (increase(pagemill_{metric}_bucket{{{selector}}}[$__rate_interval]))"
+    expr = f"sum by (le) (increase({series(metric + '_bucket', selector)}[$__rate_interval]))"
     target = _target(Query(expr, "{{le}}"), 0).format(prometheus_model.PromQueryFormat.HEATMAP)
     return (
         _framed(heatmap.Panel(), title, about, width=width, height=8)

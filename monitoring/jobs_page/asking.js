@@ -15,10 +15,12 @@ export function keepKey(key) {
   } catch { /* as above */ }
 }
 
+/** The key, as a request has it. */
+export const headers = () => (held ? { authorization: `Bearer ${held}` } : {});
+
 /** The answer's JSON. Throws an Error with the gateway's message, and its `status` where there was an answer. */
 export async function ask(path, method = "GET") {
-  const headers = held ? { authorization: `Bearer ${held}` } : {};
-  const answer = await fetch(`jobs/api/${path}`, { method, headers, credentials: "omit", cache: "no-store" });
+  const answer = await fetch(`jobs/api/${path}`, { method, headers: headers(), credentials: "omit", cache: "no-store" });
   const body = await answer.json().catch(() => null);
   if (answer.ok && body) return body;
   throw Object.assign(new Error(body?.error?.message || `the gateway answers ${answer.status}`), { status: answer.status });

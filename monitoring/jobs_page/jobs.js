@@ -4,7 +4,7 @@
 import { ask, hasKey, keepKey, query } from "./asking.js";
 import { seconds, set, workerRows } from "./rows.js";
 import {
-  actButton, batchTable, isActive, jobLink, jobTable, laneTable, listLink, showFacts, showState, showTimeline, whole,
+  actButton, batchTable, isActive, jobLink, jobTable, laneTable, listLink, showFacts, showParts, showState, showTimeline, whole,
 } from "./tables.js";
 import { themeButton } from "./theme.js";
 
@@ -134,7 +134,7 @@ async function showBatchList(isMore = false) {
 }
 
 async function showJob() {
-  const { job, timeline, metadata, position, note } = await ask(`job/${encodeURIComponent(view.id)}`);
+  const { job, timeline, parts, metadata, position, note } = await ask(`job/${encodeURIComponent(view.id)}`);
   const wasState = byId("job-state").textContent;
   say("job-title", job.id);
   if (wasState !== job.state || byId("job-actions").dataset.job !== job.id) {
@@ -164,6 +164,7 @@ async function showJob() {
       : ""],
     ["error", job.error ? `${job.error.code}: ${job.error.message}` : ""],
   ]);
+  showParts(byId("parts-bar"), byId("parts"), parts);
   showTimeline(byId("timeline"), job, timeline);
   byId("metadata-title").hidden = byId("metadata").hidden = metadata === null;
   say("metadata", JSON.stringify(metadata, null, 2));

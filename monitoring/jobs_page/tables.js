@@ -117,6 +117,30 @@ export function showFacts(list, facts) {
   }));
 }
 
+const COLORS = { prompt: "cached", decode: "active", running: "active", repeated: "shared", preempted: "shared", displaced: "shared", opening: "free", commit: "free" };
+
+/** Causes that sum to a job's lifetime, as one bar; what was a wait is gray. */
+export function showParts(bar, list, parts) {
+  const total = parts.reduce((sum, part) => sum + part.seconds, 0);
+  const swatch = ({ cause }) => {
+    const made = element("i", "swatch");
+    made.dataset.state = COLORS[cause] || "reserved";
+    return made;
+  };
+  bar.replaceChildren(...parts.map((part) => {
+    const made = swatch(part);
+    made.style.width = `${(100 * part.seconds) / total}%`;
+    made.title = `${part.cause}: ${part.meaning}`;
+    return made;
+  }));
+  list.replaceChildren(...parts.map((part) => {
+    const item = element("li");
+    item.title = part.meaning;
+    item.append(swatch(part), element("span", "", part.cause.replaceAll("_", " ")), element("b", "", seconds(part.seconds)));
+    return item;
+  }));
+}
+
 export function showTimeline(table, job, events) {
   table.tBodies[0].replaceChildren(...events.map(({ at, event, worker, reason }) => {
     const row = element("tr");

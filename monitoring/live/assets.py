@@ -1,7 +1,7 @@
-"""The files of the live page and of the page of jobs, and the conditions for serving them.
+"""The files of the live page, the page of jobs and the playground, and the conditions for serving them.
 
-Plain HTML, CSS and JavaScript from `monitoring/page/` and `monitoring/jobs_page/`: there is no build step and no
-external resource.
+Plain HTML, CSS and JavaScript from `monitoring/page/`, `monitoring/jobs_page/` and `monitoring/play_page/`: there is no
+build step and no external resource.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def is_loopback(host: str) -> bool:
 def is_known_host(header: str | None, names: Sequence[str] = ()) -> bool:
     """Return True if a Host header names us: an IP address, localhost, this machine, or one of `names`.
 
-    Any other name may be an attacker's domain that resolves to us, so that their page can read ours (DNS
+    Any other name may be an attacker's domain that resolves to us, so that their page can read this one (DNS
     rebinding). An address in the header can't be.
     """
     host = _without_port(header or "")

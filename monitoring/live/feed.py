@@ -138,7 +138,7 @@ class LiveFeed:
 
     def document(self) -> bytes:
         """Return the current state with its history, as one JSON object. Also keeps the block map fresh."""
-        self._look()
+        self._request_maps()
         return _json(self._state() | {"history": self._history.columns()})
 
     @contextmanager
@@ -158,7 +158,7 @@ class LiveFeed:
                 self._watchers -= 1
 
     def _events(self) -> Iterator[bytes]:
-        self._look()
+        self._request_maps()
         version = self._version
         yield _event("history", _json(self._history.columns()))
         yield _event("state", _json(self._state()))
@@ -172,7 +172,7 @@ class LiveFeed:
             self._news.wait_for(lambda: self._is_closed.is_set() or self._version > version)
             return None if self._is_closed.is_set() else (self._version, self._latest)
 
-    def _look(self) -> None:
+    def _request_maps(self) -> None:
         self._looked_at = time.monotonic()
         self._sources.watch_blocks(WATCH_S)
 
@@ -191,7 +191,7 @@ class LiveFeed:
         self._history.sample(self._sources.engine(), queued)
         if not self._watchers:
             return
-        self._look()
+        self._request_maps()
         state = _json(self._state())
         with self._news:
             self._version += 1
@@ -208,7 +208,7 @@ class LiveFeed:
             self._queue = self._sources.queue()
             self._around = self._sources.around()
         except Exception:
-            logger.debug("the live page goes on without the queue's figures", exc_info=True)
+            logger.debug("the live page continues without the queue's figures", exc_info=True)
             self._queue = None
 
     def _state(self) -> dict[str, Any]:

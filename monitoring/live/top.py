@@ -238,7 +238,7 @@ def _table(*columns: str) -> Table:
 
 
 def _short(job_id: str) -> str:
-    """Shorten a job id to what tells jobs apart at a glance."""
+    """Shorten a job id to what distinguishes jobs at a glance."""
     return job_id if len(job_id) <= 14 else f"{job_id[:12]}…"
 
 

@@ -15,19 +15,13 @@ def _requests(stats: EngineStats) -> Mapping[str, Number]:
 ADAPTERS: tuple[Metric[EngineStats], ...] = (
     gauge("adapters", "Adapters that jobs may name.", lambda s: s.adapters.named),
     gauge("adapters_in_memory", "Adapters in memory.", lambda s: s.adapters.resident),
-    gauge("adapter_slots", "The most adapters in memory at a time.", lambda s: s.adapters.slots),
+    gauge("adapter_slots", "Limit of adapters in memory.", lambda s: s.adapters.slots),
     gauge("adapter_memory_bytes", "Bytes of the adapters in memory.", lambda s: s.adapters.used_bytes),
-    gauge("adapter_memory_limit_bytes", "The most bytes of them.", lambda s: s.adapters.capacity_bytes),
+    gauge("adapter_memory_limit_bytes", "Limit of adapter_memory_bytes.", lambda s: s.adapters.capacity_bytes),
     counter("adapter_loads_total", "Adapters read into memory for a request.", lambda s: s.adapters.loads),
-    counter(
-        "adapter_evictions_total",
-        "Adapters that made room for another. Often: raise adapter_slots.",
-        lambda s: s.adapters.evictions,
-    ),
-    counter(
-        "adapter_requests_total",
-        "Requests accepted with an adapter, by its name; a name's series ends with its removal.",
-        _requests,
-        "adapter",
-    ),
-)
+    counter("adapter_evictions_total", "Adapters evicted for another. If frequent, raise adapter_slots.",
+        lambda s: s.adapters.evictions),
+    counter("adapter_requests_total",
+        "Requests accepted by adapter; a series ends with the adapter's removal.", _requests,
+        "adapter"),
+)  # fmt: skip

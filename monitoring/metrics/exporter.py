@@ -105,7 +105,9 @@ class _WorkerCollector(Collector):
         queue = self._read("queue", self._queue)
         self._check_accounts(engine)
         stats = engine or NOT_LOADED
-        yield from (metric.family(stats) for metric in KV_CACHE_METRICS)
+        for metric in KV_CACHE_METRICS:
+            is_known = stats.known is None or metric.name in stats.known
+            yield metric.family(stats if is_known else None)
         yield from (metric.family(stats) for metric in ENGINE_METRICS)
         # Unknown is not zero: an unreachable queue has no samples.
         yield from (metric.family(queue) for metric in QUEUE_METRICS)
@@ -120,7 +122,7 @@ class _WorkerCollector(Collector):
             return source()
         except Exception:
             self._source_errors[name] += 1
-            logger.warning("the scrape goes on without the %s's figures", name, exc_info=True)
+            logger.warning("the scrape continues without the %s's figures", name, exc_info=True)
             return None
 
     def _check_accounts(self, engine: EngineStats | None) -> None:

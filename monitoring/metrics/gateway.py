@@ -31,7 +31,7 @@ class GatewayMetrics(Collector):
         """Requests by route, method and status; 499 if the client disconnected before its answer."""
         self.cancelled_jobs = 0
         self.stream_errors = 0
-        self.refused = Counter(busy=0, queue_full=0, rate=0)
+        self.refused = Counter(busy=0, queue_full=0, rate=0, quota=0, late=0)
         self.tokens = Counter(completion=0, prompt=0)
         self.seconds: dict[str, Histogram] = {}
         self.first_token_seconds = Histogram(BUCKETS)
@@ -48,39 +48,22 @@ class GatewayMetrics(Collector):
 
 
 GATEWAY_METRICS: tuple[Metric[GatewayMetrics], ...] = (
-    gauge("gateway_requests_in_flight", "Requests under way.", lambda g: g.in_flight),
-    gauge("gateway_streams", "Answers being streamed.", lambda g: g.streams),
+    gauge("gateway_requests_in_flight", "Requests in progress.", lambda g: g.in_flight),
+    gauge("gateway_streams", "Responses being streamed.", lambda g: g.streams),
     gauge("gateway_connections", "Open connections.", lambda g: g.connections),
-    gauge("gateway_batches_running", "Batches that this gateway holds.", lambda g: g.running_batches),
-    counter(
-        "gateway_requests_total",
-        "Requests answered, by route, method and status; 499: the client was gone before its answer.",
-        lambda g: g.requests,
-        "route",
-        "method",
-        "status",
-    ),
-    counter("gateway_refused_total", "Requests refused for being too many.", lambda g: g.refused, "reason"),
-    counter("gateway_tokens_total", "Tokens that answers counted.", lambda g: g.tokens, "kind"),
-    counter(
-        "gateway_cancelled_jobs_total",
-        "Jobs cancelled because nobody waits for them any more.",
-        lambda g: g.cancelled_jobs,
-    ),
-    counter(
-        "gateway_stream_errors_total",
-        "Streams that a fault of ours ended after their head: the status of each was 200.",
-        lambda g: g.stream_errors,
-    ),
-    histogram(
-        "gateway_request_seconds",
-        "From a request's head to the end of its answer.",
-        lambda g: {route: seconds.snapshot() for route, seconds in g.seconds.items()},
-        "route",
-    ),
-    histogram(
-        "gateway_stream_first_token_seconds",
-        "From the request's head to a stream's first token.",
-        lambda g: g.first_token_seconds.snapshot(),
-    ),
-)
+    gauge("gateway_batches_running", "Batches that this gateway runs.", lambda g: g.running_batches),
+    counter("gateway_requests_total",
+        "Requests answered; status 499: the client had disconnected.",
+        lambda g: g.requests, "route", "method", "status"),
+    counter("gateway_refused_total", "Requests rejected because of a limit.", lambda g: g.refused, "reason"),
+    counter("gateway_tokens_total", "Tokens in the usage of responses.", lambda g: g.tokens, "kind"),
+    counter("gateway_cancelled_jobs_total", "Jobs cancelled because their clients disconnected.",
+        lambda g: g.cancelled_jobs),
+    counter("gateway_stream_errors_total",
+        "Streams that an internal error ended after the status 200.",
+        lambda g: g.stream_errors),
+    histogram("gateway_request_seconds", "Time from a request's headers to the end of its response.",
+        lambda g: {route: seconds.snapshot() for route, seconds in g.seconds.items()}, "route"),
+    histogram("gateway_stream_first_token_seconds", "Time from a request's headers to a stream's first token.",
+        lambda g: g.first_token_seconds.snapshot()),
+)  # fmt: skip

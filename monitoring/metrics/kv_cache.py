@@ -27,6 +27,9 @@ def accounting_errors(kv: KVCacheStats) -> list[str]:
         f"{kv.host_used_blocks} of {kv.host_capacity_blocks} host blocks used": (
             kv.host_used_blocks <= kv.host_capacity_blocks
         ),
+        f"{kv.active_state_slots} active and {kv.cached_state_slots} cached of {kv.state_slots} state slots": (
+            kv.active_state_slots + kv.cached_state_slots <= kv.state_slots
+        ),
         "a negative count": min(
             kv.free_blocks,
             kv.cached_blocks,
@@ -35,6 +38,8 @@ def accounting_errors(kv: KVCacheStats) -> list[str]:
             kv.shared_blocks,
             kv.filled_slots,
             kv.host_used_blocks,
+            kv.active_state_slots,
+            kv.cached_state_slots,
         )
         >= 0,
     }
@@ -57,17 +62,23 @@ def _blocks_by_window(stats: EngineStats) -> Mapping[str, Number]:
     }
 
 
+def _state_slots(stats: EngineStats) -> Mapping[str, Number]:
+    kv = stats.kv
+    active, cached = kv.active_state_slots, kv.cached_state_slots
+    return {"free": kv.state_slots - active - cached, "active": active, "cached": cached}
+
+
 def _host_blocks(stats: EngineStats) -> Mapping[str, Number]:
     kv = stats.kv
     return {"used": kv.host_used_blocks, "free": kv.host_capacity_blocks - kv.host_used_blocks}
 
 
-def _swapped_blocks(stats: EngineStats) -> Mapping[str, Number]:
-    return {"out": stats.kv.swapped_out_blocks, "in": stats.kv.swapped_in_blocks}
+def _host_copies(stats: EngineStats) -> Mapping[str, Number]:
+    return {"store": stats.kv.host_stored_blocks, "load": stats.kv.host_loaded_blocks}
 
 
-def _swapped_bytes(stats: EngineStats) -> Mapping[str, Number]:
-    return {way: blocks * stats.kv.block_bytes for way, blocks in _swapped_blocks(stats).items()}
+def _host_bytes(stats: EngineStats) -> Mapping[str, Number]:
+    return {way: blocks * stats.kv.block_bytes for way, blocks in _host_copies(stats).items()}
 
 
 def _occupancy(stats: EngineStats) -> float:
@@ -75,150 +86,102 @@ def _occupancy(stats: EngineStats) -> float:
     return (kv.active_blocks + kv.cached_blocks) / kv.capacity_blocks if kv.capacity_blocks else 0.0
 
 
-def _preemptions(stats: EngineStats) -> Mapping[str, Number]:
-    return {"recompute": stats.scheduler.preemptions, "swap": stats.scheduler.swap_preemptions}
+def _hit_tokens(stats: EngineStats) -> Mapping[str, Number]:
+    kv = stats.kv
+    return {"device": kv.prefix_hit_tokens - kv.host_hit_tokens, "host": kv.host_hit_tokens}
 
 
 BLOCKS: tuple[Metric[EngineStats], ...] = (
     gauge("kv_cache_capacity_blocks", "KV blocks in the pool.", lambda s: s.kv.capacity_blocks),
     gauge("kv_cache_block_size_tokens", "Token slots in a KV block.", lambda s: s.kv.block_size),
-    gauge(
-        "kv_cache_block_bytes",
-        "Bytes of a KV block over the layers that share it; 0 without a device cache.",
-        lambda s: s.kv.block_bytes,
-    ),
-    gauge(
-        "kv_cache_blocks",
+    gauge("kv_cache_block_bytes",
+        "Bytes of a KV block; 0 without a device cache.",
+        lambda s: s.kv.block_bytes),
+    gauge("kv_cache_blocks",
         "KV blocks by state; the states sum to the capacity. cached: no reference, but reusable by a prefix."
-        " reserved: the null block, and blocks that wait for steps in flight.",
-        _blocks_by_state,
-        "state",
-    ),
-    gauge(
-        "kv_cache_window_blocks",
-        "Active KV blocks by the window, in tokens, of the layers that they are for; all: layers without a window.",
-        _blocks_by_window,
-        "window",
-    ),
+        " reserved: the null block, and blocks that wait for steps in flight.", _blocks_by_state, "state"),
+    gauge("kv_cache_window_blocks",
+        "Active KV blocks by the attention window of their layers, in tokens; all: no window.",
+        _blocks_by_window, "window"),
+    gauge("kv_cache_state_slots",
+        "Slots for the state of recurrent layers, by state: active for a sequence in a step, cached at the end of a"
+        " prefix; 0 without such layers.",
+        _state_slots, "state"),
+    gauge("kv_cache_state_bytes", "Bytes of a sequence's recurrent state; 0 without recurrent layers.",
+        lambda s: s.kv.state_bytes),
     gauge("kv_cache_shared_blocks", "KV blocks with two or more references.", lambda s: s.kv.shared_blocks),
-    gauge(
-        "kv_cache_block_references",
-        "References to KV blocks; divided by the active blocks it is the sharing ratio.",
-        lambda s: s.kv.block_references,
-    ),
+    gauge("kv_cache_block_references",
+        "References to KV blocks; divided by active blocks: the sharing ratio.",
+        lambda s: s.kv.block_references),
     gauge("kv_cache_utilization_ratio", "Active KV blocks / capacity.", lambda s: s.kv.utilization),
-    gauge(
-        "kv_cache_peak_utilization_ratio",
-        "Highest KV cache utilisation of any step since the worker started.",
-        lambda s: s.steps.peak_utilization,
-    ),
+    gauge("kv_cache_peak_utilization_ratio",
+        "Highest KV cache utilization since the worker started.",
+        lambda s: s.steps.peak_utilization),
     gauge("kv_cache_occupancy_ratio", "Active and cached KV blocks / capacity.", _occupancy),
-    gauge(
-        "kv_cache_filled_token_slots",
-        "Token slots in use in active KV blocks; a shared block counts once.",
-        lambda s: s.kv.filled_slots,
-    ),
-    gauge(
-        "kv_cache_waste_ratio",
-        "Share of the token slots of active KV blocks that hold nothing.",
-        lambda s: s.kv.waste,
-    ),
-    engine_histogram(
-        "kv_cache_step_utilization_ratio",
-        "KV cache utilisation, observed at every step.",
-        "step_utilization",
-    ),
-)
+    gauge("kv_cache_filled_token_slots",
+        "Token slots in use in active KV blocks.", lambda s: s.kv.filled_slots),
+    gauge("kv_cache_waste_ratio", "Fraction of token slots in active KV blocks that are empty.",
+        lambda s: s.kv.waste),
+    engine_histogram("kv_cache_step_utilization_ratio", "KV cache utilization at each step.",
+        "step_utilization"),
+)  # fmt: skip
 
 MOVEMENTS: tuple[Metric[EngineStats], ...] = (
     counter("kv_cache_block_allocations_total", "KV blocks allocated.", lambda s: s.kv.allocations),
-    counter("kv_cache_block_frees_total", "KV blocks whose last reference went.", lambda s: s.kv.frees),
-    counter(
-        "kv_cache_block_evictions_total", "Cached KV blocks taken for new tokens.", lambda s: s.kv.evictions
-    ),
-    counter(
-        "kv_cache_allocation_failures_total",
-        "Times a sequence asked for blocks and got none.",
-        lambda s: s.kv.allocation_failures,
-    ),
-    counter(
-        "kv_cache_window_frees_total",
-        "KV blocks that running sequences gave back because their layers' window had left them behind.",
-        lambda s: s.kv.window_frees,
-    ),
+    counter("kv_cache_block_frees_total", "KV blocks freed.", lambda s: s.kv.frees),
+    counter("kv_cache_block_evictions_total", "Cached KV blocks evicted.",
+        lambda s: s.kv.evictions),
+    counter("kv_cache_allocation_failures_total", "Block requests that failed for lack of blocks.",
+        lambda s: s.kv.allocation_failures),
+    counter("kv_cache_window_frees_total",
+        "KV blocks freed because they left the attention window.",
+        lambda s: s.kv.window_frees),
     counter("kv_cache_cow_copies_total", "KV blocks copied on write.", lambda s: s.kv.cow_copies),
-    counter(
-        "kv_cache_cow_copied_bytes_total",
-        "Bytes of KV blocks copied on write.",
-        lambda s: s.kv.cow_copies * s.kv.block_bytes,
-    ),
-    gauge("kv_cache_host_blocks", "Blocks of swap space in host memory by state.", _host_blocks, "state"),
-    counter(
-        "kv_cache_swapped_blocks_total",
-        "KV blocks moved to host memory (out) and back (in).",
-        _swapped_blocks,
-        "direction",
-    ),
-    counter(
-        "kv_cache_swapped_bytes_total",
-        "Bytes of KV blocks moved to host memory (out) and back (in).",
-        _swapped_bytes,
-        "direction",
-    ),
-    counter(
-        "preemptions_total",
-        "Sequences put back to waiting, for lack of KV blocks or for an urgent job, by what became of their KV.",
-        _preemptions,
-        "mode",
-    ),
-    counter(
-        "urgent_preemptions_total",
-        "Sequences of low priority put back to waiting for a job of high priority.",
-        lambda s: s.scheduler.displaced,
-    ),
-    counter(
-        "preempted_tokens_total",
-        "Computed tokens that preemption threw away (prefix hits not deducted).",
-        lambda s: s.scheduler.preempted_tokens,
-    ),
-    counter(
-        "preempted_tokens_recomputed_total",
-        "Tokens that preempted sequences computed a second time (prefix hits deducted).",
-        lambda s: s.scheduler.recomputed_tokens,
-    ),
-)
+    counter("kv_cache_cow_copied_bytes_total", "Bytes of KV blocks copied on write.",
+        lambda s: s.kv.cow_copies * s.kv.block_bytes),
+    gauge("kv_cache_host_blocks", "Blocks of the host tier by state.", _host_blocks, "state"),
+    counter("kv_cache_host_copied_blocks_total", "KV blocks copied to the host tier (store) and back (load).",
+        _host_copies, "direction"),
+    counter("kv_cache_host_copied_bytes_total", "Bytes of KV blocks copied to the host tier (store) and back (load).",
+        _host_bytes, "direction"),
+    counter("kv_cache_host_evictions_total", "Blocks evicted from the host tier.",
+        lambda s: s.kv.host_evictions),
+    counter("kv_cache_host_skipped_blocks_total",
+        "Evicted KV blocks that the host tier had no room for.",
+        lambda s: s.kv.host_skipped_blocks),
+    counter("preemptions_total",
+        "Sequences preempted, for lack of KV blocks or for a high-priority job.",
+        lambda s: s.scheduler.preemptions),
+    counter("urgent_preemptions_total",
+        "Low-priority sequences preempted for a high-priority job.",
+        lambda s: s.scheduler.displaced),
+    counter("preempted_tokens_total",
+        "Computed tokens that preemption discarded, including later prefix hits.",
+        lambda s: s.scheduler.preempted_tokens),
+    counter("preempted_tokens_recomputed_total",
+        "Tokens that preempted sequences computed again.",
+        lambda s: s.scheduler.recomputed_tokens),
+)  # fmt: skip
 
 PREFIXES_AND_RESIDENCY: tuple[Metric[EngineStats], ...] = (
-    counter(
-        "prefix_cache_queried_tokens_total",
-        "Prompt tokens looked up in the prefix cache.",
-        lambda s: s.kv.prefix_queried_tokens,
-    ),
-    counter(
-        "prefix_cache_hit_tokens_total",
-        "Prompt tokens whose KV came from the prefix cache.",
-        lambda s: s.kv.prefix_hit_tokens,
-    ),
-    engine_histogram(
-        "request_peak_kv_blocks",
-        "The most KV blocks that a request held, those its samples share counted for each.",
-        "request_peak_blocks",
-    ),
-    engine_histogram(
-        "kv_block_lifetime_seconds",
-        "From a KV block's allocation until what it holds is gone; one block in 64 is timed.",
-        "block_lifetime_seconds",
-    ),
-    engine_histogram(
-        "kv_block_idle_before_evict_seconds",
-        "How long an evicted KV block had been idle; one block in 64 is timed.",
-        "block_idle_seconds",
-    ),
-    engine_histogram(
-        "kv_block_reuse_gap_seconds",
-        "How long a KV block had been idle when a prefix hit took it; one block in 64 is timed.",
-        "block_reuse_gap_seconds",
-    ),
-)
+    counter("prefix_cache_queried_tokens_total", "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.kv.prefix_queried_tokens),
+    counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.",
+        lambda s: s.kv.prefix_hit_tokens),
+    counter("prefix_cache_tier_hit_tokens_total",
+        "Tokens found in the prefix cache, by memory.",
+        _hit_tokens, "source"),
+    engine_histogram("request_peak_kv_blocks",
+        "Peak KV blocks of a request; shared blocks count for each sample.",
+        "request_peak_blocks"),
+    engine_histogram("kv_block_lifetime_seconds",
+        "Time from a KV block's allocation to its eviction (one block in 64).",
+        "block_lifetime_seconds"),
+    engine_histogram("kv_block_idle_before_evict_seconds",
+        "Idle time of evicted KV blocks (one block in 64).", "block_idle_seconds"),
+    engine_histogram("kv_block_reuse_gap_seconds",
+        "Idle time of reused KV blocks (one block in 64).",
+        "block_reuse_gap_seconds"),
+)  # fmt: skip
 
 KV_CACHE_METRICS = BLOCKS + MOVEMENTS + PREFIXES_AND_RESIDENCY

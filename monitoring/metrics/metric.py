@@ -7,7 +7,7 @@ library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, Literal, TypeVar
@@ -22,6 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of an exposition."""
 
 Source = TypeVar("Source")
+Key = TypeVar("Key", bound=str)
 Labels = tuple[str, ...]
 Number = float | bool
 Reading = (
@@ -32,6 +33,8 @@ Reading = (
     | Mapping[Labels, HistogramSnapshot]
 )
 """One value; or one per value of the only label; or one per combination of several."""
+Figure = Number | None | Mapping[str, Number] | Mapping[Labels, Number]
+"""As `Reading`, before common labels are added; None: unknown, thus no sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,20 @@ def engine_histogram(name: str, help: str, source: str, *labels: str) -> Metric[
 def one_of(current: str, values: tuple[str, ...]) -> dict[str, Number]:
     """Return a state set: 1 for the current value, 0 for every other."""
     return {value: value == current for value in values}
+
+
+def labeled(labels: Labels, figure: Figure) -> Mapping[Labels, Number]:
+    """Return the samples of a figure with `labels` in front of its own."""
+    if figure is None:
+        return {}
+    if not isinstance(figure, Mapping):
+        return {labels: figure}
+    return {(*labels, *((key,) if isinstance(key, str) else key)): value for key, value in figure.items()}
+
+
+def each(values: Mapping[Key, Number], keys: Iterable[Key]) -> dict[str, Number]:
+    """Return the value of every key, 0 where `values` has none: its series exist from the first scrape."""
+    return {key: values.get(key, 0) for key in keys}
 
 
 def _new_family(kind: str, name: str, help: str, labels: Labels) -> Family:

@@ -1,4 +1,4 @@
-"""The metrics of the queue and its server.
+"""The metrics of the queue, its server and its rollouts.
 
 Every process that can see the queue exports them: a worker, and `pagemill exporter` where there is none. So a
 query takes `max by (queue, model, priority)` first, and sums afterwards.
@@ -6,22 +6,34 @@ query takes `max by (queue, model, priority)` first, and sums afterwards.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 
-from pagemill.monitoring.metrics.metric import Labels, Metric, Number, counter, gauge
-from pagemill.monitoring.metrics.rollouts import ROLLOUTS
+from pagemill.monitoring.metrics.metric import Figure, Labels, Metric, Number, counter, each, gauge, labeled
 from pagemill.monitoring.queue_figures import (
     ENDED,
     PRIORITIES,
+    ROLLOUT_STATES,
     STAGES,
     TOKEN_KINDS,
     Lane,
     QueueFigures,
     ServerFigures,
+    SideFigures,
     UsageFigures,
 )
 
 OTHER_MODELS = "other"
+Read = Callable[[QueueFigures], Figure]
+"""Readers leave out the label `queue`, which every metric here has first."""
+
+
+def _gauge(name: str, help: str, read: Read, *labels: str) -> Metric[QueueFigures]:
+    return gauge(name, help, lambda figures: labeled((figures.queue,), read(figures)), "queue", *labels)
+
+
+def _counter(name: str, help: str, read: Read, *labels: str) -> Metric[QueueFigures]:
+    return counter(name, help, lambda figures: labeled((figures.queue,), read(figures)), "queue", *labels)
 
 
 def _by_lane(
@@ -29,223 +41,130 @@ def _by_lane(
 ) -> Mapping[Labels, Number]:
     """Return a sample per model and priority, 0 if no job waits; models past the limit share one."""
     models = figures.models
-    samples: dict[Labels, Number] = {
-        (figures.queue, model, priority): 0 for model in models for priority in PRIORITIES
-    }
+    samples: dict[Labels, Number] = {(model, priority): 0 for model in models for priority in PRIORITIES}
     for (model, priority), value in values.items():
-        labels = (figures.queue, model if model in models else OTHER_MODELS, priority)
+        labels = (model if model in models else OTHER_MODELS, priority)
         samples[labels] = combine(samples.get(labels, 0), value)
     return samples
 
 
-def _waiting(figures: QueueFigures) -> Mapping[Labels, Number]:
-    return _by_lane(figures, figures.waiting, lambda a, b: a + b)
+def _by_state(figures: QueueFigures) -> Mapping[str, Number]:
+    waiting = sum(figures.waiting.values())
+    return {"waiting": waiting, "delayed": figures.delayed, "running": figures.running, "dead": figures.dead}
 
 
-def _oldest(figures: QueueFigures) -> Mapping[Labels, Number]:
-    return _by_lane(figures, figures.oldest_age_seconds, max)
+def _usage(read: Callable[[UsageFigures], Figure]) -> Read:
+    return lambda figures: None if figures.usage is None else read(figures.usage)
 
 
-def _by_state(figures: QueueFigures) -> Mapping[Labels, Number]:
-    return {
-        (figures.queue, "waiting"): sum(figures.waiting.values()),
-        (figures.queue, "delayed"): figures.delayed,
-        (figures.queue, "running"): figures.running,
-        (figures.queue, "dead"): figures.dead,
+def _server(read: Callable[[ServerFigures], float | None]) -> Read:
+    return lambda figures: None if figures.server is None else read(figures.server)
+
+
+def _by_side(read: Callable[[SideFigures], Number]) -> Callable[[QueueFigures], Mapping[Labels, Number]]:
+    return lambda figures: {
+        (rollout.model, name): read(side)
+        for rollout in figures.rollouts
+        for name, side in rollout.sides.items()
     }
 
 
-def _ended(figures: QueueFigures) -> Mapping[Labels, Number]:
-    return {(figures.queue, outcome): figures.ended.get(outcome, 0) for outcome in ENDED}
+def _run_seconds(figures: QueueFigures) -> Mapping[Labels, Number]:
+    return {
+        (rollout.model, name, quantile): seconds
+        for rollout in figures.rollouts
+        for name, side in rollout.sides.items()
+        for quantile, seconds in side.run_seconds.items()
+    }
 
 
-def _workers(figures: QueueFigures) -> Mapping[Labels, Number]:
-    return {(figures.queue, stage): figures.workers.get(stage, 0) for stage in STAGES}
-
-
-def _serving(figures: QueueFigures) -> Mapping[Labels, Number]:
-    return {(figures.queue, model): figures.serving.get(model, 0) for model in figures.models}
-
-
-def _drain(figures: QueueFigures) -> Mapping[Labels, Number]:
-    return {} if figures.drain_seconds is None else {(figures.queue,): figures.drain_seconds}
-
-
-def _usage(
-    read: Callable[[UsageFigures], float],
-) -> Callable[[QueueFigures], Mapping[Labels, Number]]:
-    return lambda figures: {} if figures.usage is None else {(figures.queue,): read(figures.usage)}
-
-
-def _tokens(figures: QueueFigures) -> Mapping[Labels, Number]:
-    usage = figures.usage
-    return {} if usage is None else {(figures.queue, kind): usage.tokens.get(kind, 0) for kind in TOKEN_KINDS}
-
-
-def _memory_kinds(figures: QueueFigures) -> Mapping[Labels, Number]:
-    return {(figures.queue, kind): value for kind, value in figures.memory.kinds.items()}
-
-
-def _server(
-    read: Callable[[ServerFigures], float | None],
-) -> Callable[[QueueFigures], Mapping[Labels, Number]]:
-    """Return a reader of one figure of the server, which gives no sample if it is unknown."""
-
-    def sample(figures: QueueFigures) -> Mapping[Labels, Number]:
-        value = read(figures.server) if figures.server is not None else None
-        return {} if value is None else {(figures.queue,): value}
-
-    return sample
+def _rollout_state(figures: QueueFigures) -> Mapping[Labels, Number]:
+    return {
+        (rollout.model, state): int(rollout.state == state)
+        for rollout in figures.rollouts
+        for state in ROLLOUT_STATES
+    }
 
 
 JOBS_AND_WORKERS: tuple[Metric[QueueFigures], ...] = (
-    gauge(
-        "queue_waiting_jobs",
-        "Jobs ready to be pulled, by model and priority.",
-        _waiting,
-        "queue",
-        "model",
-        "priority",
-    ),
-    gauge(
-        "queue_oldest_job_age_seconds",
-        "Age of the longest waiting job since its submit, by model and priority; 0 when none waits.",
-        _oldest,
-        "queue",
-        "model",
-        "priority",
-    ),
-    gauge(
-        "queue_jobs",
-        "Jobs in the queue by state. delayed: retries included; dead: until purged.",
-        _by_state,
-        "queue",
-        "state",
-    ),
-    counter(
-        "queue_submitted_jobs_total",
-        "Jobs that the queue has taken.",
-        lambda q: {q.queue: q.submitted},
-        "queue",
-    ),
-    counter("queue_ended_jobs_total", "Jobs of all workers by how they ended.", _ended, "queue", "outcome"),
-    gauge(
-        "queue_tokens_today",
-        "Tokens of the jobs that ended since 0:00 UTC, as the ledger counts them; cached: of the prompts'.",
-        _tokens,
-        "queue",
-        "kind",
-    ),
-    gauge(
-        "queue_device_seconds_today",
-        "Seconds of devices that the jobs took that ended since 0:00 UTC.",
-        _usage(lambda u: u.device_seconds),
-        "queue",
-    ),
-    gauge(
-        "queue_tenants_over_quota",
-        "Tenants whose jobs wait for a quota.",
-        _usage(lambda u: u.tenants_over_quota),
-        "queue",
-    ),
-    gauge(
-        "queue_estimated_drain_seconds",
-        "Time that the jobs in the queue take at the rate of the last minutes; absent while nothing ends.",
-        _drain,
-        "queue",
-    ),
-    gauge(
-        "queue_leases",
-        "Leases of all workers, lapsed ones that nobody has swept included.",
-        lambda q: {q.queue: q.leases},
-        "queue",
-    ),
-    gauge("queue_paused", "1 while nobody may pull from the queue.", lambda q: {q.queue: q.paused}, "queue"),
-    gauge("queue_workers", "Live workers by what they say they do.", _workers, "queue", "state"),
-    gauge("queue_serving_workers", "Ready workers by the model they serve.", _serving, "queue", "model"),
-    gauge(
-        "queue_scrape_timestamp_seconds",
-        "When the queue's figures were read.",
-        lambda q: {q.queue: q.taken_at},
-        "queue",
-    ),
-)
+    _gauge("queue_waiting_jobs", "Jobs ready to be pulled.",
+        lambda q: _by_lane(q, q.waiting, operator.add), "model", "priority"),
+    _gauge("queue_oldest_job_age_seconds",
+        "Age of the oldest waiting job; 0 if none waits.",
+        lambda q: _by_lane(q, q.oldest_age_seconds, max), "model", "priority"),
+    _gauge("queue_jobs", "Jobs in the queue by state. delayed: retries included; dead: until purged.",
+        _by_state, "state"),
+    _counter("queue_submitted_jobs_total", "Jobs submitted.", lambda q: q.submitted),
+    _counter("queue_ended_jobs_total", "Jobs ended by outcome, over all workers.",
+        lambda q: each(q.ended, ENDED), "outcome"),
+    _gauge("queue_tokens_today",
+        "Tokens of jobs that ended since 0:00 UTC; cached: included in prompt.",
+        _usage(lambda u: each(u.tokens, TOKEN_KINDS)), "kind"),
+    _gauge("queue_device_seconds_today", "Device time of jobs that ended since 0:00 UTC, in seconds.",
+        _usage(lambda u: u.device_seconds)),
+    _gauge("queue_tenants_over_quota", "Tenants whose jobs wait for a quota.",
+        _usage(lambda u: u.tenants_over_quota)),
+    _gauge("queue_estimated_drain_seconds",
+        "Time to finish all jobs at the current rate; absent while no job ends.",
+        lambda q: q.drain_seconds),
+    _gauge("queue_leases", "Leases of all workers, including lapsed ones until the next sweep.",
+        lambda q: q.leases),
+    _gauge("queue_paused", "1 while the queue is paused.", lambda q: q.paused),
+    _gauge("queue_workers", "Live workers by state.",
+        lambda q: each(q.workers, STAGES), "state"),
+    _gauge("queue_serving_workers", "Ready workers by the model they serve.",
+        lambda q: each(q.serving, q.models), "model"),
+    _gauge("queue_scrape_timestamp_seconds", "Time at which the queue was read.", lambda q: q.taken_at),
+)  # fmt: skip
 
 SERVER: tuple[Metric[QueueFigures], ...] = (
-    gauge(
-        "redis_memory_used_bytes",
-        "Memory that the server uses.",
-        _server(lambda s: s.memory_used_bytes),
-        "queue",
-    ),
-    gauge(
-        "redis_memory_max_bytes",
-        "The server's maxmemory; 0 without a limit.",
-        _server(lambda s: s.memory_max_bytes),
-        "queue",
-    ),
-    gauge(
-        "queue_memory_limit_bytes",
-        "The server's memory up to which the queue takes jobs; the rest is for running ones. 0 without a limit.",
-        lambda q: {q.queue: q.memory.limit_bytes},
-        "queue",
-    ),
-    gauge(
-        "queue_memory_bytes",
-        "What holds the server's memory, estimated from 512 of its keys. records: of jobs and batches; other: not "
-        "this queue's.",
-        _memory_kinds,
-        "queue",
-        "kind",
-    ),
-    counter(
-        "queue_memory_refused_total",
-        "Jobs and files refused for want of memory; what is sent again is counted again.",
-        lambda q: {q.queue: q.memory.refused},
-        "queue",
-    ),
-    counter(
-        "queue_memory_expired_results_total",
-        "Large results that were removed early, to make room.",
-        lambda q: {q.queue: q.memory.expired},
-        "queue",
-    ),
-    counter(
-        "redis_evicted_keys_total",
-        "Keys that the server deleted for lack of memory. Anything above 0 means lost jobs.",
-        _server(lambda s: s.evicted_keys),
-        "queue",
-    ),
-    gauge(
-        "redis_aof_enabled",
-        "1 while the server keeps an append-only file.",
-        _server(lambda s: s.aof_enabled),
-        "queue",
-    ),
-    counter(
-        "redis_aof_delayed_fsync_total",
-        "Writes that waited for the disk.",
-        _server(lambda s: s.aof_delayed_fsyncs),
-        "queue",
-    ),
-    gauge(
-        "redis_connected_clients",
-        "Connections to the server.",
-        _server(lambda s: s.connected_clients),
-        "queue",
-    ),
-    gauge(
-        "redis_blocked_clients",
-        "Connections that wait for a doorbell or a list.",
-        _server(lambda s: s.blocked_clients),
-        "queue",
-    ),
-    gauge(
-        "redis_connected_replicas",
-        "Replicas of the server.",
-        _server(lambda s: s.connected_replicas),
-        "queue",
-    ),
-)
+    _gauge("redis_memory_used_bytes", "Memory that the server uses.", _server(lambda s: s.memory_used_bytes)),
+    _gauge("redis_memory_max_bytes", "The server's maxmemory; 0 without a limit.",
+        _server(lambda s: s.memory_max_bytes)),
+    _gauge("queue_memory_limit_bytes",
+        "Memory of the server up to which the queue accepts jobs; 0 without a limit.",
+        lambda q: q.memory.limit_bytes),
+    _gauge("queue_memory_bytes",
+        "Memory of the server by kind of data, estimated from 512 keys; other: not this queue's.",
+        lambda q: q.memory.kinds, "kind"),
+    _counter("queue_memory_refused_total",
+        "Jobs and files rejected for lack of memory.",
+        lambda q: q.memory.refused),
+    _counter("redis_evicted_keys_total",
+        "Keys that the server evicted. Above 0, jobs may be lost.",
+        _server(lambda s: s.evicted_keys)),
+    _gauge("redis_aof_enabled", "1 while the server keeps an append-only file.",
+        _server(lambda s: s.aof_enabled)),
+    _counter("redis_aof_delayed_fsync_total", "Writes that waited for the disk.",
+        _server(lambda s: s.aof_delayed_fsyncs)),
+    _gauge("redis_connected_clients", "Connections to the server.", _server(lambda s: s.connected_clients)),
+    _gauge("redis_blocked_clients", "Connections that block on a list.",
+        _server(lambda s: s.blocked_clients)),
+    _gauge("redis_connected_replicas", "Replicas of the server.", _server(lambda s: s.connected_replicas)),
+)  # fmt: skip
+
+ROLLOUTS: tuple[Metric[QueueFigures], ...] = (
+    _counter("queue_rollout_executions_total",
+        "Executions that ended, by side.",
+        _by_side(lambda side: side.executions), "model", "side"),
+    _counter("queue_rollout_failures_total",
+        "Executions that failed or crashed, by side.",
+        _by_side(lambda side: side.failures), "model", "side"),
+    _gauge("queue_rollout_run_seconds",
+        "Quantiles of the time from pull to commit, of the latest 256 successes.",
+        _run_seconds, "model", "side", "quantile"),
+    _gauge("queue_rollout_workers", "Live workers of a side.", _by_side(lambda side: side.workers), "model",
+        "side"),
+    _gauge("queue_rollout_share_ratio", "The canary's share of the jobs.",
+        lambda q: {rollout.model: rollout.share for rollout in q.rollouts}, "model"),
+    _gauge("queue_rollout_state", "1 for the current state of the rollout.", _rollout_state, "model",
+        "state"),
+    _gauge("queue_rollout_failing",
+        "1 while the rollout is halted because of the canary's failures.",
+        lambda q: {rollout.model: int(rollout.is_failing) for rollout in q.rollouts}, "model"),
+    _gauge("queue_rollout_agreement_ratio",
+        "Fraction of compared jobs with equal outputs; absent before a comparison.",
+        lambda q: {r.model: r.agreement for r in q.rollouts if r.agreement is not None}, "model"),
+)  # fmt: skip
 
 QUEUE_METRICS = JOBS_AND_WORKERS + SERVER + ROLLOUTS

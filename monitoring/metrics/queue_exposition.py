@@ -1,6 +1,6 @@
 """The metrics of queues alone, any number of them: the answer of `pagemill exporter` to a scrape.
 
-The same tables as a worker's exposition, so that a board takes `max by (queue, ...)` over both and sees one
+The same tables as a worker's exposition, so that a dashboard takes `max by (queue, ...)` over both and sees one
 figure.
 """
 
@@ -35,11 +35,11 @@ EXPORTER_METRICS: tuple[Metric[QueueReadings], ...] = (
     gauge("redis_up", "1 while Redis answers.", lambda r: r.redis_up),
     counter(
         "scrape_source_errors_total",
-        "Scrapes that went on without a source's figures.",
+        "Scrapes without a source that failed.",
         lambda r: {"queue": r.errors},
         "source",
     ),
-    gauge("build_info", "1; the version that runs.", lambda r: {r.version: 1}, "version"),
+    gauge("build_info", "Always 1; the running version.", lambda r: {r.version: 1}, "version"),
 )
 
 

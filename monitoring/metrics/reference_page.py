@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pagemill.monitoring.metrics.exporter import NOT_LOADED
 from pagemill.monitoring.metrics.gateway import GatewayMetrics
 from pagemill.monitoring.metrics.metric import Metric
 from pagemill.monitoring.metrics.scrape import ScrapeFigures, WorkerIdentity
-from pagemill.monitoring.metrics.vllm_names import ALIASES
+from pagemill.monitoring.metrics.vllm_names import ALIASES, LABELS
 from pagemill.monitoring.queue_figures import QueueFigures, UsageFigures
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -21,29 +21,26 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 INTRO = """\
 # Metrics
 
-What a worker serves at `/metrics`, and at the end what a gateway does. Generated from the catalogue in `monitoring/` by
-`python -m pagemill.monitoring.metrics.reference_page`: change the metric, not this page.
+For operators: the metrics of a worker at `/metrics`, and at the end those of a gateway.
+`python -m pagemill.monitoring.metrics.reference_page` generates this page from the catalogue in `monitoring/`.
 
-Units are base units, counters end in `_total`, and no label carries a job, a tenant or a batch. Counters and gauges are
-there from the first scrape, at 0. Values are read from immutable snapshots when Prometheus asks, so one scrape is one
-moment, and nothing in the engine's steps waits for it.
+Values have base units. No label contains a job, a tenant or a batch.
+Counters and gauges exist from the first scrape, at 0. All values of a scrape are from one moment.
 """
 
 VLLM_INTRO = """\
-With `--vllm-metric-names` a worker also exports these, with the labels `model_name` and `engine`, for boards and
-autoscalers that were made for vLLM.
+With `--vllm-metric-names` a worker also exports these, with the labels `model_name` and `engine`.
 """
 
 MISSING = """\
-## Not exported, and why
+## Not exported
 
-| metric | why |
+| Metric | Reason |
 | --- | --- |
-| submits that were refused | they are refused in the producer's process, which has no `/metrics`; its errors say so |
-| engine restarts | an engine that fails ends its process; the supervisor counts restarts |
-| progress events dropped | none is: what Redis does not take yet is held and merged |
-| GPU clocks, power, temperature | the DCGM exporter has them |
-| Redis commands by name as the server sees them | the Redis exporter has them |
+| rejected submissions | the producer's process has no `/metrics` |
+| engine restarts | a failed engine ends its process; the supervisor counts restarts |
+| GPU clocks, power, temperature | use the DCGM exporter |
+| Redis commands by name | use the Redis exporter |
 """
 
 DEPLOYED = frozenset({"block_size", "num_gpu_blocks", "cache_dtype", "model_name", "engine"})
@@ -78,14 +75,14 @@ def page() -> str:
         if section.intro:
             parts.append(section.intro + "\n")
         parts.append(_table(section.metrics, SOURCES[section.source]))
-    parts += ["## Under vLLM's names\n", VLLM_INTRO, _table(ALIASES, NOT_LOADED), MISSING]
+    parts += ["## Under vLLM's names\n", VLLM_INTRO, _table(ALIASES, NOT_LOADED, common=LABELS), MISSING]
     return "\n".join(parts)
 
 
-def _table(metrics: Iterable[Metric[Any]], source: object) -> str:
-    rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+def _table(metrics: Iterable[Metric[Any]], source: object, common: Sequence[str] = ()) -> str:
+    rows = ["| Metric | Type | Labels | Meaning |", "| --- | --- | --- | --- |"]
     for metric in metrics:
-        labels = ", ".join(_label(metric, name, source) for name in metric.labels)
+        labels = ", ".join(_label(metric, name, source) for name in metric.labels if name not in common)
         rows.append(f"| `{metric.prefix}{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
     return "\n".join(rows) + "\n"
 

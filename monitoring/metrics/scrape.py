@@ -44,38 +44,24 @@ def _engine_info(figures: ScrapeFigures) -> Mapping[Labels, Number]:
 
 def _kv_cache_info(figures: ScrapeFigures) -> Mapping[Labels, Number]:
     engine = figures.engine
-    return {(engine.kv.dtype, engine.loaded.device): 1} if engine else {}
+    if engine is None or engine.known is not None:
+        return {}
+    return {(engine.kv.dtype, engine.loaded.device): 1}
 
 
 SCRAPE_METRICS: tuple[Metric[ScrapeFigures], ...] = (
-    gauge(
-        "worker_info",
-        "1; who answers here, for joins on `instance`. model: empty while it loads.",
-        _worker_info,
-        "worker",
-        "queue",
-        "model",
-        "version",
-    ),
-    gauge("engine_info", "1; what the engine runs.", _engine_info, "model", "device", "tier", "fingerprint"),
-    gauge(
-        "kv_cache_info", "1; how keys and values are stored, and where.", _kv_cache_info, "dtype", "device"
-    ),
-    gauge(
-        "engine_last_step_timestamp_seconds",
-        "When the last engine step finished; 0 before the first.",
-        lambda f: f.last_step_unix,
-    ),
-    counter(
-        "kv_cache_accounting_errors_total",
-        "Contradictions found in snapshots of the KV block pool. Anything above 0 is a bug.",
-        lambda f: f.accounting_errors,
-    ),
-    counter(
-        "scrape_source_errors_total",
-        "Scrapes that went on without a source's figures.",
-        lambda f: f.source_errors,
-        "source",
-    ),
-    gauge("build_info", "1; the version that runs.", lambda f: {f.identity.version: 1}, "version"),
-)
+    gauge("worker_info", "Always 1; identity of the worker, for joins on `instance`. model: empty during loading.",
+        _worker_info, "worker", "queue", "model", "version"),
+    gauge("engine_info", "Always 1; model and device of the engine.", _engine_info,
+        "model", "device", "tier", "fingerprint"),
+    gauge("kv_cache_info", "Always 1; storage of keys and values.", _kv_cache_info, "dtype",
+        "device"),
+    gauge("engine_last_step_timestamp_seconds", "Time at which the last engine step finished; 0 before the first.",
+        lambda f: f.last_step_unix),
+    counter("kv_cache_accounting_errors_total",
+        "Contradictions in snapshots of the KV block pool. Above 0: a bug.",
+        lambda f: f.accounting_errors),
+    counter("scrape_source_errors_total", "Scrapes without a source that failed.",
+        lambda f: f.source_errors, "source"),
+    gauge("build_info", "Always 1; the running version.", lambda f: {f.identity.version: 1}, "version"),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""vLLM's metrics under their own names, so that boards and autoscalers made for it work unchanged.
+"""vLLM's metrics under their own names, so that dashboards and autoscalers made for it work unchanged.
 
 Colons are reserved for recording rules, so these are off by default (`--vllm-metric-names`). Names, labels
 and units are those of vLLM's V1 engine; there is one engine per worker, `engine="0"`.
@@ -11,22 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.metrics_core import Metric as Family
 
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
-from pagemill.monitoring.metrics.metric import Labels, Metric, Number
+from pagemill.monitoring.metrics.metric import Figure, Labels, Metric, Number, labeled
 
 PREFIX = "vllm:"
 LABELS = ("model_name", "engine")
 
+Read = Callable[[EngineStats], Figure]
+"""Readers leave out the labels that every metric here has first."""
+
 _WAIT_REASONS = {"kv": "capacity", "rows": "capacity", "budget": "deferred"}
-
-
-def _one(read: Callable[[EngineStats], Number]) -> Callable[[EngineStats], Mapping[Labels, Number]]:
-    return lambda stats: {(stats.loaded.model, "0"): read(stats)}
-
-
-def _by(
-    read: Callable[[EngineStats], Mapping[str, Number]],
-) -> Callable[[EngineStats], Mapping[Labels, Number]]:
-    return lambda stats: {(stats.loaded.model, "0", key): value for key, value in read(stats).items()}
 
 
 def _waiting_by_reason(stats: EngineStats) -> Mapping[str, Number]:
@@ -37,23 +30,23 @@ def _waiting_by_reason(stats: EngineStats) -> Mapping[str, Number]:
 
 def _cache_config(stats: EngineStats) -> Mapping[Labels, Number]:
     kv = stats.kv
-    return {(stats.loaded.model, "0", str(kv.block_size), str(kv.capacity_blocks), kv.dtype or "auto"): 1}
+    return {(str(kv.block_size), str(kv.capacity_blocks), kv.dtype or "auto"): 1}
 
 
 def _host_usage(stats: EngineStats) -> float:
     return stats.kv.host_used_blocks / max(1, stats.kv.host_capacity_blocks)
 
 
-def _gauge(
-    name: str, help: str, read: Callable[[EngineStats], Mapping[Labels, Number]], *labels: str
-) -> Metric[EngineStats]:
-    return Metric("gauge", name, help, read, (*LABELS, *labels), PREFIX)
+def _labeled(stats: EngineStats, figure: Figure) -> Mapping[Labels, Number]:
+    return labeled((stats.loaded.model, "0"), figure)
 
 
-def _counter(
-    name: str, help: str, read: Callable[[EngineStats], Mapping[Labels, Number]], *labels: str
-) -> Metric[EngineStats]:
-    return Metric("counter", name, help, read, (*LABELS, *labels), PREFIX)
+def _gauge(name: str, help: str, read: Read, *labels: str) -> Metric[EngineStats]:
+    return Metric("gauge", name, help, lambda s: _labeled(s, read(s)), (*LABELS, *labels), PREFIX)
+
+
+def _counter(name: str, help: str, read: Read, *labels: str) -> Metric[EngineStats]:
+    return Metric("counter", name, help, lambda s: _labeled(s, read(s)), (*LABELS, *labels), PREFIX)
 
 
 def _histogram(name: str, help: str, source: str) -> Metric[EngineStats]:
@@ -73,26 +66,25 @@ def _merged(children: list[HistogramSnapshot]) -> HistogramSnapshot:
 
 
 ALIASES: tuple[Metric[EngineStats], ...] = (
-    _gauge("num_requests_running", "Sequences in the batch.", _one(lambda s: s.scheduler.running)),
-    _gauge("num_requests_waiting", "Requests that wait.", _one(lambda s: s.scheduler.waiting)),
-    _gauge("num_requests_waiting_by_reason", "Requests that wait.", _by(_waiting_by_reason), "reason"),
-    _gauge("kv_cache_usage_perc", "Active KV blocks / capacity.", _one(lambda s: s.kv.utilization)),
+    _gauge("num_requests_running", "Sequences in the batch.", lambda s: s.scheduler.running),
+    _gauge("num_requests_waiting", "Requests that wait.", lambda s: s.scheduler.waiting),
+    _gauge("num_requests_waiting_by_reason", "Requests that wait.", _waiting_by_reason, "reason"),
+    _gauge("kv_cache_usage_perc", "Active KV blocks / capacity.", lambda s: s.kv.utilization),
     _gauge("cache_config_info", "1; the KV cache's shape.", _cache_config,
            "block_size", "num_gpu_blocks", "cache_dtype"),
-    _counter("prefix_cache_queries_total", "Tokens looked up.", _one(lambda s: s.kv.prefix_queried_tokens)),
-    _counter("prefix_cache_hits_total", "Tokens found.", _one(lambda s: s.kv.prefix_hit_tokens)),
-    _counter("num_preemptions_total", "Preemptions.",
-             _one(lambda s: s.scheduler.preemptions + s.scheduler.swap_preemptions)),
-    _counter("prompt_tokens_total", "Prompt tokens.", _one(lambda s: s.requests.prompt_tokens)),
+    _counter("prefix_cache_queries_total", "Tokens looked up.", lambda s: s.kv.prefix_queried_tokens),
+    _counter("prefix_cache_hits_total", "Tokens found.", lambda s: s.kv.prefix_hit_tokens),
+    _counter("num_preemptions_total", "Preemptions.", lambda s: s.scheduler.preemptions),
+    _counter("prompt_tokens_total", "Prompt tokens.", lambda s: s.requests.prompt_tokens),
     _counter("prompt_tokens_cached_total", "Prompt tokens that were cached.",
-             _one(lambda s: s.requests.prompt_tokens_by_source.get("prefix_cache", 0))),
-    _counter("generation_tokens_total", "Tokens generated.", _one(lambda s: s.requests.generated_tokens)),
-    _counter("request_success_total", "Requests by how they ended.", _by(lambda s: dict(s.requests.finished)),
+             lambda s: s.requests.prompt_tokens_by_source.get("prefix_cache", 0)),
+    _counter("generation_tokens_total", "Tokens generated.", lambda s: s.requests.generated_tokens),
+    _counter("request_success_total", "Requests by how they ended.", lambda s: dict(s.requests.finished),
              "finished_reason"),
     _counter("corrupted_requests_total", "Requests whose logits were not finite.",
-             _one(lambda s: s.scheduler.invalid_logits)),
-    _counter("spec_decode_num_draft_tokens_total", "Tokens drafted.", _one(lambda s: s.scheduler.drafted_tokens)),
-    _counter("spec_decode_num_accepted_tokens_total", "Drafts sampled.", _one(lambda s: s.scheduler.accepted_tokens)),
+             lambda s: s.scheduler.invalid_logits),
+    _counter("spec_decode_num_draft_tokens_total", "Tokens drafted.", lambda s: s.scheduler.drafted_tokens),
+    _counter("spec_decode_num_accepted_tokens_total", "Drafts sampled.", lambda s: s.scheduler.accepted_tokens),
     _histogram("iteration_tokens_total", "Tokens in a step.", "step_tokens"),
     _histogram("time_to_first_token_seconds", "Time to the first token.", "time_to_first_token_seconds"),
     _histogram("inter_token_latency_seconds", "Between two tokens.", "inter_token_latency_seconds"),
@@ -110,10 +102,10 @@ ALIASES: tuple[Metric[EngineStats], ...] = (
     _histogram("kv_block_lifetime_seconds", "Allocation to eviction.", "block_lifetime_seconds"),
     _histogram("kv_block_idle_before_evict_seconds", "Idle before eviction.", "block_idle_seconds"),
     _histogram("kv_block_reuse_gap_seconds", "Idle before reuse.", "block_reuse_gap_seconds"),
-    # Names that vLLM has given up, which its older boards still ask for.
-    _gauge("num_requests_swapped", "Sequences on the host.", _one(lambda s: s.scheduler.swapped)),
-    _gauge("gpu_cache_usage_perc", "As kv_cache_usage_perc.", _one(lambda s: s.kv.utilization)),
-    _gauge("cpu_cache_usage_perc", "Used blocks of swap space.", _one(_host_usage)),
+    # Names that vLLM has removed, which its older dashboards still query.
+    _gauge("num_requests_swapped", "0: preempted sequences wait without blocks.", lambda s: 0),
+    _gauge("gpu_cache_usage_perc", "As kv_cache_usage_perc.", lambda s: s.kv.utilization),
+    _gauge("cpu_cache_usage_perc", "Used blocks of the host tier / its capacity.", _host_usage),
     _histogram("time_per_output_token_seconds", "As inter_token_latency_seconds.", "inter_token_latency_seconds"),
 )  # fmt: skip
 

@@ -11,29 +11,26 @@ from typing import Annotated
 
 import typer
 
-from pagemill.bounds import ADAPTER_NAME
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, Queue, RedisUrl, app, say
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Report, command_group, print_stderr
 from pagemill.cli.terminal import views
 from pagemill.cli.terminal.checked import between, checked
+from pagemill.common.bounds import ADAPTER_NAME
 from pagemill.producer.client import flows
 from pagemill.producer.client.base import signing_keys
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls import adapters, registry
-from pagemill.producer.wire.calls.adapters import MAX_SOURCE, AdapterAnswer, AdapterCommand
+from pagemill.producer.wire.calls.adapters import MAX_SOURCE, AdapterAnswer, WorkerCommand
 from pagemill.producer.wire.schema.keys import AdapterName, ModelName
 
 _POLL_S = 0.1
-adapter_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The LoRA adapters of live workers."
-)
-app.add_typer(adapter_app, name="adapter")
+adapter_app = command_group("adapter", "The LoRA adapters of live workers.")
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", callback=checked(AdapterName), help="What jobs call the adapter.")
+    str, typer.Argument(metavar="NAME", callback=checked(AdapterName), help="Name of the adapter in jobs.")
 ]
 OfModel = Annotated[
     str | None,
-    typer.Option("--model", callback=checked(ModelName), help="Only workers that serve it. Default: all."),
+    typer.Option("--model", callback=checked(ModelName), help="Model whose workers are meant. Default: all."),
 ]
 Patience = Annotated[
     float, typer.Option("--timeout", callback=between(0.1, 3600.0), help="Seconds to wait for answers.")
@@ -43,12 +40,15 @@ Patience = Annotated[
 def _check_pair(pair: str) -> str:
     name, _, source = pair.partition("=")
     if not ADAPTER_NAME.fullmatch(name) or not 0 < len(source) <= MAX_SOURCE:
-        raise typer.BadParameter(f"{pair[:100]!r} won't do: it should be like french=/models/french-lora")
+        raise typer.BadParameter(
+            f"{pair[:100]!r} is not valid; write NAME=FOLDER, such as french=/models/french-lora"
+        )
     return pair
 
 
 @adapter_app.command("add")
 def adapter_add(
+    at: Report,
     pair: Annotated[
         str,
         typer.Argument(
@@ -57,75 +57,45 @@ def adapter_add(
     ],
     model: OfModel = None,
     timeout: Patience = 60.0,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Add an adapter to every live worker, or replace it. Exit code 1: not all of them have it now."""
     name, _, source = pair.partition("=")
     if Path(source).is_dir():
         source = os.path.abspath(source)
-    _command(
-        redis_url,
-        queue,
-        AdapterCommand(id=_id(), action="add", name=name, source=source),
-        model,
-        timeout,
-        as_json,
-    )
+    _command(at, WorkerCommand(id=_id(), action="add", name=name, source=source), model, timeout)
 
 
 @adapter_app.command("remove")
-def adapter_remove(
-    name: Name,
-    model: OfModel = None,
-    timeout: Patience = 60.0,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
-) -> None:
-    """Remove an adapter from every live worker. Jobs that run with it go on. Exit code 1: not all of them did."""
-    _command(redis_url, queue, AdapterCommand(id=_id(), action="remove", name=name), model, timeout, as_json)
+def adapter_remove(at: Report, name: Name, model: OfModel = None, timeout: Patience = 60.0) -> None:
+    """Remove an adapter from every live worker. Running jobs finish with it. Exit code 1: not all of them did."""
+    _command(at, WorkerCommand(id=_id(), action="remove", name=name), model, timeout)
 
 
 @adapter_app.command("list")
-def adapter_list(
-    model: OfModel = None,
-    timeout: Patience = 10.0,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
-) -> None:
+def adapter_list(at: Report, model: OfModel = None, timeout: Patience = 10.0) -> None:
     """What adapters the live workers have."""
-    _command(redis_url, queue, AdapterCommand(id=_id(), action="list"), model, timeout, as_json)
+    _command(at, WorkerCommand(id=_id(), action="list"), model, timeout)
 
 
 def _id() -> str:
     return secrets.token_hex(12)
 
 
-def _command(
-    redis_url: str | None,
-    queue: str,
-    command: AdapterCommand,
-    model: str | None,
-    timeout: float,
-    as_json: bool,
-) -> None:
+def _command(at: Report, command: WorkerCommand, model: str | None, timeout: float) -> None:
     """Send it to each live worker, print each one's answer, and exit."""
-    with Producer(redis_url, queue=queue) as producer:
+    with at.producer() as producer:
         alive = [
             info
-            for info in producer.run_flow(flows.call(registry.workers(queue)))
+            for info in producer.run_flow(flows.call(registry.workers(at.queue)))
             if info.state != "loading" and (model is None or model in info.models)
         ]
         names = [info.id for info in alive]
         if not names:
-            say(f"no worker of queue {queue}{f' that serves {model}' if model else ''} is ready")
+            print_stderr(f"no worker of queue {at.queue}{f' that serves {model}' if model else ''} is ready")
             raise typer.Exit(EXIT_NOT_SUCCEEDED)
-        producer.run_flow(flows.call(adapters.ask(queue, names, command, signing_keys())))
+        producer.run_flow(flows.call(adapters.send_command(at.queue, names, command, signing_keys())))
         answers = _wait(producer, command.id, names, timeout)
-    _print(command, names, answers, as_json)
+    _print(command, names, answers, at.as_json)
     if any((answer := answers.get(name)) is None or answer.error is not None for name in names):
         raise typer.Exit(EXIT_NOT_SUCCEEDED)
 
@@ -140,7 +110,7 @@ def _wait(producer: Producer, command_id: str, names: list[str], timeout: float)
 
 
 def _print(
-    command: AdapterCommand, names: list[str], answers: dict[str, AdapterAnswer], as_json: bool
+    command: WorkerCommand, names: list[str], answers: dict[str, AdapterAnswer], as_json: bool
 ) -> None:
     silent = AdapterAnswer(error="it has not answered")
     if as_json:
@@ -157,6 +127,6 @@ def _print(
     for name in names:
         answer = answers.get(name, silent)
         if answer.error is not None:
-            say(f"{name}: {answer.error}")
+            print_stderr(f"{name}: {answer.error}")
         elif command.action != "list":
             typer.echo(f"{name}: {'added' if command.action == 'add' else 'removed'} {command.name}")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from pagemill.cli.local_worker import LOADING_PATIENCE_S
+from pagemill.cli.local_worker import settled_workers
 from pagemill.cli.terminal import options, views
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked, served_name
 from pagemill.cli.terminal.grouped import grouped
@@ -53,8 +54,12 @@ EXIT_USAGE = 2
 EXIT_REDIS = 3
 EXIT_QUEUE_FULL = 5
 EXIT_INTERRUPTED = 130
+SILENT_S = 3.0
+"""Seconds without an answer after which a command says that it waits for Redis."""
 
+Rows = Sequence[Sequence[Any]]
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 
 
 UsageError: Any = typer.BadParameter.__base__  # click's own, or in later versions typer's
@@ -77,18 +82,18 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except PagemillError as error:
-        say(describe(error))
+        print_stderr(describe(error))
         raise typer.Exit(exit_code(error)) from error
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             raise  # its handler shows the help
-        say(_usage(error))
+        print_stderr(_usage(error))
         raise typer.Exit(EXIT_USAGE) from None
 
 
 def _usage(error: Any) -> str:
     """Format a usage error as one line: the option, its variable, and the problem."""
-    message = str(error.message or error.format_message()).replace("Input should", "it should").rstrip(".")
+    message = str(error.message or error.format_message()).replace("Input should", "should").rstrip(".")
     if (parameter := getattr(error, "param", None)) is not None:
         name = (
             parameter.opts[0]
@@ -138,12 +143,32 @@ def describe(error: PagemillError) -> str:
     return str(error)
 
 
-def say(message: str) -> None:
+def print_stderr(message: str) -> None:
     """Print to stderr: stdout is for the result."""
     typer.echo(message, err=True)
 
 
-app = typer.Typer(
+class Commands(typer.Typer):
+    """A group of commands, each of which may take dataclasses of options (`grouped`)."""
+
+    def command(self, *args: Any, **options: Any) -> Callable[[F], F]:
+        register = super().command(*args, **options)
+
+        def decorate(command: F) -> F:
+            register(grouped(command))
+            return command
+
+        return decorate
+
+
+def command_group(name: str, help: str) -> Commands:
+    """Add a group of commands to the program, and return it."""
+    group = Commands(no_args_is_help=True, rich_markup_mode=None, help=help)
+    app.add_typer(group, name=name)
+    return group
+
+
+app = Commands(
     cls=ReportingGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -169,8 +194,7 @@ def every_command(
     pass
 
 
-queue_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The queue as a whole.")
-app.add_typer(queue_app, name="queue")
+queue_app = command_group("queue", "The queue as a whole.")
 
 
 def check_url(context: typer.Context, parameter: typer.CallbackParam, url: str | None) -> str | None:
@@ -180,10 +204,10 @@ def check_url(context: typer.Context, parameter: typer.CallbackParam, url: str |
     try:
         ServerAddress.parse(url)
     except ValueError as error:
-        raise typer.BadParameter(f"it is no Redis URL: {error}") from None
+        raise typer.BadParameter(f"not a Redis URL: {error}") from None
     source = context.get_parameter_source(parameter.name or "")
     if has_password(url) and source is not None and source.name == "COMMANDLINE":
-        say(
+        print_stderr(
             f"warning: every user of this machine can read a password on a command line; "
             f"set {URL_VARIABLE} or {PASSWORD_VARIABLE} instead"
         )
@@ -196,7 +220,7 @@ RedisUrl = Annotated[
         "--redis-url",
         envvar=URL_VARIABLE,
         callback=check_url,
-        help="Default: the local worker's embedded server.",
+        help="Address of the Redis server. Default: the local worker's embedded server.",
     ),
 ]
 Queue = Annotated[
@@ -207,7 +231,8 @@ Queue = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobId = Annotated[
-    str, typer.Argument(metavar="ID", callback=checked(keys.Id), help="What `pagemill submit` printed.")
+    str,
+    typer.Argument(metavar="ID", callback=checked(keys.Id), help="Job id, as `pagemill submit` prints it."),
 ]
 Timeout = Annotated[
     float | None,
@@ -215,6 +240,37 @@ Timeout = Annotated[
         "--timeout", callback=between(0.0, YEAR_S), help="Seconds to wait. Default: as long as it takes."
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtQueue:
+    """The options of a command that works on a queue."""
+
+    redis_url: RedisUrl = None
+    queue: Queue = "default"
+
+    def producer(self) -> Producer:
+        return Producer(self.redis_url, queue=self.queue)
+
+    def run(self, call: Call[T]) -> T:
+        """Run a call that is not a method of Producer."""
+        return run_call(self.redis_url, call)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(AtQueue):
+    """The options of a command that also prints what it finds."""
+
+    as_json: AsJson = False
+
+    def print(self, document: Any, rows: Rows, columns: Sequence[str] = (), *, none: str = "") -> None:
+        """Print a JSON document, or a table; without rows the message `none` on stderr."""
+        if self.as_json:
+            typer.echo(json.dumps(document))
+        elif rows:
+            views.print_rows(columns, rows)
+        elif none:
+            print_stderr(none)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +296,7 @@ class SubmitOptions:
         typer.Option(
             "--temperature",
             callback=between(0.0, MAX_TEMPERATURE),
-            help="0: the likeliest token each time. Default: 1.",
+            help="Sampling temperature; 0: always the most probable token. Default: 1.",
         ),
     ] = None
     seed: options.Seed = None
@@ -250,6 +306,7 @@ class SubmitOptions:
     choice: Annotated[
         list[str] | None, typer.Option("--choice", help="The output is one of these; may be repeated.")
     ] = None
+    image: options.Images = None
     tools: options.Tools = None
     tool_choice: options.ToolChoice = None
     continuation: options.Continuation = None
@@ -270,17 +327,17 @@ class SubmitOptions:
 
 
 @app.command()
-@grouped
 def submit(given: SubmitOptions) -> None:
     """Submit one job. Prints its id, or with --wait or --stream what it generates."""
     if given.wait and given.stream:
-        raise typer.BadParameter("give --wait or --stream, not both")
+        raise typer.BadParameter("--wait and --stream exclude each other")
     fields = _submitted_fields(given)
     with Producer(given.redis_url, queue=given.queue) as producer:
         on_late: OnLate | None = "refuse" if given.refuse_late else "flag" if given.promise else None
-        handle = producer.submit(fields, promise=on_late)
+        with noticed_wait():
+            handle = producer.submit(fields, promise=on_late)
         if given.promise and (given.wait or given.stream or not given.as_json):
-            say(views.promise_line(handle.promise))
+            print_stderr(views.promise_line(handle.promise))
         if not (given.wait or given.stream):
             submitted = {"id": handle.id} | (
                 {"promise": views.promise_fields(handle.promise)} if given.promise else {}
@@ -307,6 +364,9 @@ def _submitted_fields(given: SubmitOptions) -> dict[str, Any]:
         "adapter": given.adapter,
     }
     fields |= {name: value for name, value in chosen.items() if value is not None}
+    if given.image:
+        is_url = re.compile("(data|https?):", re.IGNORECASE).match
+        fields["images"] = [image if is_url(image) else Path(image) for image in given.image]
     fields |= _tool_fields(given.tools, given.tool_choice)
     if given.choice:
         fields["structured_outputs"] = {"choice": given.choice}
@@ -334,7 +394,7 @@ def _tool_fields(tools: Path | None, choice: str | None) -> dict[str, Any]:
         try:
             fields["tools"] = json.loads(tools.read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:
-            raise typer.BadParameter(f"--tools: {tools} is no JSON: {error}") from error
+            raise typer.BadParameter(f"--tools: {tools} is not JSON: {error}") from error
     if choice in ("none", "auto", "required"):
         fields["tool_choice"] = choice
     elif choice is not None:
@@ -343,98 +403,95 @@ def _tool_fields(tools: Path | None, choice: str | None) -> dict[str, Any]:
 
 
 @app.command()
-def status(
-    job_id: JobId, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
-) -> None:
+def status(job_id: JobId, at: Report) -> None:
     """What a job is doing."""
-    with Producer(redis_url, queue=queue) as producer:
-        views.print_status(producer.job(job_id).status(), as_json)
+    with at.producer() as producer:
+        views.print_status(producer.job(job_id).status(), at.as_json)
 
 
 @app.command()
-def result(
-    job_id: JobId,
-    timeout: Timeout = None,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
-) -> None:
+def result(at: Report, job_id: JobId, timeout: Timeout = None) -> None:
     """Wait for a job's end and print its text."""
-    with Producer(redis_url, queue=queue) as producer:
+    with at.producer() as producer:
         handle = producer.job(job_id)
         with _interruptible(handle):
-            views.print_result(handle.result(timeout), as_json)
+            views.print_result(handle.result(timeout), at.as_json)
 
 
 @app.command()
-def cancel(job_id: JobId, redis_url: RedisUrl = None, queue: Queue = "default") -> None:
+def cancel(job_id: JobId, at: AtQueue) -> None:
     """Stop a job. Exit code 1: it had ended before."""
-    with Producer(redis_url, queue=queue) as producer:
+    with at.producer() as producer:
         if not producer.job(job_id).cancel():
-            say(f"job {job_id} had ended before; see: pagemill status {job_id}")
+            print_stderr(f"job {job_id} had ended before; see: pagemill status {job_id}")
             raise typer.Exit(EXIT_NOT_SUCCEEDED)
-    say(f"job {job_id} is cancelled, or will be within a moment")
-
-
-@app.command()
-def workers(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
-    """The workers that are alive."""
-    found = ask(redis_url, registry.workers(queue))
-    views.print_workers(found, as_json)
-    if not found and not as_json:
-        say(
-            f"no worker is alive on queue {queue}; start one: pagemill worker --model smollm2 --queue {queue}"
-        )
+    print_stderr(f"job {job_id} is cancelled, or will be within a moment")
 
 
 @queue_app.command("stats")
-def queue_stats(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
+def queue_stats(at: Report) -> None:
     """Jobs by state, and what waits. Needs no live worker."""
-    stats = registry.stats(partial(ask, redis_url), queue)
-    kinds = memory.shares(partial(ask, redis_url), queue) if stats.memory.is_near else {}
-    views.print_queue(queue, stats, kinds, as_json)
+    stats = registry.stats(at.run, at.queue)
+    try:
+        kinds = memory.shares(at.run, at.queue) if stats.memory.is_near else {}
+    except AccessDenied:
+        kinds = {}
+        print_stderr(
+            f"which data holds the memory is unknown: this user lacks {memory.SAMPLE_RIGHTS} (docs/security.md)"
+        )
+    views.print_queue(at.queue, stats, kinds, at.as_json)
 
 
 @queue_app.command("pause")
-def queue_pause(redis_url: RedisUrl = None, queue: Queue = "default") -> None:
-    """Stop handing out jobs: running ones finish, submits are accepted."""
-    ask(redis_url, registry.set_paused(queue, True))
-    say(f"queue {queue} is paused; go on with: pagemill queue resume --queue {queue}")
+def queue_pause(at: AtQueue) -> None:
+    """Stop handing out jobs: running ones finish, new ones are accepted."""
+    at.run(registry.set_paused(at.queue, True))
+    print_stderr(f"queue {at.queue} is paused; resume it with: pagemill queue resume --queue {at.queue}")
 
 
 @queue_app.command("resume")
-def queue_resume(redis_url: RedisUrl = None, queue: Queue = "default") -> None:
+def queue_resume(at: AtQueue) -> None:
     """Hand out jobs again."""
-    ask(redis_url, registry.set_paused(queue, False))
-    say(f"queue {queue} is running")
+    at.run(registry.set_paused(at.queue, False))
+    print_stderr(f"queue {at.queue} is running")
 
 
-def ask(url: str | None, call: Call[T]) -> T:
+def run_call(url: str | None, call: Call[T]) -> T:
     """Run a call that is not a method of Producer."""
-    with open_client(find_redis(url), call.keys[0].partition("{")[2].partition("}")[0]) as client:
+    with (
+        open_client(find_redis(url), call.keys[0].partition("{")[2].partition("}")[0]) as client,
+        noticed_wait(),
+    ):
         return SyncTransport(client).run(call)
 
 
+@contextmanager
+def noticed_wait() -> Iterator[None]:
+    """Print a line if the body, which calls Redis, takes longer than `SILENT_S`."""
+    notice = threading.Timer(
+        SILENT_S, print_stderr, ["waiting for Redis, which does not answer (Ctrl-C stops)"]
+    )
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
+
+
 def default_model(url: str | None, queue: str) -> str:
-    """Return PAGEMILL_MODEL's served name, else the only model that the live workers serve."""
+    """Return PAGEMILL_MODEL's served name, or the only model that the live workers serve."""
     named = os.environ.get("PAGEMILL_MODEL")
     if named:
         try:
             return str(checked(keys.ModelName)(served_name(named)))
         except typer.BadParameter as error:
             raise typer.BadParameter(f"PAGEMILL_MODEL: {error.message}") from None
-    give_up = time.monotonic() + LOADING_PATIENCE_S
-    has_told = False
-    while True:
-        alive = ask(url, registry.workers(queue))
-        served = {worker.models[0] for worker in alive if worker.models}  # the rest are aliases
-        is_loading = any(worker.state == "loading" for worker in alive)
-        if served or not is_loading or time.monotonic() > give_up:
-            break
-        if not has_told:
-            say("waiting for the worker to load its model (--model NAME submits at once)")
-            has_told = True
-        time.sleep(0.1)
+    message = "waiting for the worker to load its model (--model NAME submits at once)"
+    alive = settled_workers(
+        find_redis(url), queue, lambda info: bool(info.models), partial(print_stderr, message)
+    )
+    served = {worker.models[0] for worker in alive if worker.models}  # the rest are aliases
     if len(served) == 1:
         return served.pop()
     if served:
@@ -443,7 +500,7 @@ def default_model(url: str | None, queue: str) -> str:
         raise InvalidJob(f"no worker of queue {queue} has loaded a model yet; name the job's: --model NAME")
     raise InvalidJob(
         f"no worker serves queue {queue}; start one (pagemill worker --model smollm2 --queue {queue}), "
-        "or name the model that the job shall wait for: --model NAME"
+        "or name the model that the job should wait for: --model NAME"
     )
 
 
@@ -483,8 +540,24 @@ def _print_stream(handle: JobHandle, as_json: bool) -> None:
 
 @contextmanager
 def _interruptible(handle: JobHandle) -> Iterator[None]:
+    ended = threading.Event()
+    threading.Thread(target=_report_wait, args=(handle, ended), daemon=True).start()
     try:
         yield
     except KeyboardInterrupt:
-        say(f"\nthe job goes on: pagemill result {handle.id}, or pagemill cancel {handle.id}")
+        print_stderr(f"\nthe job continues: pagemill result {handle.id}, or pagemill cancel {handle.id}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    finally:
+        ended.set()
+
+
+def _report_wait(handle: JobHandle, ended: threading.Event) -> None:
+    """Print the reason that a queued job cannot start, such as that no worker serves its model, whenever it changes."""
+    printed: str | None = None
+    while not ended.wait(SILENT_S):
+        with suppress(PagemillError):  # the wait itself reports it
+            status = handle.status()
+            reason = status.error if status.state == "queued" else None
+            if reason is not None and reason != printed and not ended.is_set():
+                print_stderr(f"job {handle.id} waits: {reason} (Ctrl-C stops waiting)")
+            printed = reason

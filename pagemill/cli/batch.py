@@ -18,13 +18,12 @@ import typer
 from pagemill.cli import run
 from pagemill.cli.app import (
     EXIT_INTERRUPTED,
-    AsJson,
-    Queue,
-    RedisUrl,
+    AtQueue,
+    Report,
     Timeout,
-    app,
+    command_group,
     default_model,
-    say,
+    print_stderr,
 )
 from pagemill.cli.processes.worker import check_options
 from pagemill.cli.terminal import options, views
@@ -37,14 +36,12 @@ from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES
 
 _STATES = (*ACTIVE_STATES, *END_STATES)
 
-batch_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Batches: OpenAI's files, and submit_many's."
-)
-app.add_typer(batch_app, name="batch")
+batch_app = command_group("batch", "Batches: OpenAI's files, and submit_many's.")
 
 
 @batch_app.command("run")
 def batch_run(
+    at: Report,
     source: Annotated[
         Path,
         typer.Argument(
@@ -52,7 +49,8 @@ def batch_run(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Default: REQUESTS.output.jsonl; errors go beside it.")
+        Path | None,
+        typer.Option("--out", help="Output file; errors go beside it. Default: REQUESTS.output.jsonl."),
     ] = None,
     model: options.ServedModel = None,
     within: Annotated[
@@ -66,9 +64,6 @@ def batch_run(
     cancel: options.CancelRun = False,
     worker_option: options.WorkerOption = None,
     quiet: options.Quiet = False,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Run a batch file; after an interruption, run the same again."""
     check_options(worker_option)
@@ -79,106 +74,104 @@ def batch_run(
         if within is not None:
             batch.deadline = time.time() + 3600 * within
         wanted = model or next(iter(sorted(batch.models())), None)
-        url, metrics_url = run.server(stack, redis_url, queue, wanted, worker_option or [], quiet)
+        serving = run.server(stack, at.redis_url, at.queue, wanted, worker_option or [], quiet)
         if wanted is None:
-            batch.model = default_model(url, queue)
-        producer = stack.enter_context(Producer(url, queue=queue))
+            batch.model = default_model(serving.url, at.queue)
+        producer = stack.enter_context(Producer(serving.url, queue=at.queue))
         if cancel:
-            say(f"{batch.cancel(producer):,} requests cancelled")
+            print_stderr(f"{batch.cancel(producer):,} requests cancelled")
             summary = batch.deliver(producer)
         else:
-            bar = stack.enter_context(RunBar(count, metrics_url, is_quiet=quiet))
-            summary = batch.execute(producer, bar.update)
-    if as_json:
+            bar = stack.enter_context(RunBar(count, serving.metrics_url, is_quiet=quiet))
+            update = run.checked_update(bar.update, [serving])
+            summary = batch.execute(producer, update, run.notifier(quiet))
+    if at.as_json:
         typer.echo(json.dumps({"output": str(target), "errors": str(batch.errors_path), **asdict(summary)}))
     else:
         typer.echo(f"{summary.completed:,} of {summary.total:,} requests completed: {target}")
     if summary.failed:
         codes = ", ".join(f"{code} {n:,}" for code, n in sorted(summary.codes.items()))
-        say(f"{summary.failed:,} failed ({codes}): {batch.errors_path}")
+        print_stderr(f"{summary.failed:,} failed ({codes}): {batch.errors_path}")
         raise typer.Exit(run.EXIT_FAILED_ROWS)
 
 
 BatchId = Annotated[
-    str, typer.Argument(metavar="ID", callback=checked(keys.Id), help="What `submit_many` returned.")
+    str,
+    typer.Argument(metavar="ID", callback=checked(keys.Id), help="Batch id, as `submit_many` returns it."),
 ]
 
 
 @batch_app.command("list")
 def batch_list(
+    at: Report,
     limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="The latest ones.")] = 50,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """The batches of the queue, the latest first."""
-    with Producer(redis_url, queue=queue) as producer:
+    with at.producer() as producer:
         found = list(islice(producer.batches(), limit))
-    if as_json:
-        typer.echo(json.dumps([info.model_dump() for info in found]))
-        return
-    rows = [
-        (info.id, views.ago(info.created_at), info.counts.total, *(getattr(info.counts, s) for s in _STATES))
-        for info in found
-    ]
-    if rows:
-        views.print_rows(("batch", "created", "jobs", *_STATES), rows)
-    else:
-        say(f"queue {queue} has no batches")
+    at.print(
+        [info.model_dump() for info in found],
+        [
+            (
+                info.id,
+                views.ago(info.created_at),
+                info.counts.total,
+                *(getattr(info.counts, s) for s in _STATES),
+            )
+            for info in found
+        ],
+        ("batch", "created", "jobs", *_STATES),
+        none=f"queue {at.queue} has no batches",
+    )
 
 
 @batch_app.command("status")
-def batch_status(
-    batch_id: BatchId, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
-) -> None:
+def batch_status(at: Report, batch_id: BatchId) -> None:
     """How many jobs of a batch are in which state."""
-    with Producer(redis_url, queue=queue) as producer:
+    with at.producer() as producer:
         counts = producer.batch(batch_id).counts()
-    if as_json:
-        typer.echo(json.dumps({"id": batch_id, **counts.model_dump(), "done": counts.done}))
-        return
     ended = f"{counts.ended:,} of {counts.total:,} ended"
     states = [(state, f"{getattr(counts, state):,}") for state in _STATES if getattr(counts, state)]
-    views.print_rows((), [("batch", batch_id), ("jobs", ended), *states])
+    document = {"id": batch_id, **counts.model_dump(), "done": counts.done}
+    at.print(document, [("batch", batch_id), ("jobs", ended), *states])
 
 
 @batch_app.command("cancel")
-def batch_cancel(batch_id: BatchId, redis_url: RedisUrl = None, queue: Queue = "default") -> None:
+def batch_cancel(at: AtQueue, batch_id: BatchId) -> None:
     """Stop the jobs of a batch that have not ended. What has ended stays."""
-    with Producer(redis_url, queue=queue) as producer:
+    with at.producer() as producer:
         handle = producer.batch(batch_id)
         handle.counts()  # an unknown batch is an error, not one without jobs
         stopped = handle.cancel()
-    say(f"{stopped:,} jobs of batch {batch_id} are cancelled, or will be within a moment")
+    print_stderr(f"{stopped:,} jobs of batch {batch_id} are cancelled, or will be within a moment")
 
 
 @batch_app.command("results")
 def batch_results(
+    at: AtQueue,
     batch_id: BatchId,
-    ordered: Annotated[bool, typer.Option("--ordered", help="In the order of the submits.")] = False,
+    ordered: Annotated[bool, typer.Option("--ordered", help="Sort by the order of submission.")] = False,
     after: Annotated[
         str | None,
         typer.Option(
             "--after",
             metavar="CURSOR",
             callback=checked(Cursor),
-            help="Only what comes after this line's cursor.",
+            help="Cursor of a line: print only what follows it.",
         ),
     ] = None,
     timeout: Timeout = None,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
 ) -> None:
     """Print each end as a line of JSON, until all have ended.
 
     `--timeout 0` prints what is there.
     """
-    with Producer(redis_url, queue=queue) as producer:
+    with at.producer() as producer:
         try:
             for item in producer.batch(batch_id).results(ordered=ordered, after=after, timeout=timeout):
                 typer.echo(item.model_dump_json())
         except KeyboardInterrupt:
-            say(
-                f"\nthe batch goes on: pagemill batch results {batch_id}, or pagemill batch cancel {batch_id}"
+            print_stderr(
+                f"\nthe batch continues: pagemill batch results {batch_id}, or pagemill batch cancel {batch_id}"
             )
             raise typer.Exit(EXIT_INTERRUPTED) from None

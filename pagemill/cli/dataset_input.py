@@ -10,30 +10,35 @@ import typer
 
 from pagemill.producer.dataset.steps.recipe_file import SUFFIXES
 from pagemill.producer.dataset.tables.compressed import compression_of
-from pagemill.producer.dataset.tables.places import local_path, open_stream, uri_of
+from pagemill.producer.dataset.tables.places import open_stream, uri_of
 from pagemill.producer.dataset.tables.rows import Format, Source, open_source
+from pagemill.producer.dataset.tables.shards import open_rows
 from pagemill.producer.dataset.tables.streams import Stream
 
 
-def recipe_and_rows(given: list[Path]) -> tuple[Path | None, Path]:
-    """Return the recipe's file, if there is one, and the rows. Raises BadParameter."""
-    match given:
-        case [rows] if rows.suffix not in SUFFIXES:
-            return None, rows
-        case [recipe, rows] if recipe.suffix in SUFFIXES:
-            return recipe, rows
-    raise typer.BadParameter(
-        "give one file of rows, after a recipe (.yaml) if there is one: [RECIPE.yaml] IN"
-    )
+def recipe_and_rows(given: list[Path]) -> tuple[Path | None, list[Path]]:
+    """Return the recipe's file, if there is one, and the files of rows. Raises BadParameter."""
+    recipes = [path for path in given if path.suffix in SUFFIXES]
+    rows = given[len(recipes) :]
+    if not rows or recipes not in ([], given[:1]):
+        raise typer.BadParameter(
+            "one or more files of rows are required, after a recipe (.yaml) if there is one: [RECIPE.yaml] IN..."
+        )
+    return (recipes[0] if recipes else None), rows
 
 
-def source_of_rows(path: Path, inputs: contextlib.ExitStack, kind: Format | None, encoding: str) -> Source:
+def source_of_rows(
+    paths: list[Path], inputs: contextlib.ExitStack, kind: Format | None, encoding: str
+) -> Source:
     """Open the input. Standard input and what a server sends is kept in a file, since rows are read twice."""
+    path, *others = paths
+    if others:
+        return open_rows(paths, kind, encoding)
     if (uri := uri_of(path)) is not None:
         return open_source(inputs.enter_context(open_stream(uri)), kind, encoding)
     if str(path) != "-":
         try:
-            return open_source(local_path(path), kind, encoding)
+            return open_rows([path], kind, encoding)
         except OSError as error:
             raise typer.BadParameter(f"{str(path)[:100]}: {error.strerror}") from None
     start = sys.stdin.buffer.read(4)

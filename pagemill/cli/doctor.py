@@ -19,7 +19,6 @@ from rich.text import Text
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_REDIS, AsJson, Queue, RedisUrl, app, describe
 from pagemill.cli.terminal import plan_view
 from pagemill.cli.terminal.checked import ModelOrPath, checked
-from pagemill.cli.terminal.grouped import grouped
 from pagemill.producer.doctor.finding import Finding, worst
 from pagemill.producer.doctor.machine_checks import DEFAULT_HTTP_PORT, machine_findings
 from pagemill.producer.doctor.queue_checks import queue_findings
@@ -61,26 +60,12 @@ class DoctorOptions:
         bool,
         typer.Option("--plan", help="Say what a load of this model takes: blocks, rows, workers, Redis."),
     ] = False
-    device: plan_view.Device = "cpu"
-    prompt_tokens: plan_view.Tokens = None
-    output_tokens: plan_view.Tokens = None
-    shared_tokens: plan_view.Shared = 0
-    rate: plan_view.Rate = None
-    rows: plan_view.Rows = None
-    deadline: plan_view.Deadline = None
-    dtype: plan_view.Dtype = None
-    kv_cache_dtype: plan_view.KvDtype = None
-    weight_bits: plan_view.WeightBits = None
-    max_num_seqs: plan_view.MaxRows = None
-    retention: plan_view.Retention = 86_400.0
-    token_bytes: plan_view.TokenBytes = 4.0
-    bandwidth: plan_view.Bandwidth = None
-    gflops: plan_view.Compute = None
+    question: Annotated[dict[str, Any], plan_view.QUESTION]
+    settings: Annotated[dict[str, Any], plan_view.ENGINE]
     as_json: AsJson = False
 
 
 @app.command()
-@grouped
 def doctor(given: DoctorOptions) -> None:
     """Check the server, the queue and this machine. Exit code 1: something is wrong; 3: Redis does not answer."""
     if given.plan:
@@ -102,7 +87,7 @@ def doctor(given: DoctorOptions) -> None:
 
 def _planned(given: DoctorOptions) -> Answer:
     """Raises a usage error, for a model too that can't be planned."""
-    if given.model is None or given.prompt_tokens is None or given.output_tokens is None:
+    if given.model is None or not {"prompt_tokens", "output_tokens"} <= given.question.keys():
         raise typer.BadParameter(
             "--plan needs --model, --prompt-tokens, --output-tokens, and --rate or --rows"
         )
@@ -113,30 +98,9 @@ def _planned(given: DoctorOptions) -> Answer:
     from pagemill.sizing.plan import PlanError
 
     if is_echo(given.model):
-        raise typer.BadParameter("--plan: echo is no model; name one, or the folder of its config.json")
-    options: dict[str, Any] = {
-        name: value
-        for name in ("dtype", "kv_cache_dtype", "max_num_seqs")
-        if (value := getattr(given, name)) is not None
-    }
+        raise typer.BadParameter("--plan: echo is not a model; name one, or the folder of its config.json")
     try:
-        return answer(
-            Question(
-                config=EngineConfig(model=given.model, **options),
-                device=given.device,
-                prompt_tokens=given.prompt_tokens,
-                output_tokens=given.output_tokens,
-                shared_tokens=given.shared_tokens,
-                rate=given.rate,
-                rows=given.rows,
-                deadline_s=given.deadline,
-                retention_s=given.retention,
-                bytes_per_token=given.token_bytes,
-                weight_bits=given.weight_bits,
-                cpu_bytes_per_s=given.bandwidth * 1e9 if given.bandwidth else None,
-                cpu_flops=given.gflops * 1e9 if given.gflops else None,
-            )
-        )
+        return answer(Question(config=EngineConfig(model=given.model, **given.settings), **given.question))
     except ModuleNotFoundError as error:
         raise typer.BadParameter(
             f"--plan: {error.name} is missing: pip install 'pagemill[worker]'"
@@ -170,6 +134,7 @@ def model_parts(model: str) -> Finding:
             return Finding("model parts", "note", f"{model} has none")
         from pagemill.engine.builder import describe_model
         from pagemill.engine.models.directory import find_model
+        from pagemill.engine.runnable import check_files
         from pagemill.worker.config import WorkerConfig
     except ModuleNotFoundError as error:
         missing = f"{error.name} is missing: how {model} would be run is unknown"
@@ -180,9 +145,9 @@ def model_parts(model: str) -> Finding:
             unknown = f"{model} has not been downloaded, so how it would be run is unknown"
             return Finding("model parts", "note", unknown, f"pagemill pull {model}")
         engine = replace(engine, model=str(found.directory))
-        return Finding(
-            "model parts", "ok", f"{found if found.source.is_remote else model}: {describe_model(engine)}"
-        )
+        parts = describe_model(engine)
+        check_files(engine, found.directory)
+        return Finding("model parts", "ok", f"{found if found.source.is_remote else model}: {parts}")
     except EngineError as error:
         return Finding("model parts", "error", str(error), "a worker would refuse it in the same words")
 

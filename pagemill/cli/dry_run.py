@@ -10,13 +10,15 @@ from typing import Any
 
 import typer
 
-from pagemill.cli.app import say
+from pagemill.cli.app import print_stderr
 from pagemill.cli.local_worker import has_server, live_workers
 from pagemill.cli.terminal.checked import served_name
+from pagemill.engine.errors import InvalidRequest
 from pagemill.producer.dataset.run import DatasetRun
 from pagemill.producer.dataset.tables.rows import RowError
-from pagemill.producer.dataset.tokens import TokenCounter
+from pagemill.producer.dataset.tokens import TokenCount, TokenCounter
 from pagemill.producer.wire.schema.errors import PagemillError
+from pagemill.producer.wire.schema.images import hide_images
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.server.discovery import find_redis
 
@@ -28,9 +30,9 @@ KNOWN_LIMITS = {"smollm2": 8_192, "echo": 4_096}
 
 
 def prompt_limit(model: str | None, url: str | None, queue: str, worker_options: list[str]) -> int | None:
-    """Return the most tokens of prompt and output that one job may have; None if nobody says.
+    """Return the most tokens of prompt and output that one job may have; None if unknown.
 
-    Live workers of the model say it, else the model's own configuration does. A dry run needs no server.
+    From live workers of the model, or from the model's own configuration. A dry run needs no server.
     """
     with contextlib.suppress(PagemillError):
         alive = live_workers(find_redis(url), queue) if has_server(url) else []
@@ -49,25 +51,26 @@ def prompt_limit(model: str | None, url: str | None, queue: str, worker_options:
 def preview(dataset: DatasetRun, counter: TokenCounter, limit: int | None, *, as_json: bool) -> bool:
     """Print the first prompts, and what is wrong with any; returns whether all rows are fit to be submitted."""
     tokens = rows = jobs = bad = skipped = last = 0
-    longest, long_rows, first_long = 0, 0, 0
-    for row, step, job in dataset.previews():
+    longest, long_rows, first_long, are_exact = 0, 0, 0, True
+    unfilled = {step.name for step in dataset.chain.at_once if step.recipe.places}
+    for row, step, made in dataset.previews():
         rows, last = rows + (row.number != last), row.number
-        size = 0
+        job, size = _counted(made, counter, is_complete=step not in unfilled)
         if isinstance(job, Job):
-            jobs += 1
-            size = counter.count(job)
-            if limit is not None and size + 1 > limit:  # at least one token of output
+            jobs, are_exact = jobs + 1, are_exact and size.is_exact
+            if limit is not None and size.size + 1 > limit:  # at least one token of output
                 long_rows, first_long = long_rows + 1, first_long or row.number
         else:
             bad, skipped = bad + (not job.is_skipped), skipped + job.is_skipped
-        tokens, longest = tokens + size, max(longest, size)
+        tokens, longest = tokens + size.size, max(longest, size.size)
         if rows <= PREVIEW_ROWS:
-            _print(row.number, step, job, size, counter, as_json=as_json)
+            _print(row.number, step, job, size, as_json=as_json)
     total = dataset.count()
+    mean = TokenCount(round(tokens / jobs) if jobs else 0, are_exact)
     parts = [
         f"{rows:,}{f' of {total:,} rows' if total is not None else ' rows'} looked at: {bad:,} bad",
         *([f"{skipped:,} skipped"] if skipped else []),
-        f"{counter.about}{tokens / jobs if jobs else 0:,.0f} prompt tokens each, {longest:,} at most",
+        f"{mean.about}{mean.size:,} prompt tokens each, {longest:,} at most",
     ]
     if limit is None:
         parts.append("whether that fits is not known: no live worker serves the model (--model)")
@@ -75,32 +78,42 @@ def preview(dataset: DatasetRun, counter: TokenCounter, limit: int | None, *, as
         parts.append(f"{long_rows:,} too long for the model's {limit:,} (the first: row {first_long:,})")
     else:
         parts.append(f"the model takes {limit:,}")
-    say(", ".join(parts) + "; nothing submitted")
+    print_stderr(", ".join(parts) + "; nothing submitted")
     return not (bad or long_rows)
+
+
+def _counted(
+    job: Job | RowError, counter: TokenCounter, *, is_complete: bool
+) -> tuple[Job | RowError, TokenCount]:
+    """Return a job with its tokens, or as a bad row if a worker would reject it."""
+    if isinstance(job, RowError):
+        return job, TokenCount(0, is_exact=True)
+    try:
+        return job, counter.count(job, is_complete=is_complete)
+    except InvalidRequest as error:
+        return RowError(error.code, str(error)), TokenCount(0, is_exact=True)
 
 
 def prompt_text(job: Job) -> str:
     """Return a job's prompt in readable form, without the middle of a long one."""
     if job.messages is not None:
         return "\n".join(
-            f"[{message.role}] {_visible(message.text + message.more())}" for message in job.messages
+            f"[{message.role}] {_visible(message.description() + message.more())}" for message in job.messages
         )
     return _visible(job.prompt) if job.prompt is not None else f"{len(job.prompt_token_ids or ())} token ids"
 
 
-def _print(
-    number: int, step: str, job: Job | RowError, size: int, counter: TokenCounter, *, as_json: bool
-) -> None:
+def _print(number: int, step: str, job: Job | RowError, size: TokenCount, *, as_json: bool) -> None:
     if as_json:
-        shown: dict[str, Any] = {"row": number, "prompt_tokens": size, "exact": counter.is_exact}
+        shown: dict[str, Any] = {"row": number, "prompt_tokens": size.size, "exact": size.is_exact}
         if step:
             shown["step"] = step
         shown["error" if isinstance(job, RowError) else "job"] = (
             job.message if isinstance(job, RowError) else json.loads(job.to_payload())
         )
-        typer.echo(json.dumps(shown, ensure_ascii=False))
+        typer.echo(hide_images(json.dumps(shown, ensure_ascii=False)))
         return
-    typer.echo(f"--- row {number}, {f'step {step}, ' if step else ''}{counter.about}{size:,} prompt tokens")
+    typer.echo(f"--- row {number}, {f'step {step}, ' if step else ''}{size.about}{size.size:,} prompt tokens")
     if isinstance(job, Job):
         typer.echo(prompt_text(job))
     else:

@@ -6,13 +6,12 @@ import sys
 import time
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from pagemill.cli.app import AsJson, JobId, Queue, RedisUrl, app, ask, say
+from pagemill.cli.app import JobId, Report, app, print_stderr
+from pagemill.cli.terminal import views
 from pagemill.producer.client.preparer import check_id
-from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls import reads, registry
 from pagemill.producer.wire.calls.history import JobHistory, history
 from pagemill.producer.wire.calls.timeline import timeline
 from pagemill.producer.wire.schema.errors import JobNotFound
@@ -24,30 +23,34 @@ _COLOURS = {
 
 
 @app.command()
-def inspect(
-    job_id: JobId, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
-) -> None:
+def inspect(at: Report, job_id: JobId) -> None:
     """A job's timeline: submit, executions, errors, end. Names the workers; shows no prompt and no output."""
-    found = ask(redis_url, history(queue, check_id(job_id)))
+    found = at.run(history(at.queue, check_id(job_id)))
     if found is None:
-        raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
-    if as_json:
+        raise JobNotFound.of(job_id)
+    if at.as_json:
         typer.echo(found.model_dump_json())
         return
     print_history(found)
     if found.state == "queued":
-        _say_why_it_waits(found, redis_url)
+        _explain_wait(found, at)
 
 
-def _say_why_it_waits(job: JobHistory, redis_url: str | None) -> None:
+def _explain_wait(job: JobHistory, at: Report) -> None:
     """Suggest the operator's next command, if there is something to do."""
-    if ask(redis_url, registry.stats_page(job.queue)).totals.paused:
-        say(f"queue {job.queue} is paused; go on with: pagemill queue resume --queue {job.queue}")
+    if at.run(registry.stats_page(job.queue)).totals.paused:
+        print_stderr(
+            f"queue {job.queue} is paused; resume it with: pagemill queue resume --queue {job.queue}"
+        )
     if not job.live_workers:
-        say(
+        print_stderr(
             f"no live worker serves {job.model}; start one (pagemill worker --model ... --queue {job.queue}), "
             f"or see what does run: pagemill workers --queue {job.queue}"
         )
+    elif job.unmet:
+        print_stderr(f"no live worker of {job.model} knows all that the job needs: {', '.join(job.unmet)}")
+    elif (status := at.run(reads.statuses(job.queue, [job.id]))[0]) is not None and status.error:
+        print_stderr(status.error)
 
 
 def print_history(job: JobHistory) -> None:
@@ -67,33 +70,20 @@ def print_history(job: JobHistory) -> None:
         "crashes": str(job.crashes or ""),
         "progress": _progress(job),
     }
-    facts = {name: value for name, value in facts.items() if value}
-    events = list(timeline(job))
-    if not sys.stdout.isatty():
-        for name, value in facts.items():
-            typer.echo(f"{name}\t{value}")
-        for at, what, where, why in events:
-            typer.echo("\t".join((_clock(at), _since(at, job), what, where, why)))
-        return
-    console = Console(highlight=False, markup=False)
-    head = Table(box=None, show_header=False, pad_edge=False)
-    head.add_column(style="bold")
-    for name, value in facts.items():
-        head.add_row(name, value)
-    console.print(head)
-    console.print()
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim")
-    table.add_column(style="dim", justify="right")
-    for at, what, where, why in events:
-        table.add_row(
-            _clock(at),
-            _since(at, job),
+    views.print_rows((), [(name, value) for name, value in facts.items() if value])
+    if sys.stdout.isatty():
+        typer.echo()
+    events = [
+        (
+            Text(_clock(at), style="dim"),
+            Text(_since(at, job), style="dim", justify="right"),
             Text(what, style=_COLOURS.get(what, "")),
             where,
             Text(why, overflow="fold"),
         )
-    console.print(table)
+        for at, what, where, why in timeline(job)
+    ]
+    views.print_rows((), events)
 
 
 def _progress(job: JobHistory) -> str:

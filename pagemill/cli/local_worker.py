@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,8 +34,8 @@ from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.discovery import find_redis, state_dir
 from pagemill.producer.wire.server.transport import SyncTransport
 
-START_LIMIT_S = 600.0
-"""Enough for the packaged model's one-time conversion on a slow machine."""
+SILENCE_LIMIT_S = 600.0
+"""A worker that is not ready and logged nothing new for so long has failed, even on a busy machine."""
 STOP_LIMIT_S = 30.0
 LOADING_PATIENCE_S = 60.0
 """Time for a worker that is still loading to report its models."""
@@ -89,6 +90,8 @@ class LocalWorker:
         if url is not None:
             # Not as an argument: a URL may hold a password, and all users can see arguments.
             environment["PAGEMILL_REDIS_URL"] = url
+        # The variable is for a worker that is scraped; several private ones may run beside it.
+        environment["PAGEMILL_HTTP_PORT"] = "0"
         # A separate session: the caller handles Ctrl-C, and the worker gets one SIGTERM.
         self._process = subprocess.Popen(
             dependent([*command, *options]),
@@ -104,17 +107,19 @@ class LocalWorker:
 
         `tell` is called many times a second with what the worker does, as its log says.
         """
-        give_up = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < give_up:
+        message, silent_since = "", time.monotonic()
+        while time.monotonic() < silent_since + SILENCE_LIMIT_S:
             self.check()
-            tell(self._last_message())
+            if (latest := self._last_message()) != message:
+                message, silent_since = latest, time.monotonic()
+            tell(message)
             with contextlib.suppress(RedisUnavailable):
                 url = find_redis(self._url, self._state_dir)
                 for info in live_workers(url, self._queue):
                     if info.pid == self._process.pid and info.state == "ready":
                         return url, info
             time.sleep(POLL_S)
-        raise self._failed(f"the worker is not ready after {START_LIMIT_S:.0f} s")
+        raise self._failed(f"the worker is not ready and logged nothing for {SILENCE_LIMIT_S:.0f} s")
 
     def check(self) -> None:
         """Raise WorkerFailed if the worker has exited."""
@@ -144,7 +149,7 @@ class LocalWorker:
         with Waiting(
             "stopping the worker", Console(stderr=True, quiet=self.is_quiet), is_short=True
         ) as waiting:
-            self.stop(waiting.tell)
+            self.stop(waiting.report)
 
     def _last_message(self) -> str:
         with Path(self._log.name).open("rb") as log:
@@ -171,17 +176,32 @@ def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]
 
     Raises RedisUnavailable.
     """
+    name = served_name(model)
+    message = f"waiting for the worker of queue {queue} to load its model"
+    alive = settled_workers(url, queue, lambda info: name in info.models, partial(say, message))
+    return [info for info in alive if name in info.models]
+
+
+def settled_workers(
+    url: str, queue: str, is_wanted: Callable[[WorkerInfo], bool], announce: Callable[[], None]
+) -> list[WorkerInfo]:
+    """Return the live workers once one is wanted, or none loads any more, or `LOADING_PATIENCE_S` are over.
+
+    Args:
+        announce: called once if there is something to wait for.
+
+    Raises RedisUnavailable.
+    """
     give_up = time.monotonic() + LOADING_PATIENCE_S
-    has_told = False
+    is_announced = False
     while True:
         alive = live_workers(url, queue)
-        serving = [info for info in alive if served_name(model) in info.models]
         is_loading = any(info.state == "loading" for info in alive)
-        if serving or not is_loading or time.monotonic() > give_up:
-            return serving
-        if not has_told:
-            say(f"waiting for the worker of queue {queue} to load its model")
-            has_told = True
+        if any(map(is_wanted, alive)) or not is_loading or time.monotonic() > give_up:
+            return alive
+        if not is_announced:
+            announce()
+            is_announced = True
         time.sleep(POLL_S)
 
 
@@ -208,7 +228,7 @@ def download(model: str) -> LocalModel:
     with _left_at_ctrl_c(
         f"stopped; files that are whole are kept, the rest comes with: pagemill pull {model}"
     ):
-        return obtain_model(model, _say, _refuse_unrunnable)
+        return obtain_model(model, _print_stderr, _refuse_unrunnable)
 
 
 @contextlib.contextmanager
@@ -216,7 +236,7 @@ def _left_at_ctrl_c(message: str) -> Iterator[None]:
     """Leave at once at Ctrl-C: the hubs' libraries would first wait for the files that their threads are at."""
 
     def leave(*_: object) -> None:
-        _say(f"\n{message}")
+        _print_stderr(f"\n{message}")
         os._exit(128 + signal.SIGINT)
 
     if threading.current_thread() is not threading.main_thread():
@@ -229,7 +249,7 @@ def _left_at_ctrl_c(message: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _say(line: str) -> None:
+def _print_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -13,7 +13,7 @@ import typer
 from pydantic import AfterValidator
 from rich.console import Console
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_USAGE, AsJson, app, say
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_USAGE, AsJson, app, print_stderr
 from pagemill.cli.local_worker import download
 from pagemill.cli.terminal.checked import checked
 from pagemill.cli.terminal.views import print_rows
@@ -30,7 +30,7 @@ _COMMIT_DIGITS = 12
 
 def _check_repository(model: str) -> str:
     if not ModelSource.parse(model).is_remote:
-        raise ValueError("it should be a repository of a hub, org/name")
+        raise ValueError("should be a repository of a hub, org/name")
     return model
 
 
@@ -56,12 +56,12 @@ def pull(
     try:
         found = download(model)
     except EngineError as error:
-        say(str(error))
+        print_stderr(str(error))
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_NOT_SUCCEEDED) from None
     if as_json:
         typer.echo(json.dumps(_pulled(found)))
         return
-    say(f"{found.source}: commit {found.commit or 'unknown'}, {size(_bytes(found.directory))}, in")
+    print_stderr(f"{found.source}: commit {found.commit or 'unknown'}, {size(_bytes(found.directory))}, in")
     typer.echo(found.directory)
 
 
@@ -88,17 +88,17 @@ def models(as_json: AsJson = False) -> None:
     ]
     print_rows(("model", "revision", "commit", "size", "can run"), rows)
     if not cached:
-        say("no model is cached; get one: pagemill pull org/name")
+        print_stderr("no model is cached; get one: pagemill pull org/name")
     elif verdict is None:
-        say("whether they can be run is unknown here: pip install 'pagemill[worker]'")
+        print_stderr("whether they can be run is unknown here: pip install 'pagemill[worker]'")
 
 
 def _verdict() -> Callable[[Path], str | None] | None:
     try:
-        from pagemill.engine.runnable import why_not
+        from pagemill.engine.runnable import reason_not_runnable
     except ModuleNotFoundError:
         return None
-    return why_not
+    return reason_not_runnable
 
 
 def _pulled(found: LocalModel) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pagemill.cli.app import AsJson, Queue, RedisUrl, ask, queue_app, say
-from pagemill.cli.terminal import views
+from pagemill.cli.app import Report, queue_app
 from pagemill.cli.terminal.checked import between, checked
 from pagemill.producer.wire.calls import limits
 from pagemill.producer.wire.calls.limits import QueueLimits
@@ -20,6 +18,7 @@ from pagemill.producer.wire.schema import keys
 
 @queue_app.command("limit")
 def queue_limit(
+    at: Report,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=0, max=10**12, help="Jobs that may wait; 0: no own limit.")
     ] = None,
@@ -37,43 +36,34 @@ def queue_limit(
     ] = None,
     burst: Annotated[
         int | None,
-        typer.Option("--burst", min=1, max=10**12, help="Of these, how many at once after a pause."),
+        typer.Option(
+            "--burst", min=1, max=10**12, help="Number of these that may come at once after a pause."
+        ),
     ] = None,
     memory_share: Annotated[
         float | None,
         typer.Option(
             "--memory-share",
             callback=between(0.0, 1.0),
-            help="Of Redis' maxmemory, up to which jobs are taken, from 0.1; 0: no own share.",
+            help="Share of Redis' maxmemory up to which jobs are accepted, from 0.1; 0: no share of its own.",
         ),
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take every limit away first.")] = False,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Set limits of the queue, and print them. What is not named stays."""
-    current = ask(redis_url, limits.limits(queue))
+    current = at.run(limits.limits(at.queue))
     wanted = QueueLimits() if clear else current
-    if jobs is not None:
-        wanted = dataclasses.replace(wanted, jobs=jobs or None)
-    if payload_bytes is not None:
-        wanted = dataclasses.replace(wanted, payload_bytes=payload_bytes or None)
-    if rate is not None:
-        wanted = dataclasses.replace(wanted, rate=rate or None, burst=None)
-    if burst is not None:
-        wanted = dataclasses.replace(wanted, burst=burst)
-    if memory_share is not None:
-        wanted = dataclasses.replace(wanted, memory_share=memory_share or None)
+    given = {"jobs": jobs, "payload_bytes": payload_bytes, "rate": rate, "memory_share": memory_share}
+    changed: dict[str, Any] = {name: value or None for name, value in given.items() if value is not None}
+    if rate is not None or burst is not None:
+        changed["burst"] = burst
+    wanted = dataclasses.replace(wanted, **changed)
     if wanted.burst is not None and wanted.rate is None and burst is not None:
         raise typer.BadParameter("--burst goes with --rate")
     if wanted != current:
-        current = ask(redis_url, limits.set_limits(queue, wanted))
-    if as_json:
-        typer.echo(json.dumps({"queue": queue} | dataclasses.asdict(current)))
-        return
-    views.print_rows(
-        (),
+        current = at.run(limits.set_limits(at.queue, wanted))
+    at.print(
+        {"queue": at.queue} | dataclasses.asdict(current),
         [
             ("jobs that may wait", current.jobs or "default (1,000,000)"),
             ("bytes of one job", current.payload_bytes or "default (1 MiB)"),
@@ -86,83 +76,74 @@ def queue_limit(
 
 @queue_app.command("weights")
 def queue_weights(
+    at: Report,
     pairs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="TENANT=WEIGHT", help="1 to 1000; everybody else's is 1."),
+        typer.Argument(metavar="TENANT=WEIGHT", help="Weight from 1 to 1000; the default is 1."),
     ] = None,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Set tenants' weights, and print them. With 3, a tenant has three turns for another's one."""
     wanted = dict(_pair(text) for text in pairs or [])
-    call = limits.set_weights(queue, wanted) if wanted else limits.weights(queue)
-    current = ask(redis_url, call)
-    if as_json:
-        typer.echo(json.dumps(current))
-    elif current:
-        views.print_rows(("tenant", "weight"), sorted(current.items()))
-    else:
-        say(f"every tenant of queue {queue} has weight 1")
+    current = at.run(limits.set_weights(at.queue, wanted) if wanted else limits.weights(at.queue))
+    none = f"every tenant of queue {at.queue} has weight 1"
+    at.print(current, sorted(current.items()), ("tenant", "weight"), none=none)
 
 
-Quota = Annotated[int | None, typer.Option(min=0, max=quotas.MAX_QUOTA, help="0: as much as there is.")]
+Quota = Annotated[int | None, typer.Option(min=0, max=quotas.MAX_QUOTA, help="Limit; 0: none.")]
 
 
 @queue_app.command("quota")
 def queue_quota(
+    at: Report,
     tenant: Annotated[
         str | None,
         typer.Argument(
             metavar="TENANT",
             callback=checked(keys.TenantName),
-            help="Default: every tenant without its own quotas.",
+            help="Tenant. Default: every tenant without its own quotas.",
         ),
     ] = None,
     tokens_per_minute: Quota = None,
     jobs_per_minute: Quota = None,
     tokens_per_day: Quota = None,
     jobs_per_day: Quota = None,
+    running: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=quotas.MAX_QUOTA, help="Jobs that run at once. 0: as many as there is room for."
+        ),
+    ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take the tenant's quotas away first.")] = False,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Set a tenant's quotas, and print them all. What is not named stays. A tenant over its quota waits."""
     name = tenant or quotas.EVERYBODY
-    current = ask(redis_url, quotas.quotas(queue))
+    current = at.run(quotas.quotas(at.queue))
     before = current.get(name, quotas.Quota())
     given = {
         "tokens_per_minute": tokens_per_minute,
         "jobs_per_minute": jobs_per_minute,
         "tokens_per_day": tokens_per_day,
         "jobs_per_day": jobs_per_day,
+        "running": running,
     }
     wanted = dataclasses.replace(
         quotas.Quota() if clear else before,
         **{field: value or None for field, value in given.items() if value is not None},
     )
     if wanted != before:
-        current = ask(redis_url, quotas.set_quotas(queue, {name: wanted}))
-    left = ask(redis_url, quotas.left(queue, sorted(current.keys() - {quotas.EVERYBODY})))
-    if as_json:
-        told = {
-            each: dataclasses.asdict(quota)
-            | ({"left": dataclasses.asdict(left[each])} if each in left else {})
-            for each, quota in sorted(current.items())
-        }
-        typer.echo(json.dumps(told))
-    elif current:
-        rows = [
-            (each, *(_shown(quota, left.get(each), field) for field in given))
-            for each, quota in sorted(current.items())
-        ]
-        views.print_rows(("tenant", *(field.replace("_", " ") for field in given)), rows)
-    else:
-        say(f"no tenant of queue {queue} has a quota")
+        current = at.run(quotas.set_quotas(at.queue, {name: wanted}))
+    left = at.run(quotas.remaining(at.queue, sorted(current.keys() - {quotas.EVERYBODY})))
+    listed = sorted(current.items())
+    document = {
+        each: dataclasses.asdict(quota) | ({"left": dataclasses.asdict(left[each])} if each in left else {})
+        for each, quota in listed
+    }
+    rows = [(each, *(_quota_cell(quota, left.get(each), field) for field in given)) for each, quota in listed]
+    columns = ("tenant", *(field.replace("_", " ") for field in given))
+    at.print(document, rows, columns, none=f"no tenant of queue {at.queue} has a quota")
 
 
-def _shown(quota: quotas.Quota, left: quotas.QuotaLeft | None, field: str) -> str:
+def _quota_cell(quota: quotas.Quota, left: quotas.QuotaLeft | None, field: str) -> str:
     limit, found = getattr(quota, field), getattr(left, field, None)
     if limit is None:
         return "-"

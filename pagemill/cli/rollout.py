@@ -14,13 +14,12 @@ from typing import Annotated, Any
 
 import typer
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, Queue, RedisUrl, Timeout, app, ask, say
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AtQueue, Report, Timeout, command_group, print_stderr
 from pagemill.cli.terminal import views
 from pagemill.cli.terminal.checked import checked
 from pagemill.cli.verify import EXIT_NO_VERDICT, detail
 from pagemill.producer.client.replay.verification import Verification
 from pagemill.producer.client.rollout.handles import ModelRollout
-from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls.rollouts import (
     DEFAULT_LEAST,
     DEFAULT_MARGIN,
@@ -34,16 +33,13 @@ from pagemill.producer.wire.calls.rollouts import (
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RolloutRefused
 
-rollout_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="A new revision of a model takes a share of its jobs."
-)
-app.add_typer(rollout_app, name="rollout")
+rollout_app = command_group("rollout", "A new revision of a model takes a share of its jobs.")
 
 _WORDS = {
     "open": "open",
     "halted": "halted: no new jobs for the canary",
     "back": "rolled back",
-    "ended": "ended, jobs of the canary's side still wait",
+    "ended": "ended: run finish again",
 }
 
 
@@ -66,6 +62,7 @@ Share = Annotated[
 
 @rollout_app.command()
 def start(
+    at: Report,
     model: Model,
     share: Share,
     to: Annotated[
@@ -74,13 +71,13 @@ def start(
             "--to",
             metavar="REV",
             callback=checked(keys.PinnedRevision),
-            help="As `pagemill workers` shows it.",
+            help="Revision, as `pagemill workers` shows it.",
         ),
     ],
     by: Annotated[
         str,
         typer.Option(
-            "--by", callback=checked(By), help="What decides a job's side: its id, its tenant or its batch."
+            "--by", callback=checked(By), help="Unit of the decision: a job's id, its tenant or its batch."
         ),
     ] = "id",
     margin: Annotated[
@@ -97,75 +94,66 @@ def start(
         typer.Option("--halt-after", min=1, max=MAX_LEAST, help="Executions of the canary before that."),
     ] = DEFAULT_LEAST,
     force: Annotated[
-        bool, typer.Option("--force", help="Also while no live worker announces the revision.")
+        bool, typer.Option("--force", help="Start even if no live worker announces the revision.")
     ] = False,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Give a revision a share of the model's jobs."""
     wanted = Rollout(to, parse_share(share), by, parse_share(margin), least)  # type: ignore[arg-type]
-    with _rollout(redis_url, queue, model) as rollout:
-        _print([rollout.start(wanted, force=force)], as_json)
+    with _rollout(at, model) as rollout:
+        _print([rollout.start(wanted, force=force)], at.as_json)
 
 
 @rollout_app.command("raise")
-def raise_share(
-    model: Model, share: Share, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
-) -> None:
-    """Give the canary another share, larger or smaller. A halted rollout goes on."""
-    with _rollout(redis_url, queue, model) as rollout:
-        _print([rollout.set_share(parse_share(share))], as_json)
+def raise_share(at: Report, model: Model, share: Share) -> None:
+    """Give the canary another share, larger or smaller. A halted rollout resumes."""
+    with _rollout(at, model) as rollout:
+        _print([rollout.set_share(parse_share(share))], at.as_json)
 
 
 @rollout_app.command()
-def halt(model: Model, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
+def halt(at: Report, model: Model) -> None:
     """Give the canary no new jobs, until `raise`. What it runs, it finishes."""
-    with _rollout(redis_url, queue, model) as rollout:
-        _print([rollout.halt()], as_json)
+    with _rollout(at, model) as rollout:
+        _print([rollout.halt()], at.as_json)
 
 
 @rollout_app.command()
-def rollback(
-    model: Model, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
-) -> None:
+def rollback(at: Report, model: Model) -> None:
     """Give the canary no jobs any more. Stop its workers, then `finish`."""
-    with _rollout(redis_url, queue, model) as rollout:
-        _print([rollout.roll_back()], as_json)
+    with _rollout(at, model) as rollout:
+        _print([rollout.roll_back()], at.as_json)
 
 
 @rollout_app.command()
-def finish(model: Model, redis_url: RedisUrl = None, queue: Queue = "default") -> None:
+def finish(at: AtQueue, model: Model) -> None:
     """Let all workers take all jobs, and forget the rollout."""
-    with _rollout(redis_url, queue, model) as rollout:
-        if rollout.finish():
-            say(f"the rollout of {model} is over")
-        else:
-            say("jobs of the canary's side still wait, and any worker takes them now: run finish again later")
+    with _rollout(at, model) as rollout:
+        rollout.finish()
+        print_stderr(f"the rollout of {model} is over")
 
 
 @rollout_app.command()
 def status(
+    at: Report,
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", callback=checked(keys.ModelName), help="Default: all.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", callback=checked(keys.ModelName), help="Model. Default: all."),
     ] = None,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Show both sides.
 
     Workers, executions, failures, seconds from pull to commit, what waits, and agreement.
     """
     found = []
-    for name in [model] if model else [one.model for one in ask(redis_url, statuses(queue))]:
-        with _rollout(redis_url, queue, name) as rollout:
+    for name in [model] if model else [one.model for one in at.run(statuses(at.queue))]:
+        with _rollout(at, name) as rollout:
             found.append(rollout.status())
-    _print(found, as_json)
+    _print(found, at.as_json)
 
 
 @rollout_app.command()
 def compare(
+    at: Report,
     model: Model,
     sample: Annotated[
         int, typer.Option("--sample", min=1, max=200, help="Jobs of the canary, at most.")
@@ -180,22 +168,19 @@ def compare(
         ),
     ] = None,
     timeout: Timeout = None,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Run jobs of the canary on the stable revision.
 
     Those whose outputs differ are printed, with the first difference. Exit code 1: some do; 4: none could be compared.
     """
     agreed = compared = told = 0
-    with _rollout(redis_url, queue, model) as rollout:
+    with _rollout(at, model) as rollout:
         for found in rollout.compare(sample, revision=revision, timeout=timeout):
             compared += found.exactness is not None
             agreed += found.exactness not in (None, "neither")
             told += 1
-            _print_comparison(found, as_json)
-    say(
+            _print_comparison(found, at.as_json)
+    print_stderr(
         f"{agreed} of {compared} outputs agree"
         + (f" ({told - compared} not compared)" if told > compared else "")
     )
@@ -213,12 +198,12 @@ def _print_comparison(found: Verification, as_json: bool) -> None:
 
 
 @contextmanager
-def _rollout(redis_url: str | None, queue: str, model: str) -> Iterator[ModelRollout]:
-    with Producer(redis_url, queue=queue) as producer:
+def _rollout(at: AtQueue, model: str) -> Iterator[ModelRollout]:
+    with at.producer() as producer:
         try:
             yield producer.rollout(model)
         except RolloutRefused as error:
-            say(str(error))
+            print_stderr(str(error))
             raise typer.Exit(EXIT_NOT_SUCCEEDED) from None
 
 
@@ -227,13 +212,13 @@ def _print(found: list[RolloutStatus], as_json: bool) -> None:
         typer.echo(json.dumps([_document(one) for one in found]))
         return
     if not found:
-        say("there is no rollout")
+        print_stderr("there is no rollout")
     for one in found:
         word = _WORDS[one.state] + (" (it failed too often)" if one.halted_for else "")
-        say(f"{one.model}: {100 * one.share:.4g}% of the jobs, by {one.by}, to {one.to}; {word}")
+        print_stderr(f"{one.model}: {100 * one.share:.4g}% of the jobs, by {one.by}, to {one.to}; {word}")
         views.print_rows(("side", *_COLUMNS), [_row(side, one) for side in ("stable", "canary")])
         if one.compared:
-            say(f"{one.agreed} of {one.compared} outputs agree")
+            print_stderr(f"{one.agreed} of {one.compared} outputs agree")
 
 
 _COLUMNS = ("workers", "executions", "failures", "rate", "p50 s", "p90 s", "waiting", "oldest s")

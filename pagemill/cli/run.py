@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import typer
 from rich.console import Console
@@ -29,7 +29,7 @@ from pagemill.cli.app import (
     describe,
     exit_code,
     extra_fields,
-    say,
+    print_stderr,
     scored,
 )
 from pagemill.cli.dataset_input import recipe_and_rows, source_of_rows
@@ -43,56 +43,50 @@ from pagemill.cli.local_worker import (
     serving_workers,
 )
 from pagemill.cli.processes.worker import check_options
+from pagemill.cli.prompt_tokens import token_counter
 from pagemill.cli.terminal import options
 from pagemill.cli.terminal.checked import served_name
-from pagemill.cli.terminal.grouped import grouped
 from pagemill.cli.terminal.waiting import Waiting
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed
-from pagemill.producer.dataset.labels.columns import LabelTemperature
+from pagemill.producer.dataset.label_columns import LabelTemperature
+from pagemill.producer.dataset.outputs import base_of
 from pagemill.producer.dataset.recipe import NO_MODEL, OnCut, OnRow, Recipe
-from pagemill.producer.dataset.recipe_run import RecipeRun
+from pagemill.producer.dataset.remote_model import is_remote
 from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.steps.chain import Chain
 from pagemill.producer.dataset.steps.recipe_file import read_recipe
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.places import Place, place_of, uri_of
-from pagemill.producer.dataset.tables.rows import Format, Source
-from pagemill.producer.dataset.tokens import TokenCounter
-from pagemill.producer.dataset.work import WINDOW, TooManyErrors
+from pagemill.producer.dataset.tables.rows import Format
+from pagemill.producer.dataset.watch import Notify
+from pagemill.producer.dataset.work import WINDOW, Tally, TooManyErrors
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.process.stop_signals import stop_signals
-from pagemill.producer.wire.schema.errors import PagemillError
-from pagemill.producer.wire.server.discovery import find_redis
+from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.server.discovery import URL_VARIABLE, find_redis
 
 EXIT_INCOMPLETE = 1
 EXIT_FAILED_ROWS = 4
 TRIAL_ROWS = 100
-SAID_BY_RECIPES = frozenset(
-    {
-        "template",
-        "template_file",
-        "system",
-        "no_chat",
-        "choices",
-        "label_probs",
-        "label_temperature",
-        "escalate_below",
-    }
-    | {
-        "to",
-        "json_schema",
-        "regex",
-        "max_tokens",
-        "temperature",
-        "seed",
-        "stop",
-        "adapter",
-        "continuation",
-        "field",
-    }
-    | {"gold", "output_column", "schema_columns"}
+SAID_BY_RECIPES = (
+    "adapter",
+    "choices",
+    "continuation",
+    "field",
+    "json_schema",
+    "label_probs",
+    "max_tokens",
+    "no_chat",
+    "regex",
+    "seed",
+    "stop",
+    "system",
+    "temperature",
+    "template",
+    "template_file",
 )
 """Options of what a recipe has in its steps."""
 GRACE_S = 1
@@ -116,6 +110,8 @@ class RunOptions:
     label_temperature: options.LabelScale = "1"
     escalate_below: options.EscalateBelow = None
     to: options.EscalateTo = None
+    api_budget: options.ApiBudget = None
+    api_key_file: options.ApiKeyFile = None
     json_schema: options.JsonSchema = None
     regex: options.Regex = None
     max_tokens: options.MaxTokens = None
@@ -129,10 +125,12 @@ class RunOptions:
     output_column: options.OutputColumn = None
     schema_columns: options.SchemaColumns = False
     where: options.Where = None
+    image_column: options.ImageColumn = None
     on_null: options.OnNull = "fail"
     on_empty: options.OnEmpty = "fail"
     on_cut: options.OnCutOff = None
     limit: options.Limit = None
+    rows_per_file: options.RowsPerFile = None
     max_errors: options.MaxErrors = None
     price_per_hour: options.PricePerHour = None
     estimate: options.Estimate = False
@@ -152,34 +150,34 @@ class RunOptions:
 
 
 @app.command("run")
-@grouped
 def run(given: RunOptions) -> None:
     """Send every row of a dataset through the model. After any interruption, run the same command again."""
     check_options(given.worker_option)
-    out = uri_of(given.out) or given.out
+    out = base_of(uri_of(given.out) or given.out)
     page = place_of(given.report_file or f"{out}.report.html")
     with reported(place_of(out).path), contextlib.ExitStack() as inputs:
         dataset = _dataset(given, inputs)
         if given.dry_run:
-            limit = prompt_limit(
-                _models(given, dataset)[0], given.redis_url, given.queue, given.worker_option or []
-            )
-            if not preview(dataset, TokenCounter(given.model), limit, as_json=given.as_json):
+            models, worker_options = _models(given, dataset), given.worker_option or []
+            limit = prompt_limit(models[0], given.redis_url, given.queue, worker_options)
+            counter = token_counter(models, worker_options)
+            if not preview(dataset, counter, limit, as_json=given.as_json):
                 raise typer.Exit(EXIT_FAILED_ROWS)
             return
         with contextlib.ExitStack() as stack:
             worker_options = given.worker_option or []
             first, *others = _models(given, dataset)
-            url, metrics_url = server(stack, given.redis_url, given.queue, first, worker_options, given.quiet)
+            serving = [server(stack, given.redis_url, given.queue, first, worker_options, given.quiet)]
+            url = serving[0].url
             for model in others:
-                server(stack, url, given.queue, model, worker_options, given.quiet)
+                serving.append(server(stack, url, given.queue, model, worker_options, given.quiet))
             if NO_MODEL in dataset.models:
                 dataset.use_model(default_model(url, given.queue))
             producer = stack.enter_context(Producer(url, queue=given.queue))
             if given.cancel or given.detach:
                 _leave(dataset, producer, cancel=given.cancel, as_json=given.as_json)
                 return
-            summary = _execute(dataset, producer, metrics_url, given.quiet)
+            summary = _execute(dataset, producer, serving, given.quiet)
         _report(dataset, summary, page, as_json=given.as_json)
         _finish(dataset, summary, estimate=given.estimate)
 
@@ -191,56 +189,49 @@ def _models(given: RunOptions, dataset: DatasetRun) -> list[str | None]:
 
 
 def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
-    model = served_name(given.model) if given.model else NO_MODEL
     recipe, rows = recipe_and_rows(given.sources)
-    source = source_of_rows(rows, inputs, cast("Format | None", given.kind), given.encoding)
-    if recipe is not None:
-        return _recipe_run(given, recipe, source)
-    text = _template_text(given.template, given.template_file)
     return DatasetRun(
-        source=source,
+        source=source_of_rows(rows, inputs, cast("Format | None", given.kind), given.encoding),
         out=uri_of(given.out) or given.out,
-        recipe=Recipe(model, text, given.system, not given.no_chat, _job_fields(given)),
+        recipe=_one_step(given) if recipe is None else _steps(given, recipe),
         limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
         gold=given.gold,
         max_errors=given.max_errors,
         window=given.window,
+        rows_per_file=given.rows_per_file,
         overwrite=given.overwrite,
         price_per_hour=given.price_per_hour,
+        is_trial=given.estimate,
         output_column=given.output_column or "",
         schema_columns=given.schema_columns,
         label_temperature=cast("LabelTemperature", given.label_temperature),
         escalate_below=given.escalate_below,
-        to=[served_name(model) for model in given.to or []],
+        to=[model if is_remote(model) else served_name(model) for model in given.to or []],
+        api_budget=given.api_budget,
+        api_key_file=given.api_key_file,
         where=given.where,
+        image_column=given.image_column,
         on_null=cast("OnRow", given.on_null),
         on_empty=cast("OnRow", given.on_empty),
         on_cut=cast("OnCut | None", given.on_cut),
     )
 
 
-def _recipe_run(given: RunOptions, recipe: Path, source: Source) -> DatasetRun:
-    for name in sorted(SAID_BY_RECIPES):
+def _one_step(given: RunOptions) -> Recipe:
+    model = served_name(given.model) if given.model else NO_MODEL
+    text = _template_text(given.template, given.template_file)
+    return Recipe(model, text, given.system, not given.no_chat, _job_fields(given))
+
+
+def _steps(given: RunOptions, recipe: Path) -> Chain:
+    for name in SAID_BY_RECIPES:
         how = given.context.get_parameter_source(name)
         if how is not None and how.name != "DEFAULT":
             raise typer.BadParameter(
                 f"--{name.replace('_', '-')} is for runs of one step: {recipe} says it by step"
             )
     chain = read_recipe(recipe)
-    return RecipeRun(
-        source=source,
-        out=uri_of(given.out) or given.out,
-        chain=chain if given.model is None else chain.with_model(served_name(given.model)),
-        limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
-        max_errors=given.max_errors,
-        window=given.window,
-        overwrite=given.overwrite,
-        price_per_hour=given.price_per_hour,
-        where=given.where,
-        on_null=cast("OnRow", given.on_null),
-        on_empty=cast("OnRow", given.on_empty),
-        on_cut=cast("OnCut | None", given.on_cut),
-    )
+    return chain if given.model is None else chain.with_model(served_name(given.model))
 
 
 def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bool) -> None:
@@ -249,16 +240,16 @@ def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bo
     if as_json:
         typer.echo(json.dumps({"cancelled" if cancel else "submitted": count}))
     elif cancel:
-        say(f"{count:,} jobs cancelled; what was done is kept in {dataset.journal_path}")
+        print_stderr(f"{count:,} jobs cancelled; what was done is kept in {dataset.journal_path}")
     else:
-        say(f"{count:,} jobs submitted; run the same command without --detach to collect them")
+        print_stderr(f"{count:,} jobs submitted; run the same command without --detach to collect them")
 
 
 def _template_text(template: str | None, file: Path | None) -> str | None:
     if file is None:
         return template
     if template is not None:
-        raise typer.BadParameter("give --template or --template-file, not both")
+        raise typer.BadParameter("--template and --template-file exclude each other")
     return _read(file, "--template-file")
 
 
@@ -271,7 +262,7 @@ def _job_fields(given: RunOptions) -> dict[str, Any]:
     }
     shape = {name: value for name, value in shapes.items() if value is not None}
     if len(shape) > 1:
-        raise typer.BadParameter("give one of --choices, --json-schema and --regex")
+        raise typer.BadParameter("--choices, --json-schema and --regex exclude each other")
     fields: dict[str, Any] = {"temperature": given.temperature}
     if shape:
         fields["structured_outputs"] = shape
@@ -291,7 +282,7 @@ def _schema_text(given: str) -> str:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"--json-schema is no JSON: {error}") from None
+        raise typer.BadParameter(f"--json-schema is not JSON: {error}") from None
     return text
 
 
@@ -317,26 +308,60 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 @contextlib.contextmanager
 def reported(out: Path) -> Any:
     """Report an early stop: the cause, that nothing is lost, and the command to type."""
-    again = "run the same command again to go on; nothing that was done is lost"
+    again = "run the same command again to continue; all finished work is kept"
+    has_begun = out.with_name(out.name + ".partial").exists
     try:
         with _stopped_as_by_ctrl_c():
             yield
     except (DiskFailed, WorkerFailed) as error:
-        say(str(error))
+        print_stderr(str(error) + (f"\n{again}" if isinstance(error, WorkerFailed) and has_begun() else ""))
         raise typer.Exit(EXIT_INCOMPLETE) from None
     except DatasetError as error:
-        say(str(error))
+        print_stderr(str(error))
         raise typer.Exit(EXIT_USAGE) from None
     except TooManyErrors as error:
-        say(f"{error}\n{again}")
+        print_stderr(f"{error}\n{again}")
         raise typer.Exit(EXIT_INCOMPLETE) from None
     except PagemillError as error:
-        partial = out.with_name(out.name + ".partial")
-        say(describe(error) + (f"\n{again}" if partial.exists() else ""))
+        print_stderr(describe(error) + (f"\n{again}" if has_begun() else ""))
         raise typer.Exit(exit_code(error)) from None
     except KeyboardInterrupt:
-        say(f"\nstopped; jobs that were submitted go on where a worker runs (--cancel ends them)\n{again}")
+        print_stderr(
+            f"\nstopped; submitted jobs still run where a worker serves them (--cancel ends them)\n{again}"
+        )
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+class Serving(NamedTuple):
+    """Who serves a model of a run."""
+
+    url: str
+    """The queue's server."""
+    metrics_url: str | None
+    worker: LocalWorker | None = None
+    """The worker that was started for the run."""
+
+
+def notifier(quiet: bool) -> Notify:
+    """Return what prints a run's notices: with --quiet those alone without which it would wait in silence for ever."""
+
+    def notify(message: str, is_endless: bool) -> None:
+        if is_endless or not quiet:
+            print_stderr(message)
+
+    return notify
+
+
+def checked_update(update: Callable[[Tally], None], serving: Sequence[Serving]) -> Callable[[Tally], None]:
+    """Return `update`, and raise WorkerFailed from it once a worker that was started for the run has exited."""
+
+    def checked(tally: Tally) -> None:
+        update(tally)
+        for one in serving:
+            if one.worker is not None:
+                one.worker.check()
+
+    return checked
 
 
 def server(
@@ -346,24 +371,32 @@ def server(
     model: str | None,
     options: list[str],
     quiet: bool,
-) -> tuple[str, str | None]:
-    """Return the URLs of the queue and of a worker's metrics; starts a worker if the model requires one."""
+) -> Serving:
+    """Return the queue's URL and who serves the model; starts a worker if the model requires one."""
     serving = []
+    is_loadable = model is not None and can_load(model)
     if model is None or has_server(url):
         url = find_redis(url)
         serving = _serving(url, queue, model, quiet)
-    if model is None or serving or not can_load(model):
-        if not serving and not quiet:
-            say(f"no live worker of queue {queue} serves {model or 'anything'}; the jobs will wait for one")
-        metrics = next((f"{info.url}/metrics" for info in serving if info.url), None)
-        assert url is not None
-        return url, metrics
+    elif not is_loadable:
+        raise RedisUnavailable(
+            f"no Redis server, and a worker cannot load {model}: give --redis-url or {URL_VARIABLE} "
+            "of the queue whose worker serves it, or as --model a folder, a GGUF file or a Hub name"
+        )
+    if url is not None and (serving or not is_loadable):
+        if not serving:
+            # Printed with --quiet, too: without a worker the run never ends.
+            print_stderr(
+                f"no live worker of queue {queue} serves {model or 'anything'}; the jobs will wait for one"
+            )
+        return Serving(url, next((f"{info.url}/metrics" for info in serving if info.url), None))
+    assert model is not None, "without a model, find_redis() gave a URL"
     settings = [word for option in [f"drain_grace_s={GRACE_S}", *options] for word in ("--option", option)]
     worker = stack.enter_context(LocalWorker(model, queue=queue, url=url, options=settings))
     worker.is_quiet = quiet
     with Waiting(f"starting a worker for {model}", Console(stderr=True, quiet=quiet)) as waiting:
-        url, info = worker.wait_ready(waiting.tell)
-    return url, f"{info.url}/metrics" if info.url else None
+        url, info = worker.wait_ready(waiting.report)
+    return Serving(url, f"{info.url}/metrics" if info.url else None, worker)
 
 
 def _serving(url: str, queue: str, model: str | None, quiet: bool) -> list[WorkerInfo]:
@@ -371,21 +404,22 @@ def _serving(url: str, queue: str, model: str | None, quiet: bool) -> list[Worke
     if model is None or not can_load(model):
         alive = live_workers(url, queue)
         return [info for info in alive if model is None or served_name(model) in info.models]
-    return serving_workers(url, queue, model, (lambda _: None) if quiet else say)
+    return serving_workers(url, queue, model, (lambda _: None) if quiet else print_stderr)
 
 
-def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, quiet: bool) -> Summary:
+def _execute(dataset: DatasetRun, producer: Producer, serving: Sequence[Serving], quiet: bool) -> Summary:
     count = dataset.count()
     total = count if count is None or dataset.limit is None else min(count, dataset.limit)
-    with RunBar(total, metrics_url, is_quiet=quiet) as bar:
-        dataset.on_news, dataset.kv = bar.update, bar.kv_figures
+    with RunBar(total, serving[0].metrics_url, is_quiet=quiet) as bar:
+        dataset.on_news, dataset.kv = checked_update(bar.update, serving), bar.kv_figures
+        dataset.on_notice = notifier(quiet)
         return dataset.execute(producer)
 
 
 def _report(dataset: DatasetRun, summary: Summary, page: Place, *, as_json: bool) -> None:
     """Write the report's files, and print its figures to stdout; the output itself is complete by now."""
     paths = page.path, page.path.with_suffix(".json")
-    about = {"input": dataset.source.name, "output": dataset.place.name, "model": dataset.recipe.model}
+    about = {"input": dataset.source.name, "output": dataset.outputs_name, "model": dataset.models[0]}
     if as_json:
         typer.echo(json.dumps({**about, **summary.as_json()}))
     else:
@@ -402,25 +436,30 @@ def _report(dataset: DatasetRun, summary: Summary, page: Place, *, as_json: bool
             if isinstance(error, OSError)
             else error
         )
-        say(f"the report's files could not be written ({reason}); {dataset.place.name} is complete")
+        print_stderr(
+            f"the report's files could not be written ({reason}); {dataset.outputs_name} is complete"
+        )
 
 
 def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
     """Print the closing messages, and exit with the code of the run."""
     if estimate:
         _print_estimate(dataset, summary)
+        print_stderr(
+            f"no output was written; run the same command without --estimate to continue from {dataset.journal_path}"
+        )
     if summary.unfinished:
-        say(f"{summary.unfinished:,} rows are unfinished; run the same command again")
+        print_stderr(f"{summary.unfinished:,} rows are unfinished; run the same command again")
         raise typer.Exit(EXIT_INCOMPLETE)
     if summary.failed:
         rows = "1 row" if summary.failed == 1 else f"{summary.failed:,} rows"
-        say(
+        print_stderr(
             f"{rows} failed, the first: {summary.first_failure}\nAll reasons are in {dataset.place.name}.errors.jsonl"
         )
         raise typer.Exit(EXIT_FAILED_ROWS)
     if summary.steps is not None and summary.steps.failed:
         rows = "1 row" if summary.steps.failed == 1 else f"{summary.steps.failed:,} rows"
-        say(
+        print_stderr(
             f"a step failed for {rows}, the first: {summary.steps.first_failure}\n"
             "What other steps gave is kept; the same command tries again. "
             f"All reasons are in {dataset.place.name}.errors.jsonl"
@@ -428,7 +467,7 @@ def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
         raise typer.Exit(EXIT_FAILED_ROWS)
     if summary.stages is not None and summary.stages.failed:
         rows = "1 row" if summary.stages.failed == 1 else f"{summary.stages.failed:,} rows"
-        say(
+        print_stderr(
             f"a later model failed for {rows}, the first: {summary.stages.first_failure}\n"
             "The earlier answer stays; the same command tries again"
         )
@@ -440,7 +479,7 @@ def _print(dataset: DatasetRun, summary: Summary, page: Place) -> None:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in [*report.figures(summary), ("output", dataset.place.name), ("report", page.name)]:
+    for name, value in [*report.figures(summary), ("output", dataset.outputs_name), ("report", page.name)]:
         table.add_row(name, value)
     console.print(table)
     labels = summary.labels.as_json() if summary.labels.are_labels else {}
@@ -460,8 +499,16 @@ def _print_estimate(dataset: DatasetRun, summary: Summary) -> None:
     count = dataset.count() or (sum(1 for _ in dataset.source.rows()) if dataset.where is None else None)
     rate = summary.rows_per_second
     if not count or not rate:
-        say("no estimate: no row is done of which the time is known, or the number of rows is not known")
+        print_stderr(
+            "no estimate: no row is done of which the time is known, or the number of rows is not known"
+        )
         return
-    hours = count / rate / 3600
-    cost = "" if dataset.price_per_hour is None else f", {hours * dataset.price_per_hour:.2f} at that price"
-    say(f"all {count:,} rows: about {hours:.2f} hours{cost}, going by these {summary.timed:,}")
+    seconds = count / rate
+    cost = (
+        ""
+        if dataset.price_per_hour is None
+        else f", {seconds / 3600 * dataset.price_per_hour:.2f} at that price"
+    )
+    print_stderr(
+        f"all {count:,} rows: about {report.rough_duration(seconds)}{cost}, going by these {summary.timed:,}"
+    )

@@ -12,9 +12,8 @@ from pydantic import AfterValidator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, Queue, RedisUrl, app, say
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Report, command_group, print_stderr
 from pagemill.cli.terminal.checked import YEAR_S, between, checked
-from pagemill.cli.terminal.grouped import grouped
 from pagemill.producer.client.purge.erasers import ERASERS
 from pagemill.producer.client.purge.report import PurgeOptions, PurgeProgress, PurgeReport
 from pagemill.producer.client.sync import Producer
@@ -30,14 +29,13 @@ PHASES = {
     "prove": "searching all keys",
 }
 
-tenant_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="One tenant of a queue.")
-app.add_typer(tenant_app, name="tenant")
+tenant_app = command_group("tenant", "One tenant of a queue.")
 
 
 def _eraser(name: str) -> str:
     names = [eraser.name for eraser in ERASERS]
     if name not in names:
-        raise ValueError(f"it should be {' or '.join(names)}")
+        raise ValueError(f"should be {' or '.join(names)}")
     return name
 
 
@@ -47,11 +45,11 @@ def _tenant() -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TenantPurgeOptions:
+class TenantPurgeOptions(Report):
     tenant: Annotated[
         str, typer.Argument(metavar="TENANT", callback=checked(keys.TenantName), help="The tenant's name.")
     ]
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what there is.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the data without deleting it.")] = False
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
     also: Annotated[
         list[str] | None,
@@ -67,22 +65,18 @@ class TenantPurgeOptions:
         typer.Option(
             "--wait",
             callback=between(0.0, YEAR_S),
-            help="Seconds for jobs that run to end; then they go all the same.",
+            help="Seconds for running jobs to end before they are deleted too.",
         ),
     ] = 30.0
-    redis_url: RedisUrl = None
-    queue: Queue = "default"
-    as_json: AsJson = False
 
 
 @tenant_app.command("purge")
-@grouped
 def tenant_purge(options: TenantPurgeOptions) -> None:
     """Remove all that is a tenant's, and prove it by a search of every key.
 
     Exit code 1: something is left, and it says where.
     """
-    with Producer(options.redis_url, queue=options.queue) as producer:
+    with options.producer() as producer:
         if not (options.yes or options.dry_run):
             _confirm(producer, options)
         report = _purged(producer, options, options.dry_run)
@@ -96,8 +90,8 @@ def tenant_purge(options: TenantPurgeOptions) -> None:
 
 def _confirm(producer: Producer, options: TenantPurgeOptions) -> None:
     if not sys.stdin.isatty():
-        raise typer.BadParameter("there is nobody to ask: confirm with --yes, or look with --dry-run")
-    say(_summary(_purged(producer, options, dry_run=True)))
+        raise typer.BadParameter("not a terminal: confirm with --yes, or look with --dry-run")
+    print_stderr(_summary(_purged(producer, options, dry_run=True)))
     if not typer.confirm(f"Remove all of that from queue {options.queue} for good?", err=True):
         raise typer.Exit(EXIT_NOT_SUCCEEDED)
 
@@ -130,23 +124,23 @@ def _summary(report: PurgeReport) -> str:
 
 
 def _print(report: PurgeReport) -> None:
-    say(_summary(report))
+    print_stderr(_summary(report))
     if report.dry_run:
-        say("nothing was changed")
+        print_stderr("nothing was changed")
         return
     if report.forced:
-        say(f"{report.forced:,} jobs still ran; what their workers write is refused")
+        print_stderr(f"{report.forced:,} jobs still ran; what their workers write is refused")
     if report.stored_files:
-        say(f"{report.stored_files:,} files of the store were deleted")
+        print_stderr(f"{report.stored_files:,} files of the store were deleted")
     for name, count in report.erased.items():
-        say(f"{name}: {count:,} removed")
+        print_stderr(f"{name}: {count:,} removed")
     for name in report.kept:
-        say(f"{name}: kept; remove with --also {name}")
+        print_stderr(f"{name}: kept; remove with --also {name}")
     for leftover in report.remains[:SHOWN]:
-        say(f"left: {leftover.names} in the {leftover.where} of {leftover.key}")
+        print_stderr(f"left: {leftover.names} in the {leftover.where} of {leftover.key}")
     if report.remains:
-        say(
+        print_stderr(
             f"{len(report.remains):,} keys still name the tenant or its jobs; run this again, or look at them"
         )
     else:
-        say(f"all is gone: {report.keys_looked_at:,} keys were searched")
+        print_stderr(f"all is gone: {report.keys_looked_at:,} keys were searched")

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from pagemill.cli.app import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
+from pagemill.cli.app import EXIT_REDIS, Report, app, print_stderr
 from pagemill.cli.terminal.checked import HttpUrl, between, checked
 from pagemill.monitoring.live.top import screen
 from pagemill.monitoring.queue_figures import QueueFigures
@@ -27,6 +27,7 @@ ONCE_ROWS = 50
 
 @app.command()
 def top(
+    at: Report,
     url: Annotated[
         str | None,
         typer.Option(
@@ -40,16 +41,13 @@ def top(
         float, typer.Option("--every", callback=between(0.2, 86_400.0), help="Seconds between two looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Watch a worker and its queue in the terminal. KV blocks, throughput, running jobs, ends; needs no torch."""
     logging.getLogger().addHandler(logging.NullHandler())  # unavailable data is shown on the screen
-    source = TopSource(_redis(redis_url, url), queue, url=url, worker_id=worker)
+    source = TopSource(_redis(at.redis_url, url), at.queue, url=url, worker_id=worker)
     try:
-        if as_json or once:
-            _print_once(source, as_json)
+        if at.as_json or once:
+            _print_once(source, at.as_json)
         else:
             _watch(source, every)
     except KeyboardInterrupt:
@@ -95,7 +93,7 @@ def _print_once(source: TopSource, as_json: bool) -> None:
         console.print(screen(view, console.width, max(console.height, ONCE_ROWS), colours=colours))
     if view.queue is None and view.live is None:
         for note in view.notes if as_json else ():
-            say(note)
+            print_stderr(note)
         raise typer.Exit(EXIT_REDIS)
 
 

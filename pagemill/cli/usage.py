@@ -14,10 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pagemill.cli.app import AsJson, Queue, RedisUrl, app, say
-from pagemill.cli.terminal import views
+from pagemill.cli.app import Report, app, print_stderr
 from pagemill.cli.terminal.checked import checked
-from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls.metering.usage import COLUMNS, GROUPS
 from pagemill.producer.wire.schema import keys
 
@@ -28,24 +26,25 @@ def _day(text: str) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no day, for instance 2026-01-31") from None
+        raise typer.BadParameter(f"{text!r} is not a day, such as 2026-01-31") from None
 
 
 def _fields(text: str | None) -> str | None:
     for name in text.split(",") if text is not None else ():
         if name not in GROUPS:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(GROUPS)}")
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(GROUPS)}")
     return text
 
 
 def _destination(path: Path | None) -> Path | None:
     if path is not None and path.suffix not in WRITERS:
-        raise typer.BadParameter(f"its name ends in {', '.join(WRITERS)}")
+        raise typer.BadParameter(f"should end in {', '.join(WRITERS)}")
     return path
 
 
 @app.command()
 def usage(
+    at: Report,
     since: Annotated[
         date | None, typer.Option("--since", parser=_day, metavar="DAY", help="The first day (UTC).")
     ] = None,
@@ -53,38 +52,34 @@ def usage(
         date | None, typer.Option("--until", parser=_day, metavar="DAY", help="The last day (UTC).")
     ] = None,
     tenant: Annotated[
-        str | None, typer.Option("--tenant", callback=checked(keys.TenantName), help="Only this tenant.")
+        str | None, typer.Option("--tenant", callback=checked(keys.TenantName), help="Tenant. Default: all.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", callback=checked(keys.ModelName), help="Only this model, and its adapters."),
+        typer.Option(
+            "--model", callback=checked(keys.ModelName), help="Model, with its adapters. Default: all."
+        ),
     ] = None,
     by: Annotated[
-        str, typer.Option("--by", callback=_fields, metavar="FIELDS", help="What to sum by.")
+        str, typer.Option("--by", callback=_fields, metavar="FIELDS", help="Fields to group by.")
     ] = ",".join(GROUPS),
     out: Annotated[
         Path | None,
         typer.Option("--out", callback=_destination, help="Write a .csv, .parquet or .json file."),
     ] = None,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Sum the tokens, seconds and jobs of tenants."""
     groups = by.split(",")
-    with Producer(redis_url, queue=queue) as producer:
+    with at.producer() as producer:
         found = producer.usage(since=since, until=until, tenant=tenant, model=model, by=groups)
     columns = [name for name in COLUMNS if name in groups or name not in GROUPS]
     rows = [{name: value for name, value in asdict(row).items() if name in columns} for row in found]
     if out is not None:
         _write(out, columns, rows)
-        say(f"{len(rows)} rows in {out}")
-    elif as_json:
-        typer.echo(json.dumps(rows))
-    elif rows:
-        views.print_rows(columns, [tuple(row.values()) for row in rows])
-    else:
-        say(f"no job of queue {queue} has ended on these days")
+        print_stderr(f"{len(rows)} rows in {out}")
+        return
+    none = f"no job of queue {at.queue} has ended on these days"
+    at.print(rows, [tuple(row.values()) for row in rows], columns, none=none)
 
 
 def _write(path: Path, columns: Sequence[str], rows: Rows) -> None:

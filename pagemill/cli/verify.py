@@ -1,8 +1,8 @@
 """`pagemill verify ID`: a job runs again, and the two results are compared.
 
 Exit codes: 0 the replay gave what the fingerprints promise, or where they promise nothing, the same tokens; 1 it gave
-less; 4 there is no verdict (the reason is told); 2, 3, 5 and 130 as for the other commands. Of a batch: 1 if any job's
-is 1, else 4 if any has no verdict.
+less; 4 there is no verdict (the reason is printed); 2, 3, 5 and 130 as for the other commands. Of a batch: 1 if any
+job's is 1, or 4 if any has no verdict.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, Queue, RedisUrl, Timeout, app, describe, say
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Report, Timeout, app, describe, print_stderr
 from pagemill.cli.terminal import views
 from pagemill.cli.terminal.checked import Priority, checked
 from pagemill.cli.terminal.waiting import Waiting
@@ -29,6 +29,7 @@ EXIT_NO_VERDICT = 4
 
 @app.command()
 def verify(
+    at: Report,
     job_id: Annotated[
         str | None,
         typer.Argument(metavar="[ID]", callback=checked(keys.Id), help="A job submitted with keep_input."),
@@ -45,17 +46,16 @@ def verify(
     any_worker: Annotated[
         bool,
         typer.Option(
-            "--any-worker", help="Also where another fingerprint computes: nothing is promised then."
+            "--any-worker", help="Run on workers with another fingerprint too, without a guarantee."
         ),
     ] = False,
     priority: Annotated[
         str,
-        typer.Option("--priority", callback=checked(Priority), help="Of the copies: high, normal or low."),
+        typer.Option(
+            "--priority", callback=checked(Priority), help="Priority of the copies: high, normal or low."
+        ),
     ] = "low",
     timeout: Timeout = None,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Run a job again and compare the two results.
 
@@ -64,20 +64,20 @@ def verify(
     Exit code 0: as promised. 1: less. 4: no verdict.
     """
     if (job_id is None) == (batch is None):
-        raise typer.BadParameter("give a job's id, or --batch")
+        raise typer.BadParameter("a job id or --batch is required")
     placement: Placement = {"priority": priority, "any_worker": any_worker}  # type: ignore[typeddict-item]
-    with Producer(redis_url, queue=queue) as producer:
+    with at.producer() as producer:
         try:
             if job_id is not None:
                 with Waiting("running a copy", is_short=True):
                     found = producer.verify(job_id, timeout=timeout, **placement)
-                _print(found, as_json)
+                _print(found, at.as_json)
                 code = _code(found)
             else:
                 assert batch is not None
-                code = _verify_batch(producer, batch, sample, timeout, placement, as_json=as_json)
+                code = _verify_batch(producer, batch, sample, timeout, placement, as_json=at.as_json)
         except (Unverifiable, ResultTimeout, JobNotFound) as error:
-            say(describe(error) if isinstance(error, JobNotFound) else str(error))
+            print_stderr(describe(error) if isinstance(error, JobNotFound) else str(error))
             code = EXIT_NO_VERDICT
     if code:
         raise typer.Exit(code)
@@ -110,7 +110,7 @@ def _verify_batch(
             elif code:
                 typer.echo(f"{found.id}\t{found.exactness or 'no verdict'}\t{detail(found)}")
     listed = ", ".join(f"{count:,} {word}" for word, count in sorted(words.items()))
-    say(f"{sum(codes.values()):,} jobs of batch {batch}: {listed or 'none is left'}")
+    print_stderr(f"{sum(codes.values()):,} jobs of batch {batch}: {listed or 'none is left'}")
     if codes[EXIT_NOT_SUCCEEDED]:
         return EXIT_NOT_SUCCEEDED
     return EXIT_NO_VERDICT if codes[EXIT_NO_VERDICT] or not sum(codes.values()) else 0
@@ -150,10 +150,10 @@ def detail(found: Verification) -> str:
         where = f"{first.what} of {'row' if first.what == 'row' else 'output'} {first.output}"
         parts.append(where + ("" if first.position is None else f" at {first.position}"))
         if (first.stored, first.replayed) != (None, None):
-            parts.append(f"{_shown(first.stored)}, replayed {_shown(first.replayed)}")
+            parts.append(f"{_format(first.stored)}, replayed {_format(first.replayed)}")
         if first.stored_logprob is not None or first.replayed_logprob is not None:
             parts.append(
-                f"log-probabilities {_shown(first.stored_logprob)} and {_shown(first.replayed_logprob)}"
+                f"log-probabilities {_format(first.stored_logprob)} and {_format(first.replayed_logprob)}"
             )
     if found.comparison.max_logprob_difference:
         parts.append(f"log-probabilities up to {found.comparison.max_logprob_difference:.3g} apart")
@@ -162,5 +162,5 @@ def detail(found: Verification) -> str:
     return "; ".join(parts)
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return "nothing" if value is None else str(value)

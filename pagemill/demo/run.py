@@ -78,7 +78,7 @@ def label_rows(
             usage = sampler.usage()
             rate = (usage.prompt_tokens + usage.generated_tokens) / (time.monotonic() - started)
             if lines is not None:
-                lines.tell(f"{counts.ended} of {len(rows)} rows")
+                lines.report(f"{counts.ended} of {len(rows)} rows")
             bar.update(task, completed=counts.ended, rate=rate, kv=100 * usage.mean_kv_utilization)
             time.sleep(0 if is_done else POLL_S)
         seconds = time.monotonic() - started
@@ -134,7 +134,7 @@ def run(state_dir: Path, num_rows: int | None, keep: bool, console: Console) -> 
     worker = LocalWorker(MODEL, queue=QUEUE, state_dir=state_dir, options=options)
     try:
         with Waiting(f"starting Valkey and a worker for {MODEL}") as waiting:
-            url, info = worker.wait_ready(waiting.tell)
+            url, info = worker.wait_ready(waiting.report)
         metrics_url = f"{info.url}/metrics"
         console.print(f"worker {info.id} is ready on {url}\nmetrics: {metrics_url}", soft_wrap=True)
         labelling = label_rows(url, metrics_url, rows, worker, console)
@@ -145,7 +145,7 @@ def run(state_dir: Path, num_rows: int | None, keep: bool, console: Console) -> 
             _stay(worker, url, console)
     finally:
         with Waiting("stopping the worker and its server", is_short=True) as waiting:
-            exit_code = worker.stop(waiting.tell)
+            exit_code = worker.stop(waiting.report)
     is_complete = len(labelling.labels) == len(rows) and exit_code == 0
     return 0 if is_complete else EXIT_FAILED
 

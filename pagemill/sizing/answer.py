@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from pagemill.engine.config import EngineConfig
 from pagemill.sizing.cards import CARDS, DeviceSpeed, cpu
@@ -12,8 +14,11 @@ from pagemill.sizing.plan import BUSY, Load, Plan, PlanError, WorkerLimits, make
 if TYPE_CHECKING:
     from pagemill.engine.figures import ModelFigures
 
+MAX_TOKENS = 2**24
+YEAR_S = 366 * 86_400.0
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 BACKLOG_S = 600.0
-"""Of arrivals, that may wait at once: workers that are away, or a burst."""
+"""Of arrivals, that may wait at once: workers that are unavailable, or a burst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,25 +26,35 @@ class Question:
     """What is asked. A rate of arrivals, or rows and a deadline."""
 
     config: EngineConfig
-    device: str
-    prompt_tokens: int
-    output_tokens: int
-    shared_tokens: int = 0
-    rate: float | None = None
-    """Jobs per second."""
-    rows: int | None = None
-    deadline_s: float | None = None
-    retention_s: float = 86_400.0
-    """Of results, of jobs that arrive at a rate. Those of rows are kept together, for a week."""
-    bytes_per_token: float = 4.0
-    weight_bits: float | None = None
-    cpu_bytes_per_s: float | None = None
-    cpu_flops: float | None = None
+    device: str = "cpu"
+    """cpu, h200, h100, a100, a100-40, l40s, l4 or 4090."""
+    prompt_tokens: Tokens
+    """Average length of a job's prompt in tokens."""
+    output_tokens: Tokens
+    """Average length of a job's output in tokens."""
+    shared_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    """Tokens of the prompt that all jobs begin with."""
+    rate: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
+    """Jobs per second that arrive."""
+    rows: Annotated[int, Field(ge=1, le=10**12)] | None = None
+    """Jobs of a batch, instead of a rate."""
+    deadline_s: Annotated[float, Field(ge=1e-3, le=YEAR_S)] | None = None
+    """Seconds until the last of the rows has ended."""
+    weight_bits: Annotated[float, Field(ge=0.5, le=64.0)] | None = None
+    """Bits per weight. Default: as in config.json."""
+    retention_s: Annotated[float, Field(ge=0.0, le=YEAR_S)] = 86_400.0
+    """Seconds that results of a rate are kept; those of rows are kept together for a week."""
+    bytes_per_token: Annotated[float, Field(ge=0.1, le=100.0)] = 4.0
+    """Bytes of text per token in Redis."""
+    cpu_gb_per_s: Annotated[float, Field(ge=0.01, le=1e5)] | None = None
+    """Memory bandwidth of the CPU. Default: measured."""
+    cpu_gflops: Annotated[float, Field(ge=0.1, le=1e7)] | None = None
+    """Speed of the CPU in fp32. Default: measured."""
 
     def load(self) -> Load:
         """Raises PlanError."""
         if (self.rate is None) == (self.rows is None):
-            raise PlanError("say what comes: --rate JOBS_PER_SECOND, or --rows N with --deadline SECONDS")
+            raise PlanError("--rate JOBS_PER_SECOND, or --rows N with --deadline SECONDS, is required")
         common = Load(
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
@@ -111,7 +126,7 @@ def _this_cpu(question: Question) -> tuple[DeviceSpeed, int, int]:
 
     backend, config = CpuBackend(), question.config
     backend.tune_process(config.num_threads)
-    speed, flops = question.cpu_bytes_per_s, question.cpu_flops
+    speed, flops = (value and value * 1e9 for value in (question.cpu_gb_per_s, question.cpu_gflops))
     source = "as given"
     if speed is None or flops is None:
         measured = measure_cpu()

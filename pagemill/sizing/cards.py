@@ -65,7 +65,7 @@ CARDS: Mapping[str, DeviceSpeed] = {
         _card("4090", 24_564, 1008, 165, 82.6),
     )
 }
-"""Memory as nvidia-smi tells it; h100 and a100 (80 GB) are the SXM modules."""
+"""Memory as nvidia-smi reports it; h100 and a100 (80 GB) are the SXM modules."""
 
 
 def cpu(memory_bytes: int, bytes_per_s: float, flops: float, source: str) -> DeviceSpeed:

@@ -1,7 +1,7 @@
 """The arithmetic of a plan: blocks, rows, a worker's jobs per second, workers, Redis.
 
-A step reads every weight once and computes every row, so its time is a + b * rows (docs/performance.md, "How throughput
-grows"); a job takes its prompt's share of steps once, and a step's time over the rows for each token of its output.
+A step reads every weight once and computes every row, so its time is a + b * rows (docs/performance.md, "Throughput
+model"); a job takes its prompt's share of steps once, and a step's time over the rows for each token of its output.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagemill.engine.config import MAX_KV_BLOCKS
+from pagemill.engine.config import MAX_KV_BLOCKS, divide_states
 from pagemill.sizing.cards import DeviceSpeed
 from pagemill.sizing.redis_cost import SCRIPT_S, SERVER_BYTES, JobBytes, job_bytes, scripts_per_job
 
@@ -61,6 +61,8 @@ class Plan:
     rows: int
     """Jobs at once, by blocks and by max_num_seqs."""
     rows_limited_by: str
+    cached_states: int
+    """Recurrent states at the ends of cached prefixes."""
     step_s: float
     """Of a decode step with all rows."""
     jobs_per_s: float
@@ -81,8 +83,12 @@ def make_plan(model: ModelFigures, device: DeviceSpeed, load: Load, limits: Work
     """Plan for one device per worker. Raises PlanError."""
     _check(model, load)
     kv_bytes = _kv_bytes(model, device, limits)
-    blocks = min(MAX_KV_BLOCKS, kv_bytes // model.block_bytes)
     per_job = model.blocks_of(load.prompt_tokens + load.output_tokens - 1)
+    states, cached_states = _states(model, kv_bytes, limits)
+    kv_bytes -= (states + cached_states) * model.state_bytes
+    blocks = min(
+        MAX_KV_BLOCKS, kv_bytes // model.block_bytes if model.block_bytes else 1 + 2 * states * per_job
+    )
     shared = min(per_job - 1, load.shared_tokens // model.block_size * len(model.windows))
     usable = int((blocks - 1) * (1 - WATERMARK)) - shared
     by_blocks = usable // (per_job - shared) if usable > 0 else 0
@@ -91,13 +97,13 @@ def make_plan(model: ModelFigures, device: DeviceSpeed, load: Load, limits: Work
         raise PlanError(
             f"{device.name} has {free:.2f} GiB for KV blocks beside {weights:.1f} GiB of weights, and a job needs "
             f"{per_job} blocks of {model.block_bytes / 2**20:.2f} MiB: take a larger device, fewer tokens, a smaller "
-            "--dtype, a quantised checkpoint, or several cards (tensor parallelism is not planned)"
+            "--dtype, a quantised checkpoint, or several GPUs (tensor parallelism is not planned)"
         )
-    rows = min(limits.max_num_seqs, by_blocks)
+    rows = min(states, by_blocks)
     times = _Times.of(model, device, load)
     jobs_per_s = 1 / times.job_s(rows)
     workers = max(1, math.ceil(load.jobs_per_s / (BUSY * jobs_per_s)))
-    busy_rows, service_s = times.settle(load.jobs_per_s / workers, rows)
+    busy_rows, service_s = times.steady_state(load.jobs_per_s / workers, rows)
     sizes = job_bytes(load.prompt_tokens, load.output_tokens, load.bytes_per_token)
     running = busy_rows * workers
     scripts = load.jobs_per_s * scripts_per_job(service_s, load.output_tokens, busy_rows)
@@ -106,7 +112,8 @@ def make_plan(model: ModelFigures, device: DeviceSpeed, load: Load, limits: Work
         kv_blocks=blocks,
         blocks_per_job=per_job,
         rows=rows,
-        rows_limited_by="max_num_seqs" if rows == limits.max_num_seqs else "KV blocks",
+        rows_limited_by=_limit(rows, states, limits),
+        cached_states=cached_states,
         step_s=times.step_s(rows),
         jobs_per_s=jobs_per_s,
         output_tokens_per_s=jobs_per_s * load.output_tokens,
@@ -135,6 +142,26 @@ def _check(model: ModelFigures, load: Load) -> None:
         raise PlanError(
             f"--shared-tokens {load.shared_tokens}: a part of the {load.prompt_tokens} prompt tokens"
         )
+
+
+def _states(model: ModelFigures, kv_bytes: int, limits: WorkerLimits) -> tuple[int, int]:
+    """Return the sequences that a worker has rows and states for, and its cached states. Raises PlanError."""
+    if not model.state_bytes:
+        return limits.max_num_seqs, 0
+    num_states = kv_bytes // model.state_bytes
+    states, cached = divide_states(num_states, limits.max_num_seqs, None, has_blocks=model.block_bytes > 0)
+    if states < 1:
+        raise PlanError(
+            f"{kv_bytes / 2**30:.2f} GiB beside the weights hold no sequence's recurrent state of "
+            f"{model.state_bytes / 2**20:.2f} MiB and its KV blocks: take a larger device"
+        )
+    return states, cached
+
+
+def _limit(rows: int, states: int, limits: WorkerLimits) -> str:
+    if rows == limits.max_num_seqs:
+        return "max_num_seqs"
+    return "recurrent states" if rows == states else "KV blocks"
 
 
 def _kv_bytes(model: ModelFigures, device: DeviceSpeed, limits: WorkerLimits) -> int:
@@ -180,7 +207,7 @@ class _Times:
         """A job's share of the device's time with that many rows."""
         return self.prompt_s + self.output_tokens * self.step_s(rows) / rows
 
-    def settle(self, jobs_per_s: float, most_rows: int) -> tuple[float, float]:
+    def steady_state(self, jobs_per_s: float, most_rows: int) -> tuple[float, float]:
         """Return the rows that are taken at a rate, and a job's time in the engine (Little's law).
 
         Prompts take their share of the time away from decode steps.

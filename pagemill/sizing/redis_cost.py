@@ -1,7 +1,7 @@
 """What a job costs the Redis server: bytes while it waits and once it has ended, scripts while it runs.
 
 Payload and result are made as producers and workers make them, so a change of either changes the figures; what is
-added to them was measured (tests/sizing/test_redis_cost.py holds it, and `benchmarks.queues.simulation` for scripts).
+added to them was measured (tests/sizing/test_redis_cost.py and test_plan.py hold it).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class ChildProcess:
         """Return its exit code, negative for a signal; None while it runs."""
         code = self._process.poll()
         if code is not None:
-            self._pump.join(timeout=0.5)  # its last lines, before ours about its end
+            self._pump.join(timeout=0.5)  # its last lines, before the message about its end
         return code
 
     def signal(self, number: int) -> None:
@@ -92,7 +92,7 @@ class ChildProcess:
 
 
 def identity(pid: int) -> float | None:
-    """Return the moment at which the process of this id was created, which tells it from a later one; None: gone."""
+    """Return when a process was created, which distinguishes it from a later one of this id; None: it has ended."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())

@@ -1,16 +1,14 @@
 """Commands to a running supervisor: a line of JSON to its Unix socket, lines of JSON back.
 
-`{"command": "status"}` gets one document; `restart` and `stop` get `{"event": text}` as it goes, and at the end
-`{"ok": true | false}`.
+`{"command": "status"}` gets one document, `stop` gets `{"event": text}`. Any other line gets an event and
+`{"ok": false}`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import queue
 import socket
 import socketserver
 import threading
@@ -19,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pagemill.supervisor.rollout import Rollout
 from pagemill.supervisor.run_directory import SOCKET_FILE
 
 logger = logging.getLogger(__name__)
@@ -32,17 +29,11 @@ class NotRunning(Exception):
     """No supervisor has this run directory."""
 
 
-class Refused(Exception):
-    """A command that can't be done now; the message says why."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
     """What the commands call, on the server's threads."""
 
     status: Callable[[], Mapping[str, Any]]
-    restart: Callable[[], Rollout]
-    """Raises Refused."""
     stop: Callable[[bool], None]
     """True: hurry."""
 
@@ -51,7 +42,7 @@ class ControlServer:
     """Serves commands on its own threads until closed."""
 
     def __init__(self, path: Path, commands: Commands) -> None:
-        path.unlink(missing_ok=True)  # of a supervisor that was killed: the directory's lock is ours
+        path.unlink(missing_ok=True)  # of a supervisor that was killed: this process has the directory's lock
         before = os.umask(0o177)
         try:
             self._server = _Server(str(path), type("Handler", (_Handler,), {"commands": commands}))
@@ -86,42 +77,22 @@ class _Handler(socketserver.StreamRequestHandler):
             order = json.loads(self.rfile.readline(MAX_COMMAND_BYTES))
             command = order["command"]
         except (ValueError, KeyError, TypeError):
-            self._say(ok=False, event='no command: a line such as {"command": "status"}')
+            self._reply(ok=False, event='no command: a line such as {"command": "status"}')
             return
         match command:
             case "status":
-                self._say(**self.commands.status())
-            case "restart":
-                self._restart()
+                self._reply(**self.commands.status())
             case "stop":
                 self.commands.stop(bool(order.get("now")))
-                self._say(event="stopping")
+                self._reply(event="stopping")
             case _:
-                self._say(ok=False, event=f"there is no command {str(command)[:50]!r}")
+                self._reply(ok=False, event=f"there is no command {str(command)[:50]!r}")
 
-    def _restart(self) -> None:
-        try:
-            rollout = self.commands.restart()
-        except Refused as error:
-            self._say(ok=False, event=str(error))
-            return
-        while (line := _next(rollout)) is not None:
-            self._say(event=line)
-        self._say(ok=rollout.is_success)
-
-    def _say(self, **document: Any) -> None:
+    def _reply(self, **document: Any) -> None:
         self.wfile.write(json.dumps(document).encode() + b"\n")
 
 
-def _next(rollout: Rollout) -> str | None:
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return rollout.events.get(timeout=1.0)
-        if rollout.is_over:
-            return None
-
-
-def ask(directory: Path, **command: Any) -> Iterator[dict[str, Any]]:
+def send_command(directory: Path, **command: Any) -> Iterator[dict[str, Any]]:
     """Send a command and yield the replies until the supervisor hangs up. Raises NotRunning."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         try:

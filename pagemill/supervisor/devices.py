@@ -1,4 +1,4 @@
-"""Which cards each worker has, and how workers on the CPU share it."""
+"""Which GPUs each worker has, and how workers on the CPU share it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIST_TIMEOUT_S = 30.0
 
 
 def parse_groups(text: str, environment: Mapping[str, str] = os.environ) -> tuple[Group, ...]:
-    """Parse `0|1|2,3`, a worker's cards between bars, or `all`, a worker per card.
+    """Parse `0|1|2,3`, a worker's GPUs between bars, or `all`, a worker per GPU.
 
     Where CUDA_VISIBLE_DEVICES is set, numbers count in it, as they do for CUDA's own programs. Raises ValueError.
     """
@@ -31,15 +31,15 @@ def parse_groups(text: str, environment: Mapping[str, str] = os.environ) -> tupl
     if text.strip() == ALL:
         cards = visible or list_cards()
         if not cards:
-            raise ValueError("no card is found: nvidia-smi lists none, and CUDA_VISIBLE_DEVICES is not set")
+            raise ValueError("no GPU found: nvidia-smi lists none, and CUDA_VISIBLE_DEVICES is not set")
         return tuple((card,) for card in cards)
     groups = tuple(tuple(card.strip() for card in group.split(",")) for group in text.split("|"))
     named = [card for group in groups for card in group]
     for card in named:
         if not _CARD.fullmatch(card):
-            raise ValueError(f"{card[:40]!r} is no card: give numbers or UUIDs, such as 0|1|2,3")
+            raise ValueError(f"{card[:40]!r} is not a GPU: write numbers or UUIDs, such as 0|1|2,3")
     if len(set(named)) < len(named):
-        raise ValueError("a card is named twice: each belongs to one worker")
+        raise ValueError("a GPU is named twice: each belongs to one worker")
     return tuple(tuple(_resolve(card, visible) for card in group) for group in groups)
 
 
@@ -47,12 +47,12 @@ def _resolve(card: str, visible: list[str]) -> str:
     if not visible or not card.isdecimal():
         return card
     if int(card) >= len(visible):
-        raise ValueError(f"there is no card {card}: CUDA_VISIBLE_DEVICES names {len(visible)}")
+        raise ValueError(f"GPU {card} does not exist: CUDA_VISIBLE_DEVICES names {len(visible)}")
     return visible[int(card)]
 
 
 def list_cards() -> list[str]:
-    """Return the numbers of this machine's NVIDIA cards; none without a driver."""
+    """Return the numbers of this machine's NVIDIA GPUs; none without a driver."""
     try:
         run = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=False

@@ -1,4 +1,4 @@
-"""From settings to children: each worker's cards, threads, memory and port, the gateway, the exporter."""
+"""From settings to children: each worker's GPUs, threads, memory and port, the gateway, the exporter."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from pagemill.supervisor.devices import (
 )
 from pagemill.supervisor.member import Patience
 from pagemill.supervisor.ports import Ports
-from pagemill.supervisor.settings import Scalar, SettingsError, Table, UpSettings
+from pagemill.supervisor.settings import SHARED, Scalar, SettingsError, Table, UpSettings
 from pagemill.worker.config import ENV_PREFIX, WorkerConfig
 
 GATEWAY_DRAIN_S = 25.0
 """Open requests get 20 s after SIGTERM."""
 _SPARE_S = 5.0
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_NOT_FORWARDED = {"redis_url", "http_port", "state_dir"}
+"""Shared settings of which each child gets its own value, or none."""
 _KV_SETTINGS = ("kv_cache_memory_bytes", "num_kv_blocks")
 
 
 def worker_groups(settings: UpSettings) -> tuple[Group, ...]:
-    """Return each worker's cards; an empty group is a worker on the CPU. Raises SettingsError."""
+    """Return each worker's GPUs; an empty group is a worker on the CPU. Raises SettingsError."""
     if settings.workers is not None:
         return ((),) * settings.workers
     text = settings.devices
     if text is None:
-        asked = str(_given(settings, "device") or "auto")
+        asked = str(_setting(settings, "device") or "auto")
         text = ALL if asked in ("auto", "cuda") and list_cards() else None
     if text is None:
         return ((),)
@@ -64,7 +66,7 @@ def patience(settings: UpSettings) -> Patience:
     stop_s = settings.stop_timeout_s
     if stop_s is None:
         default = float(WorkerConfig.model_fields["shutdown_s"].default)
-        longest = float(_given(settings, "shutdown_s") or default)
+        longest = float(_setting(settings, "shutdown_s") or default)
         stop_s = max(longest, GATEWAY_DRAIN_S if settings.gateway is not False else 0.0) + _SPARE_S
     return Patience(
         stop_s=stop_s,
@@ -74,18 +76,13 @@ def patience(settings: UpSettings) -> Patience:
     )
 
 
-def _given(settings: UpSettings, name: str) -> Any:
+def _setting(settings: UpSettings, name: str) -> Any:
     """Return a worker's setting from the file or the environment; None if there is none."""
     return settings.worker.get(name, os.environ.get(ENV_PREFIX + name.upper()) or None)
 
 
 def _shared(settings: UpSettings, redis_url: str) -> dict[str, str]:
-    named = {
-        "queue": settings.queue,
-        "http_host": settings.http_host,
-        "log_format": settings.log_format,
-        "log_level": settings.log_level,
-    }
+    named = {name: str(getattr(settings, name)) for name in SHARED - _NOT_FORWARDED}
     # Not as arguments: a URL may hold a password.
     return {ENV_PREFIX + name.upper(): value for name, value in named.items()} | {URL_VARIABLE: redis_url}
 
@@ -99,21 +96,21 @@ def _worker(
     if group:
         chosen |= {"device": "cuda", "tensor_parallel_size": len(group)}
     elif settings.workers is not None:
-        chosen.setdefault("device", _given(settings, "device") or "cpu")
+        chosen.setdefault("device", _setting(settings, "device") or "cpu")
     is_divided = not group and workers > 1
-    if is_divided and _given(settings, "num_threads") is None:
+    if is_divided and _setting(settings, "num_threads") is None:
         chosen["num_threads"] = divided_threads(workers)
     if (
         is_divided
         and chosen.get("device") == "cpu"
-        and not any(_given(settings, name) for name in _KV_SETTINGS)
+        and not any(_setting(settings, name) for name in _KV_SETTINGS)
     ):
         chosen["kv_cache_memory_bytes"] = divided_kv_bytes(workers)
     _check_worker(chosen)
     environment = {ENV_PREFIX + name.upper(): _text(value) for name, value in chosen.items()}
     if group:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(group)
-    threads = _given(settings, "num_threads") or chosen.get("num_threads")
+    threads = _setting(settings, "num_threads") or chosen.get("num_threads")
     return ChildSpec(
         name=f"worker-{number}",
         kind="worker",

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pagemill.supervisor.backoff import Backoff
+from pagemill.common.backoff import Backoff
 from pagemill.supervisor.child import ChildProcess, ChildSpec
 from pagemill.supervisor.logs import LogStream
 from pagemill.supervisor.prober import Health, Prober
@@ -20,7 +20,9 @@ State = Literal["starting", "ready", "unready", "draining", "waiting", "stopped"
 SETTLE_S = 1.0
 """A process that shares its predecessor's socket is asked this long after its start: until then that one answers."""
 STABLE_S = 60.0
-"""A process that has been ready for this long was no failure, however it ends."""
+"""The end of a process that has been ready for this long does not count as a failure."""
+FIRST_RESTART_S = 0.5
+"""The pause before the first restart, which doubles with every further failure in a row."""
 EXIT_USAGE = 2
 
 
@@ -31,7 +33,7 @@ class Patience:
     stop_s: float = 30.0
     """From SIGTERM to SIGKILL."""
     start_s: float = 1200.0
-    """From a start until it is ready."""
+    """Limit of the time from starting a process until it is ready."""
     liveness_s: float = 120.0
     """Of probes that fail, until it is replaced."""
     max_backoff_s: float = 60.0
@@ -57,7 +59,7 @@ class Member:
         self.last_end = ""
         self._logs = logs
         self._patience = patience
-        self._backoff = Backoff(patience.max_backoff_s)
+        self._backoff = Backoff(FIRST_RESTART_S, patience.max_backoff_s)
         self._process: ChildProcess | None = None
         self._leaving: list[_Leaving] = []
         self._wanted = False
@@ -107,14 +109,6 @@ class Member:
         self._wanted = True
         self._start_at = 0.0
 
-    def restart(self, spec: ChildSpec) -> None:
-        """Drain the process there is; its successor is started from `spec`."""
-        self.spec = spec
-        self._wanted = True
-        self._backoff.reset()
-        self._start_at = 0.0
-        self._dismiss()
-
     def stop(self) -> None:
         self._wanted = False
         self.was_killed = False
@@ -132,7 +126,7 @@ class Member:
             one.kill_at = 0.0
 
     def tick(self, now: float, *, is_urgent: bool = False) -> None:
-        """Reap, judge and start. `now`: monotonic seconds; `is_urgent`: somebody waits for its state."""
+        """Reap, judge and start. `now`: monotonic seconds; `is_urgent`: a caller waits for its state."""
         self._reap(now)
         if self._process is not None:
             self._judge(self._process, now)
@@ -218,7 +212,7 @@ class Member:
     def _failed(self, reason: str, now: float) -> None:
         if self._ready_since is not None and now - self._ready_since >= STABLE_S:
             self._backoff.reset()
-        wait_s = self._backoff.fail()
+        wait_s = self._backoff.next()
         self._start_at = now + wait_s
         if self._backoff.is_loud:
             times = f" ({self.failures} times in a row)" if self.failures > 1 else ""

@@ -21,9 +21,9 @@ class ServiceManager:
         self.watchdog_s = _watchdog_s(environment) if self._address else None
         """The manager's patience between two signs of life; None: it expects none."""
         self._last_beat = float("-inf")
-        self._told = ""
+        self._last_status = ""
 
-    def tell(self, **fields: str | int) -> None:
+    def notify(self, **fields: str | int) -> None:
         """Send the fields: READY=1, STOPPING=1, STATUS=text. A manager that is gone is logged, and no error."""
         if not self._address:
             return
@@ -35,19 +35,19 @@ class ServiceManager:
                 sender.connect(path)
                 sender.sendall(message.encode())
         except OSError as error:
-            logger.debug("the service manager at %s can't be told: %s", self._address, error)
+            logger.debug("the service manager at %s can't be notified: %s", self._address, error)
 
-    def tell_status(self, status: str) -> None:
+    def notify_status(self, status: str) -> None:
         """Send a status line if it differs from the last one."""
-        if status != self._told:
-            self._told = status
-            self.tell(STATUS=status)
+        if status != self._last_status:
+            self._last_status = status
+            self.notify(STATUS=status)
 
     def beat(self, now: float) -> None:
         """Send a sign of life twice as often as is expected. `now`: monotonic seconds."""
         if self.watchdog_s is not None and now - self._last_beat >= self.watchdog_s / 2:
             self._last_beat = now
-            self.tell(WATCHDOG=1)
+            self.notify(WATCHDOG=1)
 
 
 def _watchdog_s(environment: Mapping[str, str]) -> float | None:

@@ -1,4 +1,4 @@
-"""Asks a child's probes on a thread, so that a child that does not answer holds up nobody."""
+"""Asks a child's probes on a thread, so that a child that does not answer delays no other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 TIMEOUT_S = 5.0
 BUSY_S = 0.25
-"""Interval while something depends on the answer: a start, a restart."""
+"""Interval while something depends on the answer, such as a restart."""
 IDLE_S = 2.0
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

@@ -1,6 +1,6 @@
 """The directory of a running supervisor: its lock, what it runs, and the socket that takes commands.
 
-Only its owner may enter: whoever reaches the socket may stop everything.
+Only its owner may enter: a process that reaches the socket may stop everything.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pagemill.engine.errors import complaint
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.schema.keys import QueueName
-from pagemill.worker.config import DAY_S, ENV_PREFIX, SECRETS
+from pagemill.worker.config import DAY_S, ENV_PREFIX, SECRETS, WorkerConfig
 
 _Port = Annotated[int, Field(ge=0, le=65535)]
 _Seconds = Annotated[float, Field(ge=0.1, le=DAY_S)]
@@ -24,46 +24,57 @@ TABLES = ("worker", "gateway", "exporter")
 
 
 class SettingsError(ValueError):
-    """A setting that won't do; the message names it."""
+    """A setting is invalid; the message names it."""
 
 
 class UpSettings(BaseModel):
-    """The supervisor's own settings, what all children share, and a table for each kind of child."""
+    """The supervisor's settings, those that all children share, and a table for each kind of child.
+
+    The docstrings are the help texts of `pagemill up`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     model: str | None = None
+    """The workers' model, as for pagemill worker."""
     redis_url: str | None = Field(default=None, repr=False)
-    """None: an embedded Valkey server, which the supervisor owns."""
+    """The queue's server. Default: an embedded Valkey server, which the supervisor owns."""
     queue: QueueName = "default"
+    """The queue to serve."""
     state_dir: str | None = None
+    """The embedded server's data directory. Default: ~/.local/state/pagemill, or in XDG_STATE_HOME."""
     workers: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Workers on the CPU, which share its cores. None: one, or with cards one for each."""
+    """Workers on the CPU, which share its cores. Default: one, or with GPUs one for each."""
     devices: str | None = None
-    """`0|1|2,3`: a worker's cards between bars; `all`: a worker per card."""
+    """The GPUs of each worker, separated by bars; all: a worker per GPU. Default: all that exist."""
     http_host: HostName = "127.0.0.1"
-    """Of the workers' and the exporter's metrics and probes."""
+    """Address that serves metrics and health of the workers and the exporter."""
     http_port: _Port | None = None
-    """The first worker's, the next ones follow. None: from 9790, those that are free; 0: any that are free."""
+    """The first worker's port; the next ones follow. Default: the free ports from 9790 on; 0: any free port."""
     gateway: bool | Table = True
-    """False: none. A table: options of `pagemill gateway`."""
+    """Run a gateway. In a file, a table holds options of `pagemill gateway`."""
     gateway_host: HostName = "127.0.0.1"
+    """Address of the gateway; 0.0.0.0 makes it reachable from other hosts."""
     gateway_port: _Port = 8000
+    """Port of the gateway; 0: any free port."""
     exporter: bool | Table = True
-    """False: none. A table: options of `pagemill exporter`."""
+    """Run an exporter. In a file, a table holds options of `pagemill exporter`."""
     exporter_port: _Port = 9791
+    """Port of the exporter; 0: any free port."""
     worker: Table = {}
     """Settings of `pagemill worker`."""
     stop_timeout_s: _Seconds | None = None
-    """From SIGTERM to SIGKILL. None: 5 s more than a worker or a gateway takes at most."""
+    """Seconds from SIGTERM to SIGKILL. Default: 5 s more than a worker or a gateway takes at most."""
     start_timeout_s: _Seconds = 1200.0
-    """From a child's start until it is ready; then it is started anew."""
+    """Seconds that a child may take until it is ready; then it is restarted."""
     liveness_s: _Seconds = 120.0
-    """A child whose /healthz has failed this long is replaced."""
+    """Seconds that a child's /healthz may fail; then the child is replaced."""
     max_backoff_s: _Seconds = 60.0
-    """The longest pause before a child that keeps ending is started again."""
+    """Longest pause, in seconds, before a child that keeps exiting is restarted."""
     log_format: Literal["console", "json"] = "console"
+    """Format of log lines."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
 
     @classmethod
     def load(cls, path: Path | None, flags: Mapping[str, Any], options: Mapping[str, Scalar]) -> UpSettings:
@@ -91,6 +102,10 @@ class UpSettings(BaseModel):
         return settings
 
 
+SHARED = UpSettings.model_fields.keys() & WorkerConfig.model_fields.keys()
+"""Settings of `pagemill worker` that the supervisor sets for all children."""
+
+
 def _variable(name: str) -> str:
     return os.environ.get(ENV_PREFIX + name.upper(), "")
 
@@ -101,16 +116,16 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"--config: {path} can't be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config: {path} is no TOML: {error}") from error
+        raise SettingsError(f"--config: {path} is not TOML: {error}") from error
 
 
 def _check(settings: UpSettings) -> None:
     if settings.workers is not None and settings.devices is not None:
-        raise SettingsError("give workers (on the CPU) or devices (cards), not both")
+        raise SettingsError("workers (on the CPU) and devices (GPUs) exclude each other")
     for name in settings.worker:
         if name in SECRETS:
             raise SettingsError(
                 f"worker.{name} is a secret: set {ENV_PREFIX}{name.upper()} in the environment instead"
             )
-        if name in ("redis_url", "queue", "http_port", "http_host", "state_dir", "log_format", "log_level"):
+        if name in SHARED:
             raise SettingsError(f"worker.{name}: all children share it, so it stands above the tables")

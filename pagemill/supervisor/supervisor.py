@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
+from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.supervisor.child import ChildSpec
-from pagemill.supervisor.control import Commands, ControlServer, Refused
+from pagemill.supervisor.control import Commands, ControlServer
 from pagemill.supervisor.logs import LogStream
 from pagemill.supervisor.member import EXIT_USAGE, Member, Patience
 from pagemill.supervisor.notify import ServiceManager
-from pagemill.supervisor.rollout import Rollout
 from pagemill.supervisor.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -36,12 +35,10 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What is run, and how it is described again for a restart."""
+    """What is run."""
 
     specs: Sequence[ChildSpec]
     patience: Patience
-    describe: Callable[[], Sequence[ChildSpec]]
-    """Reads the settings anew. Raises ValueError, with a message for the operator."""
     facts: dict[str, Any]
     """Of `status`: queue, Redis."""
 
@@ -66,9 +63,6 @@ class Supervisor:
         self._wake = threading.Event()
         self._stops = 0
         """How often it was asked to stop: to drain, to hurry, to kill."""
-        self._restarts: queue.SimpleQueue[queue.SimpleQueue[Rollout | Refused]] = queue.SimpleQueue()
-        self._hung_up = False
-        self._rollout: Rollout | None = None
         self._was_ready = False
         self._has_refused = False
         self._snapshot: dict[str, Any] = {}
@@ -80,7 +74,7 @@ class Supervisor:
         self._install_signals()
         for member in self._members:
             member.start()
-        commands = Commands(status=lambda: self._snapshot, restart=self._ask_restart, stop=self._ask_stop)
+        commands = Commands(status=lambda: self._snapshot, stop=self._request_stop)
         control: ControlServer | None = None
         try:
             self._tick()
@@ -101,16 +95,14 @@ class Supervisor:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        is_urgent = not self._was_ready or self._rollout is not None
         for member in self._members:
-            member.tick(now, is_urgent=is_urgent)
-        self._look_at_starts()
-        self._look_at_restarts()
+            member.tick(now, is_urgent=not self._was_ready)
+        self._check_startup()
         if self._server is not None:
             self._revive(self._server)
-        self._tell(now)
+        self._publish_state(now)
 
-    def _look_at_starts(self) -> None:
+    def _check_startup(self) -> None:
         if self._was_ready:
             return
         for member in self._members:
@@ -121,35 +113,7 @@ class Supervisor:
         if all(member.is_ready for member in self._members):
             self._was_ready = True
             logger.info("all ready: %s", ", ".join(member.name for member in self._members))
-            self._manager.tell(READY=1)
-
-    def _look_at_restarts(self) -> None:
-        if self._hung_up:
-            self._hung_up = False
-            outcome = self._begin_restart()
-            if isinstance(outcome, Refused):
-                logger.error("no restart: %s", outcome)
-        while not self._restarts.empty():
-            self._restarts.get().put(self._begin_restart())
-        if self._rollout is not None:
-            self._rollout.advance()
-            if self._rollout.is_over:
-                self._rollout = None
-
-    def _begin_restart(self) -> Rollout | Refused:
-        if self._rollout is not None:
-            return Refused("a restart is under way already")
-        try:
-            specs = {spec.name: spec for spec in self._fleet.describe()}
-        except ValueError as error:
-            return Refused(f"the settings won't do, so nothing was restarted: {error}")
-        if set(specs) != {member.name for member in self._members}:
-            return Refused(
-                "the settings now name other workers, or add or drop the gateway or the exporter: "
-                "that takes a new start of pagemill up"
-            )
-        self._rollout = Rollout(self._members, [specs[member.name] for member in self._members])
-        return self._rollout
+            self._manager.notify(READY=1)
 
     def _revive(self, server: Server) -> None:
         try:
@@ -161,10 +125,8 @@ class Supervisor:
             time.sleep(1.0)
 
     def _drain(self) -> None:
-        """End all children, whatever was going on."""
-        self._manager.tell(STOPPING=1)
-        if self._rollout is not None:
-            self._rollout.abandon("abandoned: all is being stopped")
+        """End all children, in any state."""
+        self._manager.notify(STOPPING=1)
         logger.info("stopping: up to %.0f s for running jobs and requests", self._fleet.patience.stop_s)
         for member in self._members:
             member.stop()
@@ -180,12 +142,12 @@ class Supervisor:
             if self._stops > told:
                 told = self._stops
                 logger.info("stopping %s", "at once" if told > 2 else "faster: jobs are handed back")
-            self._tell(now)
+            self._publish_state(now)
             self._wake.wait(TICK_S)
             self._wake.clear()
         logger.info("all have ended")
 
-    def _tell(self, now: float) -> None:
+    def _publish_state(self, now: float) -> None:
         self._manager.beat(now)
         described = [member.describe() for member in self._members]
         ready = sum(member.is_ready for member in self._members)
@@ -202,53 +164,22 @@ class Supervisor:
         if lasting != self._written:
             self._written = lasting
             self._directory.write_state(self._snapshot)
-            self._manager.tell_status(f"{state}: {ready} of {len(self._members)} ready")
+            self._manager.notify_status(f"{state}: {ready} of {len(self._members)} ready")
 
     def _state(self, ready: int) -> str:
         if self._stops:
             return "stopping"
-        if self._rollout is not None:
-            return "restarting"
         if ready == len(self._members):
             return "ready"
         return "degraded" if self._was_ready else "starting"
 
-    def _ask_stop(self, hurry: bool) -> None:
+    def _request_stop(self, hurry: bool) -> None:
         self._stops = max(2 if hurry else 1, self._stops)
         self._wake.set()
 
-    def _ask_restart(self) -> Rollout:
-        answer: queue.SimpleQueue[Rollout | Refused] = queue.SimpleQueue()
-        self._restarts.put(answer)
-        self._wake.set()
-        while not self._stops:
-            try:
-                outcome = answer.get(timeout=1.0)
-            except queue.Empty:
-                continue
-            if isinstance(outcome, Refused):
-                raise outcome
-            return outcome
-        raise Refused("it is being stopped")
-
     def _install_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, self._on_stop)
-        hangup = getattr(signal, "SIGHUP", None)
-        if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-            signal.signal(hangup, self._on_stop if _has_terminal() else self._on_hangup)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1  # the loop looks: an Event's lock may be held by the code that is interrupted
-
-    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        self._hung_up = True
-
-
-def _has_terminal() -> bool:
-    """Return whether SIGHUP means that a terminal was closed, and not that an operator asks for a restart."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True

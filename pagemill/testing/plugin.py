@@ -1,4 +1,7 @@
-"""The pytest plugin, found by its entry point: `pagemill_queue` and `pagemill_worker`."""
+"""The pytest plugin with the fixtures `pagemill_queue` and `pagemill_worker`.
+
+pytest loads it through an entry point wherever pagemill is installed, so importing it must not need any extra.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pagemill.testing.queue import MemoryQueue
-    from pagemill.testing.worker import EchoWorker
+    from pagemill.testing import EchoWorker, MemoryQueue
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def pagemill_queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryQueue]:
     """A queue in memory. PAGEMILL_REDIS_URL names it, so that a service's own `Producer()` uses it."""
-    from pagemill.testing.queue import MemoryQueue
+    from pagemill.testing import MemoryQueue
 
     with MemoryQueue() as queue:
         monkeypatch.setenv("PAGEMILL_REDIS_URL", queue.url)
@@ -29,7 +31,7 @@ def pagemill_queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryQueue]:
 @pytest.fixture
 def pagemill_worker(pagemill_queue: MemoryQueue, pytestconfig: pytest.Config) -> Iterator[EchoWorker]:
     """A worker of that queue with the echo model. The ini option `pagemill_model` names what it serves."""
-    from pagemill.testing.worker import EchoWorker
+    from pagemill.testing import EchoWorker
 
     model = str(pytestconfig.getini("pagemill_model"))
     with EchoWorker(pagemill_queue.url, pagemill_queue.name, model=model) as worker:

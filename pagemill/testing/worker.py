@@ -16,34 +16,43 @@ STOP_S = 30.0
 
 
 class EchoWorker:
-    """Runs a queue's jobs: repeats the prompt, or says what `reply` returns for it, within the job's structure.
+    """Runs a queue's jobs on threads: repeats the prompt, or returns the text of `reply`, within the job's structure.
 
-    Real in all but the model: leases, streams, stop strings, schemas, errors and metrics. Echo workers of one process
-    share one reply.
+    Everything but the model is real: leases, streams, stop strings, schemas, errors and metrics. Echo workers of one
+    process share one reply.
+
+    Args:
+        url: the queue's server.
+        queue: name of the queue.
+        model: the served name.
+        **settings: settings of the worker, as in `WorkerConfig`.
     """
 
     def __init__(self, url: str, queue: str = "default", *, model: str = "echo", **settings: Any) -> None:
-        """
-        Args:
-            model: the name that jobs ask for.
-            settings: of the worker, as in WorkerConfig; `renew_s` and the like.
-        """
         given = model if model == "echo" or model.startswith("echo:") else f"echo::{model}"
         defaults = {"model": given, "http_port": 0, "checkpoint_s": 0.05, "log_level": "warning"}
         config = WorkerConfig.load(redis_url=url, queue=queue, **(defaults | settings))
         self._worker = Worker(config, url)
 
     def start(self) -> Self:
-        """Return once it serves. Raises what loading raises."""
+        """Start the worker and wait until it is ready.
+
+        Returns:
+            The worker.
+
+        Raises:
+            TimeoutError: the worker is not ready in time.
+        """
         self._worker.start()
         if not self._worker.wait_ready(timeout=LOAD_S):
             raise TimeoutError(f"the echo worker was not ready within {LOAD_S:g} s")
         return self
 
     def reply(self, words: str | Reply | None) -> None:
-        """Say this from now on: a text, or a function from the prompt's text to one. None: the prompt again.
+        """Set the reply of later jobs. A structure limits it.
 
-        With a structure the words are followed as far as it allows them.
+        Args:
+            words: a text, or a function from the prompt's text to one; None: the prompt.
         """
         reply_with((lambda _: words) if isinstance(words, str) else words)
 

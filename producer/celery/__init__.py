@@ -1,4 +1,4 @@
-"""Celery in front of the native queue: tasks for an app, a pool for its worker, a relay for its results."""
+"""Celery in front of the native queue: tasks for an app, its worker, and a relay for its results."""
 
 from __future__ import annotations
 

@@ -13,17 +13,18 @@ once. So results, links, chains, groups and chords are Celery's, and a generatio
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any
 
-from celery import Celery, Task, current_task
+from celery import Celery, current_task
 from celery.result import AsyncResult
 from celery.utils import uuid
 from celery.utils.time import maybe_make_aware
 from kombu.utils.functional import maybe_list
 
-from pagemill.producer.celery.task import NO_RESULT, TASK_NAME, desk, job_fields
+from pagemill.producer.celery.task import TASK_NAME, NativeTask, job_fields, shortest
 from pagemill.producer.celery.task_message import METADATA, TaskMessage
 from pagemill.producer.client import submit_flow
 from pagemill.producer.client.sync import Producer
@@ -32,21 +33,13 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 RELAY = "celery"
 
 
-class GenerationTask(Task):  # type: ignore[misc]
+class GenerationTask(NativeTask):
     """The class of the task that `generation_task` returns. Jobs have the task's id."""
 
     abstract = True
-    resultrepr_maxsize = NO_RESULT
-    producer: Producer
-    """Of the task's own queue."""
     others: dict[str, Producer]
     """Of the queues that `apply_async(queue=...)` has named."""
     url: str | None = None
-    model: str | None = None
-
-    def run(self, prompt: Any = None, /, **fields: Any) -> dict[str, Any]:
-        """Return the outcome. Called only by the relay's tracer, after the job has ended."""
-        return desk.take(self.request.id)
 
     def apply_async(
         self,
@@ -61,10 +54,24 @@ class GenerationTask(Task):  # type: ignore[misc]
     ) -> AsyncResult:
         """Submit the job; Celery's options become the job's.
 
-        `countdown`, `eta`, `expires`, `time_limit` and `soft_time_limit` are its times, `priority` its class (a
-        `priority` among the keywords wins), `queue` the native queue it goes to.
+        Args:
+            args: one prompt, messages, a mapping of fields, or an earlier result.
+            kwargs: fields of the job. `priority` takes precedence over the option.
+            task_id: the id of the task and of the job.
+            producer: has no effect.
+            link: task to call after success.
+            link_error: task to call after a failure.
+            shadow: another name of the task, for events.
+            **options: `countdown`, `eta`, `expires`, `time_limit` and `soft_time_limit` are the job's times,
+                `priority` its priority, `queue` the native queue.
 
-        Raises InvalidJob, QueueFull, RedisUnavailable: at once in the caller, not later in a worker.
+        Returns:
+            Celery's result of the task.
+
+        Raises:
+            InvalidJob: the job is invalid.
+            QueueFull: the queue accepts no more jobs.
+            RedisUnavailable: the server does not respond.
         """
         chosen = task_id or uuid()
         own = {"link": link, "link_error": link_error, "shadow": shadow}
@@ -84,7 +91,14 @@ class GenerationTask(Task):  # type: ignore[misc]
         return result
 
     def producer_of(self, queue: Any = None) -> Producer:
-        """Return the producer of a native queue: a name, or kombu's Queue of that name. None: the task's own."""
+        """Return the producer of a native queue.
+
+        Args:
+            queue: a name, or kombu's Queue of that name; None: the task's own queue.
+
+        Returns:
+            The producer, which the task keeps.
+        """
         name = str(getattr(queue, "name", queue) or self.producer.queue)
         if name == self.producer.queue:
             return self.producer
@@ -99,7 +113,7 @@ class GenerationTask(Task):  # type: ignore[misc]
         known = {name: options[name] for name in _MESSAGE_OPTIONS if options.get(name) is not None}
         known.setdefault("root_id", (parent.root_id or parent.id) if parent else task_id)
         known.setdefault("parent_id", parent.id if parent else None)
-        hard, soft = self._limits(options)
+        hard, soft = self.limits(options.get("time_limit"), options.get("soft_time_limit"))
         message = self.app.amqp.as_task_v2(
             task_id,
             self.name,
@@ -129,12 +143,6 @@ class GenerationTask(Task):  # type: ignore[misc]
         steps = min(9, max(0, 9 - given if is_nine_first else given)) // 3
         return {"priority": ("high", "normal", "low", "low")[steps]}
 
-    def _limits(self, options: Mapping[str, Any]) -> tuple[float | None, float | None]:
-        """Return the hard and the soft limit, in seconds."""
-        hard = options.get("time_limit") or self.time_limit or self.app.conf.task_time_limit
-        soft = options.get("soft_time_limit") or self.soft_time_limit or self.app.conf.task_soft_time_limit
-        return hard, soft
-
     def _times(self, options: Mapping[str, Any]) -> dict[str, Any]:
         times: dict[str, Any] = {}
         if options.get("countdown"):
@@ -146,8 +154,9 @@ class GenerationTask(Task):  # type: ignore[misc]
                 times["ttl"] = float(expires)
             else:
                 times["deadline"] = maybe_make_aware(expires, tz=self.app.timezone).timestamp()
-        if limits := [limit for limit in self._limits(options) if limit]:
-            times["timeout"] = float(min(limits))
+        limit = shortest(self.limits(options.get("time_limit"), options.get("soft_time_limit")))
+        if limit < math.inf:
+            times["timeout"] = limit
         return times
 
 
@@ -159,7 +168,18 @@ _producers_lock = threading.Lock()
 
 def generation_task(app: Celery, *, model: str | None = None, url: str | None = None, queue: str = "default",
                     name: str = TASK_NAME) -> GenerationTask:  # fmt: skip
-    """Register the task in an app and return it. `url` and `queue` are as in Producer."""
+    """Register a task in an app whose calls become jobs of the native queue.
+
+    Args:
+        app: the Celery app.
+        model: model of jobs that name none.
+        url: the queue's server, as in Producer.
+        queue: name of the native queue.
+        name: name of the task.
+
+    Returns:
+        The task.
+    """
     fields = {
         "name": name,
         "abstract": False,

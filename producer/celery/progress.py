@@ -9,7 +9,8 @@ from celery import Celery, states
 from celery.exceptions import TaskRevokedError
 
 from pagemill.producer.celery.native import RELAY
-from pagemill.producer.celery.task_message import TaskMessage, whole
+from pagemill.producer.celery.task import PROGRESS
+from pagemill.producer.celery.task_message import TaskMessage, with_result
 from pagemill.producer.wire.calls import reads, registry
 from pagemill.producer.wire.schema.errors import StoreError
 from pagemill.producer.wire.schema.outputs import JobStatus
@@ -18,7 +19,6 @@ from pagemill.producer.wire.server.transport import SyncTransport
 logger = logging.getLogger(__name__)
 
 PAGE = 500
-PROGRESS = "PROGRESS"
 
 
 class ProgressWriter:
@@ -35,8 +35,7 @@ class ProgressWriter:
         """Look at every running task once."""
         running = self._running()
         self._told = {job_id: self._told.get(job_id, 0) for job_id in running}
-        for start in range(0, len(running), PAGE):
-            found = self._transport.run(reads.statuses(self._queue, running[start : start + PAGE]))
+        for found in reads.status_pages(self._transport.run, self._queue, running):
             self.store([status for status in found if status is not None])
 
     def store(self, statuses: Sequence[JobStatus]) -> None:
@@ -74,7 +73,7 @@ class ProgressWriter:
             if outcome.state is None:
                 continue
             try:
-                end = written[job_id].end(whole(outcome))
+                end = written[job_id].end(with_result(outcome))
             except StoreError:
                 continue  # the relay that wrote it has the end, or tries again
             if isinstance(end, TaskRevokedError):

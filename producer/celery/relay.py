@@ -16,14 +16,13 @@ from typing import Any
 
 from celery import Celery, signals
 from celery.app.task import Context
+from celery.app.trace import build_tracer
 from celery.exceptions import TaskRevokedError
 
 from pagemill.producer.celery.native import RELAY
 from pagemill.producer.celery.progress import ProgressWriter
 from pagemill.producer.celery.revocations import revoke_jobs
-from pagemill.producer.celery.run_clock import clock, tracer
-from pagemill.producer.celery.task import desk
-from pagemill.producer.celery.task_message import TaskMessage, whole
+from pagemill.producer.celery.task_message import TaskMessage, with_result
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
@@ -54,6 +53,7 @@ class Relay:
         self._transport = SyncTransport(self._client)
         self._stop = threading.Event()
         self._tracers: dict[str, Any] = {}
+        self._started_at: float | None = None
         self._progress = ProgressWriter(app, queue, self._transport)
         self._progress_at = 0.0
 
@@ -82,7 +82,7 @@ class Relay:
         for notice in notices:
             again_ms = self._try(notice)
             self._transport.run(
-                outbox.settle(self.queue, notice.outcome.job_id, notice.tries, again_ms, relay=RELAY)
+                outbox.finish_delivery(self.queue, notice.outcome.job_id, notice.tries, again_ms, relay=RELAY)
             )
         return len(notices)
 
@@ -107,7 +107,7 @@ class Relay:
         return None
 
     def _trace(self, notice: Notice) -> None:
-        notice = replace(notice, outcome=whole(notice.outcome))
+        notice = replace(notice, outcome=with_result(notice.outcome))
         job_id = notice.outcome.job_id
         message = TaskMessage.of(notice.outcome.metadata)
         if message is None:
@@ -117,12 +117,21 @@ class Relay:
         if isinstance(end, TaskRevokedError):
             self._announce_revoked(job_id, message)
             return
-        desk.leave(job_id, end)
-        name = message.headers["task"]
+        self._started_at = time.monotonic() - _run_s(notice)
+        self._tracer(message.headers["task"])(job_id, (), {}, message.request(job_id, end))
+
+    def _tracer(self, name: str) -> Any:
         if name not in self._tracers:
-            self._tracers[name] = tracer(self._app, name)
-        with clock.since(time.monotonic() - _run_s(notice)):
-            self._tracers[name](job_id, (), {}, message.request(job_id))
+            task = self._app.tasks[name]
+            self._tracers[name] = build_tracer(
+                name, task, self._app.loader, app=self._app, propagate=False, monotonic=self._clock
+            )
+        return self._tracers[name]
+
+    def _clock(self) -> float:
+        """Return the time, but the start of the job to a tracer's first reading: so it reports the job's runtime."""
+        started_at, self._started_at = self._started_at, None
+        return time.monotonic() if started_at is None else started_at
 
     def _announce_revoked(self, job_id: str, message: TaskMessage) -> None:
         """Do what a Celery worker does for a task that was revoked."""

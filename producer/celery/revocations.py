@@ -52,14 +52,14 @@ class Revocations:
     def _listen(self) -> None:
         with self._app.connection_for_read() as connection:
             node = self._app.control.mailbox.Node(self._name, channel=connection.channel())
-            with node.listen(callback=self._hear):
+            with node.listen(callback=self._on_control_message):
                 while not self._stop.is_set():
                     try:
                         connection.drain_events(timeout=LISTEN_S)
                     except TimeoutError:
                         continue
 
-    def _hear(self, body: Mapping[str, Any], _: Any) -> None:
+    def _on_control_message(self, body: Mapping[str, Any], _: Any) -> None:
         destination = body.get("destination")
         if body.get("method") != "revoke" or (destination and self._name not in destination):
             return
@@ -71,10 +71,10 @@ class Revocations:
 
 def revoke_jobs(queue: str, transport: SyncTransport, task_ids: Sequence[str], terminate: bool) -> None:
     """Cancel the jobs of native tasks. Without `terminate` only those that wait, as Celery does."""
-    statuses = transport.run(reads.statuses(queue, task_ids))
     found = [
         status.id
-        for status in statuses
+        for page in reads.status_pages(transport.run, queue, task_ids)
+        for status in page
         if status is not None
         and TaskMessage.of(status.metadata) is not None
         and (status.state in ("queued", "delayed") or (terminate and status.state == "running"))

@@ -1,75 +1,145 @@
-"""The Celery task `pagemill.generate`: its arguments, results and errors.
+"""The Celery task `pagemill.generate`: its arguments, its body, its results and errors.
 
-The body of the task does not generate. When Celery's tracer runs it, the outcome is already stored under the
-task's id; the tracer then does everything Celery promises: result backend, links, chains, chords, events,
-signals. Results and errors are plain types, so that callers need none of our code.
+Results and errors are plain types, so that callers do not need Pagemill installed.
 """
 
 from __future__ import annotations
 
-import threading
+import logging
+import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from celery import Celery, Task
+from celery import Task
+from celery.exceptions import Ignore, SoftTimeLimitExceeded, TimeLimitExceeded
 
-from pagemill.error_codes import FINAL_CODES
-from pagemill.producer.wire.schema.errors import InvalidJob, JobError
-from pagemill.producer.wire.schema.outputs import Result
+from pagemill.common.error_codes import FINAL_CODES
+from pagemill.producer.client import flows
+from pagemill.producer.client.effects import Flow, Wait
+from pagemill.producer.client.handles import JobHandle
+from pagemill.producer.client.sync import Producer
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.schema.errors import (
+    InvalidJob,
+    JobError,
+    PagemillError,
+    QueueFull,
+    RedisUnavailable,
+)
+from pagemill.producer.wire.schema.outputs import JobStatus, Progress, Result
+
+logger = logging.getLogger(__name__)
 
 TASK_NAME = "pagemill.generate"
 NO_RESULT = 0
-"""`resultrepr_maxsize`: Celery writes that much of a result to logs and events, and generated text is in neither."""
-_PLAIN_ERRORS: dict[str, type[Exception]] = {"invalid": ValueError, "other": RuntimeError}
+"""`resultrepr_maxsize`: Celery writes up to that many characters of a result to logs and events. Generated text must
+not appear there."""
+PROGRESS = "PROGRESS"
+PROGRESS_S = 1.0
+RETRY_S = 0.5
+CHECK = "pagemill_check"
+"""The field of a request with a function that raises once the task must stop; Celery's worker sets it."""
+OUTCOME = "pagemill_outcome"
+"""The field of a request with the outcome of a job that has already ended; the relay sets it."""
+Limits = tuple[float | None, float | None]
+"""The hard and the soft time limit in seconds."""
 
 
-class OutcomeDesk:
-    """Outcomes waiting for the tracer, by task id."""
+class NativeTask(Task):  # type: ignore[misc]
+    """Runs a generation as a job of the native queue: submits it, waits, and returns the result.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._outcomes: dict[str, dict[str, Any] | BaseException] = {}
+    The job's id is the task's, so a message that is delivered twice generates once.
+    """
 
-    def leave(self, task_id: str, outcome: dict[str, Any] | BaseException) -> None:
-        with self._lock:
-            self._outcomes[task_id] = outcome
+    abstract = True
+    Request = "pagemill.producer.celery.serving:GenerationRequest"
+    acks_late = True
+    reject_on_worker_lost = True
+    resultrepr_maxsize = NO_RESULT
+    producer: Producer
+    """Of the task's native queue."""
+    model: str | None = None
 
-    def take(self, task_id: str) -> dict[str, Any]:
-        """Return the outcome; raises it if it is an error."""
-        with self._lock:
-            outcome = self._outcomes.pop(task_id, None)
-        if outcome is None:
-            raise RuntimeError(
-                f"{TASK_NAME} was started by a worker that does not generate; "
-                "run a worker with: pagemill celery-worker"
-            )
+    def run(self, *args: Any, **fields: Any) -> dict[str, Any]:
+        """Return the result as a dict.
+
+        Args:
+            args: at most one: the prompt, the messages, a dict of a job's fields, or an earlier result.
+            fields: a job's fields.
+        """
+        request = self.request
+        outcome = request.get(OUTCOME)
         if isinstance(outcome, BaseException):
             raise outcome
-        return outcome
+        if outcome is not None:
+            return dict(outcome)
+        job_id = f"{request.id}.{request.retries}" if request.retries else request.id
+        try:
+            return plain_result(self._generate(job_id, job_fields(args, fields, self.model)))
+        except PagemillError as error:
+            raise plain_error(error) from None
+
+    def limits(self, hard: float | None, soft: float | None) -> Limits:
+        """Return the limits of a call, or those of the task or the app where it has none."""
+        conf = self.app.conf
+        return (
+            hard or self.time_limit or conf.task_time_limit,
+            soft or self.soft_time_limit or conf.task_soft_time_limit,
+        )
+
+    def _generate(self, job_id: str, fields: dict[str, Any]) -> Result:
+        """Return the job's result, however often the server is unavailable or the queue is full."""
+        limits = self.limits(*(self.request.timelimit or (None, None)))
+        give_up = time.monotonic() + shortest(limits)
+        handle: JobHandle | None = None
+        generated_tokens = 0
+        while True:
+            try:
+                self._check_stop(limits, give_up)
+            except (Ignore, SoftTimeLimitExceeded, TimeLimitExceeded):
+                self._cancel(job_id)
+                raise
+            try:
+                handle = handle or self.producer.submit(fields, job_id=job_id)
+                wait_s = max(0.0, min(PROGRESS_S, give_up - time.monotonic()))
+                status = self.producer.run_flow(_next_status(self.producer.queue, job_id, wait_s))
+                if status.done:
+                    return handle.result()
+            except (RedisUnavailable, QueueFull):
+                handle = None  # after a failover the server may not have the job: submit it again
+                time.sleep(RETRY_S)  # the id makes the submission idempotent
+                continue
+            if status.progress.generated_tokens > generated_tokens:
+                generated_tokens = status.progress.generated_tokens
+                self._report(status.progress)
+
+    def _cancel(self, job_id: str) -> None:
+        try:
+            self.producer.run_flow(flows.call(transitions.cancel(self.producer.queue, [job_id])))
+        except PagemillError as error:
+            logger.warning("job %s was not cancelled: %s", job_id, error)
+
+    def _report(self, progress: Progress) -> None:
+        if self.request.ignore_result:
+            return
+        try:
+            self.update_state(state=PROGRESS, meta=progress.model_dump(mode="json"))
+        except Exception as error:  # any error of the backend: progress is optional
+            logger.warning("no progress for task %s: %s", self.request.id, error)
+
+    def _check_stop(self, limits: Limits, give_up: float) -> None:
+        check = self.request.get(CHECK)
+        if check is not None:
+            check()
+        if time.monotonic() >= give_up:
+            raise limit_error(limits)
 
 
-desk = OutcomeDesk()
-
-
-def register(app: Celery) -> Task[..., Any]:
-    """Register the task in the app and return it. Idempotent."""
-    if TASK_NAME in app.tasks:
-        found: Task[..., Any] = app.tasks[TASK_NAME]
-        return found
-
-    @app.task(  # type: ignore[untyped-decorator]
-        name=TASK_NAME,
-        bind=True,
-        acks_late=True,
-        reject_on_worker_lost=True,
-        resultrepr_maxsize=NO_RESULT,
-    )
-    def generate(self: Any, prompt: Any = None, /, **fields: Any) -> dict[str, Any]:
-        """Takes a Job's fields; one positional argument: the prompt, the messages or an earlier result."""
-        return desk.take(self.request.id)
-
-    task: Task[..., Any] = generate
-    return task
+def _next_status(queue: str, job_id: str, timeout: float) -> Flow[JobStatus]:
+    """Wait until the job may have ended, and return its status."""
+    yield Wait(job_id, timeout, polled=True)
+    return (yield from flows.status(queue, job_id))
 
 
 def job_fields(args: Any, kwargs: Mapping[str, Any], model: str | None) -> dict[str, Any]:
@@ -87,6 +157,19 @@ def job_fields(args: Any, kwargs: Mapping[str, Any], model: str | None) -> dict[
     return fields
 
 
+def shortest(limits: Limits) -> float:
+    """Return the shorter limit; infinity without limits."""
+    return min((float(limit) for limit in limits if limit), default=math.inf)
+
+
+def limit_error(limits: Limits) -> Exception:
+    """Return Celery's error for the shorter limit."""
+    hard, soft = limits
+    is_soft = soft == shortest(limits)
+    error: Exception = SoftTimeLimitExceeded() if is_soft else TimeLimitExceeded(hard)
+    return error
+
+
 def plain_result(result: Result) -> dict[str, Any]:
     """Return a Result as plain JSON values, with the first text in front, or the label and all probabilities."""
     labels = {} if result.label is None else {"label": result.label, "label_probs": result.label_probs}
@@ -94,10 +177,10 @@ def plain_result(result: Result) -> dict[str, Any]:
 
 
 def plain_error(error: Exception) -> Exception:
-    """Return an error that unpickles without our code: ValueError for an invalid job, else RuntimeError."""
+    """Return an error that unpickles without Pagemill's code: ValueError for an invalid job, otherwise RuntimeError."""
     code = error.code if isinstance(error, JobError | InvalidJob) else type(error).__name__
-    kind = "invalid" if isinstance(error, InvalidJob) or code in FINAL_CODES else "other"
-    return _PLAIN_ERRORS[kind](f"{code}: {error}")
+    is_invalid = isinstance(error, InvalidJob) or code in FINAL_CODES
+    return (ValueError if is_invalid else RuntimeError)(f"{code}: {error}")
 
 
 def _prompt(given: Any) -> dict[str, Any]:

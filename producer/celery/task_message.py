@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+from celery.exceptions import TaskRevokedError
 from kombu.utils.json import dumps, loads
 
-from pagemill.producer.celery.task import plain_error, plain_result
+from pagemill.producer.celery.task import OUTCOME, limit_error, plain_error, plain_result
 from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.schema.errors import TIMED_OUT, JobCancelled, JobError, JobExpired, StoreError
 from pagemill.producer.wire.store.store import URL_VARIABLE, Store
@@ -18,15 +18,13 @@ METADATA = "celery"
 """The field of the job's metadata."""
 
 
-def whole(outcome: Outcome) -> Outcome:
+def with_result(outcome: Outcome) -> Outcome:
     """Return an outcome with its result, from the store of PAGEMILL_STORE_URL if it lies there. Raises StoreError."""
     if outcome.stored is None:
         return outcome
     store = Store.from_environment()
     if store is None:
-        raise StoreError(
-            f"the result lies in a store, and none is configured here: set {URL_VARIABLE}", "unset"
-        )
+        raise StoreError(f"the result is in a store, but no store is configured: set {URL_VARIABLE}", "unset")
     return outcome.loaded(store.read(outcome.stored.reference))
 
 
@@ -53,11 +51,12 @@ class TaskMessage:
     def wants_result(self) -> bool:
         return not self.headers.get("ignore_result")
 
-    def request(self, task_id: str) -> dict[str, Any]:
-        """Return what Celery's tracer takes as the task's request."""
+    def request(self, task_id: str, end: dict[str, Any] | BaseException | None = None) -> dict[str, Any]:
+        """Return what Celery's tracer takes as the request of a task with this end."""
         return {
             **self.headers,
             **self.embed,
+            OUTCOME: end,
             "args": (),
             "kwargs": {},
             "is_eager": False,
@@ -68,19 +67,14 @@ class TaskMessage:
 
     def end(self, outcome: Outcome) -> dict[str, Any] | BaseException:
         """Return the value of the task, or the exception that it ends with."""
+        limits = self.headers.get("timelimit") or (None, None)
         try:
             result = outcome.value()
+        except JobCancelled:
+            revoked: BaseException = TaskRevokedError("revoked")
+            return revoked
         except JobError as error:
-            return self._exception(error)
+            is_limit = isinstance(error, JobExpired) and str(error).startswith(TIMED_OUT) and any(limits)
+            return limit_error(limits) if is_limit else plain_error(error)
         assert result is not None, "only of jobs that have ended"
         return plain_result(result)
-
-    def _exception(self, error: JobError) -> BaseException:
-        end: BaseException = plain_error(error)
-        hard, soft = self.headers.get("timelimit") or (None, None)
-        if isinstance(error, JobCancelled):
-            end = TaskRevokedError("revoked")
-        elif isinstance(error, JobExpired) and str(error).startswith(TIMED_OUT) and (hard or soft):
-            is_soft = soft and (not hard or soft <= hard)
-            end = SoftTimeLimitExceeded() if is_soft else TimeLimitExceeded(hard)
-        return end

@@ -52,11 +52,27 @@ MAX_CONNECTIONS = 32
 
 
 class AsyncProducer(AsyncDriver):
-    """Producer for one event loop: use it on the loop that first used it.
+    """Submits jobs to one queue and collects results, for asyncio. Use it on one event loop; connects on first use.
 
-    async with AsyncProducer() as producer:
-        handle = await producer.submit(prompt="The capital of France is", model="smollm2")
-        print((await handle.result(timeout=60)).text)
+    As an asynchronous context manager it closes its connections at the end. Every method may raise RedisUnavailable.
+
+        async with AsyncProducer() as producer:
+            handle = await producer.submit(prompt="The capital of France is", model="smollm2")
+            print((await handle.result(timeout=60)).text)
+
+    Args:
+        url: the server. Default: PAGEMILL_REDIS_URL, otherwise the embedded server of a local worker.
+        queue: name of the queue.
+        tenant: owner of the jobs.
+        hmac_key: key that signs every job. Default: the first of PAGEMILL_HMAC_KEYS, if set.
+        durability: "fsync": a submission returns once it is in the server's append-only file on disk.
+        model: model of jobs that name none. Default: the model of the live workers, if they serve exactly one.
+        defaults: fields of jobs that do not set them; a `Job` is not changed.
+        store: location of payloads and results too large for Redis (docs/storage.md). Default: PAGEMILL_STORE_URL.
+
+    Raises:
+        InvalidJob: an option is invalid.
+        InvalidAddress: the URL is invalid.
     """
 
     def _init_connection(self) -> None:
@@ -72,7 +88,27 @@ class AsyncProducer(AsyncDriver):
         promise: OnLate | None = None,
         **fields: Unpack[JobFields],
     ) -> AsyncJobHandle:
-        """Like Producer.submit."""
+        """Submit one job: a Job, a mapping, or its fields as keywords.
+
+        Args:
+            job: a Job or a mapping; None if the fields are keywords.
+            job_id: the job's id, by default a new one. After RedisUnavailable,
+                `submit(..., job_id=error.job_id)` is safe.
+            on_full: "raise" raises QueueFull, "block" waits for space.
+            promise: estimate when the job will end (`handle.promise`). If that is after its deadline, "flag" submits it
+                anyway, "refuse" raises DeadlineUnreachable.
+            **fields: fields of `Job`.
+
+        Returns:
+            A handle to the job.
+
+        Raises:
+            InvalidJob: a field is invalid, or fields contradict each other.
+            QueueFull: the queue accepts no more jobs.
+            DeadlineUnreachable: the job would probably miss its deadline, and `promise` is "refuse".
+            IdempotencyConflict: the idempotency key belongs to a job with other contents.
+            RedisUnavailable: the server did not respond; the job may have been submitted.
+        """
         chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
         if self.preparer.lacks_model(job, fields):
             fields["model"] = await self.run_flow(flows.served_model(self.queue))
@@ -89,7 +125,25 @@ class AsyncProducer(AsyncDriver):
         on_invalid: OnInvalid = "record",
         on_full: OnFull = "block",
     ) -> AsyncBatchHandle:
-        """Like Producer.submit_many."""
+        """Submit jobs as a batch, and return when all are accepted.
+
+        Args:
+            jobs: Jobs or mappings, read lazily. A job's `key` names it inside the batch. If the first job names no
+                model, jobs without one get the model that the live workers serve.
+            batch_id: the batch's id, by default a new one. Submitting the same keys under the same id again adds only
+                missing jobs.
+            on_invalid: "record" makes an invalid job a failed item of the batch, "raise" raises InvalidJob; earlier
+                jobs stay submitted.
+            on_full: "block" waits for space, "raise" raises QueueFull.
+
+        Returns:
+            A handle to the batch.
+
+        Raises:
+            InvalidJob: a job is invalid and `on_invalid` is "raise", or the batch's id is invalid.
+            QueueFull: the queue accepts no more jobs, and `on_full` is "raise".
+            RedisUnavailable: the server did not respond; some jobs may have been submitted.
+        """
         chosen = preparer.new_batch_id() if batch_id is None else preparer.check_id(batch_id)
         jobs, first = preparer.peeked(jobs)
         model = (
@@ -108,19 +162,49 @@ class AsyncProducer(AsyncDriver):
         return AsyncBatchHandle(self, chosen)
 
     def job(self, job_id: str) -> AsyncJobHandle:
-        """Like Producer.job."""
+        """Return a handle to a job that was submitted elsewhere or earlier, without a call to the server.
+
+        Args:
+            job_id: the job's id.
+
+        Returns:
+            A handle; its methods raise JobNotFound if the queue does not have the job.
+
+        Raises:
+            InvalidJob: the id contains other characters than ids do.
+        """
         return AsyncJobHandle(self, preparer.check_id(job_id))
 
     def batch(self, batch_id: str) -> AsyncBatchHandle:
-        """Like Producer.batch."""
+        """Return a handle to a batch that was submitted elsewhere or earlier, without a call to the server.
+
+        Args:
+            batch_id: the batch's id.
+
+        Returns:
+            A handle; its methods raise JobNotFound if the queue does not have the batch.
+
+        Raises:
+            InvalidJob: the id contains other characters than ids do.
+        """
         return AsyncBatchHandle(self, preparer.check_id(batch_id))
 
     def batches(self) -> AsyncIterator[BatchInfo]:
-        """Like Producer.batches."""
+        """Yield the queue's batches, of all tenants, the latest first. Batches are kept for a week after their end."""
         return self.iterate_flow(flows.batch_infos(self.queue))
 
     async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """Like Producer.statuses."""
+        """Return the status of many jobs at once.
+
+        Args:
+            job_ids: the jobs' ids.
+
+        Returns:
+            One status per id, in the same order.
+
+        Raises:
+            JobNotFound: the queue does not have one of the jobs.
+        """
         return await self.run_flow(flows.statuses(self.queue, job_ids))
 
     async def usage(
@@ -132,18 +216,47 @@ class AsyncProducer(AsyncDriver):
         model: str | None = None,
         by: Sequence[str] = GROUPS,
     ) -> list[UsageRow]:
-        """Like Producer.usage."""
+        """Return usage of all tenants, for the queue's operator; docs/usage.md defines what is counted.
+
+        Args:
+            since: first day (UTC) on which jobs ended; None: the oldest that is kept.
+            until: last day, included; None: today.
+            tenant: only this tenant.
+            model: only this model.
+            by: fields to group by: some of day, tenant, model and api_key.
+
+        Returns:
+            One row per group.
+
+        Raises:
+            InvalidJob: `by` contains another field.
+        """
         wanted = UsageFilter(since, until, tenant, model, tuple(by))
         return await self.run_flow(usage_flow.usage(self.queue, wanted))
 
     def dead_letters(self) -> AsyncDeadLetters:
-        """Like Producer.dead_letters."""
+        """Return the queue's dead letters, of all tenants, for its operator."""
         return AsyncDeadLetters(self)
 
     async def verify(
         self, job_id: str, *, timeout: float | None = None, **options: Unpack[Placement]
     ) -> Verification:
-        """Like Producer.verify."""
+        """Run a finished job again with its seed and compare both results; see docs/replay.md.
+
+        Args:
+            job_id: a job that was submitted with `keep_input=True` and has succeeded.
+            timeout: seconds to wait for the copy; None: no limit.
+            **options: `priority` of the copy ("low"), and `any_worker`: also use workers with another fingerprint.
+
+        Returns:
+            The comparison.
+
+        Raises:
+            Unverifiable: no verdict is possible.
+            ResultTimeout: the copy has not ended in time.
+            QueueFull: the queue accepts no more jobs.
+            JobNotFound: the queue does not have the job.
+        """
         chosen = ReplayOptions(timeout=timeout, **options)
         return await self.run_flow(
             replay.verify(self.queue, self.preparer, preparer.check_id(job_id), chosen)
@@ -157,13 +270,33 @@ class AsyncProducer(AsyncDriver):
         timeout: float | None = None,
         **options: Unpack[Placement],
     ) -> AsyncIterator[Verification]:
-        """Like Producer.verify_batch."""
+        """Verify random jobs of a batch.
+
+        Args:
+            batch_id: the batch's id.
+            sample: maximum number of jobs.
+            timeout: seconds to wait for each copy; None: no limit.
+            **options: as for `verify`.
+
+        Yields:
+            One comparison per job; one without a verdict has a `reason`.
+
+        Raises:
+            JobNotFound: the queue does not have the batch.
+        """
         chosen = ReplayOptions(timeout=timeout, **options)
         flow = replay.verify_batch(self.queue, self.preparer, preparer.check_id(batch_id), sample, chosen)
         return self.iterate_flow(flow)
 
     def rollout(self, model: str) -> AsyncModelRollout:
-        """Like Producer.rollout."""
+        """Return the rollout of a model, to start, inspect and change it; see docs/rollouts.md.
+
+        Args:
+            model: the model's served name.
+
+        Returns:
+            A handle; no call is made to the server.
+        """
         return AsyncModelRollout(self, model)
 
     async def purge_tenant(
@@ -173,7 +306,22 @@ class AsyncProducer(AsyncDriver):
         *,
         on_progress: Callable[[PurgeProgress], None] = lambda progress: None,
     ) -> PurgeReport:
-        """Like Producer.purge_tenant."""
+        """Remove all data of a tenant from the queue, then search every key for remains; see docs/confidentiality.md.
+
+        The tenant's new jobs are rejected meanwhile, as by a full queue.
+
+        Args:
+            tenant: the tenant's name.
+            options: wait, dry run and further data to remove.
+            on_progress: called after each step.
+
+        Returns:
+            Counts of removed data; `remains` is empty if nothing was found.
+
+        Raises:
+            InvalidJob: the tenant's name or an option is invalid.
+            StoreError: files in the store cannot be deleted.
+        """
         flow = purge.purge_tenant(
             self.queue, tenant, options or PurgeOptions(), has_store=self.store is not None
         )

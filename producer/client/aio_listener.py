@@ -23,7 +23,7 @@ logger.addFilter(RepeatedErrors())
 
 
 class AsyncWatched:
-    """News of a topic, kept until somebody waits for them."""
+    """News of a topic, kept until a caller waits for them."""
 
     def __init__(self, topic: str, room: WaitingRoom, ensure_listener: Callable[[], None]) -> None:
         self._room = room
@@ -101,7 +101,7 @@ class AsyncListener:
                 )
                 await asyncio.sleep(RECONNECT_PAUSE_S)
             except (PagemillError, redis.RedisError):
-                logger.exception("the listener goes on in %s s", RECONNECT_PAUSE_S)
+                logger.exception("the listener continues in %s s", RECONNECT_PAUSE_S)
                 await asyncio.sleep(RECONNECT_PAUSE_S)
             # Hints may have been missed meanwhile.
             self._room.call_all()
@@ -113,10 +113,10 @@ class AsyncListener:
             while time.monotonic() - last_busy < IDLE_EXIT_S:
                 if len(self._room):
                     last_busy = time.monotonic()
-                await self._hear(pubsub)
+                await self._receive(pubsub)
                 await self._poll()
 
-    async def _hear(self, pubsub: Any) -> None:
+    async def _receive(self, pubsub: Any) -> None:
         timeout = self._room.tick()
         while message := await pubsub.get_message(timeout=timeout):
             self._room.call(self._channels.topics(message))

@@ -27,13 +27,19 @@ T = TypeVar("T")
 class ProducerBase:
     """The options of a producer: server, queue, tenant, signing and durability.
 
-    Without `url`, PAGEMILL_REDIS_URL says where Redis is, else the embedded server of a local worker is used.
-    With `hmac_key` (without it: the first of PAGEMILL_HMAC_KEYS, if that is set) every job is signed. With
-    `durability="fsync"` a submit returns once it is in the server's append-only file on disk. `model` and `defaults`
-    are fields for jobs that do not name them (a `Job` is taken as it is); a job without any model gets the one that
-    the live workers serve, if they serve exactly one. `store` (without it: PAGEMILL_STORE_URL) is where payloads too
-    large for Redis go, and where the workers' large results are read from (docs/storage.md). Raises InvalidJob for
-    invalid options, InvalidAddress for an invalid address.
+    Args:
+        url: the server. Default: PAGEMILL_REDIS_URL, otherwise the embedded server of a local worker.
+        queue: name of the queue.
+        tenant: owner of the jobs.
+        hmac_key: key that signs every job. Default: the first of PAGEMILL_HMAC_KEYS, if set.
+        durability: "fsync": a submission returns once it is in the server's append-only file on disk.
+        model: model of jobs that name none. Default: the model of the live workers, if they serve exactly one.
+        defaults: fields of jobs that do not set them; a `Job` is not changed.
+        store: location of payloads and results too large for Redis (docs/storage.md). Default: PAGEMILL_STORE_URL.
+
+    Raises:
+        InvalidJob: an option is invalid.
+        InvalidAddress: the URL is invalid.
     """
 
     def __init__(
@@ -68,23 +74,48 @@ class ProducerBase:
         self._init_connection()
 
     def write_stored(self, uploads: Sequence[Upload]) -> None:
-        """Write files to the store. Raises StoreError."""
+        """Write files to the store.
+
+        Args:
+            uploads: names and contents.
+
+        Raises:
+            StoreError: the store does not accept them, or none is configured.
+        """
         for upload in uploads:
             self._reached_store().write(upload.uri, upload.data)
 
     def read_stored(self, reference: Reference) -> bytes:
-        """Read a file of the store. Raises StoreError."""
+        """Read a file of the store.
+
+        Args:
+            reference: the file's name, size and hash.
+
+        Returns:
+            The file's content.
+
+        Raises:
+            StoreError: the file is missing or was changed, or no store is configured.
+        """
         return self._reached_store().read(reference)
 
     def delete_stored(self, uris: Sequence[str]) -> None:
-        """Delete files of the store. Raises StoreError."""
+        """Delete files of the store.
+
+        Args:
+            uris: the files' names.
+
+        Raises:
+            StoreError: the store does not respond, or none is configured.
+        """
         for uri in uris:
             self._reached_store().delete(uri)
 
     def _reached_store(self) -> Store:
         if self.store is None:
             raise StoreError(
-                f"it lies in a store, and none is configured here: set {URL_VARIABLE} or store=", "unset"
+                f"the data is in a store, but no store is configured: set {URL_VARIABLE} or store=",
+                "unset",
             )
         return self.store
 
@@ -112,16 +143,16 @@ class AsyncDriver(ProducerBase):
     """The same for asyncio."""
 
     async def run_flow(self, flow: Flow[T]) -> T:
-        """Like `Driver.run_flow`."""
+        """Drive a flow that emits nothing, and return its value."""
         raise NotImplementedError
 
     def iterate_flow(self, flow: Flow[None]) -> AsyncIterator[Any]:
-        """Like `Driver.iterate_flow`."""
+        """Drive a flow, yielding its items as they are requested."""
         raise NotImplementedError
 
 
 def signing_keys(given: str | bytes | None = None) -> Keys:
-    """Return the signing key: the one given, else the first of PAGEMILL_HMAC_KEYS. Raises InvalidJob."""
+    """Return the signing key: the one given, or the first of PAGEMILL_HMAC_KEYS. Raises InvalidJob."""
     if given is not None:
         return Keys([given])
     first = os.environ.get(HMAC_KEYS_VARIABLE, "").split(",")[0].strip()

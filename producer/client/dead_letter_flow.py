@@ -22,7 +22,7 @@ OPEN_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LetterFilter:
     """A filter for letters: by error (None: any), and optionally only those that were replayed."""
 
     error: str | None = None
@@ -64,7 +64,7 @@ def show(queue: str, job_id: str) -> Flow[OpenedLetter]:
 def replay(queue: str, preparer: Preparer, job_ids: Sequence[str] | None, error: str | None) -> Flow[Replay]:
     """Resubmit dead jobs in the order of death: the given ones, or all (with the error). Raises QueueFull."""
     done = Replay()
-    wanted = yield from _choose(queue, job_ids, Wanted(error))
+    wanted = yield from _choose(queue, job_ids, LetterFilter(error))
     for start in range(0, len(wanted), OPEN_AT_ONCE):
         ids = wanted[start : start + OPEN_AT_ONCE]
         opened: list[OpenedLetter | None] = yield dead_letters.open_letters(queue, ids)
@@ -80,7 +80,7 @@ def replay(queue: str, preparer: Preparer, job_ids: Sequence[str] | None, error:
     return done
 
 
-def purge(queue: str, job_ids: Sequence[str] | None, wanted: Wanted) -> Flow[int]:
+def purge(queue: str, job_ids: Sequence[str] | None, wanted: LetterFilter) -> Flow[int]:
     """Delete dead jobs: the given ones, or all that are wanted; returns their number."""
     chosen = yield from _choose(queue, job_ids, wanted)
     purged = 0
@@ -99,7 +99,7 @@ def submitted_fields(payload: bytes, job_id: str) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) else None
 
 
-def _choose(queue: str, job_ids: Sequence[str] | None, wanted: Wanted) -> Flow[list[str]]:
+def _choose(queue: str, job_ids: Sequence[str] | None, wanted: LetterFilter) -> Flow[list[str]]:
     """Return the ids to act on, the oldest death first. All are read before any is changed."""
     if job_ids is not None:
         return list(dict.fromkeys(job_ids))
@@ -138,7 +138,7 @@ def _prepared(
         return None
     try:
         parts = split_payload(letter.payload)
-        envelope = yield from flows.whole(parts.envelope)
+        envelope = yield from flows.full_envelope(parts.envelope)
         return preparer.replay(OUTPUT_SEPARATOR.join((envelope, *parts.outputs)), job_id)
     except (InvalidJob, StoreError) as error:
         done.refused[job_id] = str(error)
@@ -164,7 +164,7 @@ def _note(done: Replay, dead_id: str, reply: submissions.SubmitReply) -> None:
             done.already[dead_id] = reply.job_id
         case "full" | "memory" | "purging":
             raise QueueFull(
-                "the queue takes no more jobs now; what was replayed is, and is not replayed again",
+                "the queue accepts no more jobs; call replay again for the remaining letters",
                 reason="memory" if reply.status == "memory" else "jobs",
             )
         case "gone":

@@ -52,7 +52,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete files of the store; those that are gone are no error. Sent back: None. Raises StoreError."""
+    """Delete files of the store; missing ones are not an error. Sent back: None. Raises StoreError."""
 
     uris: Sequence[str]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from pagemill.common.backoff import Backoff
 from pagemill.producer.client.effects import Emit, Flow, Read, Sleep, Wait, Watch
 from pagemill.producer.client.feed_reader import FeedReader
-from pagemill.producer.wire.calls import batches, reads, registry, transitions
+from pagemill.producer.wire.calls import account, batches, reads, registry, transitions
+from pagemill.producer.wire.calls.account import JobAccount
 from pagemill.producer.wire.calls.batches import Page
 from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -34,34 +35,6 @@ from pagemill.producer.wire.store.stub import read_payload_stub
 
 T = TypeVar("T")
 
-FIRST_POLL_S = 0.05
-LAST_POLL_S = 1.0
-STATUS_CHUNK = 500
-
-
-class _Pace:
-    """Poll intervals: short after news, then longer; never past the deadline."""
-
-    def __init__(self, timeout: float | None = None) -> None:
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._interval = FIRST_POLL_S
-
-    @property
-    def remaining(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    @property
-    def is_over(self) -> bool:
-        return self.remaining == 0.0
-
-    def reset(self) -> None:
-        self._interval = FIRST_POLL_S
-
-    def next_interval(self) -> float:
-        interval = self._interval
-        self._interval = min(LAST_POLL_S, 2 * interval)
-        return interval if self.remaining is None else min(interval, self.remaining)
-
 
 def call(effect: Call[T]) -> Flow[T]:
     """One call as a flow."""
@@ -75,7 +48,7 @@ def outcome(queue: str, job_id: str) -> Flow[Outcome]:
     return (yield from loaded(found))
 
 
-def whole(envelope: bytes) -> Flow[bytes]:
+def full_envelope(envelope: bytes) -> Flow[bytes]:
     """Return an envelope, from its store if it is a stub. Raises StoreError."""
     reference = read_payload_stub(envelope)
     if reference is None:
@@ -114,26 +87,25 @@ def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Flow[Pag
     return found
 
 
-def _patiently(step: Flow[T], pace: _Pace) -> Flow[T | None]:
+def _patiently(step: Flow[T], pace: Backoff) -> Flow[T | None]:
     """Run a step that tolerates an unreachable server: it then returns None, after a pause."""
     try:
         return (yield from step)
     except RedisUnavailable:
         if pace.is_over:
             raise
-        yield Sleep(pace.next_interval())
+        yield Sleep(pace.next())
         return None
 
 
 def statuses(queue: str, job_ids: Sequence[str]) -> Flow[list[JobStatus]]:
     """Return one status per id. Raises JobNotFound for the first unknown one."""
     found: list[JobStatus] = []
-    for start in range(0, len(job_ids), STATUS_CHUNK):
-        chunk = job_ids[start : start + STATUS_CHUNK]
+    while chunk := job_ids[len(found) : len(found) + reads.STATUS_CHUNK]:
         replies: list[JobStatus | None] = yield reads.statuses(queue, chunk)
-        for job_id, status in zip(chunk, replies, strict=True):
+        for job_id, status in zip(chunk, replies, strict=False):
             if status is None:
-                raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
+                raise JobNotFound.of(job_id)
             found.append(status)
     return found
 
@@ -141,6 +113,14 @@ def statuses(queue: str, job_ids: Sequence[str]) -> Flow[list[JobStatus]]:
 def status(queue: str, job_id: str) -> Flow[JobStatus]:
     found = yield from statuses(queue, [job_id])
     return found[0]
+
+
+def why(queue: str, job_id: str) -> Flow[JobAccount]:
+    """Return where a job's time went. Raises JobNotFound."""
+    found: JobAccount | None = yield account.why(queue, job_id)
+    if found is None:
+        raise JobNotFound.of(job_id)
+    return found
 
 
 def served_model(queue: str) -> Flow[str]:
@@ -152,20 +132,20 @@ def served_model(queue: str) -> Flow[str]:
     reason = (
         f"the live workers serve {', '.join(served)}" if served else f"no worker of queue {queue} is ready"
     )
-    raise InvalidJob(f"name the job's model: {reason}", param="model")
+    raise InvalidJob(f"the job needs a model: {reason}", param="model")
 
 
 def cancel(queue: str, job_id: str) -> Flow[bool]:
     """Cancel a job. True: it has ended by this, or will. False: it had ended. Raises JobNotFound."""
     replies: list[str] = yield transitions.cancel(queue, [job_id])
     if replies[0] == "missing":
-        raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
+        raise JobNotFound.of(job_id)
     return replies[0] != "done"
 
 
 def wait_result(queue: str, job_id: str, timeout: float | None) -> Flow[Result]:
     """Return the job's result, or raise the error that stands for its end. Survives reconnects."""
-    pace = _Pace(timeout)
+    pace = Backoff(jitter=0.0, timeout_s=timeout)
     while True:
         found = yield from _patiently(outcome(queue, job_id), pace)
         if found is not None:
@@ -193,7 +173,9 @@ def _late(queue: str, job_id: str, message: str) -> Flow[ResultTimeout]:
             reason = f"{reason}; {others}"
     except (RedisUnavailable, JobNotFound):
         reason = None
-    return ResultTimeout(f"{message}: {reason}; it goes on" if reason else f"{message}; it goes on", reason)
+    return ResultTimeout(
+        f"{message}: {reason}; it continues" if reason else f"{message}; it continues", reason
+    )
 
 
 def batch_counts(queue: str, batch_id: str) -> Flow[BatchCounts]:
@@ -218,7 +200,7 @@ def batch_infos(queue: str) -> Flow[None]:
 
 def wait_batch(queue: str, batch_id: str, timeout: float | None) -> Flow[BatchCounts]:
     """Return the counts once every job has ended."""
-    pace = _Pace(timeout)
+    pace = Backoff(jitter=0.0, timeout_s=timeout)
     while True:
         counts = yield from _patiently(batch_counts(queue, batch_id), pace)
         if counts is None:
@@ -227,9 +209,9 @@ def wait_batch(queue: str, batch_id: str, timeout: float | None) -> Flow[BatchCo
             return counts
         if pace.is_over:
             raise ResultTimeout(
-                f"{counts.ended} of {counts.total} jobs of batch {batch_id} have ended; it goes on"
+                f"{counts.ended} of {counts.total} jobs of batch {batch_id} have ended; it continues"
             )
-        yield Wait(f"batch:{batch_id}", pace.next_interval())
+        yield Wait(f"batch:{batch_id}", pace.next())
 
 
 def batch_results(
@@ -244,7 +226,7 @@ def batch_results(
         letter, position = batches.split_cursor(after)
         if letter != ("s" if ordered else "e"):
             raise InvalidJob("this cursor is of the other order: give results() the same `ordered` as before")
-    pace = _Pace(timeout)
+    pace = Backoff(jitter=0.0, timeout_s=timeout)
     while True:
         counts = yield from _patiently(batch_counts(queue, batch_id), pace)
         if counts is None:
@@ -261,10 +243,10 @@ def batch_results(
             return
         elif pace.is_over:
             raise ResultTimeout(
-                f"{counts.ended} of {counts.total} jobs of batch {batch_id} have ended after {timeout} s; it goes on"
+                f"{counts.ended} of {counts.total} jobs of batch {batch_id} have ended after {timeout} s; it continues"
             )
         else:
-            yield Wait(f"batch:{batch_id}", pace.next_interval())
+            yield Wait(f"batch:{batch_id}", pace.next())
 
 
 def ack_batch(queue: str, batch_id: str, cursor: str) -> Flow[int]:
@@ -297,13 +279,13 @@ def stream(queue: str, job_id: str) -> Flow[None]:
     topic = f"feed:{job_id}"
     yield Watch(topic)
     reader = FeedReader(job_id)
-    pace = _Pace()
+    pace = Backoff(jitter=0.0)
     while True:
         feed = yield from _patiently(call(reads.feed(queue, job_id, reader.epoch, reader.position)), pace)
         if feed is None:
             continue
         if feed.state is None:
-            raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
+            raise JobNotFound.of(job_id)
         if feed.stored is not None:
             data: bytes = yield Read(feed.stored.reference)
             feed = replace(feed, result=feed.stored.parse(data))
@@ -316,4 +298,4 @@ def stream(queue: str, job_id: str) -> Flow[None]:
         if feed.end is not None:
             yield Emit(StreamEvent(type="end", attempt=feed.attempt, state=feed.end))
             return
-        yield Wait(topic, pace.next_interval())
+        yield Wait(topic, pace.next())

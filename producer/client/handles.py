@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pagemill.producer.client import dead_letter_flow, flows
 from pagemill.producer.client.base import Driver
 from pagemill.producer.client.dead_letter_flow import Replay
+from pagemill.producer.wire.calls.account import JobAccount
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
 from pagemill.producer.wire.calls.metering.quotas import QuotaLeft
 from pagemill.producer.wire.schema.outputs import (
@@ -21,7 +22,7 @@ from pagemill.producer.wire.schema.promise import Promise
 
 
 class JobHandle:
-    """One job. Every method may raise JobNotFound and RedisUnavailable."""
+    """Handle to one job. Every method may raise JobNotFound and RedisUnavailable."""
 
     __slots__ = ("_producer", "id", "promise", "quota")
 
@@ -50,16 +51,31 @@ class JobHandle:
         """Return the job's progress."""
         return self.status().progress
 
-    def result(self, timeout: float | None = None) -> Result:
-        """Wait for the result, at most `timeout` seconds (None: no limit, through reconnects).
+    def why(self) -> JobAccount:
+        """Return an account of the job's time: causes that sum to its lifetime so far."""
+        return self._producer.run_flow(flows.why(self._producer.queue, self.id))
 
-        Raises JobFailed, JobDead, JobCancelled or JobExpired for an end without a result, ResultTimeout when
-        the job has not ended in time (it goes on), ResultExpired when the result has been removed.
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the result, also through reconnects.
+
+        Args:
+            timeout: seconds to wait; None: no limit.
+
+        Returns:
+            The result of the job.
+
+        Raises:
+            JobFailed: the job ended with an error of its own.
+            JobDead: the job used up its attempts or crashed its workers.
+            JobCancelled: the job was cancelled.
+            JobExpired: the deadline passed.
+            ResultTimeout: the job has not ended in time; it continues.
+            ResultExpired: the result was deleted at the end of its lifetime.
         """
         return self._producer.run_flow(flows.wait_result(self._producer.queue, self.id, timeout))
 
     def cancel(self) -> bool:
-        """Cancel the job. True: it will not succeed. False: it had ended before."""
+        """Cancel the job. Return False if it had ended before."""
         return self._producer.run_flow(flows.cancel(self._producer.queue, self.id))
 
     def stream(self) -> Iterator[StreamEvent]:
@@ -68,7 +84,7 @@ class JobHandle:
 
 
 class BatchHandle:
-    """A batch. Every method may raise JobNotFound and RedisUnavailable."""
+    """Handle to a batch. Every method may raise JobNotFound and RedisUnavailable."""
 
     __slots__ = ("_producer", "id")
 
@@ -86,32 +102,56 @@ class BatchHandle:
     def results(
         self, ordered: bool = False, after: str | None = None, timeout: float | None = None
     ) -> Iterator[BatchItem]:
-        """Yield each end as it happens (ordered: in the order of submission), until all jobs have ended.
+        """Yield the end of each job until all have ended. A failed job is an item, not an exception.
 
-        Never raises for a job: an item holds a result or an error. `after` is the cursor of the last item
-        processed, so that another reader, or a later one, continues from there. Raises StoreError where results lie
-        in a store that does not answer, or that is not configured here; ResultTimeout when jobs
-        have not ended `timeout` seconds after the first was asked for; those that have are delivered first.
+        Args:
+            ordered: in the order of submission instead of the order of ends.
+            after: cursor of the last item that was processed; another reader, or a later one, continues there.
+            timeout: seconds, counted from the first item that is requested; None: no limit.
+
+        Yields:
+            One item per job, with a result or an error.
+
+        Raises:
+            ResultTimeout: jobs have not ended in time; those that have are delivered first.
+            StoreError: a result is in a store that does not respond or is not configured here.
         """
         return self._producer.iterate_flow(
             flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after, timeout=timeout)
         )
 
     def ack(self, cursor: str) -> int:
-        """Free the items up to this cursor on the server; returns their number. They cannot be read again."""
+        """Free the items up to a cursor on the server. They cannot be read again.
+
+        Args:
+            cursor: `cursor` of the last item that was processed.
+
+        Returns:
+            The number of items that were freed.
+        """
         return self._producer.run_flow(flows.ack_batch(self._producer.queue, self.id, cursor))
 
     def wait(self, timeout: float | None = None) -> BatchCounts:
-        """Wait until every job has ended. Raises ResultTimeout; the batch goes on."""
+        """Wait until every job has ended.
+
+        Args:
+            timeout: seconds to wait; None: no limit.
+
+        Returns:
+            The numbers of jobs by state.
+
+        Raises:
+            ResultTimeout: jobs have not ended in time; the batch continues.
+        """
         return self._producer.run_flow(flows.wait_batch(self._producer.queue, self.id, timeout))
 
     def cancel(self) -> int:
-        """Stop every job that has not ended; returns their number."""
+        """Cancel every job that has not ended, and return their number."""
         return self._producer.run_flow(flows.cancel_batch(self._producer.queue, self.id))
 
 
 class DeadLetters:
-    """The jobs of a queue that used up their attempts, or kept killing workers. Kept for 14 days.
+    """Dead-letter queue: jobs that used up their attempts or crashed their workers. Letters are kept for 14 days.
 
     Every method may raise RedisUnavailable.
     """
@@ -122,18 +162,45 @@ class DeadLetters:
         self._producer = producer
 
     def list(self, error: str | None = None) -> Iterator[DeadLetter]:
-        """Yield the letters, the latest death first; `error` is a code, or a cause of used-up attempts."""
+        """Yield dead letters, the latest first.
+
+        Args:
+            error: only letters with this error code, or this cause of used-up attempts; None: all.
+
+        Yields:
+            Dead letters without payloads.
+        """
         return self._producer.iterate_flow(dead_letter_flow.letters(self._producer.queue, error))
 
     def show(self, job_id: str) -> OpenedLetter:
-        """Return one letter with its payload and its partial output. Raises JobNotFound."""
+        """Return one dead letter.
+
+        Args:
+            job_id: the dead job's id.
+
+        Returns:
+            The letter with its payload and its partial output.
+
+        Raises:
+            JobNotFound: the job is not in the dead-letter queue.
+        """
         return self._producer.run_flow(dead_letter_flow.show(self._producer.queue, job_id))
 
     def replay(self, job_ids: Sequence[str] | None = None, *, error: str | None = None) -> Replay:
-        """Resubmit dead jobs as new ones: the given ones, all with one error, or all.
+        """Resubmit dead jobs as new ones.
 
-        A letter is replayed once, however often this is called; again only if its replay was cancelled,
-        expired or failed. The new job has no deadline or delay, a `ttl` starts anew. Raises QueueFull.
+        A letter is replayed once; again only if its replay was cancelled, expired or failed. The new job has no
+        deadline or delay; a `ttl` starts again.
+
+        Args:
+            job_ids: the dead jobs' ids; None: all.
+            error: only letters with this error code or cause.
+
+        Returns:
+            The new ids, and the jobs that were not replayed.
+
+        Raises:
+            QueueFull: the queue accepts no more jobs.
         """
         flow = dead_letter_flow.replay(self._producer.queue, self._producer.preparer, job_ids, error)
         return self._producer.run_flow(flow)
@@ -141,6 +208,15 @@ class DeadLetters:
     def purge(
         self, job_ids: Sequence[str] | None = None, *, error: str | None = None, replayed: bool = False
     ) -> int:
-        """Delete letters: the given ones, all with one error, or all; `replayed`: only replayed ones."""
-        wanted = dead_letter_flow.Wanted(error, replayed)
+        """Delete dead letters.
+
+        Args:
+            job_ids: the dead jobs' ids; None: all.
+            error: only letters with this error code or cause.
+            replayed: only letters that were replayed.
+
+        Returns:
+            The number of deleted letters.
+        """
+        wanted = dead_letter_flow.LetterFilter(error, replayed)
         return self._producer.run_flow(dead_letter_flow.purge(self._producer.queue, job_ids, wanted))

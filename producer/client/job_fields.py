@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from pagemill.common.structured_outputs import StructuredOutputs
+from pagemill.producer.client.images import Image
 from pagemill.producer.wire.schema.dependencies import Condition, HasId
 from pagemill.producer.wire.schema.text.chat import Message, NamedToolChoice, Tool
-from pagemill.structured_outputs import StructuredOutputs
 
 
 class RowFields(TypedDict, total=False):
@@ -82,6 +83,8 @@ class RowFields(TypedDict, total=False):
 class JobFields(RowFields, total=False):
     """Fields that `submit` takes instead of a `Job`."""
 
+    images: Image | Sequence[Image] | None
+    """Pictures before the prompt, or before the text of the last user's message."""
     prompt: str | None
     messages: Sequence[Message | Mapping[str, Any]] | None
     prompt_token_ids: Sequence[int] | None

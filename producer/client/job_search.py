@@ -1,6 +1,6 @@
 """Finding jobs by state, tenant, model, key and batch, as a flow (see effects.py).
 
-Every step looks at some hundred jobs, and a search makes a bounded number of them: then it says where to go on.
+Every step looks at some hundred jobs, and a search makes a bounded number of them: then it returns where to continue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST_CURSOR = 2**64 - 1
 
 @dataclass(slots=True)
 class FoundJobs:
-    """Some jobs, about as many as were asked for. `after` is where to go on, '' at the end."""
+    """Some jobs, about as many as were asked for. `after` is where to continue, '' at the end."""
 
     jobs: list[JobLine] = field(default_factory=list)
     after: str = ""
@@ -39,8 +39,8 @@ def search(
 ) -> Flow[FoundJobs]:
     """Return jobs: of a batch in order of submission; waiting ones by class and lane; dead ones, the latest first.
 
-    Ended jobs of no batch are found by a walk through the keyspace, in no order; one that has the idempotency key is
-    told before it. Raises InvalidJob for an `after` that is not one of ours.
+    Ended jobs of no batch are found by a walk through the keyspace, in no order; one that has the idempotency key
+    comes first. Raises InvalidJob for an `after` from elsewhere.
     """
     found = FoundJobs()
     if batch:

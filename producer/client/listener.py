@@ -25,7 +25,7 @@ RECONNECT_PAUSE_S = 0.5
 
 
 class Watched:
-    """News of a topic, kept until somebody waits for them."""
+    """News of a topic, kept until a caller waits for them."""
 
     def __init__(self, topic: str, room: WaitingRoom, ensure_listener: Callable[[], None]) -> None:
         self._room = room
@@ -96,7 +96,7 @@ class Listener:
                 )
                 time.sleep(RECONNECT_PAUSE_S)
             except (PagemillError, redis.RedisError):
-                logger.exception("the listener goes on in %s s", RECONNECT_PAUSE_S)
+                logger.exception("the listener continues in %s s", RECONNECT_PAUSE_S)
                 time.sleep(RECONNECT_PAUSE_S)
             # Hints may have been missed meanwhile.
             self._room.call_all()
@@ -117,10 +117,10 @@ class Listener:
             while not self._closed and time.monotonic() - last_busy < IDLE_EXIT_S:
                 if len(self._room):
                     last_busy = time.monotonic()
-                self._hear(pubsub)
+                self._receive(pubsub)
                 self._poll()
 
-    def _hear(self, pubsub: Any) -> None:
+    def _receive(self, pubsub: Any) -> None:
         timeout = self._room.tick()
         while message := pubsub.get_message(timeout=timeout):
             self._room.call(self._channels.topics(message))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
+from pagemill.producer.client.images import parse_job
 from pagemill.producer.client.tracing import traced
 from pagemill.producer.wire.calls import submissions
 from pagemill.producer.wire.calls.submission_form import (
@@ -26,10 +27,10 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_KEY, MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, Job
+from pagemill.producer.wire.schema.needs import BASE, STORE
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.sealing import ring
 from pagemill.producer.wire.schema.signing import OUTPUT_SEPARATOR, Keys, split_payload
-from pagemill.producer.wire.schema.tasks import STORED_VERSION, TASKS
 from pagemill.producer.wire.store.store import MAX_STORED_BYTES, Store, reference_to
 from pagemill.producer.wire.store.stub import Upload, payload_stub, read_payload_stub
 
@@ -72,7 +73,7 @@ def seed_of(job_id: str) -> int:
 
 
 def opened_envelope(envelope: bytes, job_id: str) -> bytes:
-    """Return an envelope in clear. Raises SealedError."""
+    """Return a decrypted envelope. Raises SealedError."""
     return ring().open(envelope, "job", job_id)
 
 
@@ -101,7 +102,7 @@ class Preparer:
         self._hmac_keys = hmac_keys
         self._keyring = ring()
         self._store = store
-        self._max_bytes = MAX_PAYLOAD_BYTES if store is None else MAX_STORED_BYTES
+        self.max_bytes = MAX_PAYLOAD_BYTES if store is None else MAX_STORED_BYTES
         self._may_change = bool(self._keyring or store is not None or hmac_keys)
         """Payloads are encrypted, signed, or put into a store."""
 
@@ -132,12 +133,12 @@ class Preparer:
         if built.key is not None:
             raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
         item = submissions.prepare(
-            built, job_id, seed=seed_of(job_id), relay=relay, waiter=waiter, max_bytes=self._max_bytes
+            built, job_id, seed=seed_of(job_id), relay=relay, waiter=waiter, max_bytes=self.max_bytes
         )
         return self._signed(item, built.tenant)
 
     def checked(self, payload: bytes, job_id: str, submitted_at: float) -> bytes:
-        """Return a payload's envelope, as it is stored. Raises InvalidJob where a key of ours has not signed it."""
+        """Return a payload's envelope, as it is stored. Raises InvalidJob if no known key has signed it."""
         parts = split_payload(payload)
         reference = read_payload_stub(parts.envelope)
         job = Job.from_payload(opened_envelope(parts.envelope, job_id)) if reference is None else reference
@@ -147,13 +148,13 @@ class Preparer:
 
     def replay(self, payload: bytes, dead_id: str) -> Submission:
         """Prepare a dead job's payload as a new job that may start at once. Raises InvalidJob."""
-        job = Job.from_payload(opened_envelope(split_payload(payload).envelope, dead_id), self._max_bytes)
+        job = Job.from_payload(opened_envelope(split_payload(payload).envelope, dead_id), self.max_bytes)
         again = job.model_copy(update={"delay": None, "run_at": None, "deadline": None, "key": None})
         job_id = new_job_id()
-        # It was told of the ends that it waited for.
+        # It was notified of the ends that it waited for.
         outputs = split_payload(payload).outputs
         item = submissions.prepare(
-            again, job_id, seed=seed_of(job_id), replay_of=dead_id, max_bytes=self._max_bytes
+            again, job_id, seed=seed_of(job_id), replay_of=dead_id, max_bytes=self.max_bytes
         )
         signed = self._signed(replace(item, is_linked=bool(outputs)), again.tenant)
         return replace(signed, payload=OUTPUT_SEPARATOR.join((signed.payload, *outputs)))
@@ -189,11 +190,12 @@ class Preparer:
             except InvalidJob as error:
                 if on_invalid == "raise":
                     raise InvalidJob(f"item {position}: {error}", error.code) from None
-                yield _record_row(given, position, batch_id, error, self._defaults["tenant"])
+                refused = _record_row(given, position, batch_id, error, self._defaults["tenant"])
+                yield self._with_sealed_metadata(refused)
 
     def _item(self, given: JobLike, names: _Names, forms: JobForms) -> Submission:
         shape = None
-        if type(given) is dict:
+        if type(given) is dict and "images" not in given:
             shape, form = forms.find(given)
             item = self._fill(form, given, names) if form is not None else None
             if form is not None and item is not None:
@@ -206,7 +208,7 @@ class Preparer:
             job = job.model_copy(update={"after": _resolved(job.after, names.batch_id)})
         key = job.key or names.of(job.digest)
         job_id = names.id_of(key)
-        item = submissions.prepare(job, job_id, key=key, seed=seed_of(job_id), max_bytes=self._max_bytes)
+        item = submissions.prepare(job, job_id, key=key, seed=seed_of(job_id), max_bytes=self.max_bytes)
         forms.learn(shape, job)
         return self._signed(item, job.tenant)
 
@@ -223,7 +225,7 @@ class Preparer:
         elif job is not None:
             raise InvalidJob(f"a job is a Job or a mapping of its fields, not {type(job).__name__}")
         given |= fields
-        return Job.parse(given)
+        return parse_job(given)
 
     def _fill(self, form: JobForm, row: dict[str, Any], names: _Names) -> Submission | None:
         """Prepare a row by its form; None if the row needs full validation."""
@@ -237,11 +239,20 @@ class Preparer:
         job_id = names.id_of(name)
         return form.fill(text, job_id, name, metadata, seed_of(job_id) if form.needs_seed else None)
 
+    def _with_sealed_metadata(self, item: Submission) -> Submission:
+        if not self._keyring or b'"metadata":' not in item.header:
+            return item
+        header = json.loads(item.header)
+        if (text := header.get("metadata")) is not None:
+            header["metadata"] = self._keyring.seal(text.encode(), "metadata", item.job_id).decode()
+        return replace(item, header=json.dumps(header, separators=(",", ":")).encode())
+
     def _signed(self, item: Submission, tenant: str) -> Submission:
         if self._keyring:
             if item.is_linked and b'"when":' in item.header and "when" in json.loads(item.header):
                 message = "the queue can't compare outputs (`when`) while they are encrypted"
                 raise InvalidJob(message, "unsupported_feature", "when")
+            item = self._with_sealed_metadata(item)
             item = replace(item, payload=self._keyring.seal(item.payload, "job", item.job_id))
         # The outputs that a job waits for are put behind its envelope in Redis.
         if self._store is not None and not item.is_linked and self._store.takes(len(item.payload)):
@@ -290,7 +301,7 @@ class _Names:
 
 def _stored(item: Submission, uri: str, tenant: str) -> Submission:
     """Return a submission whose payload goes to the store, and only its stub to Redis."""
-    lane = re.sub(rb'"lane":"\d+:', b'"lane":"%d:' % STORED_VERSION, item.header, count=1)
+    lane = re.sub(rb'"lane":"[^:]+', rb"\g<0>+%b" % STORE.encode(), item.header, count=1)
     header = b'%b,"stored":%b}' % (lane[:-1], json.dumps(uri).encode())
     stub = payload_stub(reference_to(uri, item.payload, tenant))
     return Submission(item.job_id, header, stub, upload=Upload(uri, item.payload))
@@ -317,6 +328,8 @@ def _record_row(given: object, position: int, batch_id: str, error: InvalidJob, 
         text = json.dumps(metadata, allow_nan=False) if isinstance(metadata, dict) else None
     except (ValueError, TypeError, RecursionError):
         text = None
+    if text is not None and len(text) > MAX_METADATA_BYTES:
+        text = None
     return _invalid(item_id(batch_id, key), key, text, error, tenant)
 
 
@@ -324,10 +337,10 @@ def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob, ten
     header = {
         "id": job_id,
         "key": key,
-        "lane": keys.lane(TASKS["generate"].version, "normal", tenant, "-"),
+        "lane": keys.lane(BASE, "normal", tenant, "-"),
         "cost": 0,
         "invalid": ErrorInfo(code=error.code, message=str(error)[:_MAX_REASON]).model_dump_json(),
     }
-    if metadata is not None and len(metadata) <= MAX_METADATA_BYTES:
+    if metadata is not None:
         header["metadata"] = metadata
     return Submission(job_id, json.dumps(header).encode(), b"")

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from pagemill.common.backoff import Backoff
 from pagemill.producer.client.effects import Begin, Finish, Flow, Sleep, Sync, Write
 from pagemill.producer.client.preparer import OnInvalid, record_invalid
 from pagemill.producer.wire.calls import stored, submissions
 from pagemill.producer.wire.calls.limits import QueueLimits, limits
 from pagemill.producer.wire.calls.metering.quotas import QuotaLeft
-from pagemill.producer.wire.calls.promises import Asked, Outlook, estimate, outlook
+from pagemill.producer.wire.calls.promises import EstimateInputs, JobDemand, estimate, estimate_inputs
 from pagemill.producer.wire.calls.registry import StatsPage, stats_page
 from pagemill.producer.wire.calls.submissions import Submission, SubmitReply, SubmitStatus
 from pagemill.producer.wire.schema import keys
@@ -37,13 +38,11 @@ FULL: frozenset[SubmitStatus] = frozenset({"full", "memory", "purging"})
 CHUNK_JOBS = 250
 CHUNK_BYTES = 1 << 20
 OUT_OF_MEMORY = (
-    "queue {queue} takes no more jobs now: the Redis server is near its maxmemory, "
+    "queue {queue} accepts no more jobs: the Redis server is near its maxmemory, "
     "and what is left is for running jobs"
 )
-FIRST_PAUSE_S = 0.05
-LAST_PAUSE_S = 1.0
 RETRY_PAUSES_S = (0.1, 0.3, 0.6)
-"""Seconds between attempts to reach a server that is away."""
+"""Seconds between attempts to reach an unavailable server."""
 
 
 def upload(queue: str, items: Sequence[Submission]) -> Flow[None]:
@@ -56,7 +55,7 @@ def upload(queue: str, items: Sequence[Submission]) -> Flow[None]:
 
 
 def send(call: Call[T]) -> Flow[T]:
-    """Send a submit, with retries after short pauses if the server is away: the ids make it idempotent."""
+    """Submit, with retries after short pauses if the server is unavailable: the ids make it idempotent."""
     for pause in RETRY_PAUSES_S:
         try:
             replies: T = yield call
@@ -70,7 +69,7 @@ def send(call: Call[T]) -> Flow[T]:
 
 def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[SubmitReply]:
     """Submit one job; the reply has its id, or that of the earlier job with its idempotency key."""
-    pause = FIRST_PAUSE_S
+    backoff = Backoff(jitter=0.0)
     yield from upload(queue, [item])
     while True:
         try:
@@ -87,8 +86,7 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[SubmitReply]:
                 break
             if on_full == "raise":
                 raise (yield from _full(queue, item, reply))
-        yield Sleep(pause)
-        pause = min(LAST_PAUSE_S, 2 * pause)
+        yield Sleep(backoff.next())
     if refused := _refusal(queue, item, reply):
         raise refused
     if reply.status == "conflict":
@@ -109,17 +107,17 @@ def submit_with_promise(
     """
     promise = None
     if on_late is not None:
-        item, promise = yield from _promised(queue, item)
-        if on_late == "refuse" and promise.misses_deadline:
-            raise DeadlineUnreachable(_lateness(promise), promise)
+        seen: EstimateInputs = yield estimate_inputs(queue, json.loads(item.header)["lane"])
+        item, promise = with_promise(item, seen)
+        if on_late == "refuse":
+            refuse_late(promise)
     reply = yield from submit(queue, item, on_full)
     return reply.job_id, promise if reply.job_id == item.job_id else None, reply.left
 
 
-def _promised(queue: str, item: Submission) -> Flow[tuple[Submission, Promise]]:
+def with_promise(item: Submission, seen: EstimateInputs) -> tuple[Submission, Promise]:
     """Return the promise, and the job with it in its header, so that it can be scored."""
-    seen: Outlook = yield outlook(queue, json.loads(item.header)["lane"])
-    asked = Asked.of(item.header, seen.now)
+    asked = JobDemand.of(item.header, seen.now)
     # When the jobs that it waits for will end is not known.
     found = None if item.is_linked else estimate(seen, asked)
     if found is None:
@@ -128,11 +126,12 @@ def _promised(queue: str, item: Submission) -> Flow[tuple[Submission, Promise]]:
     return replace(item, header=header), found.promise(asked.deadline)
 
 
-def _lateness(promise: Promise) -> str:
-    assert promise.p50 is not None
-    assert promise.deadline is not None
-    late_s = promise.p50 - promise.deadline
-    return f"the job would probably end {late_s:.1f} s after its deadline; it was not submitted"
+def refuse_late(promise: Promise) -> None:
+    """Raise DeadlineUnreachable if the job would more probably than not be expired."""
+    if promise.misses_deadline:
+        late_s = (promise.p50 or 0.0) - (promise.deadline or 0.0)
+        message = f"the job would probably end {late_s:.1f} s after its deadline; it was not submitted"
+        raise DeadlineUnreachable(message, promise)
 
 
 def submit_many(
@@ -149,17 +148,17 @@ def submit_many(
         for chunk in cut_chunks(submissions):
             if sent is not None:
                 settled, sent = sent, None
-                yield from batch.settle(settled, pending)
+                yield from batch.complete(settled, pending)
             yield from upload(queue, chunk)
             pending = yield Begin(batch.call(chunk))
             sent = chunk
     except Exception:
         # A bad row, or an error of the caller's iterable: earlier rows stay submitted.
         if sent is not None:
-            yield from batch.settle(sent, pending)
+            yield from batch.complete(sent, pending)
         raise
     if sent is not None:
-        yield from batch.settle(sent, pending)
+        yield from batch.complete(sent, pending)
     yield Sync()  # once is enough: the server's file is sequential, and the last chunk comes last
 
 
@@ -175,9 +174,9 @@ class _Batch:
     def call(self, chunk: list[Submission]) -> Call[list[SubmitReply]]:
         return submissions.submit(self._queue, chunk, batch_id=self._batch_id)
 
-    def settle(self, chunk: list[Submission], pending: Any) -> Flow[None]:
+    def complete(self, chunk: list[Submission], pending: Any) -> Flow[None]:
         """Wait until all of a chunk that was sent is accepted, resending as needed."""
-        pause = FIRST_PAUSE_S
+        backoff = Backoff(jitter=0.0)
         reply = _received(pending)
         while True:
             try:
@@ -187,7 +186,7 @@ class _Batch:
                 if self._on_full == "raise":
                     raise
             else:
-                chunk, refused = self._left(chunk, replies)
+                chunk, refused = self._to_resend(chunk, replies)
                 if not chunk:
                     return
                 if refused is None:
@@ -195,11 +194,10 @@ class _Batch:
                     continue
                 if self._on_full == "raise":
                     raise (yield from _full(self._queue, chunk[0], refused))
-            yield Sleep(pause)
-            pause = min(LAST_PAUSE_S, 2 * pause)
+            yield Sleep(backoff.next())
             reply = send(self.call(chunk))
 
-    def _left(
+    def _to_resend(
         self, chunk: list[Submission], replies: list[SubmitReply]
     ) -> tuple[list[Submission], SubmitReply | None]:
         """Return the items to send again, and a reply that refuses one for now. Raises InvalidJob."""
@@ -220,22 +218,22 @@ class _Batch:
 
 
 def _full(queue: str, item: Submission, reply: SubmitReply) -> Flow[QueueFull]:
-    """Return the error for a full queue, with its figures if the server still tells them."""
+    """Return the error for a full queue, with its figures if the server still returns them."""
     _, priority, tenant, model = keys.split_lane(json.loads(item.header)["lane"])
     lane = (priority, tenant, model)
     if reply.status == "memory":
         return QueueFull(OUT_OF_MEMORY.format(queue=queue), queue=queue, lane=lane, reason="memory")
     if reply.status == "purging":
-        message = f"queue {queue} takes no jobs of tenant {tenant} while its jobs are being removed"
+        message = f"queue {queue} accepts no jobs of tenant {tenant} while its jobs are being removed"
         return QueueFull(message, queue=queue, lane=lane)
     try:
         found: QueueLimits = yield limits(queue)
         page: StatsPage = yield stats_page(queue)
     except PagemillError:
-        return QueueFull(f"queue {queue} takes no more jobs now", queue=queue, lane=lane)
+        return QueueFull(f"queue {queue} accepts no more jobs", queue=queue, lane=lane)
     depth = page.totals.counts.get("queued", 0) + page.totals.counts.get("delayed", 0)
     limit = found.jobs or submissions.DEFAULT_QUEUE_LIMIT
-    message = f"queue {queue} takes no more jobs now: {depth:,} wait, the limit is {limit:,}"
+    message = f"queue {queue} accepts no more jobs: {depth:,} wait, the limit is {limit:,}"
     return QueueFull(message, queue=queue, limit=limit, depth=depth, lane=lane)
 
 

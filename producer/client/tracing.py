@@ -19,7 +19,7 @@ def publishing(
 ) -> Iterator[str | None]:
     """Open a span around a submit; yields the traceparent for its jobs, None if there is no tracing.
 
-    The parent is the job's own traceparent (in `fields`, or in the Job or mapping that was `given`), else the
+    The parent is the job's own traceparent (in `fields`, or in the Job or mapping that was `given`), or the
     application's current span. An error is recorded on the span.
     """
     api = sys.modules.get("opentelemetry.trace")
@@ -46,7 +46,7 @@ def publishing(
 
 
 def traced(job: object, traceparent: str) -> Any:
-    """Return a batch's row with the batch's context, unless it has its own or is no job."""
+    """Return a batch's row with the batch's context, unless it has its own or is not a job."""
     if isinstance(job, Job):
         return job if job.traceparent else job.model_copy(update={"traceparent": traceparent})
     if isinstance(job, Mapping) and job.get("traceparent") is None:

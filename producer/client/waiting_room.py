@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pagemill.common.backoff import FIRST_S, Backoff
 from pagemill.producer.wire.schema import keys
 
-FIRST_POLL_S = 0.05
-LAST_POLL_S = 1.0
 IDLE_TICK_S = 0.25
 """Longest sleep of a listener, so that a new wait is polled soon."""
 POLL_CHUNK = 500
@@ -29,8 +28,10 @@ class Waiter:
     wake: Callable[[], None]
     polled: bool
     stays: bool
+    pace: Backoff
+    interval: float
+    """The pace's latest pause."""
     next_poll: float
-    interval: float = FIRST_POLL_S
 
 
 class WaitingRoom:
@@ -47,7 +48,9 @@ class WaitingRoom:
     def enter(
         self, topic: str, wake: Callable[[], None], *, polled: bool = False, stays: bool = False
     ) -> Waiter:
-        waiter = Waiter(topic, wake, polled, stays, time.monotonic() + FIRST_POLL_S)
+        pace = Backoff(jitter=0.0)
+        interval = pace.next()
+        waiter = Waiter(topic, wake, polled, stays, pace, interval, time.monotonic() + interval)
         with self._lock:
             self._waiters.setdefault(topic, []).append(waiter)
         return waiter
@@ -87,7 +90,7 @@ class WaitingRoom:
             for topic, waiters in self._waiters.items():
                 late = [waiter for waiter in waiters if waiter.polled and waiter.next_poll <= now]
                 for waiter in late:
-                    waiter.interval = min(LAST_POLL_S, 2 * waiter.interval)
+                    waiter.interval = waiter.pace.next()
                     waiter.next_poll = now + waiter.interval
                 if late:
                     due.append(topic)
@@ -109,7 +112,7 @@ class WaitingRoom:
                 for waiters in self._waiters.values()
                 for waiter in waiters
             )
-        return FIRST_POLL_S if young else IDLE_TICK_S
+        return FIRST_S if young else IDLE_TICK_S
 
 
 class Channels:

@@ -74,6 +74,8 @@ class RunBar:
             f"{sum(each.completion_tokens for each in (tally, *tally.stages.values())) / seconds:,.0f} tokens/s",
             f"{tally.in_flight:,} in flight",
         ]
+        if tally.files is not None:
+            parts.insert(0, "file {:,} of {:,}".format(*tally.files))
         if self._kv.ratio is not None:
             parts.append(f"KV {self._kv.ratio:.0%}")
         parts += [

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.tables.places import local_path
-from pagemill.producer.dataset.tables.rows import MemorySource, Row, Source, checked_row, open_source
+from pagemill.producer.dataset.tables.rows import MemorySource, Row, Source, checked_row
+from pagemill.producer.dataset.tables.shards import open_rows
 
 if TYPE_CHECKING:
     from pagemill.producer.dataset.run import DatasetRun
@@ -59,9 +59,11 @@ class FrameSource:
 
 
 def source_of(rows: object) -> Source:
-    """Return the source for a path, a data frame or an iterable of mappings. Raises DatasetError."""
+    """Return the source for a path, a list of paths, a data frame or an iterable of mappings. Raises DatasetError."""
     if isinstance(rows, str | Path):
-        return open_source(local_path(rows))
+        return open_rows([rows])
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, str | Path) for row in rows):
+        return open_rows(rows)
     frame = _frame(rows)
     if frame is not None:
         return FrameSource(frame, type(rows).__name__)

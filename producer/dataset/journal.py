@@ -1,7 +1,7 @@
 """The state of a run, beside its output: one SQLite file that survives SIGKILL at any point.
 
 Outputs are stored together with the position read in the batch, in one synchronous transaction; only then is
-the server told to free them. SQLite's exclusive lock prevents a second run.
+the server asked to free them. SQLite's exclusive lock prevents a second run.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Journal:
             raise _explained(error, path) from error
         except sqlite3.DatabaseError as error:
             raise DatasetError(
-                f"{path} is no journal of a run ({error}); move it away to start over"
+                f"{path} is not the journal of a run ({error}); move it away to start over"
             ) from error
         if int(self.fact("version") or VERSION) != VERSION:
             raise DatasetError(f"{path} was written by another version; finish it there, or move it away")
@@ -139,7 +139,7 @@ class Journal:
         self._execute("DELETE FROM occurrences")
 
     def forget_pending(self) -> None:
-        """Forget all work under way."""
+        """Forget all work in progress."""
         self._execute("DELETE FROM pending")
 
     def forget_retryable(self) -> int:
@@ -149,7 +149,7 @@ class Journal:
         return int(found[0])
 
     def needs(self, key: str) -> str | None:
-        """Return the name to submit this work under; None if it is done, under way, or has failed for good.
+        """Return the name to submit this work under; None if it is done, in progress, or has failed for good.
 
         Work that is retried gets a new name, since the batch remembers the old one.
         """
@@ -200,6 +200,15 @@ class Journal:
             "SELECT code, message FROM failures WHERE key = ? AND retryable != 2", (key,)
         ).fetchone()
         return None if found is None else Failure(*found)
+
+    def tokens_of(self, stage: str) -> int:
+        """Return the tokens of all outputs of a cascade's later stage."""
+        query = "SELECT result FROM outputs WHERE substr(key, ?) = ?"
+        found = self._execute(query, (-len(stage) - 1, f"@{stage}"))
+        usages = (json.loads(text).get("usage") or {} for (text,) in found)
+        return sum(
+            (usage.get("prompt_tokens") or 0) + (usage.get("completion_tokens") or 0) for usage in usages
+        )
 
     def results(self) -> Iterator[dict[str, Any]]:
         """Yield every output, in arbitrary order."""
@@ -252,6 +261,6 @@ def _explained(error: sqlite3.OperationalError, path: Path) -> DatasetError:
     if "unable to open" in text:
         return DatasetError(f"{path} cannot be created: is the directory there, and writable?")
     return DiskFailed(
-        f"{path} could not be written ({text}). Mend that and run the same command again; "
+        f"{path} could not be written ({text}). Fix that and run the same command again; "
         "nothing that was done is lost"
     )

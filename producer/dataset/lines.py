@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagemill.producer.dataset.labels.columns import TEMPERATURE, LabelColumns
+from pagemill.producer.dataset.label_columns import TEMPERATURE, LabelColumns
 from pagemill.producer.dataset.pooled import kept_of, output_of
 from pagemill.producer.dataset.recipe import Recipe
 from pagemill.producer.dataset.schema_fields import field_values
@@ -73,12 +73,12 @@ class OutputLines:
             meta = _loaded(meta)
         if not isinstance(meta, dict) or not isinstance(meta.get("key"), str):
             return None
-        kept = self._kept(fields.get(self.column), meta, path)
+        kept = self._journal_result(fields.get(self.column), meta, path)
         if self.labels is not None:
             self.labels.restore(kept, fields, meta)
         return meta["key"], kept
 
-    def _kept(self, output: Any, meta: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    def _journal_result(self, output: Any, meta: Mapping[str, Any], path: Path) -> dict[str, Any]:
         wants_json, samples = self.recipe.wants_json, int(self.recipe.fields.get("n") or 1)
         is_plain = not (self.recipe.is_scored or self.recipe.is_pooled or "tools" in self.recipe.fields)
         is_encoded = wants_json or samples > 1 or not is_plain

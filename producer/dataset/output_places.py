@@ -82,7 +82,7 @@ def fill(text: str, known: Mapping[str, ParentOutput], *, is_waiting: bool) -> s
     """Return a rendered text with the known outputs in it.
 
     Args:
-        is_waiting: The job waits for others: the marks left become places, and all else is no place.
+        is_waiting: The job waits for others: the marks left become places, and all else is text.
 
     Raises:
         InvalidJob: a known output has no such field, or braces around a place make another of it.

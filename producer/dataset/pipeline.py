@@ -13,9 +13,8 @@ from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
-from pagemill.producer.dataset.labels.columns import LabelTemperature
+from pagemill.producer.dataset.label_columns import LabelTemperature
 from pagemill.producer.dataset.recipe import NO_MODEL, OnCut, OnRow, Recipe
-from pagemill.producer.dataset.recipe_run import RecipeRun
 from pagemill.producer.dataset.run import DatasetRun
 from pagemill.producer.dataset.steps.chain import Chain
 from pagemill.producer.dataset.steps.recipe_file import read_recipe
@@ -39,21 +38,35 @@ class RunFields(TypedDict, total=False):
     label_temperature: LabelTemperature
     escalate_below: float | None
     to: Sequence[str] | str
+    api_budget: int | None
+    api_key_file: str | Path | None
     where: str | None
+    image_column: str | None
     on_null: OnRow
     on_empty: OnRow
     on_cut: OnCut | None
+    rows_per_file: int | None
 
 
 class Pipeline:
-    """The processing of every row: a prompt template, a model, the shape of the output.
+    """Sends every row of a dataset through a model: a prompt template, a model, the shape of the output.
 
         pipeline = Pipeline("Is this review good or bad? {{ text }}", model="smollm2", choices=["good", "bad"])
         summary = pipeline.run("reviews.jsonl", out="labelled.jsonl")
 
-    `fields` are further fields of a Job, for instance max_tokens=64. Without a template the column `messages`
-    or `prompt` is the prompt. `json_schema` is text, an object or a pydantic class. Without a model it is the
-    producer's, or what the live workers serve. Raises DatasetError for invalid options.
+    Args:
+        template: Jinja2 template of the prompt; None: the column `messages` or `prompt` is the prompt.
+        model: the model's served name. Default: the producer's, or that of the live workers.
+        system: template of a system message.
+        choices: labels of which the output is one.
+        json_schema: schema of the output, as text, object or pydantic class.
+        regex: regular expression that the output matches.
+        chat: use the model's chat template; False sends the prompt unchanged.
+        temperature: 0 always selects the most probable token.
+        **fields: further fields of `Job`, for instance `max_tokens=64`.
+
+    Raises:
+        DatasetError: an option is invalid.
     """
 
     def __init__(
@@ -73,14 +86,13 @@ class Pipeline:
         given = {name: value for name, value in shape.items() if value is not None}
         if given:
             fields["structured_outputs"] = given
-        self.recipe = Recipe(
-            model or NO_MODEL, template, system, chat, {"temperature": temperature, **fields}
-        )
-        self.recipe.check(None)
+        recipe = Recipe(model or NO_MODEL, template, system, chat, {"temperature": temperature, **fields})
+        recipe.check(None)
+        self.recipe: Recipe | Chain = recipe
 
     def run(
         self,
-        rows: str | Path | Iterable[Mapping[str, Any]] | Any,
+        rows: str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]] | Any,
         *,
         out: str | Path | None = None,
         producer: Producer | None = None,
@@ -88,14 +100,28 @@ class Pipeline:
         on_row: Callable[[Mapping[str, Any]], None] | None = None,
         **options: Unpack[RunFields],
     ) -> Summary:
-        """Run over a file, a data frame (pandas, polars, Arrow) or any iterable of mappings, and write `out`.
+        """Process rows and write `out`. Call it again after any interruption.
 
-        Files may be URIs that fsspec knows, such as s3://bucket/rows.jsonl.
-        Call it again after any interruption. Of a data frame `summary.frame` is a new frame of the same kind, with
-        the output as a column: null for a row that failed. `out` may then be left out, and nothing is kept to
-        resume from. `on_progress` is called a few times a second, `on_row` with every output line in the input's
-        order as `out` is written. Bad rows are in `out`.errors.jsonl. Raises DatasetError, also if no row makes a
-        job; TooManyErrors, RedisUnavailable, QueueFull.
+        Args:
+            rows: a file, a URI that fsspec opens, a list of files, a directory, a glob pattern, a data frame
+                (pandas, polars, Arrow), or an iterable of mappings.
+            out: output file, or a folder for several files. It can be omitted for a data frame; such a run cannot
+                resume.
+            producer: the producer to submit with; None: a new one.
+            on_progress: called a few times per second.
+            on_row: called with every output line, in the order of the input, while `out` is written.
+            **options: options of the run, as those of `pagemill run`: `limit`, `gold`, `where`, `rows_per_file`
+                and others.
+
+        Returns:
+            Counts of the run. For a data frame, `frame` is a new frame of the same kind with the output as a column,
+            null for failed rows. Failed rows are in `out`.errors.jsonl.
+
+        Raises:
+            DatasetError: an option or the input is invalid, or no row makes a job.
+            TooManyErrors: more rows failed than `max_errors`.
+            RedisUnavailable: the server does not respond.
+            QueueFull: the queue accepts no more jobs.
         """
         with contextlib.ExitStack() as stack:
             if isinstance(rows, str | Path) and (uri := uri_of(rows)) is not None:
@@ -104,10 +130,10 @@ class Pipeline:
                 source = source_of(rows)
             if out is None:
                 if not isinstance(source, FrameSource):
-                    raise DatasetError("say where the output goes: out='labelled.jsonl'")
+                    raise DatasetError("the output needs a file: out='labelled.jsonl'")
                 out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
             producer = producer or stack.enter_context(Producer())
-            dataset = self._dataset(source, out, options)
+            dataset = DatasetRun(source, out, self.recipe, **options)
             if NO_MODEL in dataset.models:
                 dataset.use_model(producer.model or producer.run_flow(flows.served_model(producer.queue)))
             outputs: dict[int, Mapping[str, Any]] = {}
@@ -122,24 +148,21 @@ class Pipeline:
                 summary.frame = labelled(source, dataset, outputs)
             return summary
 
-    def _dataset(self, source: Source, out: str | Path, options: RunFields) -> DatasetRun:
-        return DatasetRun(source, out, self.recipe, **options)
-
 
 class RecipePipeline(Pipeline):
-    """The processing of every row in several steps; `run` is that of a `Pipeline`.
+    """Sends every row of a dataset through several steps; `run` is that of `Pipeline`.
 
         pipeline = RecipePipeline("recipe.yaml")
         df = pipeline.run(df, out="out.parquet").frame
 
-    A recipe is a YAML file, or a mapping of what such a file holds (docs/recipes.md). `model` is that of steps that
-    name none. Raises DatasetError for an invalid recipe.
+    Args:
+        recipe: a YAML file, or a mapping with its content (docs/recipes.md).
+        model: model of the steps that name none.
+
+    Raises:
+        DatasetError: the recipe is invalid.
     """
 
     def __init__(self, recipe: str | Path | Mapping[str, Any], *, model: str | None = None) -> None:
         chain = Chain.of(recipe) if isinstance(recipe, Mapping) else read_recipe(Path(recipe))
-        self.chain = chain.with_model(model or NO_MODEL)
-        self.recipe = self.chain.first.recipe
-
-    def _dataset(self, source: Source, out: str | Path, options: RunFields) -> DatasetRun:
-        return RecipeRun(source, out, chain=self.chain, **options)
+        self.recipe = chain.with_model(model or NO_MODEL)

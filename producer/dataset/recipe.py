@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias
 
-from pagemill.bounds import InvalidParameter
+from pagemill.common.bounds import InvalidParameter
+from pagemill.common.structured_outputs import StructuredOutputs, is_model
+from pagemill.producer.client.images import parse_job
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure
 from pagemill.producer.dataset.tables.rows import Row, RowError, shorten
@@ -18,7 +20,6 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.tasks import POOLED_TASKS
 from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS
-from pagemill.structured_outputs import StructuredOutputs, is_model
 
 OnRow: TypeAlias = Literal["fail", "skip", "label"]
 """What becomes of a row: an error, left out, or a job like others."""
@@ -52,6 +53,8 @@ class Recipe:
     """A row whose columns that the template names, or whose prompt, are all null or blank."""
     places: Mapping[str, object] = field(default_factory=dict)
     """Names in the templates that stand for no column, and what is printed for them."""
+    image_column: str | None = None
+    """The column with the pictures, which the model sees before the prompt."""
     examples: tuple[Mapping[str, Any], ...] = ()
     """Rows with an `output`, shown to the model as earlier turns of the chat."""
 
@@ -64,7 +67,7 @@ class Recipe:
         if is_model(fields.get("response_format")):
             fields["structured_outputs"] = fields.pop("response_format")
         if (shape := fields.get("structured_outputs")) is not None:
-            with contextlib.suppress(InvalidParameter):  # `check` tells
+            with contextlib.suppress(InvalidParameter):  # `check` reports it
                 given = asdict(StructuredOutputs.of(shape))
                 fields["structured_outputs"] = {
                     name: value for name, value in given.items() if value is not None
@@ -113,6 +116,8 @@ class Recipe:
         }  # fmt: skip
         if self.examples:
             about["examples"] = self.examples
+        if self.image_column is not None:
+            about["image_column"] = self.image_column
         return about | {name: value for name, value in self.fields.items() if name not in NO_SETTINGS}
 
     @property
@@ -174,14 +179,18 @@ class Recipe:
             raise DatasetError(f"these settings make no job: {error}") from None
         if self.system is not None and not self.chat:
             raise DatasetError("a system message needs the chat form: leave --no-chat out")
+        if self.image_column is not None and not self.chat:
+            raise DatasetError("pictures need the chat form: leave --no-chat out")
         columns = {} if first is None or first.fields is None else first.fields
         assert self._turns is not None, "they are made"
         for template in (self._template, self._system):
             if template is not None and columns:
                 template.check_columns(columns)
+        if self.image_column is not None and columns and self.image_column not in columns:
+            raise DatasetError(f"unknown column {self.image_column!r}; the columns are: {', '.join(columns)}")
         if self._template is None and columns and not set(PROMPT_COLUMNS) & columns.keys():
             raise DatasetError(
-                "say what the prompt is, for instance --template 'Summarize: {{ text }}'; "
+                "the prompt is missing; write for instance --template 'Summarize: {{ text }}'; "
                 f"the columns are: {', '.join(columns)}"
             )
 
@@ -199,7 +208,7 @@ class Recipe:
             fields = {"dedupe": self._is_repeatable, "model": self.model, **self.fields}
             if self.task == "rerank" and "documents" not in fields:
                 fields["documents"] = row.fields.get("documents")
-            return Job.parse(fields | finish(self._prompt(row.fields)))
+            return parse_job(fields | finish(self._prompt(row.fields)) | self._images(row))
         except NullRendered as error:
             return RowError("null_in_prompt", str(error), raw_text(row.fields), self.on_null == "skip")
         except TemplateFailed as error:
@@ -216,6 +225,13 @@ class Recipe:
             return None
         return Failure("output_cut_off", "the output was cut off at max_tokens; raise --max-tokens")
 
+    def _images(self, row: Row) -> dict[str, Any]:
+        """Return the job's pictures. Raises NullRendered."""
+        if None in row.images and self.on_null != "label":
+            raise NullRendered("the picture is null")
+        images = [image for image in row.images if image is not None]
+        return {"images": images} if images else {}
+
     def _is_empty(self, columns: Mapping[str, Any]) -> bool:
         if self._template is not None:
             return self._template.is_empty(columns)
@@ -226,19 +242,19 @@ class Recipe:
         if self._template is None:
             for name in PROMPT_COLUMNS:
                 if columns.get(name) is not None:
-                    return self._given(name, columns[name], columns)
+                    return self._field_value(name, columns[name], columns)
             raise TemplateFailed(f"the row has none of {', '.join(PROMPT_COLUMNS)}")
         text = self._template.render(columns)
         return self._as_chat(text, columns) if self.chat else {"prompt": text}
 
-    def _given(self, name: str, value: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def _field_value(self, name: str, value: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
         if name == "prompt" and self.chat and isinstance(value, str):
             return self._as_chat(value, columns)
         if name == "messages" and isinstance(value, str):
             try:
                 value = json.loads(value)  # a CSV cell
             except json.JSONDecodeError as error:
-                raise TemplateFailed(f"the messages column is no JSON: {error.msg}") from None
+                raise TemplateFailed(f"the messages column is not JSON: {error.msg}") from None
         if name == "messages" and self._system is not None and isinstance(value, list):
             value = [{"role": "system", "content": self._system.render(columns)}, *value]
         return {name: value}

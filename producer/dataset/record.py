@@ -1,6 +1,6 @@
 """The record of a run: the settings that made its output, and the time and KV use of all its starts.
 
-While the run lasts it is in the journal; beside a finished OUT it is OUT.run.json, so that a later run can tell whether
+While the run lasts it is in the journal; beside a finished OUT it is OUT.run.json, so that a later run knows whether
 it asks for the same, and adds its own time.
 """
 
@@ -88,16 +88,18 @@ class Record:
             return None
         except (OSError, ValueError, TypeError, KeyError):
             raise DatasetError(
-                f"{path} is no record of a run; move it away, or start over with --overwrite"
+                f"{path} is not the record of a run; move it away, or start over with --overwrite"
             ) from None
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return in words which settings differ; empty if none does."""
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    return "; ".join(f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now" for name in names)
+    return "; ".join(
+        f"{name}: {_format(then.get(name))} then, {_format(now.get(name))} now" for name in names
+    )
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     text = "none" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -13,7 +13,7 @@ from jinja2 import Environment
 from pagemill.producer.dataset.summary import Summary
 
 BAR_WIDTH = 30
-CURVE_COLUMNS = ("margin", "go on", "right", "tokens per row", "seconds per row", "rows known")
+CURVE_COLUMNS = ("margin", "passed on", "right", "tokens per row", "seconds per row", "rows known")
 
 
 def figures(summary: Summary) -> list[tuple[str, str]]:
@@ -151,7 +151,7 @@ def _stage(number: int, stage: dict[str, Any]) -> list[tuple[str, str]]:
     if stage["accuracy_final"] is not None:
         parts[0] += f", {_percent(stage['accuracy_final'])} right"
     if stage["accuracy_passed_on"] is not None:
-        parts.append(f"{_percent(stage['accuracy_passed_on'])} right of those that went on")
+        parts.append(f"{_percent(stage['accuracy_passed_on'])} right of those passed on")
     parts.append(f"{tokens:,} tokens")
     if stage["seconds"] is not None:
         parts.append(f"{stage['seconds'] / stage['timed_jobs']:.3f} s a job")
@@ -221,6 +221,17 @@ def _calibration(facts: dict[str, Any]) -> str:
         best = _percent(facts["error_at_fitted_temperature"])
         text += f"; {best} at {facts['fitted_temperature']:g}, which fits best"
     return text
+
+
+def rough_duration(seconds: float) -> str:
+    """Return an estimated time in the unit that fits: `36 seconds`, `12 minutes`, `3.4 hours`, `2.1 days`."""
+    if seconds < 90:
+        return "a second" if seconds < 1.5 else f"{seconds:.0f} seconds"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 86_400:,.1f} days"
 
 
 def _duration(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """A dataset run: it can be killed and restarted, ends with the same file, and computes nothing twice.
 
+Every row goes through a chain of steps: one, those of a recipe, or the stages of a cascade.
 Work is identified by its content: the hash of prompt, model and sampling (and, where equal jobs give
 different outputs, the number of earlier equal ones), never by a row's number. During the run OUT.partial
 holds its state (journal.py). At the end the rows are read once more and written with their outputs, in order,
@@ -10,33 +11,55 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.dataset.errors import DatasetError, EmptyFile
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.label_columns import LabelColumns, LabelTemperature, as_label, by_label
 from pagemill.producer.dataset.labels.calibration import Calibration, GoldSample
-from pagemill.producer.dataset.labels.cascade import cascade_of
-from pagemill.producer.dataset.labels.columns import LABEL, LabelTemperature, as_label, by_label
+from pagemill.producer.dataset.labels.cascade import chain_of, remote_of
 from pagemill.producer.dataset.labels.stages import StageFigures
-from pagemill.producer.dataset.lines import OutputLines
+from pagemill.producer.dataset.outputs import LineWriter, no_lines, output_of
 from pagemill.producer.dataset.recipe import OnCut, OnRow, Recipe, raw_text
 from pagemill.producer.dataset.record import Mean, Record, Totals, differences
-from pagemill.producer.dataset.schema_fields import schema_fields
+from pagemill.producer.dataset.remote_model import Remote, RemoteModel
+from pagemill.producer.dataset.row_lines import RowLines
+from pagemill.producer.dataset.steps.chain import Chain
+from pagemill.producer.dataset.steps.figures import StepFigures
+from pagemill.producer.dataset.steps.step import Step
+from pagemill.producer.dataset.steps.walk import StepState, Walk, plain_job
 from pagemill.producer.dataset.stopwatch import Stopwatch
 from pagemill.producer.dataset.summary import Summary
-from pagemill.producer.dataset.tables.places import place_of
-from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source, open_source
-from pagemill.producer.dataset.tables.writers import OUTPUT, Writer, check_output, replacing
+from pagemill.producer.dataset.tables.pictures import picture_folders, with_pictures
+from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source
+from pagemill.producer.dataset.tables.shards import ShardedSource, changed_files
+from pagemill.producer.dataset.tables.writers import STEPS, Form, Writer, replacing
 from pagemill.producer.dataset.template import Condition, TemplateFailed
-from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
+from pagemill.producer.dataset.watch import Notify
+from pagemill.producer.dataset.work import WINDOW, Tally, WorkLoop, warn
 from pagemill.producer.wire.schema.job import Job
 
 SPOOL_ROWS = 1_000
+SPOOL_ROWS_WITH_IMAGES = 32
+
+
+NOT_FOR_RECIPES = {
+    "gold": "each step names its own column of gold values",
+    "output_column": "each step names its own column",
+    "label_temperature": "the queue compares the probabilities that `when` asks for, and does not scale them",
+    "escalate_below": "`when` says which rows another step asks, with prob_below",
+    "to": "each step names its model",
+    "api_budget": "its steps run in the queue",
+    "api_key_file": "its steps run in the queue",
+}
+"""Options of a run that a recipe cannot have, and why."""
 
 
 @dataclass
@@ -45,31 +68,45 @@ class DatasetRun:
 
     source: Source
     out: str | Path
-    """A path, or a URI that fsspec knows; then `path` is where it is made."""
-    recipe: Recipe
+    """A path, or a URI that fsspec knows; then `path` is where it is made. A folder, or a name with `{shard}`, for an
+    output of several files."""
+    recipe: InitVar[Recipe | Chain]
+    """What becomes of each row; a chain is that of a recipe's steps."""
     limit: int | None = None
     gold: str | None = None
     max_errors: int | None = None
     window: int = WINDOW
     overwrite: bool = False
     price_per_hour: float | None = None
+    is_trial: bool = False
+    """Write no output: what was done stays in the journal, and a later run takes it from there."""
     output_column: str = ""
-    """The name of the output's column. Default: `label` with `label_probs`, else `output`."""
+    """The name of the output's column. Default: `label` with `label_probs`, otherwise `output`."""
     schema_columns: bool = False
-    """Also a column for each field of the JSON schema, named `output.FIELD`."""
+    """Also a column for each field of a JSON schema, named `output.FIELD`."""
     label_temperature: LabelTemperature = 1.0
     """Scales the probabilities of labels as they are written; `fit`: as fits the gold values best."""
     escalate_below: float | None = None
     """Rows whose label's probability is under this go on to the next model of `to`."""
     to: Sequence[str] | str = ()
     """The models of a cascade's later stages, in order."""
+    api_budget: int | None = None
+    """Most tokens that the run may use at the API of a last model `openai:https://host/v1/NAME`; it needs one."""
+    api_key_file: str | Path | None = None
+    """The file with that API's key. Default: the variable PAGEMILL_API_KEY."""
     where: str | None = None
     """The rows that are wanted, as an expression in Jinja2's syntax; `limit` counts these alone."""
+    image_column: str | None = None
+    """The column with each row's picture, or a list of them: a path, bytes, a URL or a Hugging Face struct."""
     on_null: OnRow = "fail"
     on_empty: OnRow = "fail"
     on_cut: OnCut | None = None
-    """An output that ended at max_tokens. Default: `fail` where a shape was asked for, else `label`."""
+    """An output that ended at max_tokens. Default: `fail` with structured output, otherwise `label`."""
+    rows_per_file: int | None = None
+    """Rows of each file of an output that is a folder. Default: a file for each file of the source."""
     on_news: Callable[[Tally], None] = field(default=lambda tally: None)
+    on_notice: Notify = warn
+    """Called with what keeps the run waiting, and whether it cannot end by itself. Default: a warning in the log."""
     kv: Callable[[], tuple[Mean, Mean]] = field(default=lambda: (Mean(), Mean()))
     """Asked for the KV utilisation and waste of this start so far."""
     on_row: Callable[[Mapping[str, Any]], None] = field(default=lambda line: None)
@@ -77,36 +114,48 @@ class DatasetRun:
     on_end: Callable[[int, Mapping[str, Any]], None] = field(default=lambda number, columns: None)
     """Called with every row's number and output line, in order; the line is empty for a row without an output."""
 
-    def __post_init__(self) -> None:
-        self.place = place_of(self.out)
-        self.path = self.place.path
+    def __post_init__(self, recipe: Recipe | Chain) -> None:
+        self.output = output_of(self.out, self.source, self.rows_per_file)
+        self.place = self.output.place
+        self.path = self.output.path
         for name, known in (("on_null", OnRow), ("on_empty", OnRow), ("on_cut", OnCut)):
             if getattr(self, name) not in (*get_args(known), None):
                 raise DatasetError(f"{name} is one of {', '.join(get_args(known))}")
-        self.recipe = replace(self.recipe, on_null=self.on_null, on_empty=self.on_empty)
-        schema = (self.recipe.fields.get("structured_outputs") or {}).get("json")
-        self.fields = schema_fields(schema) if self.schema_columns else {}
-        self.output_column = self.output_column or (LABEL if self.recipe.has_label_probs else OUTPUT)
-        self._cascade, self._labels = cascade_of(self)
+        self._remote: RemoteModel | None = None
+        if isinstance(recipe, Chain):
+            for name, reason in NOT_FOR_RECIPES.items():
+                default = getattr(DatasetRun, name)
+                if (getattr(self, name) or default) != default:
+                    raise DatasetError(f"{name} is not for a recipe: {reason}")
+            chain = recipe
+        else:
+            chain = chain_of(recipe, self)
+            self._remote = remote_of(self)
+        chain = chain.with_recipes(
+            on_null=self.on_null, on_empty=self.on_empty, image_column=self.image_column
+        )
+        self.chain = chain.with_schema_columns() if self.schema_columns else chain
+        self.output_column, *_ = self.chain.columns
+        self._shard = 0
         self._condition = None if self.where is None else Condition(self.where)
 
     @property
     def more_columns(self) -> dict[str, str]:
-        """The output's columns beside its own, and their types."""
-        fields = {f"{self.output_column}.{name}": kind for name, kind in self.fields.items()}
-        return fields if self._labels is None else self._labels.types
+        """The output's columns beside the first, and their types."""
+        return {name: kind for name, kind in self.chain.columns.items() if name != self.output_column}
 
     @property
     def journal_path(self) -> Path:
         return self.path.with_name(self.path.name + ".partial")
 
     @property
-    def record_path(self) -> Path:
-        return self.path.with_name(self.path.name + ".run.json")
+    def outputs_name(self) -> str:
+        """The name of the file that holds the outputs at the end: OUT, or of a trial the journal."""
+        return str(self.journal_path) if self.is_trial else self.place.name
 
     @property
-    def _lines(self) -> OutputLines:
-        return OutputLines(self.recipe, self.output_column, self.fields, self._labels)
+    def record_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".run.json")
 
     @property
     def errors_path(self) -> Path:
@@ -125,54 +174,75 @@ class DatasetRun:
         with self._opened(producer) as journal:
             with Stopwatch(journal, self.kv) as stopwatch:
 
-                def tell(tally: Tally) -> None:
+                def report(tally: Tally) -> None:
+                    tally.files = self._files_read()
                     stopwatch.tick()
                     self.on_news(tally)
 
                 loop = WorkLoop(
-                    producer, journal, window=self.window, max_errors=self.max_errors, on_news=tell
+                    producer,
+                    journal,
+                    window=self.window,
+                    max_errors=self.max_errors,
+                    on_news=report,
+                    on_notice=self.on_notice,
                 )
                 loop.complaint = self._complaint
-                loop.tally.stages = {name: Tally() for name in self._stage_names()}
-                loop.run(lambda: self._works(journal), self._cascade.followers(journal, self._plain_jobs))
+                loop.tally.stages = {step.name: Tally() for step in self.chain.steps[1:]}
+                walk = Walk(self.chain, journal, self.on_cut)
+                with nullcontext() if self._remote is None else Remote(self._remote, journal) as loop.remote:
+                    loop.run(lambda: walk.works(self._noted(self._rows())), walk.followers(self._rows))
             return self._finish(journal)
+
+    def _noted(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Yield the rows, and note the file that they are read from."""
+        for row in rows:
+            self._shard = row.shard
+            yield row
+
+    def _files_read(self) -> tuple[int, int] | None:
+        """Return the number of the file that is being read, and that of all."""
+        return (self._shard + 1, len(self.source.shards)) if isinstance(self.source, ShardedSource) else None
 
     def detach(self, producer: Producer) -> Tally:
         """Submit everything without collecting: `execute` collects later, possibly in another process."""
         with self._opened(producer) as journal:
             loop = WorkLoop(producer, journal, on_news=self.on_news)
-            loop.run(lambda: self._works(journal), collect=False)
+            walk = Walk(self.chain, journal, self.on_cut)
+            loop.run(lambda: walk.works(self._rows()), collect=False)
             return loop.tally
 
     def cancel(self, producer: Producer) -> int:
-        """Cancel the jobs that an earlier start has under way; returns their number. Its outputs are kept."""
+        """Cancel the unfinished jobs of an earlier run; returns their number. Its outputs are kept."""
         self.place.prepare()
         with Journal(self.journal_path) as journal:
             return WorkLoop(producer, journal).cancel()
 
     def previews(self) -> Iterator[tuple[Row, str, Job | RowError]]:
-        """Yield the rows and their jobs, with the name of a recipe's step, without a server."""
-        self._check(self._first_row())
+        """Yield the rows and the jobs of their steps, with places for what they take from others, without a server."""
+        self._check_rows()
         for row in self._rows():
-            yield row, "", self.recipe.job(row)
+            for step in self.chain.at_once:
+                yield row, step.name, plain_job(row, step)
 
     @property
     def models(self) -> list[str]:
-        """The models of all jobs; NO_MODEL for what `use_model` will name."""
-        return [self.recipe.model, *self._cascade.models]
+        """The models of the queue's jobs; NO_MODEL for what `use_model` will name."""
+        return [name for name in self.chain.models if self._remote is None or name != self._remote.name]
 
     def use_model(self, name: str) -> None:
-        """Take this model for the rows."""
-        self.recipe = replace(self.recipe, model=name)
+        """Take this model for the steps that name none."""
+        self.chain = self.chain.with_model(name)
 
     def _opened(self, producer: Producer) -> Journal:
         self.place.prepare()
-        check_output(self.path, self.place.name)
+        self.output.check()
         journal = Journal(self.journal_path)
         try:
             if isinstance(self.source, MemorySource) and not self.source.is_repeatable:
-                self.source = _spooled(self.source, journal)
-            self._check(self._first_row())
+                step = SPOOL_ROWS if self.image_column is None else SPOOL_ROWS_WITH_IMAGES
+                self.source = _spooled(self.source, journal, step)
+            self._check_rows()
             self._check_jobs()
             if journal.fact("began") is None:
                 self._begin(journal)
@@ -189,93 +259,90 @@ class DatasetRun:
         return journal
 
     def _check(self, first: Row | None) -> None:
-        self.recipe.check(first)
-        self._cascade.check(self.recipe.model)
+        self.chain.check(first)
         if self._condition is not None and first is not None and first.fields:
             self._condition.check_columns(first.fields)
         columns = (first.fields if first else None) or {}
-        for name in (self.output_column, *self.more_columns):
+        for name in self.chain.columns:
             if name in columns:
                 raise DatasetError(
                     f"the input has a column {name!r} already; name the new one with --output-column"
                 )
-        if self.gold is not None and columns and self.gold not in columns:
-            raise DatasetError(f"there is no column {self.gold!r}; the columns are: {', '.join(columns)}")
 
     def _check_jobs(self) -> None:
-        """Raise DatasetError if there are rows, and none of them makes a job."""
+        """Raise DatasetError if there are rows, and none of them makes a job of any step."""
         count, first = 0, None
         for row in self._rows():
-            job = self.recipe.job(row)
-            if isinstance(job, Job):
-                return
+            for step in self.chain.at_once:
+                job = plain_job(row, step)
+                if isinstance(job, Job):
+                    return
+                first = first or f"row {row.number}: {job.code}: {job.message}"
             count += 1
-            first = first or f"row {row.number}: {job.code}: {job.message}"
         if count:
             raise DatasetError(f"none of the {count:,} rows makes a job; {first}")
 
-    def _first_row(self) -> Row | None:
-        return next((row for row in self.source.rows() if row.fields is not None), None)
+    def _check_rows(self) -> None:
+        """Raise DatasetError if the columns are not those that the run needs, in any file."""
+        source = self.source
+        if not isinstance(source, ShardedSource):
+            self._check(_first_row(source.rows()))
+            return
+        for path in (self.path, self.errors_path, self.record_path):
+            if source.covers(path):
+                raise DatasetError(f"{path} would be among the files of {source.name}; choose another --out")
+        self._check(None)
+        source.check_columns()
+        for index, shard in enumerate(source.shards):
+            first = _first_row(source.rows_of(index))
+            try:
+                self._check(first)
+            except DatasetError as error:
+                raise DatasetError(f"{shard.path}: {error}") from None
 
     def _rows(self) -> Iterator[Row]:
         rows = self.source.rows()
+        if self.image_column is not None:
+            rows = with_pictures(rows, self.image_column, picture_folders(self.source))
         return islice(rows if self._condition is None else _selected(rows, self._condition), self.limit)
 
-    def _plain_jobs(self) -> Iterator[Job]:
-        return (job for job in map(self.recipe.job, self._rows()) if isinstance(job, Job))
-
-    def _stage_names(self) -> Sequence[str]:
-        return self._cascade.models
-
-    def _works(self, journal: Journal) -> Iterator[Work | None]:
-        for _, job, name in self._jobs(journal):
-            yield Work(_work_key(job, name), job) if isinstance(job, Job) else None
-
-    def _jobs(self, journal: Journal) -> Iterator[tuple[Row, Job | RowError, str]]:
-        """Yield every row, its job, and the name for the row's output line."""
+    def _states(self, journal: Journal) -> Iterator[tuple[Row, list[StepState]]]:
+        """Yield every row, and the states of its steps: none for one that cannot be read."""
+        walk = Walk(self.chain, journal, self.on_cut)
         journal.start_reading()
         for row in self._rows():
-            job = self.recipe.job(row)
-            if isinstance(job, RowError):
-                yield row, job, ""
-            else:
-                digest = job.digest()
-                yield row, job, f"{digest}-{journal.occurrence(digest)}"
+            yield row, list(walk.states(row))
 
     def _summary(self, journal: Journal, totals: Totals) -> Summary:
-        summary = Summary(
-            gold=self.gold,
-            price_per_hour=self.price_per_hour,
-            totals=totals,
-            wants_schema=self.recipe.wants_json,
-        )
-        if self._cascade.models:
-            summary.stages = StageFigures(self._cascade, self.recipe.model)
-        elif self._labels is not None:
-            self._calibrate(journal, summary)
+        first = self.chain.first
+        summary = Summary(gold=self.gold, price_per_hour=self.price_per_hour, totals=totals)
+        if self.chain.is_recipe:
+            summary.steps = StepFigures(self.chain)
+            return summary
+        summary.wants_schema = first.recipe.wants_json
+        if len(self.chain.steps) > 1:
+            summary.stages = StageFigures(self.chain)
+        elif first.labels is not None:
+            self._calibrate(journal, summary, first, first.labels)
         return summary
 
     def _more_meta(self) -> Sequence[str]:
-        return ("logprobs",) if self.recipe.fields.get("logprobs") is not None else ()
+        if self.chain.is_recipe:
+            return (STEPS,)
+        return ("logprobs",) if self.chain.first.recipe.fields.get("logprobs") is not None else ()
 
     def _finish(self, journal: Journal) -> Summary:
         totals = Totals.of(json.loads(journal.fact("totals") or Totals().to_json()))
         summary = self._summary(journal, totals)
-        samples = (row.fields for row in self._rows() if row.fields is not None)
-        with (
-            replacing(self.errors_path) as errors,
-            replacing(
-                self.path,
-                samples,
-                self.output_column,
-                self.more_columns,
-                gives_vectors=self.recipe.gives_vectors,
-                more_meta=self._more_meta(),
-            ) as output,
-        ):
+        with replacing(self.errors_path) as errors, self._output() as output:
             self._write_rows(journal, summary, output, errors)
+            output.end(summary, is_limited=self.limit is not None)
+            self._check_files(journal)
         if not (summary.failed or summary.failed_steps):
             self.errors_path.unlink(missing_ok=True)
+        if self.is_trial:
+            self.place.publish((self.errors_path,))
+            return summary
         is_complete = summary.unfinished == 0
         if is_complete:
             Record(self._settings(), totals, summary.rows).write(self.record_path)
@@ -285,59 +352,91 @@ class DatasetRun:
             self.place.leave(self._written)
         return summary
 
-    def _calibrate(self, journal: Journal, summary: Summary) -> None:
+    def _output(self) -> AbstractContextManager[LineWriter]:
+        if self.is_trial:
+            return nullcontext(no_lines())
+        return self.output.writing(
+            partial(
+                Form.of,
+                samples=(row.fields for row in self._rows() if row.fields is not None),
+                output_column=self.output_column,
+                fields=self.more_columns,
+                gives_vectors=self.chain.first.recipe.gives_vectors,
+                more_meta=self._more_meta(),
+            )
+        )
+
+    def _calibrate(self, journal: Journal, summary: Summary, step: Step, labels: LabelColumns) -> None:
         """Fit a temperature on the rows with a gold value, and scale by it if that was asked for."""
-        assert self._labels is not None
         sample = GoldSample()
-        for row, job, name in self._jobs(journal) if self.gold is not None else ():
+        for row, (state, *_) in self._states(journal) if self.gold is not None else ():
             gold = (row.fields or {}).get(self.gold or "")
-            kept = journal.output(_work_key(job, name)) if isinstance(job, Job) and gold is not None else None
-            if kept is not None:
-                sample.add(as_label(gold), by_label(kept["outputs"][0]["label_probs"]))
+            if gold is not None and state.kept is not None:
+                sample.add(as_label(gold), by_label(state.kept["outputs"][0]["label_probs"]))
         fitted = sample.fit()
         if self.label_temperature == "fit":
-            self._labels = replace(self._labels, temperature=fitted or 1.0)
-        summary.calibration = Calibration(sample, fitted, self._labels.temperature)
+            labels = replace(labels, temperature=fitted or 1.0)
+            self.chain = Chain((replace(step, labels=labels),))
+        summary.calibration = Calibration(sample, fitted, labels.temperature)
 
-    def _write_rows(self, journal: Journal, summary: Summary, output: Writer, errors: Writer) -> None:
-        for row, job, name in self._jobs(journal):
-            self._write_row(journal, summary, output, errors, row, job, name)
+    def _check_files(self, journal: Journal) -> None:
+        """Raise DatasetError if the source's files are not those that the run began with."""
+        then = journal.fact("files")
+        if then is None or not isinstance(self.source, ShardedSource):
+            return
+        if differing := changed_files(json.loads(then), self.source.fingerprints()):
+            raise DatasetError(
+                f"the files of {self.source.name} are not those that this run began with ({differing}). "
+                "Restore them, or continue with the changed files by --overwrite; what was done is kept"
+            )
 
-    def _write_row(
-        self,
-        journal: Journal,
-        summary: Summary,
-        output: Writer,
-        errors: Writer,
-        row: Row,
-        job: Job | RowError,
-        name: str,
-    ) -> None:
-        if isinstance(job, RowError):
-            error = job
-        else:
-            key = _work_key(job, name)
-            kept = self._cascade.kept(journal, key, job.model)
-            failure = journal.failure(key) if kept is None else self._complaint(key, kept)
-            if kept is not None and failure is None:
-                line = self._lines.make(row, name, kept)
-                output.write(line)
-                self.on_row(line)
-                self.on_end(row.number, line)
-                gold = None if self.gold is None else (row.fields or {}).get(self.gold)
-                is_merged = job.is_repeatable and not name.endswith("-1")
-                summary.add_sample(row, line[self.output_column])
-                summary.add_success(kept, line[self.output_column], gold, is_merged=is_merged)
-                if self._labels is not None and gold is not None:
-                    prob = line[f"{self.output_column}_prob"]
-                    summary.add_confidence(line[self.output_column], prob, gold)
-                return
-            if failure is None:
+    def _write_rows(self, journal: Journal, summary: Summary, output: LineWriter, errors: Writer) -> None:
+        for row, states in self._states(journal):
+            output.reach(row)
+            if any(state.job is not None for state in states):
                 self.on_end(row.number, {})
                 summary.add_unfinished()
-                return
-            error = RowError(failure.code, failure.message, raw_text(row.fields or {}))
-        self._write_error(summary, errors, row, error)
+            elif any(state.kept is not None for state in states):
+                self._write_line(summary, output, errors, row, states)
+            else:
+                if summary.steps is not None and row.error is None:
+                    summary.steps.add(row, states, {})
+                self._write_error(summary, errors, row, row.error or self._ended(row, states))
+
+    def _write_line(
+        self, summary: Summary, output: LineWriter, errors: Writer, row: Row, states: list[StepState]
+    ) -> None:
+        """Write what the steps gave; of a recipe also which of them failed."""
+        lines = RowLines(self.chain, self.path)
+        result = lines.result(states)
+        line = lines.make(row, states, result)
+        output.write(line)
+        self.on_row(line)
+        self.on_end(row.number, line)
+        value = line[self.output_column]
+        gold = None if self.gold is None else (row.fields or {}).get(self.gold)
+        is_merged = all(state.is_merged for state in states if state.kept is not None)
+        shown = {name: line[name] for name in self.chain.columns} if self.chain.is_recipe else value
+        summary.add_sample(row, shown)
+        summary.add_success(result, value, gold, is_merged=is_merged)
+        if gold is not None and self.chain.first.labels is not None:
+            summary.add_confidence(value, line[f"{self.output_column}_prob"], gold)
+        if summary.steps is None:
+            return
+        summary.steps.add(row, states, line)
+        for state in states:
+            if state.failure is not None:
+                about = {**self._about(row), "step": state.step.name, "raw": raw_text(row.fields or {})}
+                errors.write(about | {"code": state.failure.code, "message": state.failure.message})
+
+    def _ended(self, row: Row, states: list[StepState]) -> RowError:
+        """Return the first step's failure, or why all were left out."""
+        raw = raw_text(row.fields or {})
+        for state in states:
+            if state.failure is not None:
+                step = f"step {state.step.name}: " if self.chain.is_recipe else ""
+                return RowError(state.failure.code, step + state.failure.message, raw)
+        return RowError(states[0].skipped, "no step was to run", raw, True)
 
     def _write_error(self, summary: Summary, errors: Writer, row: Row, error: RowError) -> None:
         """Count a row that has no line in the output."""
@@ -345,11 +444,21 @@ class DatasetRun:
         if error.is_skipped:
             summary.add_skipped(error.code)
             return
-        summary.add_failure(row.number, error.code, error.message)
-        errors.write({"row": row.number, "raw": error.raw, "code": error.code, "message": error.message})
+        about = self._about(row)
+        place = f" ({about['file']} row {about['file_row']})" if "file" in about else ""
+        summary.add_failure(f"{row.number}{place}", error.code, error.message)
+        errors.write({**about, "raw": error.raw, "code": error.code, "message": error.message})
+
+    def _about(self, row: Row) -> dict[str, Any]:
+        """Return a row's number and, in a source of several files, its file and its number there."""
+        if not isinstance(self.source, ShardedSource):
+            return {"row": row.number}
+        return {"row": row.number, "file": self.source.shards[row.shard].name, "file_row": row.shard_row}
 
     def _complaint(self, key: str, kept: Mapping[str, Any]) -> Failure | None:
-        return self.recipe.cut_off(kept, self.on_cut)
+        name = key.partition("~")[0].partition("@")[2]
+        step = next((step for step in self.chain.steps if step.name == name), self.chain.first)
+        return step.recipe.cut_off(kept, self.on_cut)
 
     def _begin(self, journal: Journal) -> None:
         """Record the work in an existing output, and that it has been read, atomically."""
@@ -362,22 +471,28 @@ class DatasetRun:
             journal.set_facts(
                 began=str(int(time.time())), settings=json.dumps(self._settings()), totals=totals.to_json()
             )
+            self._note_files(journal)
+
+    def _note_files(self, journal: Journal) -> None:
+        """Record the files that the run goes over."""
+        if isinstance(self.source, ShardedSource):
+            journal.set_facts(files=json.dumps(self.source.fingerprints()))
 
     def _adopt(self, journal: Journal) -> Totals:
         """Record the rows of an existing output as work done; returns the time that they took."""
-        if not _has_rows(self.path):
+        if next(self.output.lines(), None) is None:
             return Totals()
         record = Record.read(self.record_path)
         if record is not None:
             self._check_same(record.settings, self.place.name)
-            if self.limit is not None and self.limit < record.rows:
+            if self.limit is not None and self.limit < record.rows and not self.is_trial:
                 raise DatasetError(
                     f"{self.place.name} is the output of {record.rows:,} rows, and --limit {self.limit} would drop "
                     "some of them; choose another --out, or replace it with --overwrite"
                 )
         rows = tokens = 0
-        for row in open_source(self.path).rows():
-            line = self._take(journal, row.fields or {})
+        for file, row in self.output.lines():
+            line = self._take(journal, file, row.fields or {})
             if line is None:
                 raise DatasetError(
                     f"{self.place.name} is there already and was not written by a run (row {row.number}); "
@@ -392,21 +507,20 @@ class DatasetRun:
             )
         return Totals(untimed_rows=rows, untimed_tokens=tokens) if record is None else record.totals
 
-    def _take(self, journal: Journal, fields: Mapping[str, Any]) -> int | None:
+    def _take(self, journal: Journal, file: Path, fields: Mapping[str, Any]) -> int | None:
         """Record a line's work as done, and return its output tokens; None for no line of a run."""
-        line = self._lines.read(fields, self.path)
-        if line is None:
+        works = RowLines(self.chain, file).read(fields)
+        if works is None:
             return None
-        name, kept = line
-        digest, _, occurrence = name.partition("-")
-        answers = dict(self._cascade.recorded(kept, digest))
-        journal.record(name, answers[digest], None)
-        for key, answer in answers.items() if occurrence == "1" else ():
-            journal.record(key, answer, None)
-        return sum(answer["usage"].get("completion_tokens") or 0 for answer in answers.values())
+        for key, kept in works:
+            journal.record(key, kept, None)
+        results = {id(kept): kept for _, kept in works}.values()
+        return sum(kept["usage"].get("completion_tokens") or 0 for kept in results)
 
     def _knows_a_row(self, journal: Journal) -> bool:
-        return any(journal.output(name) for _, _, name in self._jobs(journal) if name)
+        return any(
+            journal.output(state.key) is not None for _, states in self._states(journal) for state in states
+        )
 
     def _continue(self, journal: Journal, producer: Producer) -> None:
         """Check that the journal is of the same work; with `overwrite` other work is cancelled and forgotten."""
@@ -415,45 +529,42 @@ class DatasetRun:
             return
         if not self.overwrite:
             self._check_same(then, self.journal_path)
+            self._check_files(journal)
         elif differences(then, self._settings()):
             WorkLoop(producer, journal).cancel()
             journal.start_over()
             self._begin(journal)
         journal.set_facts(settings=json.dumps(self._settings()))
+        self._note_files(journal)
 
     def _check_same(self, then: dict[str, Any], name: object) -> None:
-        """Raise DatasetError for other settings. More stages for rows that have the first are the same work."""
-        known = then.get("to") or []
-        if list(self._cascade.models[: len(known)]) == known:
-            then = then | {"to": self._settings()["to"]}
-        if differing := differences(then, self._settings()):
+        """Raise DatasetError for other settings. Steps may be added, and stages."""
+        now = self._settings()
+        stages = then.get("to") or []
+        if (now.get("to") or [])[: len(stages)] == stages:
+            then = then | {"to": now.get("to")}
+        known, steps = then.get("steps") or {}, now.get("steps") or {}
+        if differing := differences(then | {"steps": None}, now | {"steps": None}):
             raise DatasetError(
                 f"{name} is of a run with other settings ({differing}). "
                 "Choose another --out, or start over with --overwrite"
             )
+        for step, settings in known.items():
+            if step not in steps:
+                raise DatasetError(f"{name} has a step {step}, which the recipe lacks; choose another --out")
+            if differing := differences(settings, steps[step]):
+                raise DatasetError(
+                    f"{name} is of a recipe whose step {step} was another ({differing}). "
+                    "Choose another --out, or start over with --overwrite"
+                )
 
     def _settings(self) -> dict[str, Any]:
         """Return what the output depends on but the rows, as JSON."""
-        about = {
-            "output_column": self.output_column,
-            "where": self.where,
-            "schema_columns": self.schema_columns,
-            "to": self._cascade.models or None,
-        }
-        settings = {**self.recipe.settings(), **about}
-        return cast("dict[str, Any]", json.loads(json.dumps(settings, default=str)))
+        return self.chain.settings(self.where, schema_columns=self.schema_columns)
 
 
-def _work_key(job: Job, name: str) -> str:
-    """Return the key of a job's work; equal deterministic jobs share one."""
-    return name.partition("-")[0] if job.is_repeatable else name
-
-
-def _has_rows(path: Path) -> bool:
-    try:
-        return next(open_source(path).rows(), None) is not None
-    except EmptyFile:
-        return False
+def _first_row(rows: Iterable[Row]) -> Row | None:
+    return next((row for row in rows if row.fields is not None), None)
 
 
 def _selected(rows: Iterator[Row], condition: Condition) -> Iterator[Row]:
@@ -463,7 +574,8 @@ def _selected(rows: Iterator[Row], condition: Condition) -> Iterator[Row]:
             if row.fields is None or condition.holds(row.fields):
                 yield row
         except TemplateFailed as error:
-            yield Row(row.number, error=RowError("where_failed", str(error), raw_text(row.fields or {})))
+            failed = RowError("where_failed", str(error), raw_text(row.fields or {}))
+            yield replace(row, fields=None, error=failed)
 
 
 class _SpooledSource:
@@ -478,10 +590,10 @@ class _SpooledSource:
         return self._journal.spool_size()
 
 
-def _spooled(source: MemorySource, journal: Journal) -> Source:
+def _spooled(source: MemorySource, journal: Journal, step: int) -> Source:
     """Store the rows of an iterator on disk, so that they can be read again to write the output."""
     rows = source.rows()
     journal.clear_spool()
-    while chunk := list(islice(rows, SPOOL_ROWS)):
+    while chunk := list(islice(rows, step)):
         journal.spool(chunk)
     return _SpooledSource(source.name, journal)

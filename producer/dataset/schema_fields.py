@@ -8,19 +8,20 @@ from typing import Any
 
 from pagemill.producer.dataset.errors import DatasetError
 
+NO_FIELDS = "columns for a schema's fields need a JSON schema of an object with properties"
 SCALARS = ("string", "integer", "number", "boolean")
 
 
-def schema_fields(text: str | None) -> dict[str, str]:
-    """Return the top-level fields of an object's schema and their types; "" for one that is no scalar.
+def schema_fields(text: str) -> dict[str, str]:
+    """Return the top-level fields of an object's schema and their types; "" for one that is not a scalar.
 
     Raises DatasetError for a schema without fields.
     """
-    schema = json.loads(text or "null")
+    schema = json.loads(text)
     schema = _resolved(schema, schema)
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict) or not properties:
-        raise DatasetError("columns for a schema's fields need a JSON schema of an object with properties")
+        raise DatasetError(NO_FIELDS)
     return {name: _type(field) for name, field in properties.items()}
 
 

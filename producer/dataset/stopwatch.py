@@ -17,7 +17,7 @@ STORE_INTERVAL_S = 5.0
 
 
 class Stopwatch:
-    """Adds the time of a start and its KV use to the journal's totals: now and then, and even if the block raises."""
+    """Adds the time of a run and its KV use to the journal's totals: periodically, and even if the block raises."""
 
     def __init__(self, journal: Journal, kv: Callable[[], tuple[Mean, Mean]]) -> None:
         self._journal = journal
@@ -33,7 +33,7 @@ class Stopwatch:
             self._store()
 
     def tick(self) -> None:
-        """Store the totals, if that was long ago: a start that is killed loses no more than that."""
+        """Store the totals, if that was long ago: a killed run loses no more than that."""
         if time.monotonic() - self._stored >= STORE_INTERVAL_S:
             self._store()
 

@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagemill.producer.dataset.label_columns import as_label
 from pagemill.producer.dataset.labels.calibration import Calibration, macro_f1
-from pagemill.producer.dataset.labels.columns import as_label
 from pagemill.producer.dataset.labels.stages import StageFigures
 from pagemill.producer.dataset.record import Totals
 from pagemill.producer.dataset.steps.figures import StepFigures
@@ -172,7 +172,7 @@ class Summary:
         is_kept = (gold, output) in self.confusion or len(self.confusion) < MAX_CONFUSION
         self.confusion[(gold, output) if is_kept else (OTHER, OTHER)] += 1
 
-    def add_failure(self, row: int, code: str, message: str) -> None:
+    def add_failure(self, row: int | str, code: str, message: str) -> None:
         if self.first_failure is None:
             self.first_failure = f"row {row}: {code}: {message}"
         self.rows += 1

@@ -30,7 +30,7 @@ _TEXT_FILTERS = (
 
 
 class TemplateFailed(ValueError):
-    """This row cannot be rendered; the run goes on."""
+    """This row cannot be rendered; the run continues."""
 
 
 class NullRendered(TemplateFailed):
@@ -40,8 +40,8 @@ class NullRendered(TemplateFailed):
 class PromptTemplate:
     """A text with {{ column }} in it. Raises DatasetError if it is not a template.
 
-    A null that is printed is an empty text with `nulls_are_empty`, else an error of the row; conditions, `default` and
-    `tojson` see it as it is.
+    A null that is printed is an empty text with `nulls_are_empty`, otherwise an error of the row; conditions, `default`
+    and `tojson` see it as it is.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Condition:
             self._expression = environment.compile_expression(source, undefined_to_none=False)
             self._names = meta.find_undeclared_variables(environment.parse("{{ (" + source + ") }}"))
         except TemplateSyntaxError as error:
-            raise DatasetError(f"--where {source!r} is no expression: {error.message}") from None
+            raise DatasetError(f"--where {source!r} is not an expression: {error.message}") from None
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise DatasetError if the row lacks a column of the expression."""

@@ -1,43 +1,54 @@
-"""Counting a prompt's tokens in the producer: exact with the model's tokenizer file, else estimated."""
+"""Token counts of prompts in the producer: exact where the model's own input processing is at hand."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+from pagemill.producer.wire.schema.images import IMAGE_TOKENS_GUESS
 from pagemill.producer.wire.schema.job import Job
 
 
-class TokenCounter:
-    """`model`: a directory with a tokenizer.json for exact counts of the text (a chat template adds a few)."""
+class TokenCount(NamedTuple):
+    """The tokens of a prompt."""
 
-    def __init__(self, model: str | None) -> None:
-        self._tokenizer: Any = None
-        path = Path(model or "") / "tokenizer.json"
-        if model is not None and path.is_file():
-            try:
-                from tokenizers import Tokenizer
-            except ModuleNotFoundError:
-                return
-            self._tokenizer = Tokenizer.from_file(str(path))
-
-    @property
-    def is_exact(self) -> bool:
-        return self._tokenizer is not None
+    size: int
+    is_exact: bool
 
     @property
     def about(self) -> str:
         return "" if self.is_exact else "about "
 
-    def count(self, job: Job) -> int:
-        """Return the tokens of the job's prompt, after its own truncation."""
-        size = self._count(job)
-        return size if job.truncate_prompt_tokens is None else min(size, job.truncate_prompt_tokens)
 
-    def _count(self, job: Job) -> int:
+class TokenCounter:
+    """Counts prompts' tokens."""
+
+    def __init__(self, exact: Mapping[str, Callable[[Job], int]]) -> None:
+        """`exact` counts as a worker does, by the name that the model is served under; other models are estimated."""
+        self._exact = exact
+
+    def count(self, job: Job, *, is_complete: bool = True) -> TokenCount:
+        """Return the tokens of the job's prompt, after its own truncation.
+
+        Args:
+            is_complete: the prompt lacks no output of another job.
+
+        Raises:
+            pagemill.engine.errors.InvalidRequest: a worker would reject the job.
+        """
+        exact = self._exact.get(job.model)
         if job.prompt_token_ids is not None:
-            return len(job.prompt_token_ids)
-        texts = [job.prompt] if job.prompt is not None else [message.text for message in job.messages or ()]
-        if self._tokenizer is None:
-            return sum(len(text.encode()) // 4 + 1 for text in texts if text)
-        return sum(len(self._tokenizer.encode(text).ids) for text in texts if text)
+            size = len(job.prompt_token_ids)
+        elif exact is None or job.images or job.task not in ("generate", "score"):
+            size, is_complete = _estimate(job), False
+        else:
+            size = exact(job)
+        if job.truncate_prompt_tokens is not None:
+            size = min(size, job.truncate_prompt_tokens)
+        return TokenCount(size, is_complete)
+
+
+def _estimate(job: Job) -> int:
+    texts = [job.prompt] if job.prompt is not None else [message.text for message in job.messages or ()]
+    size = sum(len(text.encode()) // 4 + 1 for text in texts if text)
+    return size + IMAGE_TOKENS_GUESS * len(job.images)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,29 +15,43 @@ from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Flow, Wait
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.remote_model import BUDGET_EXHAUSTED, Remote
+from pagemill.producer.dataset.watch import Notify, RunWatch
 from pagemill.producer.wire.calls import batches
 from pagemill.producer.wire.schema.errors import JobNotFound, QueueFull, RedisUnavailable, StoreError
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import BatchItem
 
+logger = logging.getLogger(__name__)
+
 WINDOW = 20_000
+WINDOW_BYTES = 1 << 30
+"""Images of the jobs in the queue: with large ones, fewer jobs are in flight."""
 CHUNK = 1_000
+CHUNK_BYTES = 32 << 20
 WAIT_S = 0.5
 RUNS_PRIORITY: Final = "low"
 RUNS_TENANT: Final = "dataset-runs"
-"""Where jobs wait that say nothing of it: behind those that somebody waits for, in a lane of their own. A producer
+"""Priority of jobs without one: behind those that a caller waits for, in a lane of their own. A producer
 with a tenant keeps it."""
 DEFAULT_TENANT: Final = "default"
 PATIENCE_S = 300.0
 """Seconds that a server may be away in the middle of a run."""
 LOST_AFTER_S = 10.0
-"""Seconds without news after which the server is asked whether it still knows the jobs under way."""
+"""Seconds without news after which the server is asked whether it still knows the unfinished jobs."""
 
 
 CONDITION_FALSE: Final = "condition_false"
 PARENT_FAILED: Final = "parent_failed"
 """The codes of jobs that ended by how another one ended, which has been counted."""
+_COUNTED_ELSEWHERE = (CONDITION_FALSE, PARENT_FAILED, BUDGET_EXHAUSTED)
 _NOT_KEPT: Any = {"id": True, "metadata": True, "fingerprint": True, "outputs": {"__all__": {"token_ids"}}}
+"""Token ids are unused, and the largest part."""
+
+
+def warn(message: str, is_endless: bool) -> None:
+    """Log a notice."""
+    logger.warning("%s", message)
 
 
 class TooManyErrors(Exception):
@@ -62,6 +77,8 @@ class Tally:
     cached_tokens: int = 0
     latest: str = ""
     codes: dict[str, int] = field(default_factory=dict)
+    files: tuple[int, int] | None = None
+    """Of a source of several files, the number of the one that is being read, and of all."""
     stages: dict[str, Tally] = field(default_factory=dict)
     """The later stages of a cascade by their models, or the later steps of a recipe: jobs, not rows. Only `in_flight`
     is of all together."""
@@ -103,19 +120,27 @@ class WorkLoop:
         window: int = WINDOW,
         max_errors: int | None = None,
         on_news: Callable[[Tally], None] = lambda tally: None,
+        on_notice: Notify = warn,
     ) -> None:
+        """`on_notice` is called with what keeps the run waiting, and whether it can end without help."""
         self.tally = Tally()
         self.complaint: Callable[[str, Mapping[str, Any]], Failure | None] = lambda key, kept: None
         """Tells why a result, by its work's key and as the journal keeps it, counts as failed."""
         self._producer = producer
         self._journal = journal
-        self._window = window
+        self._most = window
+        self._images = 0
+        """Characters of the images of all `_chosen` jobs."""
+        self._chosen = 0
         self._max_errors = max_errors
         self._on_news = on_news
+        self._watch = RunWatch(producer, on_notice)
         self._batch_id = ""
         self._position = 0
         self._reached = time.monotonic()
         self._following: list[Iterator[Work | None]] = []
+        self.remote: Remote | None = None
+        """What does the work of a cascade's last stage, if that is not the queue."""
         own = producer.tenant if producer.tenant != DEFAULT_TENANT else RUNS_TENANT
         self._place = {"priority": RUNS_PRIORITY, "tenant": own}
 
@@ -140,10 +165,12 @@ class WorkLoop:
             is_first = False
             if not collect or self._collect_rest():
                 return
+            while self.remote is not None and self.remote.in_flight:
+                self._collect_remote(wait=True)
             self._new_batch()
 
     def cancel(self) -> int:
-        """Cancel the jobs that this run, or an earlier one of the same journal, has under way."""
+        """Cancel the jobs that this run, or an earlier one of the same journal, has not finished."""
         self._attach()
         try:
             return self._producer.batch(self._batch_id).cancel()
@@ -170,6 +197,7 @@ class WorkLoop:
         self._batch_id, self._position = f"run-{secrets.token_hex(8)}", 0
         self._journal.forget_pending()
         self.tally.in_flight = 0
+        self._watch.forget()
         with self._journal.transaction():
             self._journal.set_facts(batch_id=self._batch_id, position="0")
 
@@ -182,7 +210,9 @@ class WorkLoop:
                 (self.tally if work is None else self.tally.of(work.key)).settled += 1
 
     def _submit(self, items: Iterator[Job], *, collect: bool) -> None:
-        while chunk := list(itertools.islice(items, CHUNK)):
+        while chunk := self._chunk(items):
+            if collect:
+                self._watch.sent(chunk)
             self._send(chunk)
             for job in chunk:
                 self.tally.of(job.key or "").submitted += 1
@@ -193,6 +223,24 @@ class WorkLoop:
                 self._follow()
             self._on_news(self.tally)
 
+    def _chunk(self, jobs: Iterator[Job]) -> list[Job]:
+        """Take the next jobs: few of them if their images are large."""
+        chunk, size = [], 0
+        for job in itertools.islice(jobs, CHUNK):
+            chunk.append(job)
+            size += sum(map(len, job.images))
+            if size >= CHUNK_BYTES:
+                break
+        self._images += size
+        self._chosen += len(chunk)
+        return chunk
+
+    @property
+    def _window(self) -> int:
+        """The most jobs in flight."""
+        mean = self._images / max(1, self._chosen)
+        return self._most if mean == 0 else min(self._most, max(1, int(WINDOW_BYTES / mean)))
+
     def _follow(self) -> int:
         """Submit the work that has come to be known, as far as the window allows; returns the number of jobs."""
         count = 0
@@ -201,8 +249,13 @@ class WorkLoop:
             jobs = (
                 job for job in (self._item(work) for work in known if work is not None) if job is not None
             )
-            while self.tally.in_flight <= self._window and (chunk := list(itertools.islice(jobs, CHUNK))):
-                self._send(chunk)
+            while self.tally.in_flight <= self._window and (chunk := self._chunk(jobs)):
+                if self.remote is not None and chunk[0].model == self.remote.model.name:
+                    self.remote.send(chunk)
+                    self.tally.in_flight += len(chunk)
+                else:
+                    self._watch.sent(chunk)
+                    self._send(chunk)
                 self.tally.of(chunk[0].key or "").submitted += len(chunk)
                 count += len(chunk)
         return count
@@ -213,16 +266,19 @@ class WorkLoop:
         while True:
             try:
                 self._producer.submit_many(chunk, batch_id=self._batch_id, on_full="raise")
-            except QueueFull:
+            except QueueFull as error:
                 # What has ended is collected meanwhile: the run's own results may be what fills the server.
+                self._watch.full(error)
                 self._collect()
+                self._check_watch()
                 time.sleep(WAIT_S)
             except (RedisUnavailable, StoreError) as error:
                 if time.monotonic() > give_up or not _may_pass(error):
                     raise
-                time.sleep(WAIT_S)
+                self._wait_out(error)
             else:
                 self.tally.in_flight += len(chunk)
+                self._watch.accepted()
                 return
 
     def _item(self, work: Work) -> Job | None:
@@ -242,7 +298,8 @@ class WorkLoop:
             if self._collect(wait=True):
                 quiet_since = time.monotonic()
             elif time.monotonic() - quiet_since > LOST_AFTER_S:
-                if self._is_lost():
+                at_remote = 0 if self.remote is None else self.remote.in_flight
+                if self.tally.in_flight > at_remote and self._is_lost():
                     return False
                 quiet_since = time.monotonic()
         return True
@@ -257,25 +314,55 @@ class WorkLoop:
         return counts.ended < self._position or (counts.done and counts.ended == self._position)
 
     def _collect(self, *, wait: bool = False) -> int:
-        """Collect the jobs that have ended; returns their number."""
-        collected = 0
+        """Collect the work that has ended; returns the number of jobs."""
+        collected = self._collect_remote()
         while True:
             try:
                 page = self._producer.run_flow(_page(self._producer.queue, self._batch_id, self._position))
             except (RedisUnavailable, StoreError) as error:
                 if time.monotonic() - self._reached > PATIENCE_S or not _may_pass(error):
                     raise
-                time.sleep(WAIT_S)
+                self._wait_out(error)
                 return collected
             self._reached = time.monotonic()
+            self._watch.answered()
             if page.position > self._position:
                 self._keep(page)
                 collected += len(page.items)
                 continue
             if wait and not collected:
-                self._producer.run_flow(_wait(self._batch_id))
+                if self.remote is not None and self.remote.in_flight:
+                    collected = self._collect_remote(wait=True)
+                else:
+                    self._producer.run_flow(_wait(self._batch_id))
+                self._check_watch()
             self._on_news(self.tally)
             return collected
+
+    def _collect_remote(self, *, wait: bool = False) -> int:
+        """Collect the work that the remote model has ended; returns its number."""
+        if self.remote is None or not self.remote.in_flight:
+            return 0
+        if wait:
+            self.remote.wait(WAIT_S)
+        with self._journal.transaction():
+            done = self.remote.collect()
+            for ended in done:
+                self._end(ended.name, ended.kept, ended.failure)
+        self.remote.start()
+        self._check_errors()
+        return len(done)
+
+    def _check_watch(self) -> None:
+        with contextlib.suppress(RedisUnavailable):  # the next read of the batch reports it
+            self._watch.check()
+
+    def _wait_out(self, error: RedisUnavailable | StoreError) -> None:
+        """Wait a moment for a server or a store that does not answer."""
+        if isinstance(error, RedisUnavailable):
+            self._watch.lost(error, PATIENCE_S)
+        self._on_news(self.tally)
+        time.sleep(WAIT_S)
 
     def _keep(self, page: batches.Page) -> None:
         with self._journal.transaction():
@@ -286,6 +373,9 @@ class WorkLoop:
         with contextlib.suppress(RedisUnavailable):  # acknowledged again with the next page
             self._producer.batch(self._batch_id).ack(f"e{page.position}")
         self._on_news(self.tally)
+        self._check_errors()
+
+    def _check_errors(self) -> None:
         if self._max_errors is not None and self.tally.all_failed > self._max_errors:
             raise TooManyErrors(
                 f"{self.tally.all_failed} rows have failed, more than --max-errors {self._max_errors}; "
@@ -293,30 +383,30 @@ class WorkLoop:
             )
 
     def _record(self, item: BatchItem) -> None:
-        tally, result = self.tally.of(item.key), item.result
-        failure, is_skip = None, False
-        if result is None:
+        kept = failure = None
+        if item.result is not None:
+            kept = item.result.model_dump(exclude=_NOT_KEPT) | {"created": int(time.time())}
+        else:
             error = item.error
             code, message = (error.code, error.message) if error else (item.state, item.state)
-            is_skip = code in (CONDITION_FALSE, PARENT_FAILED)
-            failure = Failure(
-                code,
-                message,
-                retryable=code != CONDITION_FALSE
-                and (item.state != "failed" or bool(error and error.retryable)),
-            )
-        kept = None
-        if result is not None:
-            # Without token ids: they are unused, and the largest part.
-            kept = result.model_dump(exclude=_NOT_KEPT) | {"created": int(time.time())}
-            failure = self.complaint(item.key, kept)
-        if self._journal.record(item.key, kept, failure):
+            is_passing = item.state != "failed" or bool(error and error.retryable)
+            failure = Failure(code, message, retryable=code != CONDITION_FALSE and is_passing)
+        self._end(item.key, kept, failure)
+
+    def _end(self, name: str, kept: dict[str, Any] | None, failure: Failure | None) -> None:
+        """Store the end of a job under its name, and count it."""
+        tally = self.tally.of(name)
+        is_skip = failure is not None and failure.code in _COUNTED_ELSEWHERE
+        if kept is not None:
+            failure = self.complaint(name, kept)
+        if self._journal.record(name, kept, failure):
             self.tally.in_flight -= 1
-        if result is not None:
+            self._watch.ended(name)
+        if kept is not None:
             tally.succeeded += failure is None
-            tally.prompt_tokens += result.usage.prompt_tokens
-            tally.completion_tokens += result.usage.completion_tokens
-            tally.cached_tokens += result.usage.cached_tokens
+            tally.prompt_tokens += kept["usage"]["prompt_tokens"]
+            tally.completion_tokens += kept["usage"]["completion_tokens"]
+            tally.cached_tokens += kept["usage"]["cached_tokens"]
         if is_skip:
             tally.skipped += 1
         elif failure is not None:

@@ -22,7 +22,7 @@ def memory_finding(client: redis.Redis, queue: str, info: Mapping[str, Any]) -> 
         used = _gib(int(info.get("used_memory", 0)))
         return Finding(
             "memory", "note", f"{used} in use{share}; no maxmemory, so a full queue takes the machine's memory",
-            "set maxmemory: submits are refused before the limit, running jobs still end",
+            "set maxmemory: new jobs are rejected before the limit, running jobs still end",
         )  # fmt: skip
     run = SyncTransport(client).run
     try:
@@ -30,7 +30,7 @@ def memory_finding(client: redis.Redis, queue: str, info: Mapping[str, Any]) -> 
         shares = memory.shares(run, queue) if use.is_near else {}
     except (AccessDenied, QueueFull, RedisRefused, RedisUnavailable):
         client.ping()  # a server that has gone away did not refuse the scripts
-        return Finding("memory", "note", "the server does not tell the queue what holds its memory")
+        return Finding("memory", "note", "the server does not report what holds its memory")
     told = in_words(use)
     if not use.is_near:
         return Finding("memory", "ok", told)
@@ -57,7 +57,7 @@ def in_words(use: MemoryUse) -> str:
     """Return one line about the memory in use; of a server without a limit too."""
     if not use.most:
         return "no maxmemory"
-    taken = f"jobs are taken up to {use.share:.0%}" + ("; submits are refused" if use.is_refusing else "")
+    taken = f"jobs are taken up to {use.share:.0%}" + ("; new jobs are rejected" if use.is_refusing else "")
     return f"{use.used / use.most:.0%} of maxmemory ({_gib(use.most)}) in use, {taken}"
 
 

@@ -13,6 +13,7 @@ from redis import exceptions
 from pagemill.producer.doctor.finding import Finding
 from pagemill.producer.doctor.memory_check import memory_finding
 from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
 from pagemill.producer.wire.server.transport import SyncTransport, wrap_errors
 
@@ -21,6 +22,17 @@ NEWEST_TESTED = {"redis": (8, 99), "valkey": (9, 99)}
 SKEW_WARNING_S = 1.0
 SKEW_ERROR_S = 30.0
 SLOW_ROUND_TRIP_S = 0.05
+SLOW_WRITE_S = 0.5
+
+CHECKED_REPLAY = {"redis": ((7, 0), (8, 6)), "valkey": ((7, 2), (9, 1, 2))}
+"""The first version that checks permissions when it replays an append-only file, and the first that does not again."""
+REPLAYED_COMMANDS = (
+    "DEL", "HDEL", "HINCRBY", "HSET", "HSETNX", "LPUSH", "LREM", "LSET", "LTRIM", "MSET", "PEXPIRE", "PEXPIREAT",
+    "RPUSH", "SADD", "SELECT", "SET", "SPOP", "SREM", "UNLINK", "ZADD", "ZINCRBY", "ZREM", "ZREMRANGEBYSCORE",
+)  # fmt: skip
+"""What the scripts' transactions in an append-only file consist of."""
+LOCKED_DEFAULT_USER = "off ~* &* +@all"
+"""This user cannot log in, and the server replays every transaction."""
 
 Info = Mapping[str, Any]
 
@@ -32,7 +44,8 @@ def server_findings(client: redis.Redis, queue: str) -> list[Finding]:
     """
     with wrap_errors():
         client.ping()
-        findings = [*_info_findings(client, queue), clock_skew(client), scripts_run(client, queue)]
+        findings = [*_info_findings(client, queue), clock_skew(client), write_latency(client, queue)]
+        findings.append(scripts_run(client, queue))
     return findings
 
 
@@ -53,16 +66,14 @@ def _info_findings(client: redis.Redis, queue: str) -> Iterator[Finding]:
     ]
     for check in checks:
         yield check(info)
+    yield default_user(client, queue, info)
     yield memory_finding(client, queue, info)
     yield fsync(info, _config(client, "appendfsync"))
 
 
 def version(info: Info) -> Finding:
     """Check for Redis 6.2 to 8, or Valkey 7.2 to 9."""
-    kind = "valkey" if "valkey_version" in info else "redis"
-    text = str(info.get("valkey_version") or info.get("redis_version") or "?")
-    numbers = tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-    name = f"{kind.capitalize()} {text}"
+    kind, name, numbers = _server(info)
     if not numbers:
         return Finding("version", "note", f"the server does not say its version ({name})")
     if numbers < OLDEST[kind]:
@@ -73,12 +84,19 @@ def version(info: Info) -> Finding:
     return Finding("version", "ok", name)
 
 
+def _server(info: Info) -> tuple[str, str, tuple[int, ...]]:
+    """Return the kind of server (a key of OLDEST), its name with the version, and the version's first three numbers."""
+    kind = "valkey" if "valkey_version" in info else "redis"
+    text = str(info.get(f"{kind}_version") or "?")
+    return kind, f"{kind.capitalize()} {text}", tuple(map(int, re.findall(r"\d+", text)[:3]))
+
+
 def role(info: Info) -> Finding:
     if info.get("role", "master") != "master":
         return Finding(
             "role",
             "error",
-            "this server is a replica: it takes no jobs",
+            "this server is a replica and accepts no jobs",
             "connect to the master, or through Sentinel",
         )
     replicas = int(info.get("connected_slaves", 0))
@@ -134,6 +152,44 @@ def append_only_file(info: Info) -> Finding:
     return Finding("append-only file", "ok", "on, and the last write went well")
 
 
+def default_user(client: redis.Redis, queue: str, info: Info) -> Finding:
+    """Check that a restart restores the queue, whatever the permissions of the default user.
+
+    In an append-only file the writes of a script are a transaction. Some versions replay transactions with the
+    permissions of the default user, and drop the commands that it may not run.
+    """
+    kind, name, numbers = _server(info)
+    if info.get("aof_enabled") == 0:
+        return Finding("default user", "ok", "its permissions affect only servers with an append-only file")
+    first, fixed = CHECKED_REPLAY[kind]
+    if numbers and not first <= numbers < fixed:
+        return Finding("default user", "ok", f"{name} replays its append-only file without permission checks")
+    cause = f"{name} replays its append-only file with the permissions of the default user"
+    line = f"user default {LOCKED_DEFAULT_USER}"
+    try:
+        refused = [command for command in REPLAYED_COMMANDS if not _default_user_may(client, command, queue)]
+    except exceptions.ResponseError as error:
+        return Finding(
+            "default user", "note", f"{cause}, which could not be checked ({error})",
+            f"run doctor as an administrator, or compare ACL GETUSER default with the ACL line {line}",
+        )  # fmt: skip
+    if refused:
+        return Finding(
+            "default user",
+            "error",
+            f"{cause}, which cannot run {refused[0]} on the queue's keys: a restart loses jobs",
+            f"ACL SETUSER default {LOCKED_DEFAULT_USER}, then ACL SAVE (or CONFIG REWRITE); in the ACL file: {line}",
+        )
+    return Finding("default user", "ok", f"{cause}, which are sufficient")
+
+
+def _default_user_may(client: redis.Redis, command: str, queue: str) -> bool:
+    """Ask the server whether the default user may run a command on the queue's keys; runs nothing."""
+    key = f"{keys.prefix(queue)}doctor"
+    arguments = ("0",) if command == "SELECT" else (key, key, key)
+    return client.execute_command("ACL", "DRYRUN", "default", command, *arguments) in (b"OK", "OK")
+
+
 def fsync(info: Info, policy: str | None) -> Finding:
     if not info.get("aof_enabled"):
         return Finding("fsync", "note", "of no concern without an append-only file")
@@ -165,7 +221,9 @@ def clock_skew(client: redis.Redis) -> Finding:
             best = (took, skew)
     assert best is not None
     took, skew = best
-    message = f"the server's is {abs(skew) * 1000:.0f} ms {'ahead of' if skew >= 0 else 'behind'} ours"
+    message = (
+        f"the server's is {abs(skew) * 1000:.0f} ms {'ahead of' if skew >= 0 else 'behind'} this machine's"
+    )
     message += f" (round trip {took * 1000:.1f} ms)"
     if abs(skew) > SKEW_ERROR_S:
         return Finding(
@@ -176,6 +234,27 @@ def clock_skew(client: redis.Redis) -> Finding:
     if took > SLOW_ROUND_TRIP_S:
         return Finding("clock", "warning", message, "the way to the server is slow: put workers nearer to it")
     return Finding("clock", "ok", message)
+
+
+def write_latency(client: redis.Redis, queue: str) -> Finding:
+    """Time three writes of a key that expires at once.
+
+    Under `appendfsync always` the server answers after the fsync. Its count of late fsyncs stays 0 there, however slow
+    the disk is.
+    """
+    slowest = 0.0
+    try:
+        for _ in range(3):
+            began = time.monotonic()
+            client.set(f"{keys.prefix(queue)}doctor", b"", px=1)
+            slowest = max(slowest, time.monotonic() - began)
+    except exceptions.ResponseError as error:
+        return Finding("write latency", "note", f"the server refuses a write: {error}")
+    message = f"the slowest of 3 writes took {slowest * 1000:.0f} ms"
+    if slowest > SLOW_WRITE_S:
+        remedy = "the server's disk or the network is slow: look at its fsyncs (LATENCY LATEST), give it a faster disk"
+        return Finding("write latency", "warning", message, remedy)
+    return Finding("write latency", "ok", message)
 
 
 def scripts_run(client: redis.Redis, queue: str) -> Finding:

@@ -1,7 +1,8 @@
 """API keys: a file of hashes with each key's tenant, priority and rate.
 
     {"keys": [{"name": "shop", "sha256": "<64 hex digits>", "tenant": "shop", "priority": "high",
-               "rate": 20, "burst": 40, "models": ["smollm2"], "disabled": false, "operator": false}]}
+               "rate": 20, "burst": 40, "models": ["smollm2"], "disabled": false, "operator": false}],
+     "webhooks": [{"name": "shop", "tenant": "shop", "url": "https://shop.example/events", "secret": "whsec_..."}]}
 
 A key is 32 random bytes, so its plain SHA-256 reveals nothing about it, and the timing of a lookup by hash
 does not reveal how close a guess was. The file is reloaded when it changes; an invalid file is logged and the
@@ -16,14 +17,24 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from pagemill.producer.gateway.errors import ApiError
 from pagemill.producer.wire.calls.gateway.rates import Rate
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +43,11 @@ LOOK_EVERY_S = 1.0
 _Tenant = Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.TENANT_PATTERN.pattern}$")]
 _Name = Annotated[str, StringConstraints(strict=True, pattern=r"^[A-Za-z0-9._@-]{1,64}$")]
 _Digest = Annotated[str, StringConstraints(strict=True, pattern=r"^[0-9a-f]{64}$")]
+
+
+def _check_url(url: str) -> str:
+    WebhookUrl.parse(url)
+    return url
 
 
 class KeyFileError(Exception):
@@ -75,16 +91,49 @@ EVERYBODY = ApiKey(name="everybody", sha256="0" * 64)
 """The caller of a gateway without keys."""
 
 
+Event = Literal[
+    "response.completed", "response.incomplete", "response.failed", "response.cancelled", "batch.completed",
+    "batch.failed", "batch.expired",
+]  # fmt: skip
+MAX_WEBHOOKS = 8
+"""Per tenant."""
+
+
+class Webhook(BaseModel):
+    """Where the events of a tenant's background responses and batches are sent."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    name: _Name
+    url: Annotated[str, Field(repr=False), AfterValidator(_check_url)]
+    secret: Annotated[
+        str, Field(repr=False), StringConstraints(strict=True, pattern=r"^whsec_(?:[A-Za-z0-9+/]{4}){6,32}$")
+    ]
+    """The key that signs events: `whsec_` and the base64 of 18 to 96 bytes, a multiple of 3."""
+    tenant: _Tenant = "default"
+    events: Annotated[tuple[Event, ...], Field(min_length=1)] = get_args(Event)
+    allow_private: bool = False
+    """Whether the host may have a private address."""
+
+
 class _KeyFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
+    schema_address: Annotated[str, StringConstraints(max_length=2048)] | None = Field(None, alias="$schema")
+    """The address of the file's JSON schema, for editors; ignored here."""
     keys: tuple[ApiKey, ...]
+    webhooks: tuple[Webhook, ...] = ()
 
     @model_validator(mode="after")
     def _each_once(self) -> _KeyFile:
         for what, found in (("name", [k.name for k in self.keys]), ("key", [k.sha256 for k in self.keys])):
             if len(set(found)) != len(found):
                 raise ValueError(f"a {what} is there twice")
+        tenants = Counter(webhook.tenant for webhook in self.webhooks)
+        if len({webhook.name for webhook in self.webhooks}) != len(self.webhooks):
+            raise ValueError("a webhook's name is there twice")
+        if max(tenants.values(), default=0) > MAX_WEBHOOKS:
+            raise ValueError(f"a tenant has more than {MAX_WEBHOOKS} webhooks")
         return self
 
 
@@ -100,15 +149,22 @@ def digest(key: str) -> str:
 
 def read_keys(path: Path) -> dict[str, ApiKey]:
     """Return the file's keys by their hash. Raises KeyFileError."""
+    return _by_hash(_read(path))
+
+
+def _by_hash(file: _KeyFile) -> dict[str, ApiKey]:
+    return {key.sha256: key for key in file.keys}
+
+
+def _read(path: Path) -> _KeyFile:
     try:
-        found = _KeyFile.model_validate_json(path.read_bytes())
+        return _KeyFile.model_validate_json(path.read_bytes())
     except OSError as error:
         raise KeyFileError(f"{path}: {error.strerror or error}") from error
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise KeyFileError(f"{path}: {place}: {first['msg']}") from None
-    return {key.sha256: key for key in found.keys}
 
 
 class ApiKeys:
@@ -117,7 +173,8 @@ class ApiKeys:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._seen = self._stamp()
-        self._keys = read_keys(path) if path is not None else {}
+        self._file = _read(path) if path is not None else _KeyFile.model_validate({"keys": ()})
+        self._keys = _by_hash(self._file)
         self._next_look = 0.0
 
     @property
@@ -125,11 +182,24 @@ class ApiKeys:
         """True if requests need no key."""
         return self._path is None
 
+    @property
+    def has_webhooks(self) -> bool:
+        self._reload()
+        return bool(self._file.webhooks)
+
+    def webhooks(self, tenant: str, event: str | None = None) -> list[Webhook]:
+        """Return the tenant's webhooks: all, or those that want the event."""
+        return [
+            webhook
+            for webhook in self._file.webhooks
+            if webhook.tenant == tenant and (event is None or event in webhook.events)
+        ]
+
     def identify(self, authorization: str | None) -> ApiKey:
         """Return the request's key. Raises ApiError: 401 if missing or unknown, 403 if disabled."""
         if self._path is None:
             return EVERYBODY
-        self._look()
+        self._reload()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             message = "an API key is needed: Authorization: Bearer KEY"
@@ -142,7 +212,7 @@ class ApiKeys:
             raise ApiError(403, "the API key is disabled", "disabled_api_key")
         return found
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         now = time.monotonic()
         if self._path is None or now < self._next_look:
             return
@@ -152,7 +222,8 @@ class ApiKeys:
             return
         self._seen = stamp
         try:
-            self._keys = read_keys(self._path)
+            self._file = _read(self._path)
+            self._keys = _by_hash(self._file)
         except KeyFileError as error:
             logger.error("the API keys stay as they were: %s", error)
         else:
@@ -168,9 +239,9 @@ class ApiKeys:
 
 def add_key(path: Path, key: ApiKey) -> None:
     """Add a key to a file; a new file is readable by its owner only. Raises KeyFileError."""
-    there = list(read_keys(path).values()) if path.exists() else []
+    before = _read(path) if path.exists() else _KeyFile.model_validate({"keys": ()})
     try:
-        after = _KeyFile(keys=(*there, key))
+        after = _KeyFile.model_validate({"keys": (*before.keys, key), "webhooks": before.webhooks})
     except ValidationError as error:
         raise KeyFileError(f"{path}: {error.errors()[0]['msg']}") from None
     rows = [row.model_dump(exclude_defaults=True) for row in after.keys]
@@ -178,7 +249,10 @@ def add_key(path: Path, key: ApiKey) -> None:
     try:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
         with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_EXCL, mode), "w") as file:
-            json.dump({"keys": rows}, file, indent=2)
+            heading = {"$schema": before.schema_address} if before.schema_address else {}
+            webhooks = [row.model_dump(mode="json", exclude_defaults=True) for row in before.webhooks]
+            footing = {"webhooks": webhooks} if webhooks else {}
+            json.dump(heading | {"keys": rows} | footing, file, indent=2)
             file.write("\n")
         temporary.replace(path)
     except OSError as error:

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagemill.producer.gateway import completions, openapi, pooled
+from pagemill.producer.anthropic.messages import COUNT_TOKENS_URL, MESSAGES_URL
+from pagemill.producer.gateway import completions, messages, openapi, pooled, tokens
 from pagemill.producer.gateway.batches.batches import BatchEndpoints
 from pagemill.producer.gateway.batches.files import FileEndpoints
 from pagemill.producer.gateway.batches.runner import BatchRunner
@@ -25,9 +26,14 @@ from pagemill.producer.gateway.guard.limits import STATUS_CLIENT_GONE, ClientGon
 from pagemill.producer.gateway.jobs.endpoints import job_routes
 from pagemill.producer.gateway.jobs.page import announce_page
 from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from pagemill.producer.gateway.stored_chats import StoredChats
+from pagemill.producer.gateway.stored_responses import StoredResponses
+from pagemill.producer.gateway.webhook_endpoints import WebhookEndpoints
+from pagemill.producer.gateway.webhooks import Webhooks
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
 from pagemill.producer.openai.pooled_formats import POOLED_URLS
-from pagemill.producer.openai.responses import RESPONSES_URL
+from pagemill.producer.openai.responses import INPUT_TOKENS_URL, RESPONSES_URL
+from pagemill.producer.openai.tokens import TOKEN_OPERATIONS
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.schema.errors import PagemillError
 
@@ -37,20 +43,29 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _READY_PATIENCE_S = 2.0
 
 
-def build_app(config: GatewayConfig, metrics: GatewayMetrics | None = None) -> RequestLimits:
-    """Build the application; it connects on the first request. Raises KeyFileError."""
+def build_app(
+    config: GatewayConfig, metrics: GatewayMetrics | None = None, *, runs_batches: bool = True
+) -> RequestLimits:
+    """Build the application; it connects on the first request. Raises KeyFileError.
+
+    Without `runs_batches`, it leaves the batches that it accepts, and events, to the gateways of the queue.
+    """
     gateway = Gateway(config, metrics or GatewayMetrics())
-    runner = BatchRunner(gateway)
+    webhooks = Webhooks(gateway)
+    runner = BatchRunner(gateway, webhooks)
     routes = _routes(gateway, runner)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        batches = asyncio.create_task(runner.run(), name="pagemill-batches")
+        batches = asyncio.create_task(runner.run(), name="pagemill-batches") if runs_batches else None
         link = asyncio.create_task(announce_page(gateway), name="pagemill-jobs-page")
+        notices = asyncio.create_task(webhooks.run(), name="pagemill-webhooks") if runs_batches else None
         try:
             yield
         finally:
             link.cancel()
+            if notices is not None:
+                notices.cancel()
             await gateway.close(batches)
 
     app = Starlette(
@@ -69,7 +84,10 @@ def build_app(config: GatewayConfig, metrics: GatewayMetrics | None = None) -> R
 
 
 def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
-    files, batches = FileEndpoints(gateway), BatchEndpoints(gateway, runner)
+    files = FileEndpoints(gateway)
+    batches = BatchEndpoints(gateway, runner, files)
+    hooks = WebhookEndpoints(gateway)
+    stored, chats = StoredResponses(gateway), StoredChats(gateway)
 
     async def chat(request: Request) -> Response:
         return await completions.answer(gateway, request, CHAT_URL)
@@ -80,11 +98,36 @@ def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
     async def respond(request: Request) -> Response:
         return await completions.answer(gateway, request, RESPONSES_URL)
 
+    async def count_input(request: Request) -> Response:
+        return await completions.count_input(gateway, request)
+
+    async def message(request: Request) -> Response:
+        return await messages.answer(gateway, request)
+
+    async def count_tokens(request: Request) -> Response:
+        return await messages.count_tokens(gateway, request)
+
     return [
-        Route(CHAT_URL, chat, methods=["POST"]),
+        Route(CHAT_URL, _by_method(POST=chat, GET=chats.list), methods=["POST", "GET"]),
+        Route(f"{CHAT_URL}/{{completion_id}}/messages", chats.messages, methods=["GET"]),
+        Route(
+            f"{CHAT_URL}/{{completion_id}}",
+            _by_method(GET=chats.retrieve, POST=chats.update, DELETE=chats.delete),
+            methods=["GET", "POST", "DELETE"],
+        ),
+        Route(INPUT_TOKENS_URL, count_input, methods=["POST"]),
         Route(RESPONSES_URL, respond, methods=["POST"]),
+        Route(f"{RESPONSES_URL}/{{response_id}}/cancel", stored.cancel, methods=["POST"]),
+        Route(
+            f"{RESPONSES_URL}/{{response_id}}",
+            _by_method(GET=stored.retrieve, DELETE=stored.delete),
+            methods=["GET", "DELETE"],
+        ),
         Route(COMPLETIONS_URL, complete, methods=["POST"]),
-        *(_pooled_route(gateway, url) for url in POOLED_URLS),
+        Route(MESSAGES_URL, message, methods=["POST"]),
+        Route(COUNT_TOKENS_URL, count_tokens, methods=["POST"]),
+        *(_body_route(gateway, url, pooled.answer) for url in POOLED_URLS),
+        *(_body_route(gateway, url, tokens.answer) for url in TOKEN_OPERATIONS),
         *_model_routes(gateway),
         Route("/v1/files", _by_method(POST=files.create, GET=files.list), methods=["POST", "GET"]),
         Route("/v1/files/{file_id}/content", files.content, methods=["GET"]),
@@ -96,16 +139,26 @@ def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
         Route("/v1/batches", _by_method(POST=batches.create, GET=batches.list), methods=["POST", "GET"]),
         Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
         Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
+        Route(
+            "/v1/webhook_endpoints", _by_method(POST=hooks.create, GET=hooks.list), methods=["POST", "GET"]
+        ),
+        Route(
+            "/v1/webhook_endpoints/{webhook_id}",
+            _by_method(GET=hooks.retrieve, DELETE=hooks.delete),
+            methods=["GET", "DELETE"],
+        ),
         *job_routes(gateway),
         *_operator_routes(gateway),
     ]
 
 
-def _pooled_route(gateway: Gateway, url: str) -> Route:
-    async def compute(request: Request) -> Response:
-        return await pooled.answer(gateway, request, url)
+def _body_route(
+    gateway: Gateway, url: str, answer: Callable[[Gateway, Request, str], Awaitable[Response]]
+) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return await answer(gateway, request, url)
 
-    return Route(url, compute, methods=["POST"])
+    return Route(url, endpoint, methods=["POST"])
 
 
 def _model_routes(gateway: Gateway) -> list[Route]:
@@ -115,10 +168,10 @@ def _model_routes(gateway: Gateway) -> list[Route]:
 
     async def model(request: Request) -> Response:
         wanted = str(request.path_params["model"])
-        for found in await gateway.models.all(await gateway.admit(request)):
-            if found.id == wanted:
-                return JsonResponse(found.model_dump())
-        raise not_found("model", wanted)
+        found = await gateway.models.find(wanted, await gateway.admit(request))
+        if found is None:
+            raise not_found("model", wanted)
+        return JsonResponse(found.model_dump())
 
     return [
         Route("/v1/models", models, methods=["GET"]),

@@ -41,7 +41,11 @@ class GatewayConfig:
     """Have the thinking of every chat apart. Workers of the release before this one do not take such jobs."""
     timeout_s: _Seconds = 600.0
     """A request's deadline; a client may ask for an earlier one."""
+    background_s: _Seconds = DAY_S
+    """The deadline of a background response; a client may ask for an earlier one."""
     max_body_bytes: _Bytes = 2 * MIB
+    max_image_body_bytes: _Bytes = 64 * MIB
+    """Of chats, where `max_body_bytes` limits all but letters, digits, + and /: images in base64 may have more."""
     max_stored_bytes: _Bytes = 4 * MIB
     """Bytes in Redis of a request with several prompts: each is stored with all of the request's settings."""
     max_in_flight: _Count = 2_000
@@ -70,6 +74,12 @@ class GatewayConfig:
     max_batch_requests: _Count = 50_000
     file_ttl_s: Annotated[float, Field(ge=1.0, le=366 * DAY_S)] = 7 * DAY_S
     max_running_batches: _Count = 4
+    unknown_model_s: Annotated[float, Field(ge=0.0, le=DAY_S)] = 30.0
+    """Time that a batch's requests for a model unknown to the queue wait while a worker is ready; then they fail."""
     batch_poll_s: _Seconds = 1.0
     """Interval between searches for open batches that no gateway runs."""
+    webhook_retry_s: Annotated[float, Field(ge=0.01, le=600.0)] = 5.0
+    """Seconds until the second attempt to deliver an event; doubled for each further one."""
+    webhook_allow_private: bool = False
+    """Whether webhooks that tenants create may have private addresses."""
     batch_lease_s: Annotated[float, Field(ge=0.05, le=600.0)] = 10.0

@@ -42,6 +42,7 @@ _JOB_STATUS = {
     "parent_failed": 410,
     "condition_false": 410,
     "unsigned": 500,
+    "schema_mismatch": 500,
 }
 """Status by the job's error code. 410 for a cancelled job, because clients retry milder statuses."""
 
@@ -92,6 +93,11 @@ def retry_later(status: int, message: str, code: str, wait_s: float = RETRY_AFTE
     return ApiError(status, message, code, headers={"retry-after": str(max(1, round(wait_s + 0.49)))})
 
 
+def wait_headers(wait_s: float | None) -> dict[str, str]:
+    """Return the header with the seconds that a request is expected to wait; none if that is not known."""
+    return {} if wait_s is None else {"x-pagemill-queue-seconds": f"{wait_s:.3f}"}
+
+
 def stopping() -> ApiError:
     return retry_later(503, "the gateway is being stopped", "stopping")
 
@@ -108,7 +114,9 @@ def as_api_error(error: PagemillError) -> ApiError:
             return retry_later(429, str(error), "queue_full")
         case DeadlineUnreachable(promise=promise):
             late_s = (promise.p50 or 0.0) - (promise.deadline or 0.0)
-            return retry_later(503, str(error), "deadline_unreachable", late_s)
+            told = retry_later(429, str(error), "deadline_unreachable", late_s)
+            told.headers = dict(told.headers) | wait_headers(promise.wait_s)
+            return told
         case StoreError(kind="away"):
             return retry_later(503, "the store of large requests is not reachable now", "store_unavailable")
         case RedisUnavailable() | AccessDenied():

@@ -12,14 +12,17 @@ from starlette.requests import Request
 from pagemill.producer.client import flows
 from pagemill.producer.client.aio import AsyncProducer
 from pagemill.producer.gateway.api_keys import ApiKey, ApiKeys
+from pagemill.producer.gateway.bounded_answer import bounded_answer
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, retry_later
 from pagemill.producer.gateway.guard.limits import ClientGone
 from pagemill.producer.gateway.guard.origin import LOOPBACK, check_host, check_origin
+from pagemill.producer.gateway.load_signals import LoadSignals
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.gateway.served_models import ServedModels
 from pagemill.producer.wire.calls.gateway import rates
 from pagemill.producer.wire.calls.gateway.rates import Rate
+from pagemill.producer.wire.schema.outputs import Usage
 from pagemill.producer.wire.server.scripts import Call
 
 T = TypeVar("T")
@@ -37,6 +40,7 @@ class Gateway:
         self.producer = AsyncProducer(config.redis_url, queue=config.queue)
         self.keys = ApiKeys(config.keys_path)
         self.models = ServedModels(self.producer, config.models)
+        self.load = LoadSignals(self.producer, metrics)
         self._in_background: set[asyncio.Task[Any]] = set()
 
     async def admit(self, request: Request) -> ApiKey:
@@ -75,11 +79,19 @@ class Gateway:
             if self.config.host in LOOPBACK:
                 check_host(request.headers)
             check_origin(request.method, request.headers)
-        return self.keys.identify(request.headers.get("authorization"))
+        headers = request.headers
+        key = headers.get("x-api-key")  # as Anthropic's clients send it
+        return self.keys.identify(headers.get("authorization") or (f"Bearer {key}" if key else None))
 
     async def run(self, call: Call[T]) -> T:
-        """Run a call that is not a method of any handle."""
-        return await self.producer.run_flow(flows.call(call))
+        """Run a call that is not a method of any handle. Raises RedisUnavailable after `ANSWER_S`, too."""
+        async with bounded_answer():
+            return await self.producer.run_flow(flows.call(call))
+
+    def count_tokens(self, usage: Usage) -> None:
+        """Add the tokens of a finished request to the metrics."""
+        self.metrics.tokens["prompt"] += usage.prompt_tokens
+        self.metrics.tokens["completion"] += usage.completion_tokens
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run the coroutine to its end; `close` waits for it."""

@@ -9,18 +9,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
 from pydantic.json_schema import models_json_schema
 
+from pagemill.producer.anthropic import messages
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.gateway.batches.batches import BATCH_ID, Batch, BatchRequest
 from pagemill.producer.gateway.batches.files import FILE_ID, File
 from pagemill.producer.gateway.request_parsing import PROMISE_HEADER, TIMEOUT_HEADER
 from pagemill.producer.gateway.served_models import Model
+from pagemill.producer.gateway.webhook_endpoints import HOOK_ID, WebhookEndpoint, WebhookRequest
 from pagemill.producer.openai import formats, responses
 from pagemill.producer.openai.pooled_schemas import POOLED_OPERATIONS
+from pagemill.producer.openai.tokens import TOKEN_OPERATIONS
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import MAX_KEY, MAX_MESSAGES, Job
 from pagemill.producer.wire.schema.text.chat import ToolCall
 
 _REF = "#/components/schemas/"
+_OPERATIONS = {**POOLED_OPERATIONS, **TOKEN_OPERATIONS}
 
 
 class ChatMessage(BaseModel):
@@ -51,6 +55,7 @@ class _Request(BaseModel):
 class _ChatRequest(_Request):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    store: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -107,6 +112,23 @@ class Completion(_Answer):
     choices: Annotated[list[CompletionChoice], Field(min_length=1)]
 
 
+class ChatUpdate(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    metadata: dict[str, str] | None
+
+
+class ChatMessages(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+
+
+class DeletedWebhook(BaseModel):
+    object: Literal["webhook_endpoint"]
+    id: str
+    deleted: Literal[True]
+
+
 class ResponseRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, None]
@@ -119,21 +141,88 @@ class ResponseRequest(BaseModel):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
 
 
 class ResponseObject(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
     output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    usage: dict[str, Any] | None
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class _Prompted(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, None]
+    model: Annotated[str, Field(pattern=f"^{keys.MODEL_PATTERN.pattern}$")]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessageRequest(_Prompted):
+    max_tokens: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    stop_sequences: list[str] | None = None
+    output_config: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+class MessageTokensRequest(_Prompted):
+    pass
+
+
+class MessageObject(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "tool_use"]
     usage: dict[str, Any]
+
+
+class MessageTokens(BaseModel):
+    input_tokens: int
+
+
+class MessageError(BaseModel):
+    type: Literal["error"]
+    error: dict[str, str]
+
+
+class DeletedResponse(BaseModel):
+    object: Literal["response"]
+    id: str
+    deleted: Literal[True]
+
+
+class DeletedChat(BaseModel):
+    object: Literal["chat.completion.deleted"]
+    id: str
+    deleted: Literal[True]
 
 
 class DeletedFile(BaseModel):
@@ -176,10 +265,13 @@ def _list_of(row: type[BaseModel]) -> type[BaseModel]:
 ChatRequest = _request("ChatRequest", formats.CHAT_URL, _ChatRequest)
 CompletionRequest = _request("CompletionRequest", formats.COMPLETIONS_URL, _CompletionRequest)
 ModelList, FileList, BatchList = _list_of(Model), _list_of(File), _list_of(Batch)
+ChatList, WebhookList = _list_of(ChatCompletion), _list_of(WebhookEndpoint)
 _REFERRED_TO: tuple[type[BaseModel], ...] = (
     ChatRequest, CompletionRequest, ResponseRequest, BatchRequest, FileUpload, ChatCompletion, Completion,
-    ResponseObject, ModelList, FileList, BatchList, DeletedFile, Error,
-    *(model for pair in POOLED_OPERATIONS.values() for model in pair),
+    ResponseObject, InputTokens, ModelList, FileList, BatchList, DeletedFile, DeletedChat,
+    WebhookRequest, WebhookEndpoint, WebhookList, DeletedWebhook, ChatList, ChatUpdate, ChatMessages, DeletedResponse,
+    MessageRequest, MessageObject, MessageTokensRequest, MessageTokens, MessageError, Error,
+    *(model for pair in _OPERATIONS.values() for model in pair),
 )  # fmt: skip
 
 
@@ -219,26 +311,77 @@ def _paths() -> dict[str, Any]:
         _parameter("idempotency-key", "header", Annotated[str, Field(min_length=1, max_length=MAX_KEY - 4)]),
     ]
     model = [_parameter("model", "path", Job.model_fields["model"].rebuild_annotation())]
-    file = [_parameter("file_id", "path", Annotated[str, Field(pattern=f"^{FILE_ID.pattern}$")])]
-    batch = [_parameter("batch_id", "path", Annotated[str, Field(pattern=f"^{BATCH_ID.pattern}$")])]
-    filters = [_parameter("order", "query", Literal["asc", "desc"]), _parameter("purpose", "query", str)]
+    response = [
+        _parameter("response_id", "path", Annotated[str, Field(pattern=f"^resp_{keys.ID_PATTERN.pattern}$")])
+    ]
+    chat = [
+        _parameter(
+            "completion_id", "path", Annotated[str, Field(pattern=f"^chatcmpl-{keys.ID_PATTERN.pattern}$")]
+        )
+    ]
+    order = _parameter("order", "query", Literal["asc", "desc"])
+    replay = [
+        _parameter("stream", "query", bool),
+        _parameter("starting_after", "query", Annotated[int, Field(ge=0)]),
+    ]
     events = {"text/event-stream": {"schema": {"type": "string"}}}
-    binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-    form = {"multipart/form-data": {"schema": _ref(FileUpload)}}
     return {
-        formats.CHAT_URL: {"post": _operation(_json(ChatCompletion) | events, headers, _json(ChatRequest))},
+        formats.CHAT_URL: {
+            "get": _operation(_json(ChatList), [*_paging(100), order, _parameter("model", "query", str)]),
+            "post": _operation(_json(ChatCompletion) | events, headers, _json(ChatRequest)),
+        },
+        f"{formats.CHAT_URL}/{{completion_id}}": {
+            "get": _operation(_json(ChatCompletion), chat),
+            "post": _operation(_json(ChatCompletion), chat, _json(ChatUpdate)),
+            "delete": _operation(_json(DeletedChat), chat),
+        },
+        f"{formats.CHAT_URL}/{{completion_id}}/messages": {
+            "get": _operation(_json(ChatMessages), [*chat, *_paging(100), order]),
+        },
         formats.COMPLETIONS_URL: {
             "post": _operation(_json(Completion) | events, headers, _json(CompletionRequest))
         },
         responses.RESPONSES_URL: {
             "post": _operation(_json(ResponseObject) | events, headers, _json(ResponseRequest))
         },
+        f"{responses.RESPONSES_URL}/{{response_id}}": {
+            "get": _operation(_json(ResponseObject) | events, [*response, *replay]),
+            "delete": _operation(_json(DeletedResponse), response),
+        },
+        f"{responses.RESPONSES_URL}/{{response_id}}/cancel": {
+            "post": _operation(_json(ResponseObject), response)
+        },
+        responses.INPUT_TOKENS_URL: {
+            "post": _operation(_json(InputTokens), headers[:1], _json(ResponseRequest))
+        },
+        messages.MESSAGES_URL: {
+            "post": _operation(
+                _json(MessageObject) | events, headers, _json(MessageRequest), error=MessageError
+            )
+        },
+        messages.COUNT_TOKENS_URL: {
+            "post": _operation(
+                _json(MessageTokens), headers[:1], _json(MessageTokensRequest), error=MessageError
+            )
+        },
         **{
             url: {"post": _operation(_json(answer), headers, _json(body))}
-            for url, (body, answer) in POOLED_OPERATIONS.items()
+            for url, (body, answer) in _OPERATIONS.items()
         },
         "/v1/models": {"get": _operation(_json(ModelList))},
         "/v1/models/{model}": {"get": _operation(_json(Model), model)},
+        **_file_paths(),
+    }
+
+
+def _file_paths() -> dict[str, Any]:
+    file = [_parameter("file_id", "path", Annotated[str, Field(pattern=f"^{FILE_ID.pattern}$")])]
+    batch = [_parameter("batch_id", "path", Annotated[str, Field(pattern=f"^{BATCH_ID.pattern}$")])]
+    webhook = [_parameter("webhook_id", "path", Annotated[str, Field(pattern=f"^{HOOK_ID.pattern}$")])]
+    filters = [_parameter("order", "query", Literal["asc", "desc"]), _parameter("purpose", "query", str)]
+    binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    form = {"multipart/form-data": {"schema": _ref(FileUpload)}}
+    return {
         "/v1/files": {
             "get": _operation(_json(FileList), [*_paging(10_000), *filters]),
             "post": _operation(_json(File), body=form),
@@ -253,6 +396,14 @@ def _paths() -> dict[str, Any]:
             "post": _operation(_json(Batch), body=_json(BatchRequest)),
         },
         "/v1/batches/{batch_id}": {"get": _operation(_json(Batch), batch)},
+        "/v1/webhook_endpoints": {
+            "get": _operation(_json(WebhookList), _paging(100)),
+            "post": _operation(_json(WebhookEndpoint), body=_json(WebhookRequest)),
+        },
+        "/v1/webhook_endpoints/{webhook_id}": {
+            "get": _operation(_json(WebhookEndpoint), webhook),
+            "delete": _operation(_json(DeletedWebhook), webhook),
+        },
         "/v1/batches/{batch_id}/cancel": {"post": _operation(_json(Batch), batch)},
     }
 
@@ -261,11 +412,12 @@ def _operation(
     content: dict[str, Any],
     parameters: list[dict[str, Any]] | None = None,
     body: dict[str, Any] | None = None,
+    error: type[BaseModel] = Error,
 ) -> dict[str, Any]:
-    error = {"description": "What is wrong, or too much.", "content": _json(Error)}
+    failed = {"description": "What is wrong, or too much.", "content": _json(error)}
     operation: dict[str, Any] = {
         "parameters": parameters or [],
-        "responses": {"200": {"description": "Done.", "content": content}, "default": error},
+        "responses": {"200": {"description": "Done.", "content": content}, "default": failed},
     }
     return operation if body is None else operation | {"requestBody": {"required": True, "content": body}}
 

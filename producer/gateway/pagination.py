@@ -18,7 +18,7 @@ class Paging:
 
 
 def read_paging(request: Request, others: Collection[str] = (), *, longest: int = 100) -> Paging:
-    """Read the query's paging. Raises ApiError, also for a parameter that is neither ours nor in `others`."""
+    """Read the query's paging. Raises ApiError, also for a parameter that is neither known nor in `others`."""
     query = request.query_params
     known = {"limit", "after", *others} | ({"order"} if others else set())
     for name in query:
@@ -30,6 +30,14 @@ def read_paging(request: Request, others: Collection[str] = (), *, longest: int 
     if not (text.isascii() and text.isdecimal() and len(text) < 7 and 1 <= int(text) <= longest):
         raise ApiError(400, f"limit is a whole number from 1 to {longest}", "invalid_limit", "limit")
     return Paging(query.get("after", ""), int(text))
+
+
+def after(rows: list[dict[str, Any]], paging: Paging) -> list[dict[str, Any]]:
+    """Return the rows behind that of the previous page's last id; none if it is unknown."""
+    if not paging.after:
+        return rows
+    places = [place for place, row in enumerate(rows) if row["id"] == paging.after]
+    return rows[places[0] + 1 :] if places else []
 
 
 def page_body(rows: list[dict[str, Any]], paging: Paging) -> dict[str, Any]:

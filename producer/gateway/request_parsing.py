@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import string
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 from starlette.requests import Request
 
+from pagemill.producer.anthropic.messages import COUNT_TOKENS_URL, MESSAGES_URL, read_message
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.gateway.api_keys import ApiKey
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError
 from pagemill.producer.openai.formats import CHAT_URL, is_chat, parse_job, read_jobs
-from pagemill.producer.openai.responses import RESPONSES_URL, read_response
+from pagemill.producer.openai.responses import RESPONSES_URL, is_stored, read_response
+from pagemill.producer.openai.stored_responses import metadata_of
+from pagemill.producer.openai.tokens import TOKEN_OPERATIONS, read_tokens
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_KEY, Job
 
 TIMEOUT_HEADER = "x-request-timeout"
 PROMISE_HEADER = "x-promise"
+STORED_CHAT = "chat"
+"""The entry of a job's metadata for a chat completion that can be retrieved later."""
+Conversation = Callable[[Any, ApiKey], Awaitable[list[dict[str, Any]]]]
+"""Returns the messages of the response with an id, for one that continues it."""
+_BASE64 = (string.ascii_letters + string.digits + "+/").encode()
 _STREAM_OPTIONS = {"include_usage": (True, False), "include_obfuscation": (False,)}
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ParsedRequest:
     """One request for completions: a job per prompt, all of one model, with `n` samples each."""
 
     url: str
@@ -43,7 +52,7 @@ class Ask:
         """What the request calls the model: its name, or its adapter's."""
         return self.jobs[0].adapter or self.jobs[0].model
 
-    def of(self, fields: Mapping[str, str]) -> Ask:
+    def of(self, fields: Mapping[str, str]) -> ParsedRequest:
         """Return the same with other `model` and `adapter`."""
         return replace(self, jobs=tuple(job.model_copy(update=dict(fields)) for job in self.jobs))
 
@@ -51,27 +60,61 @@ class Ask:
     def n(self) -> int:
         return self.jobs[0].n
 
+    @property
+    def is_background(self) -> bool:
+        """Whether the job runs without a client that waits for it."""
+        return self.response is not None and self.response.get("background") is True
 
-async def read_ask(request: Request, url: str, caller: ApiKey, config: GatewayConfig) -> Ask:
-    """Read a request for completions. Raises ApiError and InvalidJob."""
-    body = await read_object(request)
+
+def request_of(job: Job, timeout_s: float) -> ParsedRequest:
+    """Return the request for a chat that a job stands for."""
+    return ParsedRequest(CHAT_URL, (job,), stream=True, include_usage=False, timeout_s=timeout_s)
+
+
+async def read_ask(
+    request: Request,
+    url: str,
+    caller: ApiKey,
+    config: GatewayConfig,
+    conversation: Conversation | None = None,
+    *,
+    default: Mapping[str, Any] | None = None,
+) -> ParsedRequest:
+    """Read a request for completions. Raises ApiError and InvalidJob.
+
+    Args:
+        conversation: For responses.
+        default: Values of fields that the body lacks.
+    """
+    body = {**(default or {}), **await read_object(request, config.max_body_bytes)}
     response = dict(body) if url == RESPONSES_URL else None
+    is_background = False
+    own: dict[str, Any] = {"tenant": caller.tenant, "priority": caller.priority}
     if response is not None:
-        url, body = CHAT_URL, read_response(body)
+        is_background = _flag(response.get("background"), "background")
+        _flag(response.get("store"), "store")
+        before = response.get("previous_response_id")
+        earlier = [] if before is None or conversation is None else await conversation(before, caller)
+        url, body = CHAT_URL, read_response(body, earlier)
+        if is_stored(response):
+            own |= {"keep_input": True, "metadata": metadata_of(response)}
+        if response.get("service_tier") == "flex":
+            own["priority"] = "low"
+    elif url == CHAT_URL and _flag(body.get("store"), "store"):
+        kept = {name: body[name] for name in ("model", "metadata") if body.get(name) is not None}
+        body = body | {"store": False}
+        own |= {"keep_input": True, "metadata": {STORED_CHAT: kept}}
+    elif url in (MESSAGES_URL, COUNT_TOKENS_URL):
+        url, body = CHAT_URL, read_message(body, is_count=url == COUNT_TOKENS_URL)
     is_stream = _flag(body.pop("stream", None), "stream")
     include_usage = _read_stream_options(body.pop("stream_options", None), is_stream)
-    timeout_s = _read_timeout(request, config.timeout_s)
-    own: dict[str, Any] = {
-        "tenant": caller.tenant,
-        "priority": caller.priority,
-        "stream": is_stream,
-        "ttl": timeout_s,
-    }
+    timeout_s = _read_timeout(request, config.background_s if is_background else config.timeout_s)
+    own |= {"stream": is_stream, "ttl": timeout_s}
     if config.separate_reasoning and is_chat(url):
         own["separate_reasoning"] = True
     name = _read_idempotency_key(request)
     jobs: list[Job] = []
-    size, rows = 0, read_jobs(url, body)
+    size, rows = 0, [read_tokens(url, body)] if url in TOKEN_OPERATIONS else read_jobs(url, body)
     for position, fields in enumerate(rows):
         if name is not None:
             own["idempotency_key"] = f"{name}/{position}" if position else name
@@ -82,14 +125,43 @@ async def read_ask(request: Request, url: str, caller: ApiKey, config: GatewayCo
             most = f"at most {config.max_stored_bytes} bytes are stored"
             message = f"{len(rows)} prompts, each with the request's settings, are too many: {most}"
             raise ApiError(413, message, "request_too_large", "prompt")
-    return Ask(url, tuple(jobs), is_stream, include_usage, timeout_s, response, _read_on_late(request))
+    if is_stream and jobs[-1].prompt_logprobs is not None:
+        raise InvalidJob("echo with output can't be streamed", "unsupported_feature", "echo")
+    return ParsedRequest(
+        url, tuple(jobs), is_stream, include_usage, timeout_s, response, _read_on_late(request)
+    )
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """Read the body, a JSON object. Raises ApiError."""
+def as_count(ask: ParsedRequest) -> ParsedRequest:
+    """Return a request for the prompt's length: one token, with nothing said of the output's form."""
+    free = {
+        "max_tokens": 1, "structured_outputs": None, "idempotency_key": None, "stream": False,
+        "keep_input": False, "metadata": None,
+    }  # fmt: skip
+    return replace(
+        ask, jobs=tuple(job.model_copy(update=free) for job in ask.jobs), stream=False, on_late=None
+    )
+
+
+async def read_object(request: Request, max_bytes: int | None = None) -> dict[str, Any]:
+    """Read the body, a JSON object.
+
+    Args:
+        max_bytes: of all that is not a letter, a digit, + or /, of which images consist.
+
+    Raises:
+        ApiError: the body is not a JSON object, or larger.
+    """
     check_json(request)
+    content = await request.body()
+    if max_bytes is not None and len(content) > max_bytes:
+        # Many small values would take long to parse, and block other requests; an image is a single string.
+        size = len(content.translate(None, _BASE64))
+        if size > max_bytes:
+            message = f"the request's body has more than {max_bytes} bytes without images"
+            raise ApiError(413, message, "body_too_large")
     try:
-        found = json.loads(await request.body(), parse_constant=_refuse_constant)
+        found = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         place = (
             f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""

@@ -8,8 +8,8 @@ from typing import Any
 
 from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.errors import ApiError
-from pagemill.producer.gateway.request_parsing import Ask
-from pagemill.producer.gateway.streaming import CompletionStream, News
+from pagemill.producer.gateway.request_parsing import ParsedRequest
+from pagemill.producer.gateway.streaming import CompletionStream, TextDelta
 from pagemill.producer.openai import responses
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs
 
@@ -17,7 +17,7 @@ from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs
 class ResponseStream(CompletionStream):
     """The events of one response. Its items open one after another: thinking, text, calls."""
 
-    def __init__(self, ask: Ask, handle: AsyncJobHandle, asked: Mapping[str, Any]) -> None:
+    def __init__(self, ask: ParsedRequest, handle: AsyncJobHandle, asked: Mapping[str, Any]) -> None:
         super().__init__(ask, [handle])
         self._asked = asked
         self._job_id = handle.id
@@ -35,7 +35,7 @@ class ResponseStream(CompletionStream):
         return [self._event(f"response.{word}", response=body) for word in ("created", "in_progress")]
 
     def _pieces(
-        self, number: int, index: int, news: list[News], positions: tuple[PositionLogprobs, ...] | None
+        self, number: int, index: int, news: list[TextDelta], positions: tuple[PositionLogprobs, ...] | None
     ) -> list[bytes]:
         events = []
         for one in news:
@@ -50,7 +50,7 @@ class ResponseStream(CompletionStream):
         is_cut = output.finish_reason == "length"
         events = []
         if self._open is None:
-            events = self._open_item(News("content", ""))
+            events = self._open_item(TextDelta("content", ""))
         return [*events, *self._close_item("incomplete" if is_cut else "completed")]
 
     def _closing(self) -> list[bytes]:
@@ -62,7 +62,7 @@ class ResponseStream(CompletionStream):
         told = error.body()["error"]
         return self._event("error", code=told["code"], message=told["message"], param=told["param"])
 
-    def _open_item(self, news: News) -> list[bytes]:
+    def _open_item(self, news: TextDelta) -> list[bytes]:
         self._open = news.part
         self._texts[news.part] = ""
         match news.part:

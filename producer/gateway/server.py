@@ -67,19 +67,19 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, and say how far that has come."""
-        telling = asyncio.create_task(self._tell(), name="pagemill-drain")
+        telling = asyncio.create_task(self._report(), name="pagemill-drain")
         try:
             await super().shutdown(sockets)
         finally:
             telling.cancel()
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         wait_s = self.config.timeout_graceful_shutdown
         while True:
             under_way = self._metrics.in_flight
             if under_way:
                 logger.info(
-                    "stopping: requests under way: %d; they have %s s from the start", under_way, wait_s
+                    "stopping: requests in progress: %d; they have %s s from the start", under_way, wait_s
                 )
             await asyncio.sleep(TELL_S)
 
@@ -120,7 +120,7 @@ def inherit(fd: int) -> socket.socket:
     """Return the listening socket that a supervisor has left open. Raises OSError for anything else."""
     listener = socket.socket(fileno=fd)
     if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        raise OSError(errno.EINVAL, "nobody listens on it")
+        raise OSError(errno.EINVAL, "no process listens on it")
     return listener
 
 

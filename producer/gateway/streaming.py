@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.errors import ApiError, as_api_error, stopping
-from pagemill.producer.gateway.request_parsing import Ask
+from pagemill.producer.gateway.request_parsing import ParsedRequest
 from pagemill.producer.openai.formats import (
     completion_id,
     finish_reason,
@@ -46,7 +46,7 @@ _MERGED_EVENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class TextDelta:
     """New text of one sample: of its `content`, its `reasoning`, or the arguments of a call, named by its number."""
 
     part: str | int
@@ -70,7 +70,7 @@ class _Sample:
         if self.seen != self.sent:
             raise diverged()
 
-    def take(self, event: StreamEvent) -> tuple[list[News], tuple[PositionLogprobs, ...] | None]:
+    def take(self, event: StreamEvent) -> tuple[list[TextDelta], tuple[PositionLogprobs, ...] | None]:
         """Return the text and logprobs to send now. Raises ApiError if the text contradicts `sent`."""
         if event.type == "snapshot":
             self.seen = {}
@@ -83,7 +83,7 @@ class _Sample:
         if any(len(self.seen.get(part, "")) < len(sent) for part, sent in self.sent.items()):
             return [], None
         news = [
-            News(part, text[len(self.sent.get(part, "")) :], begun.get(part))
+            TextDelta(part, text[len(self.sent.get(part, "")) :], begun.get(part))
             for part, text in self.seen.items()
             if part in begun or len(text) > len(self.sent.get(part, ""))
         ]
@@ -118,7 +118,7 @@ def diverged() -> ApiError:
 class CompletionStream:
     """The chunks of one request's answer."""
 
-    def __init__(self, ask: Ask, handles: Sequence[AsyncJobHandle]) -> None:
+    def __init__(self, ask: ParsedRequest, handles: Sequence[AsyncJobHandle]) -> None:
         self._ask = ask
         self._ends_at = asyncio.get_running_loop().time() + ask.timeout_s + GRACE_S
         self._handles = handles
@@ -203,11 +203,11 @@ class CompletionStream:
         return [*self._begin(number, event.index), *self._pieces(number, event.index, news, positions)]
 
     def _pieces(
-        self, number: int, index: int, news: list[News], positions: tuple[PositionLogprobs, ...] | None
+        self, number: int, index: int, news: list[TextDelta], positions: tuple[PositionLogprobs, ...] | None
     ) -> list[bytes]:
         """Return an event for each part's text; the first has the log probabilities."""
         pieces = []
-        for one in news or [News("content", "")]:
+        for one in news or [TextDelta("content", "")]:
             body = {"delta": _delta(one)} if is_chat(self._ask.url) else {"text": one.text}
             offset = len(self._samples[number, index].sent.get(one.part, "")) - len(one.text)
             logprobs = logprobs_body(self._ask.url, positions or None, offset)
@@ -294,7 +294,7 @@ async def _merged(handles: Sequence[AsyncJobHandle]) -> AsyncIterator[tuple[int,
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _delta(news: News) -> dict[str, Any]:
+def _delta(news: TextDelta) -> dict[str, Any]:
     """Return a chat's delta for one part's new text."""
     match news.part:
         case "content":

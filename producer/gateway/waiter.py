@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,11 @@ from pagemill.producer.client.preparer import new_job_id
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.client.tracing import publishing
 from pagemill.producer.gateway.api_keys import ApiKey
+from pagemill.producer.gateway.bounded_answer import bounded_answer
+from pagemill.producer.gateway.errors import wait_headers
 from pagemill.producer.gateway.gateway import Gateway
+from pagemill.producer.gateway.request_parsing import STORED_CHAT
+from pagemill.producer.gateway.webhooks import relay_of
 from pagemill.producer.wire.calls.gateway import waiters
 from pagemill.producer.wire.schema.errors import PagemillError
 from pagemill.producer.wire.schema.job import Job
@@ -23,14 +28,25 @@ logger = logging.getLogger(__name__)
 class Waiter:
     """Counted from the submit on. If a gateway dies its waiters stay counted: their jobs run to the end."""
 
-    def __init__(self, gateway: Gateway, caller: ApiKey, on_late: OnLate | None = None) -> None:
-        """`on_late`: as AsyncProducer.submit's `promise`."""
+    def __init__(
+        self, gateway: Gateway, caller: ApiKey, on_late: OnLate | None = None, *, is_counted: bool = True
+    ) -> None:
+        """Create a waiter for one request.
+
+        Args:
+            on_late: as AsyncProducer.submit's `promise`.
+            is_counted: False: the jobs do not end when their waiters leave.
+        """
         self.handles: list[AsyncJobHandle] = []
         """The request's jobs, or earlier ones with the same idempotency keys."""
         self._gateway = gateway
         self._caller = caller
         self._on_late = on_late
-        self._id = secrets.token_hex(6)
+        self._id = secrets.token_hex(6) if is_counted else None
+        self._wait_s: float | None = None
+        """The longest that a job is expected to wait."""
+        self._sending: asyncio.Task[None] | None = None
+        """The latest submit. It continues if the request that waits for it ends."""
 
     async def submit(self, jobs: Iterable[Job]) -> None:
         """Submit all jobs; on an error leave those submitted before. Raises as AsyncProducer.submit does."""
@@ -42,8 +58,8 @@ class Waiter:
             raise
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of an answer that say what its submit was told."""
-        return self._promise_headers() | self._quota_headers()
+        """Return the headers of an answer with the estimates of its jobs, and what is left of quotas."""
+        return wait_headers(self._wait_s) | self._promise_headers() | self._quota_headers()
 
     def _quota_headers(self) -> dict[str, str]:
         """Return what the tenant has left of its quotas, in the names that OpenAI's clients know."""
@@ -59,8 +75,8 @@ class Waiter:
         return headers
 
     def _promise_headers(self) -> dict[str, str]:
-        """Return the headers of an answer that say when its last job was to end; none where that is not known."""
-        promises = [handle.promise for handle in self.handles if handle.promise is not None]
+        """Return the headers that say when the last job was to end; none unless asked for and known."""
+        promises = [handle.promise for handle in self.handles if handle.promise and self._on_late]
         last = max(promises, key=lambda promise: promise.p50 or 0.0, default=None)
         if last is None or last.p50 is None or last.p90 is None:
             return {}
@@ -68,20 +84,51 @@ class Waiter:
 
     def leave(self, handles: Sequence[AsyncJobHandle]) -> None:
         """Stop waiting, in the background: jobs without another waiter end."""
-        if handles:
-            self._gateway.in_background(self._leave([handle.id for handle in handles]))
+        if handles and self._id is not None:
+            self._gateway.in_background(self._leave(list(handles)))
 
     async def _submit(self, job: Job) -> None:
         producer = self._gateway.producer
         handle = AsyncJobHandle(producer, new_job_id())
-        self.handles.append(handle)  # even if the reply is lost, the submit may have arrived
+        relay = await relay_of(self._gateway, job.tenant) if self._id is None else None
         with publishing(producer.queue, job) as traceparent:
-            item = producer.preparer.job(job, {}, handle.id, traceparent=traceparent, waiter=self._id)
-            item = item.under(self._caller.counted_as)
-            flow = submit_flow.submit_with_promise(producer.queue, item, "raise", self._on_late)
-            handle.id, handle.promise, handle.quota = await producer.run_flow(flow)
+            item = producer.preparer.job(
+                job,
+                {},
+                handle.id,
+                traceparent=traceparent,
+                waiter=self._id,
+                relay=relay,
+            )
+            if STORED_CHAT in (job.metadata or {}):
+                item = item.listed()
+            item, promise = await self._gateway.load.expect(
+                job, item.under(self._caller.counted_as), self._on_late, has_client=self._id is not None
+            )
+            if promise.wait_s is not None:
+                self._wait_s = max(self._wait_s or 0.0, promise.wait_s)
+            self.handles.append(handle)  # even if the reply is lost, the submit may have arrived
+            flow = submit_flow.submit(producer.queue, item, "raise")
 
-    async def _leave(self, job_ids: list[str]) -> None:
+            async def send() -> None:
+                reply = await producer.run_flow(flow)
+                # Another id is that of an earlier job with the idempotency key.
+                handle.promise = promise if reply.job_id == handle.id else None
+                handle.id, handle.quota = reply.job_id, reply.left
+
+            self._sending = asyncio.create_task(send())
+            if item.upload is not None:
+                await asyncio.shield(self._sending)  # a store has a patience of its own
+                return
+            async with bounded_answer():
+                await asyncio.shield(self._sending)
+
+    async def _leave(self, handles: Sequence[AsyncJobHandle]) -> None:
+        assert self._id is not None
+        if self._sending is not None:
+            # After the submit, which continues: a hang-up that overtook it would not find the job.
+            await asyncio.gather(self._sending, return_exceptions=True)
+        job_ids = [handle.id for handle in handles]
         call = waiters.hang_up(self._gateway.config.queue, self._id, job_ids)
         try:
             replies = await self._gateway.run(call)

@@ -13,7 +13,8 @@ from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.tables.writers import check_output, replacing
-from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
+from pagemill.producer.dataset.watch import Notify
+from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop, warn
 from pagemill.producer.openai.lines import BatchAnswers, BatchRequests, BatchSummary, RefusedFile
 from pagemill.producer.wire.schema.job import Job
 
@@ -51,17 +52,21 @@ class BatchFile:
         return self._requests().models()
 
     def execute(
-        self, producer: Producer, on_news: Callable[[Tally], None] = lambda tally: None
+        self,
+        producer: Producer,
+        on_news: Callable[[Tally], None] = lambda tally: None,
+        on_notice: Notify = warn,
     ) -> BatchSummary:
-        """Run to the end and write both files. Call again after any interruption."""
+        """Run to the end and write both files. Call again after any interruption. `on_notice`: as of a DatasetRun."""
         self.check()
         with Journal(self.journal_path) as journal:
             journal.forget_retryable()
-            WorkLoop(producer, journal, window=self.window, on_news=on_news).run(self._works)
+            loop = WorkLoop(producer, journal, window=self.window, on_news=on_news, on_notice=on_notice)
+            loop.run(self._works)
             return self._finish(journal)
 
     def cancel(self, producer: Producer) -> int:
-        """Cancel the jobs that an earlier start has under way; `deliver` then writes the finished ones."""
+        """Cancel the unfinished jobs of an earlier run; `deliver` then writes the finished ones."""
         with Journal(self.journal_path) as journal:
             return WorkLoop(producer, journal).cancel()
 

@@ -14,10 +14,10 @@ from typing import Any, Literal, get_args
 from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL, POOLED_URLS, encoding_of, read_pooled
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
-from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, TokenLogprob, Usage
+from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, Result, TokenLogprob, Usage
 from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS
 
-Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank"]
 URLS: tuple[str, ...] = get_args(Url)
 """Those that a batch's lines may have."""
 CHAT_URL, COMPLETIONS_URL = URLS[:2]
@@ -47,7 +47,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _INSTEAD: Mapping[str, str] = {
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "store": "nothing is stored here: send false",
+    "store": "only chats and responses are stored, and not in a batch: send false",
     "modalities": "answers are text",
     "thinking": "use chat_template_kwargs or reasoning_effort",
     "thinking_budget": "use thinking_token_budget",
@@ -76,7 +76,7 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [fields | prompt for prompt in prompts]
     most = fields.pop("max_completion_tokens", None)
     if most is not None and fields.setdefault("max_tokens", most) != most:
-        raise InvalidJob("give max_tokens or max_completion_tokens, not both", param="max_tokens")
+        raise InvalidJob("max_tokens and max_completion_tokens exclude each other", param="max_tokens")
     _read_chat_logprobs(fields)
     _read_tools(fields)
     messages = fields.get("messages")
@@ -111,7 +111,7 @@ def _supported(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(value, str):
                 raise InvalidJob(f"{name}: Input should be a valid string", param=name)
         elif name == "metadata":
-            _check_metadata(value)
+            check_metadata(value)
         elif name in NEUTRAL and any(type(value) is type(word) and value == word for word in NEUTRAL[name]):
             continue
         else:
@@ -122,8 +122,8 @@ def _supported(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _check_metadata(value: Any) -> None:
-    """Check OpenAI's metadata. It annotates stored completions, and none are stored here."""
+def check_metadata(value: Any) -> None:
+    """Check OpenAI's metadata, which annotates stored completions. Raises InvalidJob."""
     is_flat = isinstance(value, Mapping) and all(isinstance(text, str) for text in value.values())
     if not is_flat or sum(len(name) + len(text) for name, text in value.items()) > MAX_METADATA_BYTES:
         raise InvalidJob("metadata is an object of short texts", param="metadata")
@@ -148,16 +148,14 @@ def _prompts(given: Any) -> list[dict[str, Any]]:
 
 
 def _read_echo(fields: dict[str, Any]) -> dict[str, Any]:
-    """Read `echo`: with `max_tokens=0` it requests log-probabilities of the prompt, without sampling."""
+    """Read `echo`: the prompt is before the output. With `max_tokens=0` it is scored, without sampling."""
     is_wanted = fields.pop("echo", False)
     if not isinstance(is_wanted, bool):
         raise InvalidJob("echo: Input should be a valid boolean", param="echo")
     if not is_wanted:
         return fields
     if fields.get("max_tokens") != 0:
-        raise InvalidJob(
-            "echo is supported with max_tokens 0 only: it scores the prompt", "unsupported_feature", "echo"
-        )
+        return fields | {"prompt_logprobs": fields.get("logprobs", 0)}
     return {"task": "score"} | {name: fields[name] for name in ("model", "logprobs") if name in fields}
 
 
@@ -185,7 +183,7 @@ def _read_tools(fields: dict[str, Any]) -> None:
 
 
 def _message(number: int, message: Any) -> Any:
-    """Join text parts, and read the role `developer` as `system`. Parts other than text are refused."""
+    """Join text parts, and read the role `developer` as `system`. Parts other than texts and images are refused."""
     if not isinstance(message, Mapping):
         return message
     # Clients send earlier answers back unchanged, with their empty fields.
@@ -194,21 +192,57 @@ def _message(number: int, message: Any) -> Any:
         told["content"] = ""  # an answer that was all reasoning
     if told.get("role") == "developer":
         told["role"] = "system"
-    if told.get("role") == "tool":
-        told.pop("name", None)  # the call's id says it
+    # A tool's name follows from the call's id; chat templates have no place for an author's.
+    told.pop("name", None)
     if "reasoning_content" in told:
         told.setdefault("reasoning", told.pop("reasoning_content"))
-    parts = told.get("content")
-    if isinstance(parts, list):
-        place = f"messages.{number}.content"
-        if not all(_is_text_part(part) for part in parts):
-            raise InvalidJob(f"{place}: only text content is supported", "unsupported_feature", place)
-        told["content"] = "".join(part["text"] for part in parts)
+    if isinstance(parts := told.get("content"), list):
+        told["content"] = _content(parts, f"messages.{number}.content")
     return told
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def _content(parts: list[Any], place: str) -> str | list[dict[str, Any]]:
+    """Return texts as one text, and texts with images as a job's parts. Raises InvalidJob for others."""
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                found.append({"type": "text", "text": text})
+            case {"type": "image_url", "image_url": {"url": str(url)}}:
+                found.append(image_part(url))
+            case _:
+                raise InvalidJob(f"{place}: {not_supported(parts)}", "unsupported_feature", place)
+    return joined_parts(found)
+
+
+def image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def joined_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a job's parts, as one text if there is no image."""
+    has_images = any(part["type"] == "image_url" for part in parts)
+    return parts if has_images else "".join(part["text"] for part in parts)
+
+
+_MEDIA = {
+    "input_audio": "audio",
+    "video_url": "video",
+    "file": "a file",
+    "input_file": "a file",
+}
+"""Types of the parts of a message that no model reads."""
+
+
+def not_supported(parts: Any, supported: str = "texts and images are") -> str:
+    """Return why a message's content is not supported, by the type of the first part of a kind that is not."""
+    kinds = (
+        (part.get("type") for part in parts if isinstance(part, Mapping)) if isinstance(parts, list) else ()
+    )
+    named = next((_MEDIA[kind] for kind in kinds if isinstance(kind, str) and kind in _MEDIA), None)
+    return (
+        f"only {supported} supported" if named is None else f"{named} is not supported yet, only {supported}"
+    )
 
 
 def is_chat(url: str) -> bool:
@@ -260,10 +294,27 @@ def _known(usages: list[Usage]) -> list[int]:
     return [usage.reasoning_tokens for usage in usages if usage.reasoning_tokens is not None]
 
 
-def choice(url: str, sample: Output, index: int | None = None) -> dict[str, Any]:
-    """Return one sample of a whole answer; `index` replaces its own."""
+def choices(url: str, result: Result, prompt: str | None = None, first: int = 0) -> list[dict[str, Any]]:
+    """Return the samples of a whole answer, numbered from `first`.
+
+    The prompt is before each if the result has log-probabilities of it, as with `echo`. `prompt`: its text, if known.
+    """
+    made = [_choice(url, sample, first + sample.index) for sample in result.outputs]
+    if result.prompt_logprobs is None or is_chat(url):
+        return made
+    before = tuple(position for position in result.prompt_logprobs if position is not None)
+    if prompt is None:
+        prompt = joined_text(before)
+    for sample, body in zip(result.outputs, made, strict=True):
+        body["text"] = prompt + sample.text
+        if sample.logprobs is not None:
+            body["logprobs"] = logprobs_body(url, before + sample.logprobs)
+    return made
+
+
+def _choice(url: str, sample: Output, index: int) -> dict[str, Any]:
     return {
-        "index": sample.index if index is None else index,
+        "index": index,
         **({"message": _answer(sample)} if is_chat(url) else {"text": sample.text}),
         "logprobs": logprobs_body(url, sample.logprobs),
         "finish_reason": "length" if is_scored(sample) else finish_reason(sample),
@@ -334,6 +385,11 @@ def token_bytes(token: TokenLogprob) -> bytes:
     if _SPELLED.fullmatch(token.text):
         return bytes.fromhex(token.text.removeprefix("bytes:").replace("\\x", ""))
     return token.text.encode()
+
+
+def joined_text(positions: Iterable[PositionLogprobs]) -> str:
+    """Return the text of successive tokens, special ones included."""
+    return b"".join(token_bytes(position.chosen) for position in positions).decode(errors="replace")
 
 
 def _certain(logprob: float | None) -> float:

@@ -1,29 +1,43 @@
 """Request lines of OpenAI's Batch API, and the lines that answer them.
 
-A line is `{"custom_id", "method": "POST", "url", "body"}`, its url /v1/chat/completions, /v1/completions or
-/v1/embeddings. A request that succeeded is answered in the output file, any other in the error file; the files' order
-is the input's. Format: the API's reference, "Batch".
+A line is `{"custom_id", "method": "POST", "url", "body"}`, its url /v1/chat/completions, /v1/completions,
+/v1/embeddings, /v1/rerank or /v1/responses. A request that succeeded is answered in the output file, any other in the
+error file. Format: the API's reference, "Batch".
 """
 
 from __future__ import annotations
 
+import json
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure
 from pagemill.producer.dataset.tables.rows import JsonLinesSource
-from pagemill.producer.openai.formats import URLS, choice, completion, parse_job, read_job
-from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL, write_pooled
+from pagemill.producer.openai.formats import CHAT_URL, Url, choices, completion, parse_job, read_job
+from pagemill.producer.openai.pooled_formats import POOLED_URLS, write_pooled
+from pagemill.producer.openai.responses import RESPONSES_URL, read_response, response
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import Output, Result, Usage
+from pagemill.producer.wire.schema.outputs import Result
 
-_KEPT = ("outputs", "usage", "model", "rows", "labels")
+LineUrl = Url | Literal["/v1/responses"]
+LINE_URLS: tuple[str, ...] = (*get_args(Url), RESPONSES_URL)
+_NOT_IN_LINES = ("background", "store", "previous_response_id")
+_KEPT = ("outputs", "prompt_logprobs", "usage", "model", "rows", "labels")
 _FINAL_STATUS = 400
-_STATUS = {"deadline_exceeded": 504, "unknown_model": 404, "unknown_adapter": 404, "payload_too_large": 413}
+_STATUS = {
+    "deadline_exceeded": 504,
+    "model_not_allowed": 403,
+    "model_not_found": 404,
+    "unknown_model": 404,
+    "unknown_adapter": 404,
+    "payload_too_large": 413,
+    "schema_mismatch": 500,
+}
 
 
 @dataclass
@@ -47,6 +61,7 @@ class BatchRequest:
     custom_id: str
     url: str
     job: Job | Failure
+    body: Mapping[str, Any] = field(default_factory=dict)
 
     def work_key(self) -> str:
         """Return a key that equal deterministic requests share; others are distinguished by custom_id."""
@@ -74,6 +89,7 @@ class BatchRequests:
     def __init__(self, path: Path, model: str | None = None, deadline: float | None = None) -> None:
         self.model = model
         self.deadline = deadline
+        self._path = path
         self._source = JsonLinesSource(path)
 
     def check(self, *, max_requests: int | None = None, url: str | None = None) -> int:
@@ -114,12 +130,35 @@ class BatchRequests:
     def __iter__(self) -> Iterator[BatchRequest]:
         for row in self._source.rows():
             assert row.fields is not None, "the file was checked"
-            job: Job | Failure
-            try:
-                job = job_of(row.fields, self.model, self.deadline)
-            except InvalidJob as error:
-                job = Failure(error.code, str(error))
-            yield BatchRequest(row.number, row.fields["custom_id"], str(row.fields.get("url")), job)
+            yield self._request(row.number, row.fields)
+
+    def places(self) -> array[int]:
+        """Return the byte at which each request's line begins, for `at`."""
+        found = array("q")
+        with self._path.open("rb") as file:
+            start = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
+            file.seek(start)
+            for line in file:
+                if line.strip():
+                    found.append(start)
+                start += len(line)
+        return found
+
+    def at(self, place: int, number: int) -> BatchRequest:
+        """Return the request `number`, whose line begins at the byte `place`."""
+        with self._path.open("rb") as file:
+            file.seek(place)
+            return self._request(number, json.loads(file.readline()))
+
+    def _request(self, number: int, fields: Mapping[str, Any]) -> BatchRequest:
+        job: Job | Failure
+        try:
+            job = job_of(fields, self.model, self.deadline)
+        except InvalidJob as error:
+            job = Failure(error.code, str(error))
+        url, body = str(fields.get("url")), fields.get("body")
+        asked = body if isinstance(body, Mapping) else {}
+        return BatchRequest(number, fields["custom_id"], url, job, asked)
 
 
 class LineWriter(Protocol):
@@ -145,7 +184,7 @@ class BatchAnswers:
             summary.codes[end.code] = summary.codes.get(end.code, 0) + 1
             self._errors.write(error_line(request.custom_id, end))
             return
-        self._output.write(success_line(request.custom_id, request.url, key, end))
+        self._output.write(success_line(request, key, end))
         summary.completed += 1
         summary.prompt_tokens += end["usage"]["prompt_tokens"]
         summary.completion_tokens += end["usage"]["completion_tokens"]
@@ -155,9 +194,9 @@ class BatchAnswers:
 def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | None = None) -> Job:
     """Return the job that a request line asks for. Raises InvalidJob for an unsupported field."""
     url = line.get("url")
-    if line.get("method") != "POST" or url not in URLS:
-        raise InvalidJob(f"only POST to {' and '.join(URLS)} is supported", "unsupported_feature")
-    fields = read_job(url, line.get("body"))
+    if line.get("method") != "POST" or url not in LINE_URLS:
+        raise InvalidJob(f"only POST to {' and '.join(LINE_URLS)} is supported", "unsupported_feature")
+    fields = _response_job(line.get("body")) if url == RESPONSES_URL else read_job(url, line.get("body"))
     if model is not None:
         fields["model"] = model
     if deadline is not None:
@@ -165,23 +204,37 @@ def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | 
     return parse_job(fields)
 
 
-def success_line(name: str, url: str, key: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+def _response_job(body: Any) -> dict[str, Any]:
+    """Return the fields of the job of a line for /v1/responses. Raises InvalidJob."""
+    if not isinstance(body, Mapping):
+        raise InvalidJob("body must be an object", param="body")
+    for name in _NOT_IN_LINES:
+        if body.get(name):
+            raise InvalidJob(f"{name} is not supported in a batch", "unsupported_feature", name)
+    return read_job(CHAT_URL, read_response(body))
+
+
+def success_line(request: BatchRequest, key: str, kept: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request's output line; `kept` is its result (`outputs` or `rows`, `usage`, `model`) and `created`."""
-    if url == EMBEDDINGS_URL:
-        result = Result.model_validate({name: kept[name] for name in _KEPT} | {"id": key})
-        body = write_pooled(url, key[:24], kept["created"], {}, [result])
+    url, job = request.url, request.job
+    assert isinstance(job, Job)
+    result = Result.model_validate({name: kept[name] for name in _KEPT if name in kept} | {"id": key})
+    if url in POOLED_URLS:
+        body = write_pooled(url, key[:24], kept["created"], request.body, [result])
+    elif url == RESPONSES_URL:
+        body = response(request.body, key[:24], kept["created"], result, completed=kept["created"])
     else:
         body = completion(
             url,
             key[:24],
             created=kept["created"],
-            model=kept["model"],
-            choices=[choice(url, Output.model_validate(sample)) for sample in kept["outputs"]],
-            usage=Usage.model_validate(kept["usage"]),
+            model=result.model,
+            choices=choices(url, result, job.prompt),
+            usage=result.usage,
         )
     return {
         "id": f"batch_req_{key[:24]}",
-        "custom_id": name,
+        "custom_id": request.custom_id,
         "response": {"status_code": 200, "request_id": f"req_{key[:24]}", "body": body},
         "error": None,
     }

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pagemill.common.sampling_fields import MAX_TOKEN_ID
 from pagemill.producer.openai.pooled_formats import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URLS, SCORE_URL
 from pagemill.producer.wire.schema.job import MAX_INPUTS, MAX_KEY
 from pagemill.producer.wire.schema.keys import MODEL_PATTERN
-from pagemill.sampling_fields import MAX_TOKEN_ID
 
 _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]

@@ -1,37 +1,45 @@
-"""OpenAI's Responses API without stored state: a request read as a chat's, results written as responses.
+"""OpenAI's Responses API: a request read as a chat's, results written as responses.
 
-Format: the API's reference, "Responses". Nothing is stored, so a conversation is sent whole each time.
+Format: the API's reference, "Responses". A response is stored only if its request says so (`store`, `background`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagemill.producer.openai.formats import ANNOTATIONS
+from pagemill.producer.openai.formats import ANNOTATIONS, image_part, joined_parts, not_supported
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import Output, Result, Usage
 
 RESPONSES_URL = "/v1/responses"
+INPUT_TOKENS_URL = "/v1/responses/input_tokens"
 MAX_ITEMS = 1024
-_SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "metadata", *sorted(ANNOTATIONS))
-_READ = frozenset(
-    {*_SAME, "input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "reasoning"}
+_PREFIX = "resp_"
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_SAME = (
+    *("model", "temperature", "top_p", *_PENALTIES, "parallel_tool_calls", "stream", "metadata"),
+    *sorted(ANNOTATIONS),
 )
+_READ = frozenset(
+    {
+        *_SAME, "input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "reasoning",
+        "previous_response_id",
+    }
+)  # fmt: skip
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "background": (False,),
-    "include": ([],),
+    "store": (True, False),
+    "background": (True, False),
+    # Reasoning comes as text, which clients may send back as it is: there is nothing to encrypt.
+    "include": ([], ["reasoning.encrypted_content"]),
     "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "flex"),
     "top_logprobs": (0,),
 }
 _INSTEAD: Mapping[str, str] = {
-    "store": "nothing is stored here: send false, and the whole conversation each time",
-    "previous_response_id": "send the earlier input and output items in input",
-    "conversation": "send the earlier input and output items in input",
+    "conversation": "send previous_response_id, or the earlier items in input",
     "prompt": "send the prompt's text in instructions and input",
-    "background": "submit a job to the queue, or a batch",
     "truncation": "shorten the input",
     "top_logprobs": "use /v1/chat/completions, which has logprobs",
     "include": "everything there is comes by itself",
@@ -41,8 +49,12 @@ _INSTEAD: Mapping[str, str] = {
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of the chat completion that a request for a response stands for. Raises InvalidJob."""
+def read_response(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return the body of the chat completion that a request for a response stands for. Raises InvalidJob.
+
+    Args:
+        earlier: messages of the conversation that `previous_response_id` continues.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name in _READ or (name in _NEUTRAL and value in _NEUTRAL[name]):
@@ -52,24 +64,27 @@ def read_response(body: Mapping[str, Any]) -> dict[str, Any]:
         what = "this value of" if name in _NEUTRAL else "parameter"
         raise InvalidJob(f"{what} {shown} is not supported{hint}", "unsupported_feature", shown)
     chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
-    chat |= {"messages": _messages(given), "separate_reasoning": True}
+    chat |= {"messages": _messages(given, earlier), "separate_reasoning": True}
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
     if "tools" in given:
         chat["tools"] = _tools(given["tools"])
     if "tool_choice" in given:
         chat["tool_choice"] = _choice(given["tool_choice"])
-    if (form := _format(given.get("text"))) is not None:
+    is_forced = chat.get("tool_choice") not in (None, "none", "auto")
+    if (form := _format(given.get("text"))) is not None and not is_forced:
+        # Some clients send the format of an answer next to a call that is forced. There is no answer then.
         chat["response_format"] = form
     if (effort := _effort(given.get("reasoning"))) is not None:
         chat["reasoning_effort"] = effort
     return chat
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(given: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if "instructions" in given:
         messages.append({"role": "system", "content": given["instructions"]})
+    messages += map(dict, earlier)
     items = given.get("input")
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
@@ -97,10 +112,12 @@ def _add(messages: list[dict[str, Any]], place: str, item: Any) -> None:
         case {"role": "assistant", "content": content, **rest} if rest.get("type", "message") == "message":
             _assistant(messages, "content")["content"] = _text(content, f"{place}.content")
         case {"role": str(role), "content": content, **rest} if rest.get("type", "message") == "message":
-            messages.append({"role": role, "content": _text(content, f"{place}.content")})
+            messages.append({"role": role, "content": _content(content, f"{place}.content")})
         case {"type": "item_reference"}:
             raise InvalidJob(
-                f"{place}: nothing is stored here; send the item itself", "unsupported_feature", place
+                f"{place}: items are not stored one by one; send the item itself",
+                "unsupported_feature",
+                place,
             )
         case _:
             raise InvalidJob(
@@ -128,7 +145,23 @@ def _text(content: Any, place: str) -> str:
         for part in content
     ):
         return "".join(part["text"] for part in content)
-    raise InvalidJob(f"{place}: only text content is supported", "unsupported_feature", place)
+    raise InvalidJob(f"{place}: {not_supported(content, 'text content is')}", "unsupported_feature", place)
+
+
+def _content(content: Any, place: str) -> str | list[dict[str, Any]]:
+    """Return a message's content, with images as a job's parts. Raises InvalidJob."""
+    if not isinstance(content, list):
+        return _text(content, place)
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        match part:
+            case {"type": "input_image", "image_url": str(url)}:
+                parts.append(image_part(url))
+            case {"type": str(kind), "text": str(text)} if kind in _TEXTS:
+                parts.append({"type": "text", "text": text})
+            case _:
+                raise InvalidJob(f"{place}: {not_supported(content)}", "unsupported_feature", place)
+    return joined_parts(parts)
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
@@ -149,6 +182,13 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     return found
 
 
+def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function with all fields that the specification has, whether or not the request had them."""
+    return {"type": "function", "description": None, "parameters": None, "strict": True} | {
+        name: value for name, value in tool.items() if value is not None
+    }
+
+
 def _choice(choice: Any) -> Any:
     match choice:
         case {"type": "function", "name": name}:
@@ -156,7 +196,7 @@ def _choice(choice: Any) -> Any:
         case str():
             return choice
     raise InvalidJob(
-        "tool_choice is none, auto, required or a function", "unsupported_feature", "tool_choice"
+        "tool_choice should be none, auto, required or a function", "unsupported_feature", "tool_choice"
     )
 
 
@@ -195,7 +235,12 @@ def _effort(reasoning: Any) -> Any:
 
 
 def response_id(job_id: str) -> str:
-    return f"resp_{job_id}"
+    return f"{_PREFIX}{job_id}"
+
+
+def job_id_of(response_id: str) -> str:
+    """Return the id of a response's job; without the prefix of responses, one that no job has."""
+    return response_id.removeprefix(_PREFIX) if response_id.startswith(_PREFIX) else ""
 
 
 def items(job_id: str, output: Output) -> list[dict[str, Any]]:
@@ -243,41 +288,72 @@ def call_item(call_id: str, name: str, arguments: str, status: str) -> dict[str,
 
 
 def response(
-    asked: Mapping[str, Any], job_id: str, created: int, result: Result | None = None
+    asked: Mapping[str, Any],
+    job_id: str,
+    created: int,
+    result: Result | None = None,
+    *,
+    status: str = "in_progress",
+    completed: float | None = None,
+    error: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the response to a request, finished with `result`, or in progress without."""
+    """Return the response to a request.
+
+    Args:
+        created: Unix seconds.
+        result: of a job that succeeded.
+        status: of a job without a result.
+        completed: Unix seconds; None: now.
+        error: `code` and `message` of a job that did not succeed.
+    """
     is_cut = result is not None and result.finish_reason == "length"
-    status = "in_progress" if result is None else "incomplete" if is_cut else "completed"
+    if result is not None:
+        status = "incomplete" if is_cut else "completed"
     return {
         "id": response_id(job_id),
         "object": "response",
         "created_at": created,
+        "completed_at": int(completed or time.time()) if status == "completed" else None,
         "status": status,
-        "error": None,
+        "error": error,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "instructions": asked.get("instructions"),
         "max_output_tokens": asked.get("max_output_tokens"),
         "model": asked.get("model"),
         "output": [] if result is None else items(job_id, result.outputs[0]),
         "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
-        "previous_response_id": None,
+        "previous_response_id": asked.get("previous_response_id"),
         "reasoning": {"effort": (asked.get("reasoning") or {}).get("effort"), "summary": None},
-        "store": False,
-        "temperature": asked.get("temperature"),
+        "store": is_stored(asked),
+        "background": asked.get("background") is True,
+        "service_tier": "flex" if asked.get("service_tier") == "flex" else "default",
+        "max_tool_calls": None,
+        "top_logprobs": 0,
+        "safety_identifier": asked.get("safety_identifier"),
+        "prompt_cache_key": asked.get("prompt_cache_key"),
+        **{name: asked.get(name) or 0.0 for name in _PENALTIES},
+        "temperature": 1.0 if asked.get("temperature") is None else asked["temperature"],
         "text": {"format": (asked.get("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": asked.get("tool_choice") or "auto",
-        "tools": asked.get("tools") or [],
-        "top_p": asked.get("top_p"),
+        "tools": [_shown_tool(tool) for tool in asked.get("tools") or []],
+        "top_p": 1.0 if asked.get("top_p") is None else asked["top_p"],
         "truncation": "disabled",
         "usage": None if result is None else usage_body(result.usage),
         "metadata": asked.get("metadata") or {},
     }
 
 
+def is_stored(asked: Mapping[str, Any]) -> bool:
+    """Return whether the response can be retrieved later. Raises InvalidJob for `background` without `store`."""
+    if asked.get("background") is True and asked.get("store") is False:
+        raise InvalidJob("background needs store: true", param="store")
+    return asked.get("background") is True or asked.get("store") is True
+
+
 def usage_body(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

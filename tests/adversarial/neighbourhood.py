@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagemill.error_codes import FINAL_CODES
+from pagemill.common.error_codes import FINAL_CODES
 from pagemill.producer.wire.calls import submissions
 from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
@@ -95,7 +95,7 @@ class Neighbourhood:
         job_id = uuid.uuid4().hex
         if (job is None or job.is_signed) and payload:
             payload = SIGNER.sign_payload(payload, queue=self.client.queue, job_id=job_id, tenant=tenant)
-        lane = keys.lane(1, "normal", tenant, self.model)
+        lane = keys.lane("1", "normal", tenant, self.model)
         return Submission(
             job_id, json.dumps({"id": job_id, "lane": lane, "cost": 40} | header).encode(), payload
         )

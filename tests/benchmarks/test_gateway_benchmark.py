@@ -16,18 +16,17 @@ import psutil
 import pytest
 from rich.console import Console
 
-from benchmarks import report
 from benchmarks.engines.contenders import Contender
 from benchmarks.gateway import __main__ as gateway
-from benchmarks.gateway import bare, tables
+from benchmarks.gateway import bare
 from benchmarks.gateway.processes import Server
 from benchmarks.gateway.rounds import Figures
+from benchmarks.gateway.tables import table
 from tests.worker.harness import eventually
 
 
 def run(monkeypatch: pytest.MonkeyPatch, path: Path, *arguments: str) -> list[dict[str, Any]]:
-    monkeypatch.setattr(report, "result_path", lambda name, now: path)
-    monkeypatch.setattr(sys, "argv", ["gateway", *arguments])
+    monkeypatch.setattr(sys, "argv", ["gateway", *arguments, "--out", str(path)])
     assert gateway.main() == 0
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return rows
@@ -47,15 +46,15 @@ def test_every_way_is_measured(
         parts = {"worker", "redis", "client"} | ({"gateway"} if row["way"] != "direct" else set())
         assert set(row["cpu_ms"]) == parts
         assert (row["per_token_ms"] is not None) == (row["way"] == "gateway, streamed")
-    assert "over direct" in capsys.readouterr().out
+    assert "compared" in capsys.readouterr().out
 
 
 def test_the_share_of_the_bare_engine_stands_beside_the_goal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = Contender("counting", "tests.benchmarks.counting_engine", "counts")
-    with bare.bare_engine("none", [[1, 2], [3]], 5, 1, tmp_path, engine) as counting:
-        alone = counting.measure()
+    with bare.bare_engine("none", [[1, 2], [3]], 5, tmp_path, engine) as counting:
+        alone = counting.measure([[4, 5], [6]])
     assert alone.tokens_per_s > 0
     figures = dict.fromkeys(("mean_ms", "p50_ms", "p99_ms", "first_token_ms", "first_token_p99_ms"), 1.0)
     ways = [
@@ -71,8 +70,10 @@ def test_the_share_of_the_bare_engine_stands_beside_the_goal(
         )
         for name in ("direct", "gateway, streamed")
     ]
-    Console(width=200).print(tables.ways(ways, Namespace(model="none", requests=2, max_tokens=5)))
-    assert re.search(r"gateway, streamed .* 50\.0% \(goal 85%\)", capsys.readouterr().out)
+    Console(width=240).print(table(ways, Namespace(model="none", requests=2, max_tokens=5, prompt_tokens=2)))
+    assert re.search(
+        r"gateway, streamed .* \+0\.00 over direct, 50\.0% of bare \(goal 85%\)", capsys.readouterr().out
+    )
 
 
 VLLM_STUB = """
@@ -124,14 +125,16 @@ def test_both_servers_get_the_same_requests(
     python.chmod(0o755)
     monkeypatch.setenv("PAGEMILL_BENCH_VLLM_ENV", str(tmp_path / "environment"))
     arguments = ["--vllm", "--requests", "4", "--rounds", "2", "--max-tokens", "3", "--prompt-tokens", "4"]
-    rows = run(monkeypatch, tmp_path / "gateway.json", *arguments, "--at-once", "2", "--rate", "50")
+    rows = run(monkeypatch, tmp_path / "gateway.json", *arguments, "--concurrency", "2", "--rate", "50")
     assert [(row["way"], row["load"]) for row in rows] == [
-        (server, load) for load in ("2 at once", "50 requests/s") for server in ("gateway", "vLLM")
+        (f"{server}, streamed", load)
+        for load in ("2 at once", "50 requests/s")
+        for server in ("gateway", "vLLM")
     ]
     for row in rows:
         assert set(row["cpu_ms"]) == {
             "client",
-            *(["vLLM"] if row["way"] == "vLLM" else ["gateway", "worker", "redis"]),
+            *(["vLLM"] if row["way"].startswith("vLLM") else ["gateway", "worker", "redis"]),
         }
     assert "goal 2 x" in capsys.readouterr().out
 
@@ -139,7 +142,7 @@ def test_both_servers_get_the_same_requests(
 @pytest.mark.slow
 def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEMILL_BENCH_VLLM_ENV", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["gateway", "--vllm", "--no-write"])
+    monkeypatch.setattr(sys, "argv", ["gateway", "--vllm"])
     with pytest.raises(SystemExit, match="--install-peers"):
         gateway.main()
 
@@ -147,7 +150,7 @@ def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow
 def test_a_worker_that_can_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    monkeypatch.setattr(sys, "argv", ["gateway", "--model", str(tmp_path), "--no-write"])
+    monkeypatch.setattr(sys, "argv", ["gateway", "--model", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"(?s)worker ended with 2:.*unheard-of"):
         gateway.main()
 

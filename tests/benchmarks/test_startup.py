@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,20 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import all as everything
 from benchmarks import startup
 from benchmarks.engines.process import ROOT
-from benchmarks.startup import parse_import_times, seconds_until_ready
-
-
-def test_imports_are_listed_by_what_they_cost_with_all_they_bring() -> None:
-    text = """import time: self [us] | cumulative | imported package
-import time:       100 |      70000 |   torch.small
-import time:    200000 |     900000 | torch
-import time:        10 |         10 |     tiny
-noise
-"""
-    assert parse_import_times(text, 0.05) == [("torch", 0.9), ("torch.small", 0.07)]
+from benchmarks.startup import seconds_until_ready
 
 
 def test_a_start_is_over_when_the_engine_is_ready_not_when_its_process_is_gone(
@@ -47,15 +35,6 @@ def test_a_start_is_over_when_the_engine_is_ready_not_when_its_process_is_gone(
 def test_a_start_that_fails_is_no_figure(program: str) -> None:
     with pytest.raises(RuntimeError, match="no model"):
         seconds_until_ready([sys.executable, "-c", program])
-
-
-@pytest.mark.parametrize("quick", [False, True])
-def test_every_benchmark_of_the_list_is_there(quick: bool) -> None:
-    listed = everything.commands(quick)
-    assert len(listed) == len(everything.COMMANDS)
-    for _, module, *_ in listed:
-        assert importlib.util.find_spec(module) is not None
-    assert set(everything.QUICK) <= {command[0] for command in everything.COMMANDS}
 
 
 @pytest.mark.slow

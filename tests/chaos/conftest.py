@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.echo_endpoint import EchoEndpoint
 from tests.chaos.nursery import ForkedWorker, Nursery
 from tests.conftest import RedisServer
 from tests.worker.harness import QueueClient, process_settings
 
 Spawn = Callable[..., ForkedWorker]
+on_both_hosts = pytest.mark.parametrize(
+    "engine", ["own", pytest.param("endpoint", marks=pytest.mark.slow)], indirect=True
+)
+"""Runs a test with Pagemill's engine, and with an endpoint that another process serves."""
 
 
 @pytest.fixture
@@ -20,9 +25,27 @@ def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
 
 
 @pytest.fixture
-def nursery(own_valkey: RedisServer, queue_name: str, tmp_path: Path) -> Iterator[Nursery]:
+def engine(request: pytest.FixtureRequest) -> str:
+    """Where the workers' engine is: see `on_both_hosts`."""
+    return str(getattr(request, "param", "own"))
+
+
+@pytest.fixture
+def endpoint() -> Iterator[EchoEndpoint]:
+    with EchoEndpoint() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def nursery(
+    request: pytest.FixtureRequest, own_valkey: RedisServer, queue_name: str, tmp_path: Path, engine: str
+) -> Iterator[Nursery]:
     """Workers on the test's own server; what is left of them at the end is killed."""
-    with Nursery(tmp_path, process_settings(own_valkey.url, queue_name)) as nursery:
+    settings = process_settings(own_valkey.url, queue_name)
+    if engine == "endpoint":
+        url = request.getfixturevalue("endpoint").url
+        settings |= {"model": None, "engine_url": url, "served_model_name": "echo", "engine_stall_s": 5.0}
+    with Nursery(tmp_path, settings) as nursery:
         yield nursery
 
 

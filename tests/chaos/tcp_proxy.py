@@ -21,13 +21,15 @@ class TcpProxy:
         self._target = target
         self._mode: Mode = "pass"
         self._delay_s = 0.0
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._open: dict[asyncio.Task[None], list[socket.socket]] = {}
+        """The connections that are forwarded: a client's socket, and one to the target."""
         self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self.port = 0
+        self._stop = asyncio.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="tcp-proxy", daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
 
     @property
     def url(self) -> str:
@@ -51,60 +53,58 @@ class TcpProxy:
         self.close()
 
     def _run(self) -> None:
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner, self._listener:
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
-        self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        self._ready.set()
+        self._loop.add_reader(self._listener, self._accept)
         await self._stop.wait()
-        server.close()
+        self._loop.remove_reader(self._listener)
         self._reset()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # connections that are aborted close their sockets in the loop's next turn
+        if self._open:
+            await asyncio.wait(self._open)
 
     def _reset(self) -> None:
-        for writer in list(self._writers):
-            sock = writer.get_extra_info("socket")
-            with contextlib.suppress(OSError):
+        for task, sockets in self._open.items():
+            for sock in sockets:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()
+            task.cancel()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
         if self._mode == "refuse":
-            writer.transport.abort()
+            client.close()
             return
-        try:
-            server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        except (OSError, asyncio.CancelledError):
-            writer.transport.abort()
-            return
-        self._writers |= {writer, server_writer}
-        try:
-            await asyncio.gather(
-                self._pump(reader, server_writer, is_answer=False),
-                self._pump(server_reader, writer, is_answer=True),
-            )
-        except (OSError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            for end in (writer, server_writer):
-                self._writers.discard(end)
-                end.transport.abort()
+        sockets = [client, socket.socket()]
+        for sock in sockets:
+            sock.setblocking(False)
+        task = self._loop.create_task(self._forward(*sockets))
+        self._open[task] = sockets
+        task.add_done_callback(self._end)
 
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool
-    ) -> None:
-        while data := await reader.read(65536):
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Close the sockets, also those of a task that was canceled before it began."""
+        for sock in self._open.pop(task):
+            sock.close()
+
+    async def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            await self._loop.sock_connect(server, ("127.0.0.1", self._target))
+            pumps = [
+                asyncio.create_task(self._pump(client, server, is_answer=False)),
+                asyncio.create_task(self._pump(server, client, is_answer=True)),
+            ]
+            try:
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(self, source: socket.socket, sink: socket.socket, *, is_answer: bool) -> None:
+        while data := await self._loop.sock_recv(source, 65536):
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
             while self._mode == "silent" or (self._mode == "deaf" and is_answer):
                 await asyncio.sleep(0.02)
-            writer.write(data)
-            await writer.drain()
-        raise OSError("closed")
+            await self._loop.sock_sendall(sink, data)

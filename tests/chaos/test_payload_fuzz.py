@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagemill.error_codes import FINAL_CODES
+from pagemill.common.error_codes import FINAL_CODES
 from pagemill.producer.wire.calls import reads, submissions
 from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
@@ -21,6 +21,8 @@ from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import END_STATES
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
+
+pytestmark = pytest.mark.slow
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +69,7 @@ def run(client: QueueClient, worker: Worker, payloads: list[bytes]) -> Counter[s
     given = [
         item for i, payload in enumerate(payloads) for item in ([payload, GOOD] if i % 10 == 9 else [payload])
     ]
-    lane = keys.lane(1, "normal", "default", "echo")
+    lane = keys.lane("1", "normal", "default", "echo")
     items = []
     for payload in given:
         job_id = random.randbytes(12).hex()
@@ -178,7 +180,6 @@ CHECKPOINTS = st.lists(
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @settings(
     max_examples=8,
     deadline=None,

@@ -15,13 +15,15 @@ from pagemill import Producer
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.schema.errors import QueueFull, RedisUnavailable
 from tests.chaos import invariants
-from tests.chaos.conftest import Spawn
+from tests.chaos.conftest import Spawn, on_both_hosts
 from tests.chaos.nursery import Nursery
 from tests.chaos.tcp_proxy import TcpProxy
 from tests.conftest import RedisServer
 from tests.server_clock import clocked_server
 from tests.topologies import sentinel_setup, until
 from tests.worker.harness import QueueClient, eventually, process_settings
+
+pytestmark = pytest.mark.slow
 
 T = TypeVar("T")
 
@@ -45,6 +47,7 @@ def middle(client: QueueClient) -> bool:
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@on_both_hosts
 def test_kill_9_of_the_server(kills: int, client: QueueClient, spawn: Spawn, own_valkey: RedisServer) -> None:
     """appendfsync everysec: what a killed process had written, the kernel still writes out."""
     rng = random.Random(kills)
@@ -72,6 +75,7 @@ def proxy(own_valkey: RedisServer) -> Iterator[TcpProxy]:
     ("faults", "calm_s"),
     [(5, 0.3), pytest.param(60, 0.5, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
 )
+@on_both_hosts
 def test_the_network_misbehaves(
     faults: int, calm_s: float, client: QueueClient, spawn: Spawn, proxy: TcpProxy
 ) -> None:

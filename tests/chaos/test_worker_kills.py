@@ -14,7 +14,7 @@ import pytest
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.reads import Outcome
 from tests.chaos import invariants
-from tests.chaos.conftest import Spawn
+from tests.chaos.conftest import Spawn, on_both_hosts
 from tests.chaos.nursery import ForkedWorker
 from tests.conftest import RedisServer
 from tests.worker.harness import QueueClient, eventually
@@ -48,6 +48,7 @@ def commits(*processes: ForkedWorker) -> int:
     return sum(len(re.findall("job succeeded", process.log())) for process in processes)
 
 
+@on_both_hosts
 def test_sigkill_in_the_middle_of_100_jobs_and_a_restart(client: QueueClient, spawn: Spawn) -> None:
     texts = prompts()
     ids = submit(client, texts)
@@ -63,6 +64,7 @@ def test_sigkill_in_the_middle_of_100_jobs_and_a_restart(client: QueueClient, sp
 
 
 @pytest.mark.slow
+@on_both_hosts
 def test_one_of_two_workers_is_killed(client: QueueClient, spawn: Spawn) -> None:
     texts = prompts()
     ids = submit(client, texts)
@@ -75,6 +77,7 @@ def test_one_of_two_workers_is_killed(client: QueueClient, spawn: Spawn) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [6, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@on_both_hosts
 def test_workers_are_killed_at_random_points(kills: int, client: QueueClient, spawn: Spawn) -> None:
     """Whatever a worker was doing: starting, pulling, announcing, stepping, checkpointing, committing, leaving."""
     rng = random.Random(kills)
@@ -101,6 +104,7 @@ def test_workers_are_killed_at_random_points(kills: int, client: QueueClient, sp
 
 
 @pytest.mark.slow
+@on_both_hosts
 def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spawn) -> None:
     texts = prompts()
     ids = submit(client, texts)
@@ -178,6 +182,7 @@ def test_jobs_are_taken_over_within_ten_seconds_by_default(client: QueueClient, 
 
 
 @pytest.mark.slow
+@on_both_hosts
 def test_a_drained_worker_hands_back_and_another_goes_on(client: QueueClient, spawn: Spawn) -> None:
     texts = prompts(24)
     ids = submit(client, texts)
@@ -195,6 +200,7 @@ def test_a_drained_worker_hands_back_and_another_goes_on(client: QueueClient, sp
     assert any(o.result and o.result.resumed_tokens for o in outcomes if o.job_id in running)
 
 
+@pytest.mark.slow
 def test_two_parties_reclaim_at_once(own_valkey: RedisServer, client: QueueClient) -> None:
     """Eight sweep and pull at the same time; every lapsed job goes to exactly one of them."""
     client.submit(*({"prompt": "p"} for _ in range(200)), batch_id="all")
@@ -227,6 +233,7 @@ def test_two_parties_reclaim_at_once(own_valkey: RedisServer, client: QueueClien
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
+@on_both_hosts
 def test_workers_and_server_die_at_random(
     seed: int, client: QueueClient, spawn: Spawn, own_valkey: RedisServer
 ) -> None:

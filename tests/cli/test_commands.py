@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from pagemill.cli.app import app
+from pagemill.__main__ import app
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.transitions import PulledJob
@@ -84,6 +84,28 @@ def test_submit_takes_tools_from_a_file(pagemill: Pagemill, queue: Queue, tmp_pa
     assert job.tool_choice == NamedToolChoice.model_validate({"function": {"name": "time"}})
     file.write_text("{")
     assert pagemill("submit", "x", "--model", "m", "--tools", str(file)).exit_code == 2
+
+
+def test_submit_takes_images(pagemill: Pagemill, queue: Queue, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    images = ("--image", str(tmp_path / "a.png"), "--image", "https://host/b.jpg")
+    assert pagemill("submit", "What?", "--model", "m", *images).exit_code == 0
+    (pulled,) = queue.pull(models=("m",))
+    job = Job.from_payload(pulled.payload)
+    assert job.images == ("data:image/png;base64,iVBORw0KGgo=", "https://host/b.jpg")
+    missing = pagemill("submit", "What?", "--model", "m", "--image", str(tmp_path / "b.png"))
+    assert (missing.exit_code, "images[0]: cannot read b.png" in missing.stderr) == (2, True)
+
+
+def test_a_dead_letter_shows_no_pixels(pagemill: Pagemill, queue: Queue, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    pagemill("submit", "What?", "--model", "m", "--image", str(tmp_path / "a.png"))
+    (pulled,) = queue.pull(models=("m",))
+    queue.fail(pulled, "dead")
+    for form in ([], ["--json"]):
+        output = pagemill("dead", "show", pulled.job_id, *form).stdout
+        assert "[image/png, 8 bytes]" in output
+        assert "iVBORw" not in output
 
 
 def test_status_for_a_pipe_is_a_name_a_tab_and_a_value(pagemill: Pagemill, queue: Queue) -> None:
@@ -192,9 +214,9 @@ def test_fields_reach_the_job(pagemill: Pagemill, queue: Queue) -> None:
         (["submit", "x", "--model", "m", "--field", "max_tokens=0"], "max_tokens"),
         (["submit", "x", "--model", "m", "--field", "colour=1"], "colour"),
         (["submit", "x", "--model", "m", "--field", "nonsense"], "NAME=JSON"),
-        (["submit", "x", "--model", "m", "--wait", "--stream"], "not both"),
+        (["submit", "x", "--model", "m", "--wait", "--stream"], "exclude each other"),
         (["submit", "x", "--model", "m", "--queue", "a b"], "queue"),
-        (["submit", "x", "--redis-url", "localhost"], "no Redis URL"),
+        (["submit", "x", "--redis-url", "localhost"], "not a Redis URL"),
         (["status", "not an id"], "id"),
         (["nonsense"], "nonsense"),
     ],

@@ -14,7 +14,9 @@ from pagemill.cli import doctor as cli_doctor
 from pagemill.cli.app import app
 from pagemill.engine.builder import describe_model
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import ModelLoadError
 from pagemill.producer.doctor.machine_checks import http_port
+from pagemill.worker.engine_host.loop import load
 from tests.engine.tiny_model import save_tiny_llama
 from tests.worker.harness import running_worker, worker_config
 
@@ -29,6 +31,7 @@ def finding(model: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_it_repeats_what_a_start_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_SKIP_TOKENIZER_INIT", "true")
     save_tiny_llama(tmp_path)
     found = finding(str(tmp_path), monkeypatch)
     told = describe_model(EngineConfig(model=str(tmp_path)))
@@ -46,6 +49,24 @@ def test_it_asks_the_running_worker(tmp_path: Path, valkey_url: str, queue_name:
         parts = worker.engine.engine.model_parts
     assert parts == describe_model(EngineConfig(model=str(tmp_path)))
     assert found.message.endswith(f"{tmp_path.name}; {parts}")
+
+
+def test_files_that_a_start_would_refuse_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same words as a start's: for a tokenizer that is missing, and for weights that are cut off."""
+    save_tiny_llama(tmp_path)
+    config = EngineConfig(model=str(tmp_path), num_kv_blocks=8)
+    found = finding(str(tmp_path), monkeypatch)
+    with pytest.raises(ModelLoadError) as refused:
+        load(config)
+    assert (found["level"], found["message"]) == ("error", str(refused.value))
+    assert "has no tokenizer" in found["message"]
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    found = finding(str(tmp_path), monkeypatch)
+    with pytest.raises(ModelLoadError) as refused:
+        load(config)
+    assert (found["level"], found["message"]) == ("error", str(refused.value))
+    assert "download it again" in found["message"]
 
 
 def test_a_model_that_no_worker_would_take_is_an_error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ from tests.worker.harness import QueueClient, eventually, running_worker, worker
 
 
 @pytest.fixture
+def templated(tmp_path: Path) -> Path:
+    """A model's folder without weights; its template renders `chat_template.jinja`."""
+    folder = tmp_path / "templated"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(packaged_model_directory() / name, folder)
+    return folder
+
+
+@pytest.fixture
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
     texts = ["short", "x" * 108_000, "y", "word " * 2_000]
@@ -27,14 +38,21 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def dry_run(rows: Path, *options: str, url: str | None = None, queue: str = "default", state: Path) -> Any:
+def dry_run(
+    rows: Path,
+    *options: str,
+    url: str | None = None,
+    queue: str = "default",
+    state: Path,
+    is_dry: bool = True,
+) -> Any:
     where = ["--redis-url", url] if url else []
     command = [
         "run",
         str(rows),
         "--out",
         str(rows.with_name("out.jsonl")),
-        "--dry-run",
+        *(["--dry-run"] if is_dry else []),
         "--queue",
         queue,
         *where,
@@ -48,10 +66,63 @@ def test_a_prompt_too_long_for_the_model_is_found_without_a_server(rows: Path, t
     done = dry_run(rows, "--model", "smollm2", state=tmp_path)
     assert done.exit_code == 4, done.output
     assert "1 too long for the model's 8,192 (the first: row 2)" in done.stderr
-    assert "about 27,001 prompt tokens" in done.stdout
+    assert "27,030 prompt tokens" in done.stdout
     assert len(done.stdout) < 6_000
     assert "... 106,200 characters ..." in done.stdout
     assert dry_run(rows, "--model", "smollm2", "--limit", "1", state=tmp_path).exit_code == 0
+
+
+def test_the_counts_are_the_prompt_tokens_of_the_run(
+    valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("short", "größer 漢字", "a " * 300))
+    )
+    at: dict[str, Any] = {"url": valkey_url, "queue": queue_name, "state": tmp_path}
+    tool = {"type": "function", "function": {"name": "f"}}
+    variants: list[tuple[str, ...]] = [
+        ("--field", "max_tokens=1", "--system", "Be brief."),
+        ("--field", "max_tokens=1", "--no-chat", "--field", "truncate_prompt_tokens=50"),
+        ("--field", "max_tokens=1", "--field", f"tools={json.dumps([tool])}"),
+        ("--field", "task=score"),
+    ]
+    with running_worker(
+        worker_config(valkey_url, queue_name, model="smollm2", kv_cache_memory_bytes=64 << 20, num_threads=1)
+    ):
+        for options in variants:
+            options = ("--model", "smollm2", "--overwrite", *options)
+            shown = dry_run(rows, *options, "--json", **at)
+            assert shown.exit_code == 0, shown.output
+            counted = [json.loads(line) for line in shown.stdout.splitlines()]
+            assert all(row["exact"] for row in counted)
+            done = dry_run(rows, *options, is_dry=False, **at)
+            assert done.exit_code == 0, done.output
+            lines = map(json.loads, rows.with_name("out.jsonl").read_text().splitlines())
+            assert [row["prompt_tokens"] for row in counted] == [
+                line["_pagemill"]["usage"]["prompt_tokens"] for line in lines
+            ], options
+
+
+def test_a_template_that_hangs_makes_bad_rows(templated: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    (templated / "chat_template.jinja").write_text(
+        "{% for i in range(9**5) %}{{ range(9**5)|sum }}{% endfor %}"
+    )
+    done = dry_run(rows, "--model", str(templated), state=tmp_path)
+    assert (done.exit_code, "1 bad" in done.stderr) == (4, True), done.output
+    assert "bad row: the chat template takes more than 2 s of CPU time" in done.stdout
+
+
+def test_prompts_of_an_unknown_model_are_estimated(templated: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    assert "about 1 prompt tokens" in dry_run(rows, "--model", "elsewhere", state=tmp_path).stdout
+    (templated / "tokenizer.json").write_text("{")
+    done = dry_run(rows, "--model", str(templated), state=tmp_path)
+    assert "about 1 prompt tokens" in done.stdout
+    assert "estimating the tokens of prompts: can't load the tokenizer" in done.stderr
 
 
 def test_rows_beyond_the_first_thousand_are_looked_at(tmp_path: Path) -> None:
@@ -69,8 +140,8 @@ def test_a_directory_says_its_own_limit(rows: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text("[]")
     done = dry_run(rows, "--model", f"{model}/", state=tmp_path)
     assert (done.exit_code, "whether that fits is not known" in done.stderr) == (0, True)
-    done = dry_run(rows, "--model", "echo", "--worker-option", "max_model_len=100000", state=tmp_path)
-    assert "the model takes 100,000" in done.stderr
+    done = dry_run(rows, "--model", "echo", "--worker-option", "max_model_len=200000", state=tmp_path)
+    assert "the model takes 200,000" in done.stderr
 
 
 @pytest.mark.slow

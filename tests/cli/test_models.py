@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.hub_server import LoopbackHub, running_hub
 from tests.worker.harness import PATIENCE_S, eventually
@@ -57,6 +60,7 @@ def run(hub: LoopbackHub, tmp_path: Path) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_what_is_pulled_is_listed(run: Run, hub: LoopbackHub, tmp_path: Path) -> None:
     commit = hub.repositories["org/good"].commit
     empty = run("models")
@@ -102,6 +106,7 @@ def test_a_pipe_gets_a_table(run: Run, hub: LoopbackHub) -> None:
     assert row.split("\t") == ["org/good", "main", commit[:12], "1.2 kB", "yes"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_refused_before_its_weights(run: Run, hub: LoopbackHub) -> None:
     refused = run("pull", "org/bad")
     assert refused.returncode == 2
@@ -117,6 +122,7 @@ def test_a_pull_that_fails_is_one_line(run: Run) -> None:
     assert "no model org/none that you may read" in line
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_files_that_are_under_way(
     run: Run, hub: LoopbackHub, tmp_path: Path
 ) -> None:
@@ -153,5 +159,7 @@ def test_doctor_downloads_nothing(run: Run, hub: LoopbackHub) -> None:
 
 @pytest.mark.slow  # it looks at the model's parts
 def test_doctor_names_the_commit(run: Run, hub: LoopbackHub) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0}, "a")).to_str().encode()
+    hub.add("org/good", GOOD | {"model.safetensors": save({}), "tokenizer.json": tokenizer})
     run("pull", "org/good")
     assert f"org/good, commit {hub.repositories['org/good'].commit}, in " in finding(run)["message"]

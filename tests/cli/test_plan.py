@@ -74,7 +74,7 @@ def test_a_cpu_is_measured_or_given() -> None:
         ),
         (("--model", "MODEL", *LENGTHS, "--rate", "1", "--dtype", "int3"), "dtype"),
         (("--model", "/no/such/model", *LENGTHS, "--rate", "1"), "/no/such/model"),
-        (("--model", "echo", *LENGTHS, "--rate", "1"), "echo is no model"),
+        (("--model", "echo", *LENGTHS, "--rate", "1"), "echo is not a model"),
     ],
 )
 def test_what_can_not_be_planned_is_told(words: tuple[str, ...], message: str, model: str) -> None:

@@ -59,9 +59,9 @@ def test_quotas(valkey_queue: Queue) -> None:
     queue.submit("a", tenant="acme")
     queue.pull_one()
     assert command(queue, "quota") == (
-        "tenant\ttokens per minute\tjobs per minute\ttokens per day\tjobs per day\n"
-        "*\t-\t-\t-\t5\n"
-        f"acme\t-\t-\t{1000 - cost()} of 1000\t1 of 2\n"
+        "tenant\ttokens per minute\tjobs per minute\ttokens per day\tjobs per day\trunning\n"
+        "*\t-\t-\t-\t5\t-\n"
+        f"acme\t-\t-\t{1000 - cost()} of 1000\t1 of 2\t-\n"
     )
     found = json.loads(command(queue, "quota", "acme", "--tokens-per-day", "0", "--json"))
     assert found["acme"]["tokens_per_day"] is None

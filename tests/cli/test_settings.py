@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -19,9 +20,11 @@ from typer.testing import CliRunner
 from pagemill import LLM, AsyncProducer, ConfigError, Producer
 from pagemill.__main__ import app
 from pagemill.cli.processes import worker as worker_command
+from pagemill.cli.terminal.setting_flags import settings_of
 from pagemill.engine.config import EngineConfig
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.wire.schema.errors import InvalidAddress, InvalidJob
+from pagemill.supervisor.settings import UpSettings
 from pagemill.worker.config import SECRETS, WorkerConfig
 from tests.cli.test_help import COMMANDS
 
@@ -30,14 +33,15 @@ CONTENT = {
     "prompt", "system", "stop", "choice", "continuation", "field", "template", "choices", "json_schema", "regex",
     "where",
     # Paths that a command makes, or says are not there once it opens them.
-    "source", "sources", "out", "template_file", "report_file", "keys", "run_dir",
+    "source", "sources", "out", "template_file", "report_file", "keys", "run_dir", "image",
     # TENANT=WEIGHT, and names of settings: tried by themselves below.
     "pairs", "option", "worker_option",
 }  # fmt: skip
-WITH_SPACES = {"gold", "output_column"}
+WITH_SPACES = {"gold", "output_column", "image_column"}
 SECRET_VARIABLES = {f"PAGEMILL_{name.upper()}" for name in SECRETS}
 FILLED = {
-    "PROMPT": "hello", "ID": "an-id", "[RECIPE.yaml] IN": "rows.jsonl", "REQUESTS": "pyproject.toml", "NAME": "shop",
+    "PROMPT": "hello", "ID": "an-id", "ID...": "an-id", "[RECIPE.yaml] IN...": "rows.jsonl",
+    "REQUESTS": "pyproject.toml", "NAME": "shop", "WORKER": "a-worker",
     "NAME=FOLDER": "shop=folder", "TENANT": "shop", "MODEL": "echo",
     "--share": "5%", "--to": "v2",
     "--out": "out.jsonl", "--model": "echo", "--celery-app": "shop:app",
@@ -62,6 +66,14 @@ SETTINGS = [*(option.name for option in fields(EngineConfig)), *WorkerConfig.mod
 SETTINGS.remove("engine")
 SPECIAL = {
     "model": ("/no/such/model", "echo:nan", "echo:-1", "echo:x", "/tmp"),
+    "engine_url": (
+        "ftp://host/v1",
+        "http://user:secret@host/v1",
+        "http://host/v1?key=secret",
+        "http://",
+        "a b",
+    ),
+    "engine_key_file": ("/no/such/file", "/tmp", "pyproject.toml"),
     "revision_name": ("a~b", "a b", "x" * 65),
     "served_model_name": ("x" * 300, "a!b", "a b!", ",", " ".join(f"name-{number}" for number in range(33))),
     "adapters": ("a", "=x", "a!=x"),
@@ -71,11 +83,18 @@ SPECIAL = {
     "webhook_ca_file": ("/no/such/file", "/tmp"),
     "live_page_hosts": ("a b", "a,b c", "http://x", "*"),
     "webhook_hosts": ("a b", "a,b c", "http://x", "*", "a.example"),  # the last: without secrets
+    "fetch_images": ("a b", "a,b c", "http://x", "*"),
     "hmac_keys": ("short", ",".join("x" * 16 for _ in range(3))),
     "webhook_secrets": ("whsec_!",),
     "renew_s": (*BAD_NUMBERS, "5.9"),
     "lease_s": (*BAD_NUMBERS, "3.9"),  # twice renew_s is 4
 }
+
+BLAMED = {
+    ("lease_s", "3.9"): "PAGEMILL_RENEW_S",
+    ("webhook_hosts", "a.example"): "PAGEMILL_WEBHOOK_SECRETS",
+}
+"""The variable that a message names, where it is not the bad setting's."""
 
 
 def bad_values(name: str) -> tuple[str, ...]:
@@ -118,9 +137,8 @@ def is_number(kind: Any) -> bool:
     return any(plain in (int, float) for plain in (kind, *get_args(kind)))
 
 
-def options() -> list[Any]:
-    """(command's words, parameter, bad value) for every parameter but flags."""
-    cases = []
+def bad_options() -> Iterator[tuple[tuple[str, ...], Any, Any, str]]:
+    """(command's words, command, parameter, bad value) for every parameter but flags."""
     for path, command in COMMANDS.values():
         if hasattr(command, "commands"):
             continue
@@ -135,11 +153,8 @@ def options() -> list[Any]:
                 bad = BAD_URLS
             elif path == ("worker",):
                 bad = bad_values(parameter.name)
-            label = f"{'-'.join(path)} {parameter.opts[0]}"
-            cases += [
-                pytest.param(path, command, parameter, value, id=f"{label} {value[:12]!a}") for value in bad
-            ]
-    return cases
+            for value in bad:
+                yield path, command, parameter, value
 
 
 Told = Callable[..., str]
@@ -169,11 +184,54 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return refused
 
 
+class Offenses:
+    """Collects what fails, so that a loop lists all of it."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, pytest.fail.Exception) as error:
+            self.found.append(f"{what}: {error!r}"[:600])
+
+
+@pytest.fixture
+def offenses() -> Iterator[Offenses]:
+    offenses = Offenses()
+    yield offenses
+    assert not offenses.found, "\n".join(offenses.found)
+
+
+def test_every_setting_has_a_flag_of_its_name_with_a_help_text() -> None:
+    """Secrets have none; of the exceptions, all but --engine are older than the rule."""
+    names = {"drain_grace_s": "--drain-grace", "adapters": "--adapter", "engine_url": "--engine"}
+    wrong = []
+    for command, classes, without in (
+        ("worker", (EngineConfig, WorkerConfig), {"engine", *SECRETS}),
+        ("up", (UpSettings,), {"worker"}),
+    ):
+        flags = {each.name: each for each in COMMANDS[f"pagemill {command}"][1].params}
+        for name, setting in settings_of(*classes).items():
+            if not setting.doc:
+                wrong.append(f"{command}: no docstring under the field {name}")
+            if (name in without) != (name not in flags):
+                wrong.append(f"{command}: {name} {'is' if name in flags else 'is not'} a flag")
+            elif name in flags and names.get(name, f"--{name.replace('_', '-')}") not in flags[name].opts:
+                wrong.append(f"{command}: {name} has the flag {flags[name].opts}")
+    assert not wrong, wrong
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("path", "command", "parameter", "bad"), options())
-def test_every_option_refuses_what_makes_no_sense(
-    path: tuple[str, ...], command: Any, parameter: Any, bad: str, told: Told
-) -> None:
+def test_every_option_refuses_what_makes_no_sense(told: Told, offenses: Offenses) -> None:
+    for path, command, parameter, bad in bad_options():
+        with offenses.of(f"{' '.join(path)} {parameter.opts[0]} {bad[:12]!a}"):
+            refuse_option(path, command, parameter, bad, told)
+
+
+def refuse_option(path: tuple[str, ...], command: Any, parameter: Any, bad: str, told: Told) -> None:
     words = list(path)
     for other in command.params:
         name = other.opts[0] if other.opts[0].startswith("-") else other.metavar
@@ -181,7 +239,7 @@ def test_every_option_refuses_what_makes_no_sense(
             words += [name, FILLED[name]] if name.startswith("-") else [FILLED[name]]
     if parameter.opts[0].startswith("-"):
         line = told(*words, f"{parameter.opts[0]}={bad}")
-        assert parameter.opts[0] in line
+        assert BLAMED.get((parameter.name, bad), parameter.opts[0]) in line
     else:
         line = told(*words, "--", bad)
         assert line.startswith(str(parameter.metavar or parameter.name.upper()))
@@ -192,14 +250,16 @@ def test_every_option_refuses_what_makes_no_sense(
             assert variable in told(*words, **{variable: bad})
 
 
-@pytest.mark.parametrize(("name", "bad"), [(name, bad) for name in SETTINGS for bad in bad_values(name)])
-def test_every_setting_of_a_worker_refuses_what_makes_no_sense(name: str, bad: str, told: Told) -> None:
+def test_every_setting_of_a_worker_refuses_what_makes_no_sense(told: Told, offenses: Offenses) -> None:
+    for name in SETTINGS:
+        for bad in bad_values(name):
+            with offenses.of(f"{name} {bad[:12]!a}"):
+                refuse_setting(name, bad, told)
+
+
+def refuse_setting(name: str, bad: str, told: Told) -> None:
     variable = f"PAGEMILL_{name.upper()}"
-    blamed = {
-        ("lease_s", "3.9"): "PAGEMILL_RENEW_S",
-        ("webhook_hosts", "a.example"): "PAGEMILL_WEBHOOK_SECRETS",
-    }
-    expected = blamed.get((name, bad), variable)
+    expected = BLAMED.get((name, bad), variable)
     model = [] if name == "model" else ["--model", "echo"]
     assert expected in told("worker", *model, **{variable: bad})
     if name not in SECRETS:
@@ -233,20 +293,23 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert WorkerConfig.load(model="echo") == WorkerConfig.load(model="echo", queue="default")
 
 
-@pytest.mark.parametrize("option", [option.name for option in fields(EngineConfig)])
-def test_an_engine_refuses_what_makes_no_sense(option: str) -> None:
-    for bad in (*bad_values(option), float("nan"), [], object()):
-        if option == "adapters" and bad == []:
-            continue  # none is a number of them too
-        with pytest.raises(ConfigError, match=option if option != "model" else None):
-            LLM(**{"model": "echo", option: bad})  # type: ignore[arg-type]
+def test_an_engine_refuses_what_makes_no_sense(offenses: Offenses) -> None:
+    for option in (each.name for each in fields(EngineConfig)):
+        for bad in (*bad_values(option), float("nan"), [], object()):
+            if option == "adapters" and bad == []:
+                continue  # none is a number of them too
+            with (
+                offenses.of(f"{option}={bad!r}"),
+                pytest.raises(ConfigError, match=option if option != "model" else None),
+            ):
+                LLM(**{"model": "echo", option: bad})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("option", [option.name for option in fields(GatewayConfig)])
-def test_a_gateway_refuses_what_makes_no_sense(option: str) -> None:
-    for bad in (float("nan"), -1, 10**40, "a b", [["a b"]]):
-        with pytest.raises(ValidationError):
-            GatewayConfig(**{option: bad if option != "keys_path" else object()})  # type: ignore[arg-type]
+def test_a_gateway_refuses_what_makes_no_sense(offenses: Offenses) -> None:
+    for option in (each.name for each in fields(GatewayConfig)):
+        for bad in (float("nan"), -1, 10**40, "a b", [["a b"]]):
+            with offenses.of(f"{option}={bad!r}"), pytest.raises(ValidationError):
+                GatewayConfig(**{option: bad if option != "keys_path" else object()})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [Producer, AsyncProducer])

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from pagemill import AsyncProducer, Producer
 from pagemill.__main__ import app
 from pagemill.producer.wire.calls.metering import usage
-from pagemill.producer.wire.calls.metering.usage import Used
+from pagemill.producer.wire.calls.metering.usage import JobUsage
 from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.producer.driving import Queue
 
@@ -33,7 +33,7 @@ def days(valkey_queue: Queue) -> list[date]:
     queue.submit("a", "b", tenant="acme")
     queue.submit("c", tenant="beta")
     for job in queue.pull():
-        queue.commit(job, used=Used(10, 4, 3, 0.25))
+        queue.commit(job, used=JobUsage(10, 4, 3, 0.25))
     queue.run(usage.days(queue.name))
     ((today, _),) = queue.client.zrange(f"{queue.prefix}usage", 0, -1, withscores=True)
     for past in (1, 2):

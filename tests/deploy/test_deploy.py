@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
-from typer.testing import CliRunner
 
 from pagemill.__main__ import app
 from pagemill.cli.processes.gateway import DEFAULT_PORT
+from pagemill.engine.models.packaged import PACKAGED_MODEL
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.gateway import CLOSE_S
+from pagemill.worker.worker import Worker
 from tests.conftest import ROOT
 from tests.deploy.locking import IMAGES
 from tests.monitoring.prometheus_server import promtool
+from tests.worker.harness import eventually, get, worker_config
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -47,7 +53,7 @@ def test_the_image_holds_every_package() -> None:
 def test_the_locks_that_are_installed_exist_and_hold_the_extras() -> None:
     images = {"worker": re.findall(r"ARG LOCK=(\w+)", DOCKERFILE)[0]}
     for name, service in COMPOSE["services"].items():
-        if isinstance(build := service.get("build"), dict):
+        if isinstance(build := service.get("build"), dict) and "LOCK" in build["args"]:
             images[name] = build["args"]["LOCK"]
     assert images.keys() == {"worker", "gateway", "exporter"}
     for extra, image in images.items():
@@ -56,11 +62,72 @@ def test_the_locks_that_are_installed_exist_and_hold_the_extras() -> None:
 
 
 @pytest.mark.parametrize("name", ["worker", "gateway", "exporter"])
-def test_the_commands_are_ones_that_pagemill_has(name: str) -> None:
-    command, *arguments = COMPOSE["services"][name]["command"]
-    options = [word for word in arguments if word.startswith("--")]
-    listed = CliRunner().invoke(app, [command, "--help"], terminal_width=200).output
-    assert all(re.search(rf"{option}\b", listed) for option in options), listed
+def test_our_command_line_takes_the_commands(name: str) -> None:
+    command, *arguments = map(interpolated, COMPOSE["services"][name]["command"])
+    chosen = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    assert chosen.make_context(command, arguments).info_name == name
+
+
+def interpolated(text: str) -> str:
+    """With the default of each variable."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
+
+
+SERVICE_KEYS = {
+    "build", "cap_drop", "command", "depends_on", "environment", "healthcheck", "image", "ports", "read_only",
+    "restart", "security_opt", "stop_grace_period", "tmpfs", "user", "volumes",
+}  # fmt: skip
+
+
+def test_the_file_has_the_shape_that_compose_reads() -> None:
+    assert COMPOSE.keys() == {"x-confined", "services", "volumes"}
+    for name, service in COMPOSE["services"].items():
+        assert service.keys() <= SERVICE_KEYS, name
+        assert ("image" in service) != ("build" in service), name
+        assert all(isinstance(word, str) for word in service.get("command", ())), name
+        assert all(isinstance(value, str) for value in service.get("environment", {}).values()), name
+        assert set(service.get("depends_on", ())) <= COMPOSE["services"].keys(), name
+        published = [port.split(":") for port in service.get("ports", ())]
+        assert all(len(parts) == 3 and parts[0] == "127.0.0.1" for parts in published), name
+
+
+def test_every_service_restarts() -> None:
+    assert {service.get("restart") for service in COMPOSE["services"].values()} == {"unless-stopped"}
+
+
+def test_the_worker_has_the_packaged_model_and_a_page_that_is_reached() -> None:
+    worker = COMPOSE["services"]["worker"]
+    assert interpolated(worker["command"][2]) == PACKAGED_MODEL
+    assert worker["build"]["args"] == {"DEMO": "yes"}
+    (name,) = re.findall(r"^(\S+)==", (ROOT / "deploy/requirements/demo.txt").read_text(), re.MULTILINE)
+    assert name in " ".join(PROJECT["project"]["optional-dependencies"]["demo"])
+    assert {"gguf", "accelerate"} <= set(
+        re.findall(r"^(\S+)==", (ROOT / "deploy/requirements/worker.txt").read_text(), re.MULTILINE)
+    ), "what transformers needs to read it"
+    assert worker["ports"] == ["127.0.0.1:9790:9790"]
+    assert "--live-page" in worker["command"]
+
+
+def is_healthy(check: list[str], port: str) -> bool:
+    kind, program, *arguments = check
+    assert (kind, program) == ("CMD", "python")
+    arguments = [word.replace("127.0.0.1:9790", f"127.0.0.1:{port}") for word in arguments]
+    return subprocess.run([sys.executable, *arguments], capture_output=True, check=False).returncode == 0
+
+
+def test_the_worker_is_not_healthy_while_it_loads(valkey_url: str, queue_name: str) -> None:
+    check = COMPOSE["services"]["worker"]["healthcheck"]["test"]
+    worker = Worker(worker_config(valkey_url, queue_name), valkey_url)
+    worker.start()
+    try:
+        port = str(worker.http_url).rstrip("/").rpartition(":")[2]
+        assert get(f"{worker.http_url}/readyz")[0] == 503
+        assert not is_healthy(check, port)
+        assert worker.wait_ready(60)
+        eventually(lambda: is_healthy(check, port), "its health")
+    finally:
+        worker.abandon()
+        worker.close()
 
 
 def test_the_settings_are_read_by_somebody() -> None:
@@ -118,6 +185,21 @@ def test_redis_keeps_what_is_queued() -> None:
     options = dict(zip(command[1::2], command[2::2], strict=True))
     assert options["--maxmemory-policy"] == "noeviction"
     assert options["--appendonly"] == "yes"
+    assert re.fullmatch(r"\d+gb", options["--maxmemory"])
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"), [("PONG", 0), ("LOADING Redis is loading the dataset in memory", 1)]
+)
+def test_a_redis_that_loads_its_file_is_not_healthy(tmp_path: Path, reply: str, code: int) -> None:
+    kind, command = COMPOSE["services"]["redis"]["healthcheck"]["test"]
+    assert kind == "CMD-SHELL"
+    client = tmp_path / "valkey-cli"
+    client.write_text(f"#!/bin/sh\necho '{reply}'\n")
+    client.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(["sh", "-c", interpolated(command)], env=environment, check=False)
+    assert ran.returncode == code
 
 
 def test_what_is_stopped_has_time_to_drain() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -49,14 +50,17 @@ def documents(path: Path) -> list[dict[str, Any]]:
 @cache
 def built(overlay: str) -> list[dict[str, Any]]:
     """An overlay as kustomize builds it."""
+    return build(KUBERNETES / "overlays" / overlay)
+
+
+def build(directory: Path) -> list[dict[str, Any]]:
     if kubectl := shutil.which("kubectl"):
         command = [kubectl, "kustomize"]
     elif kustomize := shutil.which("kustomize"):
         command = [kustomize, "build"]
     else:
         pytest.skip("neither kubectl nor kustomize is installed")
-    directory = str(KUBERNETES / "overlays" / overlay)
-    made = subprocess.run([*command, directory], capture_output=True, text=True, check=False)
+    made = subprocess.run([*command, str(directory)], capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     assert not made.stderr, made.stderr
     return list(yaml.safe_load_all(made.stdout))
@@ -164,7 +168,7 @@ def test_the_gateway_is_gone_within_its_grace_period() -> None:
     longest = pause + GatewayConfig().drain_s + GATEWAY_CLOSE_S
     grace = pod(workload)["terminationGracePeriodSeconds"]
     assert longest + 5 <= grace, "an interpreter's start and end take time as well"
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "deploy.md").read_text()
     assert f"`terminationGracePeriodSeconds: {grace}`" in page
 
 
@@ -289,7 +293,7 @@ def test_the_worker_writes_only_where_it_can() -> None:
 @pytest.mark.parametrize("overlay", [None, *OVERLAYS])
 def test_selectors_ports_secrets_and_volumes_meet(overlay: str | None) -> None:
     objects = base() if overlay is None else built(overlay)
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "deploy.md").read_text()
     labels = {w["metadata"]["name"]: w["spec"]["template"]["metadata"]["labels"] for w in workloads(objects)}
     claims = {o["metadata"]["name"] for o in objects if o["kind"] == "PersistentVolumeClaim"}
     for workload in workloads(objects):
@@ -390,3 +394,56 @@ def test_only_one_party_says_how_many_workers_there_are(overlay: str) -> None:
     replicas = find(objects, "Deployment", "pagemill-worker")["spec"].get("replicas")
     assert (replicas is None) == bool(scaled)
     assert replicas == 2 if overlay == "fixed" else scaled
+
+
+# The Prometheus operator: its types are in no schema of Kubernetes
+
+
+def monitored(tmp_path: Path) -> list[dict[str, Any]]:
+    """The fixed overlay with the monitoring component."""
+    component = KUBERNETES / "components" / "monitoring"
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(KUBERNETES / "overlays" / "fixed", tmp_path.resolve())],
+        "components": [os.path.relpath(component, tmp_path.resolve())],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return build(tmp_path)
+
+
+def test_the_rule_for_the_operator_holds_every_rule(tmp_path: Path) -> None:
+    rule = find(monitored(tmp_path), "PrometheusRule", "pagemill")
+    assert rule["apiVersion"] == "monitoring.coreos.com/v1"
+    groups = rule["spec"]["groups"]
+    files = [ROOT / "monitoring" / "prometheus" / "recording_rules.yml"]
+    files += sorted((ROOT / "monitoring" / "prometheus" / "alerts").glob("*.yml"))
+    expected = [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
+    assert groups == expected, "run python deploy/prometheus_rule.py"
+    script = runpy.run_path(str(ROOT / "deploy" / "prometheus_rule.py"))
+    assert script["TARGET"].read_text() == script["render"]()
+    assert all(group.keys() <= {"name", "interval", "rules"} for group in groups)
+    alone = tmp_path / "alone"
+    alone.write_text(yaml.safe_dump(rule["spec"]))
+    checked = promtool("check", "rules", alone)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_pod_is_monitored_under_a_job_that_the_alerts_know(tmp_path: Path) -> None:
+    objects = monitored(tmp_path)
+    jobs = {}
+    for name in OURS:
+        monitor = find(objects, "PodMonitor", f"pagemill-{name}")
+        deployment = find(objects, "Deployment", f"pagemill-{name}")
+        assert monitor["spec"].keys() == {"selector", "podMetricsEndpoints"}
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        assert wanted.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] in {port["name"] for port in container(name, objects)["ports"]}
+        (relabeling,) = endpoint["relabelings"]
+        assert relabeling["targetLabel"] == "job"
+        jobs[name] = relabeling["replacement"]
+    scraped = yaml.safe_load((ROOT / "monitoring/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert {jobs["worker"], jobs["gateway"]} <= {config["job_name"] for config in scraped}
+    assert [name for name in OURS if re.fullmatch("pagemill.*worker.*", jobs[name])] == ["worker"]
+    assert all(re.fullmatch("pagemill.*", job) for job in jobs.values())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagemill.engine.devices import cpu
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.llm import LLM
 from pagemill.engine.outputs import SampleState
@@ -180,6 +181,7 @@ def test_without_it_the_schedule_shows(directory: Any) -> None:
     assert generate(invariant, prompts) == generate(make_llm(path), prompts)
 
 
-def test_it_is_refused_where_it_cannot_hold(directory: Any) -> None:
+def test_it_is_refused_where_it_cannot_hold(directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_has_own_products", lambda: False)
     with pytest.raises(ConfigError, match="batch_invariant"):
         make_llm(directory("llama"), dtype="float16")

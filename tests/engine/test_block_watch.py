@@ -74,7 +74,7 @@ def test_maps_come_no_more_often_than_they_should_and_end_with_the_interest(cloc
         return b"rf"
 
     watch = BlockWatch(read)
-    watch.ask(2.0)
+    watch.watch_for(2.0)
     for _ in range(40):
         watch.observe()
         clock.now += 0.1
@@ -92,7 +92,7 @@ def test_a_pool_that_is_slow_to_read_is_read_less_often(clock: Clock) -> None:
         return b"r"
 
     watch = BlockWatch(read)
-    watch.ask(60.0)
+    watch.watch_for(60.0)
     for _ in range(200):
         watch.observe()
         clock.now += 0.1

@@ -132,6 +132,7 @@ CONFIGURATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "threshold", "caching", "overlapped", "padded"), CONFIGURATIONS)
 def test_schedule_does_not_change_the_output(
     references: list[Reference], budget: int, threshold: int, caching: bool, overlapped: bool, padded: bool
@@ -164,6 +165,7 @@ def check_schedule(
     assert bool(cold + warm) == caching or budget == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("caching", "overlapped"), [(True, False), (False, True)])
 def test_preemption_does_not_change_the_output(
     references: list[Reference], caching: bool, overlapped: bool

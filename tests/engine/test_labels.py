@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import (
     InvalidRequest,
@@ -25,7 +26,6 @@ from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Outline
 from pagemill.engine.text.tokenizer import ByteTokenizer
-from pagemill.structured_outputs import StructuredOutputs
 from tests.engine.tiny_model import save_tiny_llama, save_tiny_ministral
 
 KINDS = ["product", "mean", "constrained"]
@@ -117,6 +117,7 @@ def check(model: Any, output: CompletionOutput, prompt: str, labels: list[str], 
     assert output.finish_reason == "stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "settings",
@@ -128,7 +129,7 @@ def check(model: Any, output: CompletionOutput, prompt: str, labels: list[str], 
         {"max_num_seqs": 1},
         {"max_num_seqs": 2, "async_scheduling": True},
         {"num_kv_blocks": 14, "max_num_batched_tokens": 64},
-        {"num_kv_blocks": 14, "swap_space_gib": 0.001, "async_scheduling": True},
+        {"num_kv_blocks": 14, "host_cache_gib": 0.001, "async_scheduling": True},
         {"pad_to_bucket": True, "stage_inputs": True},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
@@ -251,7 +252,7 @@ def test_one_can_be_aborted(saved: tuple[Path, Any], when: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"enable_prefix_caching": False}, {"swap_space_gib": 0.001}], ids=str
+    "settings", [{}, {"enable_prefix_caching": False}, {"host_cache_gib": 0.001}], ids=str
 )
 def test_one_that_is_preempted_goes_on(saved: tuple[Path, Any], settings: dict[str, Any]) -> None:
     directory, model = saved
@@ -263,10 +264,10 @@ def test_one_that_is_preempted_goes_on(saved: tuple[Path, Any], settings: dict[s
     found = run(engine)
     check(model, found["labels"], prompt, labels, "product")
     assert len(found["busy"].token_ids) == 30
-    scheduler = engine.stats().scheduler
-    assert scheduler.preemptions + scheduler.swap_preemptions > 0
+    assert engine.stats().scheduler.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_comes_between(saved: tuple[Path, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks and rows, other requests, preemptions, aborts and failing steps change no probability."""
@@ -277,9 +278,8 @@ def test_whatever_comes_between(saved: tuple[Path, Any], seed: int, monkeypatch:
         num_kv_blocks=draw.choice([16, 24, 64]),
         max_num_seqs=draw.choice([1, 2, 5, 16]),
         max_num_batched_tokens=draw.choice([3, 8, 64]),
-        enable_prefix_caching=draw.random() < 0.7,
         async_scheduling=draw.random() < 0.5,
-        swap_space_gib=draw.choice([0, 0.001]),
+        **draw.choice([{}, {"host_cache_gib": 0.001}, {"enable_prefix_caching": False}]),
     )
     executor = engine._parts.executor
     launch, failing = type(executor).launch, {draw.randrange(40) for _ in range(draw.choice([0, 1]))}

@@ -1,4 +1,4 @@
-"""Layers with windows free what no query reads any more; tokens, bits, forks, swaps and resumes stay what they were."""
+"""Layers with windows free what no query reads any more; tokens and bits stay the same, also when resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pagemill.engine.models import loader
 from pagemill.engine.outputs import EngineStats, SampleState
 from pagemill.engine.plan import StepPlan
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduling.preemption_cost import PreemptionCost
 from tests.engine.models.families.native_cases import (
     GEMMA2,
     GEMMA3,
@@ -80,7 +79,7 @@ def poison_free_blocks(llm: LLM) -> None:
 
     def poisoned(plan: StepPlan) -> Any:
         pool = scheduler.kv_cache.pool
-        leaving = {block for block, _ in plan.swap_out}
+        leaving = {block for block, _ in plan.host_stores}
         free = {block.block_id for block in pool.free_queue() if block.block_hash is None} - leaving
         for layer in executor.kv_cache.layers:
             for tensor in layer.tensors():
@@ -149,25 +148,22 @@ def test_bits_are_those_of_one_group(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("swap_space_gib", [0.0, 0.01])
+@pytest.mark.parametrize("host_cache_gib", [0.0, 0.01])
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
-def test_bits_stay_through_preemption(
-    name: str, swap_space_gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PreemptionCost, "prefers_swap", lambda *_: True)
+def test_bits_stay_through_preemption(name: str, host_cache_gib: float, tmp_path: Path) -> None:
     directory = str(CASES[name][0]().write(tmp_path))
     options = OPTIONS | {"batch_invariant": True, "max_num_batched_tokens": 16}
     ample = LLM(directory, **options)
     # Outputs are longer than admission foresees.
     tight = LLM(
-        directory, **options | {"num_kv_blocks": NUM_TIGHT_BLOCKS[name], "swap_space_gib": swap_space_gib}
+        directory, **options | {"num_kv_blocks": NUM_TIGHT_BLOCKS[name], "host_cache_gib": host_cache_gib}
     )
     poison_free_blocks(tight)
     for params in (greedy(max_tokens=48), greedy(n=2, temperature=1.0, seed=5, max_tokens=48)):
         assert bits(tight, params) == bits(ample, params)
-    stats = tight.engine.stats().scheduler
-    assert stats.preemptions + stats.swap_preemptions > 0
-    assert bool(stats.swap_preemptions) == bool(swap_space_gib)
+    stats = tight.engine.stats()
+    assert stats.scheduler.preemptions > 0
+    assert bool(stats.kv.host_loaded_blocks) == bool(host_cache_gib)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.builder import build_parts
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
@@ -17,7 +18,6 @@ from pagemill.engine.models.echo import EchoRunner, EchoStep
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.plan import StepPlan, StepResult
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.structured_outputs import StructuredOutputs
 
 
 @pytest.fixture(params=[False, True], ids=["depth 0", "depth 1"])

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pagemill.engine.builder import describe_model
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices import cpu
 from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.layers.decoder_traits import LLAMA_DECODER
 from pagemill.engine.layers.linear import LinearOptions
-from pagemill.engine.layers.part_report import how_parts_run
+from pagemill.engine.layers.part_report import describe_parts
 from pagemill.engine.llm import LLM
 from pagemill.kernels.cpu.matmul import bf16, fp32
 from tests.engine.models.families.native_cases import NATIVE_CASES
@@ -57,7 +58,10 @@ def test_what_stays_transformers_own_is_said(case: str, fused: str, own: str, tm
     assert describe_model(config) == OWN.format(fused=fused, own=own)
 
 
-def test_half_precision_on_a_cpu_is_transformers_own(tmp_path: Path) -> None:
+def test_half_precision_without_our_kernels_is_transformers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_has_own_products", lambda: False)
     save_tiny_llama(tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype="float16", skip_tokenizer_init=True)
     everything = ", attention, MLP, norms, linear layers"
@@ -75,7 +79,7 @@ def test_cuda_fuses_layers() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, **sizes))
     CudaBackend().fuse(model, LLAMA_DECODER, torch.float32, LinearOptions())
-    told = how_parts_run(model, is_direct=False)
+    told = describe_parts(model, is_direct=False)
     assert told == (
         "compiled: nothing; fused: decoder layers, attention, MLP, norms, linear layers; "
         "transformers' own: forward pass"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import SampleState
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.structured_outputs import StructuredOutputs
 from tests.engine.models.families.native_cases import write_llama
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 33, 60]

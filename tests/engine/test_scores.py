@@ -83,7 +83,7 @@ def check(found: list[list[float]], wanted: list[list[float]]) -> None:
         {"async_scheduling": True, "max_num_batched_tokens": 9},
         {"max_num_seqs": 2},
         {"num_kv_blocks": 13, "max_num_batched_tokens": 64},
-        {"num_kv_blocks": 13, "swap_space_gib": 0.001, "async_scheduling": True},
+        {"num_kv_blocks": 13, "host_cache_gib": 0.001, "async_scheduling": True},
         {"pad_to_bucket": True, "stage_inputs": True},
     ],
     ids=str,

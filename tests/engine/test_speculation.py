@@ -98,10 +98,10 @@ def test_drafts_change_no_output(pair: Pair, name: str) -> None:
     "settings",
     [
         {"num_kv_blocks": 20, "enable_prefix_caching": False},
-        {"num_kv_blocks": 20, "swap_space_gib": 0.1, "max_num_batched_tokens": 24},
+        {"num_kv_blocks": 20, "host_cache_gib": 0.1, "max_num_batched_tokens": 24},
         {"quantization": "int8", "kv_cache_dtype": "int8"},
     ],
-    ids=["short of blocks", "swapped", "int8"],
+    ids=["short of blocks", "host tier", "int8"],
 )
 def test_drafts_change_no_output_of(settings: dict[str, Any]) -> None:
     Pair.of(**settings).check(PARAMS["greedy"], copies=2)

@@ -48,8 +48,13 @@ assert not import_utils.is_kernels_available(), "our package of that name is not
 assert create_import_structure_from_path.cache_info().hits, "all of the models' files were read twice"
 
 import torch
-import torch._dynamo
+import transformers.masking_utils
+from pagemill.engine.layers import library
 
+library.register_mask_function("another", lambda: None)
+import torch._dynamo._trace_wrapped_higher_order_op as helper
+
+assert transformers.masking_utils.TransformGetItemToIndex is helper.TransformGetItemToIndex, "loaded twice"
 assert callable(torch._dynamo.optimize), "whoever wants the compiler gets it"
 double = torch.compile(lambda x: x + x, backend="eager")
 assert double(torch.ones(2)).tolist() == [2.0, 2.0]
@@ -67,19 +72,64 @@ assert is_torch_distributed_available()
 assert transformers.distributed.sharding_utils.DTensor
 """
 
-NEEDS_MORE = """
-import pagemill.engine.layers.library as library
+STUBS = {
+    "torchao": """
+import torch._dynamo.utils  # a replaced package would leave this module without its parent
+from torch._dynamo import is_compiling
 
-seen = []
+assert callable(torch._dynamo.utils.dynamo_timed) and callable(torch._dynamo.optimize)
 
-def load():
-    import torch._dynamo
-    seen.append(torch._dynamo)
-    return torch._dynamo.optimize
+@torch.compiler.disable
+def by_function(): ...
 
-assert callable(library._without_compiler(load))
-assert len(seen) == 2 and seen[0] is not seen[1]
+@torch._dynamo.disable(recursive=False)
+def by_package(): ...
+""",
+    "bitsandbytes": "import torch._inductor.config\nimport torch._dynamo.config",
+    "flash_attn": "import torch\nassert torch._dynamo.allow_in_graph",
+}
+"""Libraries that transformers imports where they are installed, each with its own use of torch's compiler.
+
+accelerate and peft are installed for the tests.
 """
+
+ANY_SUBMODULE = """
+import sys
+from importlib.machinery import ModuleSpec
+
+__version__ = "99.0"
+
+def __getattr__(name):
+    return type(name, (), {})
+
+class Submodules:
+    def find_spec(self, name, path, target=None):
+        return ModuleSpec(name, self, is_package=True) if name.startswith(__name__ + ".") else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.__getattr__ = __getattr__
+
+sys.meta_path.append(Submodules())
+"""
+
+BESIDE_STUBS = (
+    READY.partition("unwanted =")[0]
+    + """
+import torch, torchao
+from transformers.utils import import_utils
+
+for name in sys.argv[2].split():
+    assert getattr(import_utils, f"is_{name}_available")(), f"transformers does not see the stub of {name}"
+assert torchao.by_function._torchdynamo_disable
+assert torchao.by_package._torchdynamo_disable
+assert torch._dynamo is sys.modules["torch._dynamo"]
+double = torch.compile(lambda x: x + x, backend="eager")
+assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +165,15 @@ def test_transformers_is_whole_where_somebody_else_uses_it(case: str, environmen
 
 
 @pytest.mark.slow
-def test_a_library_that_needs_more_of_the_compiler_gets_it() -> None:
-    _run(NEEDS_MORE)
+def test_model_loads_with_libraries_that_import_the_compiler(tiny_llama: Path, tmp_path: Path) -> None:
+    for name, source in STUBS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"{source}\n{ANY_SUBMODULE}")
+        info = tmp_path / f"{name}-99.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n")
+    seen = "torchao accelerate peft"  # of the others, transformers also wants a GPU
+    _run(BESIDE_STUBS, str(tiny_llama), seen, PYTHONPATH=str(tmp_path))
 
 
 def test_no_weight_is_made_up_before_it_is_read(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

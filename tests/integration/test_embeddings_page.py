@@ -34,7 +34,7 @@ def test_the_example(valkey_url: str, minilm: Path) -> None:  # noqa: F811
 
 
 def test_the_table_is_the_registry() -> None:
-    rows = PAGE.split("| family | model_type |\n| --- | --- |\n", 1)[1].split("\n\n", 1)[0].splitlines()
+    rows = PAGE.split("| Family | model_type |\n| --- | --- |\n", 1)[1].split("\n\n", 1)[0].splitlines()
     listed = [kind.strip() for row in rows for kind in row.strip("|").split("|")[1].split(",")]
     assert sorted(listed) == sorted(kind for family in FAMILIES for kind in family.model_types)
     assert {*ENCODER_TYPES} <= {*listed}

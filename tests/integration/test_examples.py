@@ -48,7 +48,29 @@ def test_fastapi() -> None:
         with client.stream("POST", "/stream", json={"text": "token by token"}) as stream:
             events = [json.loads(line[6:]) for line in stream.iter_lines() if line]
         assert "".join(event["text"] for event in events) == "token by token"
-        assert events[-1]["type"] == "end"
+        assert events[-1] == {"type": "end", "text": "", "state": "succeeded"}
+
+
+def test_fastapi_reports_jobs_that_did_not_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream and a poll of a cancelled job name its state and code; neither looks like a finished answer."""
+    example = load("fastapi_service")
+    submit = example._submit
+
+    async def cancelled(*args: Any, **fields: Any) -> str:
+        job_id: str = await submit(*args, **fields)
+        await example.queue.job(job_id).cancel()
+        return job_id
+
+    monkeypatch.setattr(example, "_submit", cancelled)
+    with TestClient(example.app) as client:
+        question = {"text": "hello " * 500, "max_tokens": 4000}
+        with client.stream("POST", "/stream", json=question) as stream:
+            events = [json.loads(line[6:]) for line in stream.iter_lines() if line]
+        assert (events[-1]["type"], events[-1]["state"]) == ("end", "cancelled")
+        assert events[-1]["error"]["code"] == "cancelled"
+        asked = client.post("/questions", json=question).json()["id"]
+        answered = client.get(f"/questions/{asked}", params={"wait": 20})
+        assert (answered.status_code, answered.json()["detail"]["code"]) == (502, "cancelled")
 
 
 def test_flask() -> None:
@@ -81,7 +103,7 @@ def test_assistant(valkey_url: str, queue_name: str) -> None:
 
 def test_the_page_on_labels(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "labels.md").read_text()
-    (block,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    block, _ = re.findall("```python\n(.*?)```", page, re.DOTALL)
     found: dict[str, Any] = {}
     exec(block.replace('"smollm2"', '"echo"'), found)
     probs = found["result"].label_probs

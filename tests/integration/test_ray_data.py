@@ -121,7 +121,7 @@ def test_the_page_s_example_makes_jobs() -> None:
     names: dict[str, Any] = {}
     exec(function[0], names)
     assert Job.parse(names["job"]({"text": "It broke."})).model == "model"
-    assert re.findall(r"^\| (.+) \| .+ \|$", page, re.MULTILINE) == [
+    assert re.findall(r"^\| (`.+) \| .+ \|$", page, re.MULTILINE) == [
         "`output`", "`finish_reason`", "`error`", "`prompt_tokens`, `completion_tokens`",
     ]  # fmt: skip
 

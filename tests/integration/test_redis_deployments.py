@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 import redis
+from typer.testing import CliRunner
 
 from pagemill import AccessDenied, AsyncProducer, Producer, RedisUnavailable
+from pagemill.__main__ import app
+from pagemill.producer.wire.calls import memory
+from pagemill.producer.wire.server import scripts
 from pagemill.producer.wire.server.clients import open_client
 from tests.conftest import ROOT, RedisServer, _free_port
 from tests.topologies import (
@@ -30,10 +34,9 @@ from tests.worker.harness import get, running_worker, worker_config
 
 pytestmark = pytest.mark.slow
 
-LUA = ROOT / "producer" / "wire" / "lua"
 ASKED_DIRECTLY = {"EVALSHA", "SCRIPT|LOAD", "PING", "SUBSCRIBE", "UNSUBSCRIBE", "INFO", "BLPOP", "TIME"}
 """Commands that clients send themselves."""
-OF_A_PURGE = {*LUA.glob("purg*.lua"), LUA / "usage_erase.lua"}
+OF_A_PURGE = {name for name in scripts.names() if name.startswith("purge_") or name == "usage_erase"}
 SECURITY_PAGE = ROOT / "docs" / "security.md"
 CONFIDENTIALITY_PAGE = ROOT / "docs" / "confidentiality.md"
 
@@ -130,16 +133,16 @@ def test_users_with_the_documented_rights_can_work_and_do_no_more(
                     client.execute_command(*command)
 
 
-def commands_of(url: str, scripts: Iterable[Path]) -> set[str]:
+def commands_of(url: str, names: Iterable[str]) -> set[str]:
     """The commands that the scripts may run."""
     with redis.Redis.from_url(url) as client:
         commands = {name.upper() for name in client.command()}
-    text = "".join(path.read_text(encoding="utf-8") for path in scripts)
+    text = "".join(map(scripts.source, names))
     return set(re.findall(r"'([A-Z]+)'", text)) & commands
 
 
 def test_the_documented_users_may_run_what_the_scripts_run_and_no_more(valkey_url: str) -> None:
-    used = commands_of(valkey_url, [path for path in LUA.glob("*.lua") if path not in OF_A_PURGE])
+    used = commands_of(valkey_url, set(scripts.names()) - OF_A_PURGE)
     # The page of jobs, and the kinds of data in memory: optional, and documented.
     used -= {"SCAN", "RANDOMKEY", "MEMORY"}
     assert {"HSET", "ZADD", "PUBLISH", "TIME"} <= used
@@ -147,6 +150,31 @@ def test_the_documented_users_may_run_what_the_scripts_run_and_no_more(valkey_ur
         granted = {rule[1:].upper() for rule in rules if rule.startswith("+")}
         assert not used - granted, f"{user} lacks {sorted(used - granted)}"
         assert not granted - used - ASKED_DIRECTLY, f"{user} needs no {sorted(granted - used)}"
+
+
+def test_queue_stats_copes_with_short_memory_as_a_documented_user(
+    own_valkey: RedisServer, queue_name: str
+) -> None:
+    """The runbook's command for full memory: what needs rights beyond the documented ones is left out, with a line."""
+    with (
+        redis.Redis.from_url(own_valkey.url) as admin,
+        Producer(own_valkey.url, queue=queue_name) as producer,
+    ):
+        admin.execute_command(
+            "ACL", "SETUSER", "producer", *documented_users(queue_name)["producer"], ">word"
+        )
+        producer.submit(prompt="p", model="echo")
+        admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] * 1.1))
+    url = own_valkey.url.replace("redis://", "redis://producer:word@")
+    done = CliRunner().invoke(app, ["queue", "stats", "--queue", queue_name, "--redis-url", url])
+    assert done.exit_code == 0, done.output
+    assert "queued" in done.stdout
+    assert memory.SAMPLE_RIGHTS in done.stderr
+    with redis.Redis.from_url(own_valkey.url) as admin:
+        admin.execute_command("ACL", "SETUSER", "producer", *memory.SAMPLE_RIGHTS.split())
+    done = CliRunner().invoke(app, ["queue", "stats", "--queue", queue_name, "--redis-url", url])
+    assert done.exit_code == 0
+    assert memory.SAMPLE_RIGHTS not in done.stderr
 
 
 def test_what_a_purge_may_run_besides_is_documented(valkey_url: str) -> None:

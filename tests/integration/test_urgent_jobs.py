@@ -17,10 +17,10 @@ LONG = "0123456789" * 40
 SHORT = "somebody waits"
 
 
-@pytest.fixture(params=[0.0, 0.01], ids=["recomputed", "swapped"])
+@pytest.fixture(params=[0.0, 0.01], ids=["recomputed", "host tier"])
 def worker(request: pytest.FixtureRequest, client: QueueClient) -> Iterator[Worker]:
     config = worker_config(
-        client.url, client.queue, model="echo:10", max_num_seqs=ROWS, swap_space_gib=request.param
+        client.url, client.queue, model="echo:10", max_num_seqs=ROWS, host_cache_gib=request.param
     )
     with running_worker(config) as worker:
         yield worker
@@ -62,6 +62,7 @@ def test_it_takes_a_row_and_whoever_had_it_ends_as_if_nothing_had_been(
         assert (result.text, result.finish_reason) == (LONG, "length")
         assert outcome.result is not None
         assert outcome.result.attempt == 1
+    eventually(lambda: worker.counters.job_seconds.read()["displaced"] > 0.1, "the time of those displaced")
 
 
 def test_free_blocks_are_its_own_whatever_the_low_jobs_have_computed(

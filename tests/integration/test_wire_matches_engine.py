@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from pagemill.common.sampling_fields import SAMPLING_FIELDS
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
-from pagemill.sampling_fields import SAMPLING_FIELDS
-from pagemill.structured_outputs import StructuredOutputs
 
 
 def test_a_job_and_the_engine_have_the_same_fields_and_defaults() -> None:

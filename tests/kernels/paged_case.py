@@ -187,7 +187,7 @@ def make_case(
     for table, query_len, seq_len in zip(tables, query_lens, seq_lens, strict=True):
         keys, values = draw(seq_len, num_kv_heads, head_dim), draw(seq_len, num_kv_heads, head_dim)
         window = sliding_window if free_outside_window else None
-        pool.put(table, keys, values, seq_len - query_len + 1 - window if window else 0)
+        pool.put(table, keys, values, first_key(window, seq_len - query_len) if seq_len else 0)
         dense_keys.append(keys)
         dense_values.append(values)
         slots += pool.slots(table, seq_len - query_len, seq_len) if seq_len else [-1] * query_len
@@ -214,6 +214,14 @@ def make_case(
     return case
 
 
+def first_key(window: int | None, position: int) -> int:
+    """Return the first key that a query sees, by counting back from its own."""
+    first = position
+    while first > 0 and (not window or (position - first + 1 < window if window > 0 else first % -window)):
+        first -= 1
+    return first
+
+
 def dense_attention(case: PagedCase) -> torch.Tensor:
     """The textbook formula over the dense keys, with absolute ALiBi positions; NaN at padding."""
     num_heads, scoring = case.query.shape[1], case.scoring
@@ -228,7 +236,7 @@ def dense_attention(case: PagedCase) -> torch.Tensor:
         group_size = num_heads // case.dense_keys[row].shape[1]
         for token in range(query_len):
             position = seq_len - query_len + token
-            first = max(0, position - scoring.sliding_window + 1) if scoring.sliding_window else 0
+            first = first_key(scoring.sliding_window, position)
             for head in range(num_heads):
                 keys = case.dense_keys[row][first : position + 1, head // group_size]
                 values = case.dense_values[row][first : position + 1, head // group_size]

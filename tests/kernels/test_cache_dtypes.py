@@ -66,6 +66,7 @@ def test_attention_computes_with_exactly_what_is_stored(dtype, shape, options):
     assert_close(twin, truth, case, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (96, 8), (128, 64), (80, 16)])
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_prompts_of_a_model_of_few_bits_round_queries_and_weights(cache_dtype, h
     assert torch.equal(out, plain) is not is_rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("window", [None, 37])
 def test_rounded_prompts_do_not_depend_on_their_chunks(window, cache_dtype):

@@ -27,7 +27,18 @@ def _version(text: str) -> tuple[int, ...]:
 def test_kernels_in_the_interpreter() -> None:
     """Every test of interpreter/, in a process of its own whose kernels run as numpy code."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(_SUITE)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "",
+            str(_SUITE),
+        ],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

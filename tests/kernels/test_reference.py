@@ -18,7 +18,7 @@ def _random_case_arguments(seed: int) -> dict[str, object]:
     if decodes + prefills == 0:
         prefills = 1
     query_lens = [1] * decodes + [pick.randint(2, 40) for _ in range(prefills)]
-    window = pick.choice([None, None, 1, 5, 30])
+    window = pick.choice([None, None, 1, 5, 30, -1, -7, -30])
     return {
         "query_lens": query_lens,
         "seq_lens": [query_len + pick.choice([0, 0, 1, 15, 16, 17, 50]) for query_len in query_lens],

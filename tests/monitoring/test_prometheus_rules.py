@@ -30,7 +30,7 @@ from tests.monitoring.snapshots import metrics
 ALERTS = alerts()
 RULE_TESTS = sorted((RULES / "tests").glob("*.yml"))
 DOCS = tomllib.loads((MONITORING.parent / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
-OPERATIONS = MONITORING.parent / "docs" / "operations.md"
+RUNBOOK = MONITORING.parent / "docs" / "runbook.md"
 
 
 def exported_series() -> set[str]:
@@ -80,7 +80,7 @@ def test_a_runbook_link_is_absolute_and_its_base_a_setting(
                 "exp_annotations": {
                     "summary": "gone does not answer Prometheus",
                     "description": "The target gone of pagemill-gateways has not been scraped for 5 minutes.",
-                    "runbook_url": f"{base}operations/#pagemilltargetdown",
+                    "runbook_url": f"{base}runbook/#pagemilltargetdown",
                 },
             }
         ],
@@ -139,16 +139,16 @@ def test_an_alert_is_about_metrics_that_exist_and_says_what_to_do(alert: Rule) -
     assert set(alert.annotations) == {"summary", "description", "runbook_url"}
     link = alert.annotations["runbook_url"]
     base = "{{ with $externalLabels.pagemill_docs }}{{ . }}{{ else }}" + DOCS + "{{ end }}"
-    assert link == f"{base}operations/#{alert.name.lower()}"
+    assert link == f"{base}runbook/#{alert.name.lower()}"
     paragraph = re.search(
-        rf"^#### {alert.name}\n\n(.+?)(?:\n\n#|\Z)", OPERATIONS.read_text(), re.DOTALL | re.MULTILINE
+        rf"^#### {alert.name}\n\n(.+?)(?:\n\n#|\Z)", RUNBOOK.read_text(), re.DOTALL | re.MULTILINE
     )
-    assert paragraph is not None, f"docs/operations.md has no paragraph on {alert.name}"
+    assert paragraph is not None, f"docs/runbook.md has no section on {alert.name}"
     assert len(paragraph.group(1).split()) >= 25, "what it means, how to see why, what to do"
 
 
-def test_operations_explains_no_alert_that_is_not_there() -> None:
-    explained = re.findall(r"^#### (Pagemill\w+)$", OPERATIONS.read_text(), re.MULTILINE)
+def test_the_runbook_explains_no_alert_that_does_not_exist() -> None:
+    explained = re.findall(r"^#### (Pagemill\w+)$", RUNBOOK.read_text(), re.MULTILINE)
     assert sorted(explained) == sorted(alert.name for alert in ALERTS)
 
 

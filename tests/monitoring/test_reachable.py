@@ -12,7 +12,7 @@ import pytest
 from pagemill.monitoring.counters import Counts, ObservationsBy, WorkerCounters
 from tests.conftest import ROOT
 
-DECLARING = {"monitoring/counters.py", "pagemill/error_codes.py"}
+DECLARING = {"monitoring/counters.py", "pagemill/common/error_codes.py"}
 SHIPPED = ("worker", "engine", "monitoring", "producer/wire")
 ANYTHING_ELSE = "other"
 """Counted where a value is none of the declared ones."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import RedisServer
+from tests.conftest import ROOT, RedisServer
 from tests.producer.driving import Queue, open_queue
 
 
@@ -32,3 +36,30 @@ def own_queue(own_valkey: RedisServer) -> Iterator[Queue]:
     queue = open_queue(own_valkey.url, "q")
     yield queue
     queue.transport.close()
+
+
+NODE_CLIENT = ROOT / "clients/typescript"
+
+
+@pytest.fixture(scope="session")
+def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the client for TypeScript, built with its dependencies."""
+    if shutil.which("npm") is None:
+        pytest.skip("needs Node")
+    directory = tmp_path_factory.mktemp("node") / "typescript"
+    shutil.copytree(NODE_CLIENT, directory, ignore=shutil.ignore_patterns("node_modules", "dist"))
+    install = ["npm", "install", "--no-audit", "--no-fund", "--loglevel", "error"]
+    run = subprocess.run(install, cwd=directory, capture_output=True, text=True, check=False, timeout=300)
+    if run.returncode:
+        pytest.skip(f"npm cannot install the client's dependencies: {run.stderr[-300:]}")
+    built = subprocess.run(
+        ["npm", "run", "build"],
+        cwd=directory,
+        env=os.environ | {"PAGEMILL_LUA": str(ROOT / "producer/wire/lua")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert built.returncode == 0, built.stdout
+    return directory

@@ -80,8 +80,9 @@ class Queue:
         body = result_json(job.job_id, text)
         return self.run(transitions.commit(self.name, job.job_id, job.token, "succeeded", body, **options))
 
-    def fail(self, job: PulledJob, state: Any = "failed") -> str:
-        return self.run(transitions.commit(self.name, job.job_id, job.token, state, error_json=error_json()))
+    def fail(self, job: PulledJob, state: Any = "failed", code: str = "invalid_job") -> str:
+        error = error_json(code)
+        return self.run(transitions.commit(self.name, job.job_id, job.token, state, error_json=error))
 
     def checkpoint(self, job: PulledJob, *deltas: Delta, progress: Progress = DECODE, **options: Any) -> str:
         return self.run(transitions.checkpoint(self.name, job.job_id, job.token, progress, deltas, **options))

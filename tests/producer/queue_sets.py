@@ -33,9 +33,12 @@ def check_sets(queue: Queue, states: Mapping[str, str], affinities: Mapping[str,
     assert {member.decode() for member in client.smembers(f"{prefix}lanes")} == {name[5:] for name in waiting}
     check_indexes(queue, names)
     for name in waiting:
-        version, letter, tenant, model = name[5:].split(":", 3)
+        needs, letter, tenant, model = name[5:].split(":", 3)
         is_parked = tenant in members("parked") and client.sismember(f"{prefix}parked:{tenant}", name[5:])
-        assert is_parked or tenant in members(f"turns:{version}:{letter}:{model}"), "pull would not find it"
+        is_found = f"{letter}:{needs}" in members(f"needs:{model}")
+        assert is_parked or (is_found and tenant in members(f"turns:{needs}:{letter}:{model}")), (
+            "pull would not find it"
+        )
     twins = [name for name in names if name.startswith("twin:")]
     leaders = {client.get(f"{prefix}{name}").decode() for name in twins}
     assert leaders <= active - set(following)

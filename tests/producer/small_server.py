@@ -14,9 +14,9 @@ MOST = 30 << 20
 
 
 @contextmanager
-def small_server(directory: Path, binary: str = "valkey-server") -> Iterator[Queue]:
+def small_server(directory: Path, binary: str = "valkey-server", most: int = MOST) -> Iterator[Queue]:
     """Start a server and open the queue `q` on it."""
-    server = RedisServer(server_binary(binary), directory / binary, ("--maxmemory", str(MOST)))
+    server = RedisServer(server_binary(binary), directory / binary, ("--maxmemory", str(most)))
     server.start()
     queue = open_queue(server.url, "q")
     try:

@@ -1,9 +1,8 @@
-"""The cases of docs/conformance, held by the Python producer and by the client for Node."""
+"""The cases of docs/conformance, held by the Python producer and by the client for TypeScript."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from pagemill import Producer
 from tests.conftest import ROOT
+from tests.integration.test_redis_deployments import documented_users
 from tests.producer.conformance import Recorder, play
 from tests.worker.harness import running_worker, worker_config
 
 CASES = sorted((ROOT / "docs/conformance").glob("*.json"))
-NODE = ROOT / "examples/node"
-MOST_LINES = 200
 
 
 @pytest.fixture
@@ -45,27 +44,17 @@ def test_the_python_producer(
         )
 
 
-@pytest.fixture(scope="session")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the example with its dependency."""
-    if shutil.which("npm") is None:
-        pytest.skip("needs Node")
-    directory = tmp_path_factory.mktemp("node") / "example"
-    shutil.copytree(NODE, directory, ignore=shutil.ignore_patterns("node_modules"))
-    install = ["npm", "install", "--no-audit", "--no-fund", "--loglevel", "error"]
-    run = subprocess.run(install, cwd=directory, capture_output=True, text=True, check=False, timeout=300)
-    if run.returncode:
-        pytest.skip(f"npm can't install the example's dependency: {run.stderr[-300:]}")
-    return directory
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_the_client_for_node(
-    path: Path, node: Path, valkey_url: str, queue_name: str, workers: ExitStack
+    path: Path, node_client: Path, valkey_url: str, queue_name: str, workers: ExitStack
 ) -> None:
-    scripts = ROOT / "producer/wire/lua"
-    command = ["node", node / "conformance.mjs", valkey_url, queue_name, scripts, path]
+    with redis.Redis.from_url(valkey_url) as admin:
+        admin.execute_command(
+            "ACL", "SETUSER", "producer", *documented_users(queue_name)["producer"], ">word"
+        )
+    url = valkey_url.replace("redis://", "redis://producer:word@")
+    command = ["node", node_client / "test/conformance.mjs", url, queue_name, path]
     with subprocess.Popen(
         [*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as player:
@@ -79,10 +68,6 @@ def test_the_client_for_node(
             player.stdin.flush()
             said = player.stdout.readline().strip()
         assert said == "passed", player.stderr.read()
-
-
-def test_the_client_for_node_is_short() -> None:
-    assert len((NODE / "pagemill.mjs").read_text().splitlines()) < MOST_LINES
 
 
 def test_every_case_is_told_apart_from_a_wrong_one() -> None:

@@ -1,4 +1,4 @@
-"""Plans: against the engine's own arithmetic, the simulation's record, and what must be so."""
+"""Plans: against the engine's own arithmetic, a measured load, and what must be so."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.figures import ModelFigures, read_figures
 from pagemill.sizing.cards import CARDS, cpu
 from pagemill.sizing.plan import Load, Plan, PlanError, WorkerLimits, make_plan
 from pagemill.sizing.redis_cost import SCRIPT_S, job_bytes, scripts_per_job
-from tests.conftest import ROOT
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -121,24 +121,44 @@ def test_experts_cost_their_memory_and_a_part_of_their_work(tmp_path: Path) -> N
     assert found.read_parameters - found.layer_parameters - found.head_parameters == experts * 3 // 4
 
 
-def test_the_simulation_agrees() -> None:
-    """The stages below the server's limit, as recorded: scripts per job, its CPU, and bytes."""
-    record = json.loads((ROOT / "benchmarks/results/simulation-20261121T181342Z.json").read_text())
-    load = record["load"]
-    per_job = scripts_per_job(load["service_s"], load["tokens"], load["rows"], checkpoint_tokens=None)
-    for stage in record["stages"][:3]:
-        assert per_job == pytest.approx(stage["scripts_per_s"] / stage["jobs_per_s"], rel=0.1)
-        assert stage["scripts_per_s"] * SCRIPT_S == pytest.approx(stage["server_cores"], rel=0.25)
-    most = 1 / (per_job * SCRIPT_S)
-    assert most == pytest.approx(record["stages"][2]["jobs_per_s"], rel=0.25), (
-        "some 1,000 jobs a second and server"
-    )
-    sizes = job_bytes(load["prompt_bytes"] // 4, load["tokens"], 4.0)
-    assert sizes.waiting == pytest.approx(record["bytes_per_waiting_job"], rel=0.2)
-    assert sizes.ended == pytest.approx(record["bytes_per_ended_job"], rel=0.2)
+def test_a_measured_load_agrees() -> None:
+    """Measured on 2026-11-21 (benchmarks/README.md): jobs/s, scripts/s, and cores of the server."""
+    stages = [(238.3, 1093.3, 0.248), (477.5, 2179.1, 0.438), (987.5, 4508.8, 0.825)]
+    per_job = scripts_per_job(2.0, 64, 16, checkpoint_tokens=None)
+    for jobs_per_s, scripts_per_s, server_cores in stages:
+        assert per_job == pytest.approx(scripts_per_s / jobs_per_s, rel=0.1)
+        assert scripts_per_s * SCRIPT_S == pytest.approx(server_cores, rel=0.25)
+    assert 1 / (per_job * SCRIPT_S) == pytest.approx(stages[-1][0], rel=0.25), "about 1,000 jobs/s per server"
+    sizes = job_bytes(200 // 4, 64, 4.0)
+    assert sizes.waiting == pytest.approx(769.3, rel=0.2)
+    assert sizes.ended == pytest.approx(1611.4, rel=0.2)
 
 
 def test_a_cpu_is_what_it_was_measured_to_be() -> None:
     slow, fast = (cpu(8 << 30, speed * 1e9, speed * 1e10, "given") for speed in (10, 20))
     assert fast.flops_of("float32") == 2 * slow.flops_of("float32") == 2 * 0.7 * 1e11
     assert slow.flops_of("bfloat16") == slow.flops_of("float32"), "products are fp32's"
+
+
+def test_recurrent_states_limit_the_rows(tmp_path: Path) -> None:
+    """24 layers of 32 heads, each with a matrix in float32, and a convolution's last inputs."""
+    CONFIG_MAPPING["qwen3_5_text"]().save_pretrained(tmp_path)
+    found = figures(tmp_path)
+    assert found.state_bytes == 24 * (32 * 128 * 128 * 4 + 8192 * 4 * 2)
+    assert found.block_bytes == 2 * 8 * 4 * 256 * 16 * 2, "8 of its 32 layers attend"
+    memory = 100 * found.state_bytes
+    plan = make_plan(found, CARDS["h100"], LOAD, WorkerLimits(max_num_seqs=256, kv_bytes=memory))
+    assert (plan.rows, plan.rows_limited_by) == (44, "recurrent states")
+    assert plan.cached_states == 12
+    assert plan.kv_blocks == 44 * found.state_bytes // found.block_bytes
+    with pytest.raises(PlanError, match=r"recurrent state of 49\.50 MiB"):
+        make_plan(found, CARDS["h100"], LOAD, WorkerLimits(max_num_seqs=256, kv_bytes=found.state_bytes))
+
+
+def test_a_model_without_attention_needs_no_blocks(tmp_path: Path) -> None:
+    CONFIG_MAPPING["mamba"]().save_pretrained(tmp_path)
+    found = figures(tmp_path)
+    assert found.block_bytes == 0
+    memory = 100 * found.state_bytes
+    plan = make_plan(found, CARDS["h100"], LOAD, WorkerLimits(max_num_seqs=256, kv_bytes=memory))
+    assert (plan.rows, plan.rows_limited_by, plan.cached_states) == (88, "recurrent states", 12)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill.supervisor.control import NotRunning, ask
+from pagemill.supervisor.control import NotRunning, send_command
 from pagemill.supervisor.run_directory import SOCKET_FILE
 
 
@@ -21,7 +21,7 @@ def test_one_that_ends_with_a_command_unread_does_not_run(tmp_path: Path) -> Non
     ):
         listener.bind(str(tmp_path / SOCKET_FILE))
         listener.listen()
-        replies = pool.submit(list, ask(tmp_path, command="status"))
+        replies = pool.submit(list, send_command(tmp_path, command="status"))
         connection, _ = listener.accept()
         select.select([connection], [], [])
         connection.close()

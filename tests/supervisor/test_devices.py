@@ -26,7 +26,7 @@ def test_groups_are_parsed(text: str, groups: tuple[tuple[str, ...], ...]) -> No
 
 @pytest.mark.parametrize("text", ["", "0|", "0,,1", "a", "0|0", "0,1|1", "-1", "0;1", "0 1"])
 def test_what_names_no_cards_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="card"):
+    with pytest.raises(ValueError, match="GPU"):
         parse_groups(text, {})
 
 
@@ -34,7 +34,7 @@ def test_numbers_count_in_what_is_visible() -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "4, GPU-8f6d,6"}
     assert parse_groups("0|1,2", environment) == (("4",), ("GPU-8f6d", "6"))
     assert parse_groups("all", environment) == (("4",), ("GPU-8f6d",), ("6",))
-    with pytest.raises(ValueError, match="there is no card 3: CUDA_VISIBLE_DEVICES names 3"):
+    with pytest.raises(ValueError, match="GPU 3 does not exist: CUDA_VISIBLE_DEVICES names 3"):
         parse_groups("3", environment)
 
 
@@ -47,7 +47,7 @@ def test_all_asks_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert parse_groups("all", {}) == (("0",), ("1",))
     listing.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
-    with pytest.raises(ValueError, match="no card is found"):
+    with pytest.raises(ValueError, match="no GPU found"):
         parse_groups("all", {})
 
 

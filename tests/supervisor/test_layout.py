@@ -133,10 +133,10 @@ def test_flags_come_before_variables_and_those_before_the_file(
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("queue = ", "is no TOML"),
+        ("queue = ", "is not TOML"),
         ('colour = "red"', "colour"),
         ("workers = 0", "workers"),
-        ('workers = 2\ndevices = "0"', "not both"),
+        ('workers = 2\ndevices = "0"', "exclude each other"),
         ('devices = "0|0"', "named twice"),
         ('model = "/no/such/model"', "/no/such/model"),
         ('model = "echo"\n[worker]\nmax_num_seqs = -1', "max_num_seqs"),

@@ -24,7 +24,7 @@ def listening(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
 def test_it_tells_what_it_is_given(listening: tuple[socket.socket, str]) -> None:
     listener, name = listening
     manager = ServiceManager({"NOTIFY_SOCKET": name})
-    manager.tell(READY=1, STATUS="all there")
+    manager.notify(READY=1, STATUS="all there")
     assert listener.recv(4096) == b"READY=1\nSTATUS=all there"
 
 
@@ -32,7 +32,7 @@ def test_a_status_is_told_once(listening: tuple[socket.socket, str]) -> None:
     listener, name = listening
     manager = ServiceManager({"NOTIFY_SOCKET": name})
     for status in ("a", "a", "b"):
-        manager.tell_status(status)
+        manager.notify_status(status)
     assert [listener.recv(4096) for _ in range(2)] == [b"STATUS=a", b"STATUS=b"]
 
 
@@ -44,7 +44,7 @@ def test_signs_of_life_come_twice_as_often_as_asked(listening: tuple[socket.sock
     assert manager.watchdog_s == 2.0
     for now in (0.0, 0.5, 0.9, 1.0, 1.5, 2.1):
         manager.beat(now)
-    manager.tell(DONE=1)
+    manager.notify(DONE=1)
     assert [listener.recv(4096) for _ in range(4)] == [b"WATCHDOG=1"] * 3 + [b"DONE=1"]
 
 
@@ -57,5 +57,5 @@ def test_no_watchdog_is_fed_that_is_not_ours(environment: dict[str, str]) -> Non
 
 
 def test_nobody_listens() -> None:
-    ServiceManager({}).tell(READY=1)
-    ServiceManager({"NOTIFY_SOCKET": "/no/such/socket"}).tell(READY=1)
+    ServiceManager({}).notify(READY=1)
+    ServiceManager({"NOTIFY_SOCKET": "/no/such/socket"}).notify(READY=1)

@@ -76,10 +76,10 @@ class QueueClient:
         items = [submissions.prepare(Job.parse({"model": "echo"} | job), uuid.uuid4().hex) for job in jobs]
         return self._submit(items, batch_id)
 
-    def submit_raw(self, payload: bytes, model: str = "echo", version: int = 1) -> str:
+    def submit_raw(self, payload: bytes, model: str = "echo", needs: str = "1") -> str:
         """Submit whatever bytes, past all validation."""
         job_id = uuid.uuid4().hex
-        lane = keys.lane(version, "normal", "default", model)
+        lane = keys.lane(needs, "normal", "default", model)
         header = json.dumps({"id": job_id, "lane": lane, "cost": 1}).encode()
         return self._submit([Submission(job_id, header, payload)], None)[0]
 

@@ -31,7 +31,7 @@ def test_a_flag_beats_the_environment_and_the_environment_the_default(
         ({}, "model"),
         (
             {"model": "echo", "block_size": 0},
-            "block_size: 0 won't do: it should be greater than or equal to 1",
+            "block_size: 0 is not valid: should be greater than or equal to 1",
         ),
         ({"model": "echo", "lease_s": 0}, "lease_s"),
         ({"model": "echo", "http_port": 70000}, "http_port"),
@@ -84,3 +84,11 @@ def test_leases_that_could_not_be_kept_are_refused(settings: dict[str, Any]) -> 
 def test_a_webhook_host_that_is_none_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="webhook_hosts"):
         WorkerConfig.load(model="echo", webhook_hosts="a.example, b.example:https")
+
+
+def test_a_renamed_setting_is_rejected_with_its_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="renamed to host_cache_gib"):
+        WorkerConfig.load(model="echo", swap_space_gib=1)
+    monkeypatch.setenv("PAGEMILL_SWAP_SPACE_GIB", "1")
+    with pytest.raises(ConfigError, match="renamed to host_cache_gib"):
+        WorkerConfig.load(model="echo")

@@ -33,7 +33,7 @@ from pagemill.worker.engine_host.messages import (
     StartEngine,
 )
 from pagemill.worker.engine_host.served import ServedModel
-from pagemill.worker.interpreter import settle
+from pagemill.worker.interpreter import prepare_for_steps
 
 if TYPE_CHECKING:
     from pagemill.engine.serving import AnyEngine
@@ -57,12 +57,12 @@ class Child:
         self._engine: AnyEngine | None = None
 
     def run(self, start: StartEngine) -> int:
-        """Serve until told to stop. Returns the exit code; every failure is sent first."""
+        """Serve until stopped. Returns the exit code; every failure is sent first."""
         # From now on: loading must end with the worker, too.
         threading.Thread(target=self._read, name="pagemill-engine-commands", daemon=True).start()
         try:
             self._engine = engine = load(start.config)
-            settle()
+            prepare_for_steps()
             self._send(pickle.dumps(ServedModel.of(engine), PROTOCOL))
             if start.config.tensor_parallel_size > 1:
                 threading.Thread(target=self._watch_ranks, args=(engine,), daemon=True).start()
@@ -104,7 +104,7 @@ class Child:
         except Exception as failure:  # a folder can make a library raise anything
             logger.exception("adapter %s can't be added", change.name)
             error = EngineError(f"adapter {change.name} can't be read: {type(failure).__name__}")
-        self._send(pickle.dumps(AdaptersChanged(change.number, error, pool.named()), PROTOCOL))
+        self._send(pickle.dumps(AdaptersChanged(change.number, error, pool.registered()), PROTOCOL))
 
     def _watch_ranks(self, engine: AnyEngine) -> None:
         while (reason := engine.failure()) is None:

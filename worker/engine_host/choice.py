@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pagemill.common.api_keys import read_key
 from pagemill.engine.models.echo import is_echo
 from pagemill.worker.config import WorkerConfig
+from pagemill.worker.endpoint_settings import EndpointSettings
 from pagemill.worker.engine_host.host import Deliver, EngineHost
 from pagemill.worker.engine_host.process import EngineProcess, LogSettings
 from pagemill.worker.engine_host.thread import EngineThread
@@ -27,6 +29,18 @@ def runs_in_process(config: WorkerConfig) -> bool:
 
 def make_host(config: WorkerConfig, deliver: Deliver, log_fields: dict[str, str]) -> EngineHost:
     """Return the host of the configured engine, to be started."""
+    if config.engine_url is not None:
+        from pagemill.worker.engine_host.endpoint.host import (
+            EndpointHost,
+        )  # other workers need no HTTP client
+
+        settings = EndpointSettings(
+            config.engine_url,
+            read_key(config.engine_key_file),
+            config.revision_name or "",
+            config.engine_stall_s,
+        )
+        return EndpointHost(config.engine, settings, deliver)
     if not runs_in_process(config):
         return EngineThread(config.engine, deliver)
     log = LogSettings(config.log_level, config.log_format, log_fields)

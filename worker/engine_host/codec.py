@@ -16,7 +16,7 @@ from pagemill.engine.plan import TokenLogprobs
 from pagemill.worker.engine_host.messages import EngineState, Report
 
 PROTOCOL = 5
-_NO_END = (False, None, None, None, None, None, None, 0.0)
+_NO_END = (False, None, None, None, None, None, None, 0.0, (), None)
 _NO_DELTA_END = (None,) * 5
 
 
@@ -94,7 +94,7 @@ def _entries(packed: tuple[bytes, ...] | None) -> Iterator[TokenLogprobs]:
 
 
 def _flat_output(output: RequestOutput, columns: _Columns) -> tuple[Any, ...]:
-    """Most are news of a running request: five fields tell all of it."""
+    """Most are news of a running request: five fields hold all of it."""
     deltas = [_flat_delta(delta, columns) for delta in output.deltas]
     news = output.request_id, output.phase, output.prompt_tokens_done, output.prompt_tokens, deltas
     end = (
@@ -107,6 +107,8 @@ def _flat_output(output: RequestOutput, columns: _Columns) -> tuple[Any, ...]:
         output.prompt_logprobs and _flat_prompt(output.prompt_logprobs, columns),
         output.pooled,
         output.device_s,
+        output.warnings,
+        output.let_go,
     )
     return news if end == _NO_END else (*news, *end)
 
@@ -124,7 +126,7 @@ def _output(flat: tuple[Any, ...], entries: Iterator[TokenLogprobs]) -> RequestO
     output = RequestOutput(request_id, phase, done, total, deltas)
     if end:
         output.finished, usage, output.error, output.error_code, output.ttft_s, scored, *rest = end
-        output.pooled, output.device_s = rest
+        output.pooled, output.device_s, output.warnings, output.let_go = rest
         output.usage = usage and Usage(*usage)
         output.prompt_logprobs = scored and [next(entries) if there else None for there in scored]
     return output

@@ -42,7 +42,7 @@ class AdapterNames(Protocol):
 
     def find(self, name: str) -> Adapter: ...
 
-    def named(self) -> list[Adapter]: ...
+    def registered(self) -> list[Adapter]: ...
 
 
 class EngineFace(Protocol):
@@ -62,6 +62,11 @@ class EngineFace(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def lacks(self) -> frozenset[str]:
+        """The abilities that it does not have, as jobs' lanes name them."""
+        ...
 
     @property
     def token_texts(self) -> TokenTexts: ...

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.errors import InvalidRequest, ModelLoadError
+from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import RequestOutput
 from pagemill.worker.device_time import DeviceTime
 from pagemill.worker.engine_host.messages import (
@@ -39,10 +39,9 @@ def load(config: EngineConfig) -> AnyEngine:
 
     engine = load_engine(config)
     if engine.tokenizer is None and not config.skip_tokenizer_init:
-        raise ModelLoadError(
-            f"{config.model} has no tokenizer, so each job with a text would fail: download its files "
-            "too, or serve token ids (skip_tokenizer_init)"
-        )
+        from pagemill.engine.runnable import lacks_tokenizer
+
+        raise lacks_tokenizer(config)
     engine.load_grammar_vocabulary()  # in a separate process, finished before the first job
     return engine
 
@@ -62,7 +61,7 @@ class EngineLoop:
         self._stats_at = 0.0
 
     def run(self) -> None:
-        """Step until told to stop. Raises what the engine raises."""
+        """Step until stopped. Raises what the engine raises."""
         while self._take_commands():
             self._step()
 
@@ -73,7 +72,7 @@ class EngineLoop:
             busy = engine.has_unfinished() and not self._held
             if not busy:
                 state = EngineState.HELD if engine.has_unfinished() else EngineState.IDLE
-                self._tell(state, with_stats=True)
+                self._publish(state, with_stats=True)
             try:
                 command = self._inbox.get(block=not busy)
             except Empty:
@@ -100,12 +99,13 @@ class EngineLoop:
                         cache_salt=command.cache_salt,
                         task=command.task,
                         adapter=command.adapter,
+                        media=command.media,
                     )
                 except InvalidRequest as error:
-                    self._tell(EngineState.RUNNING, [_refusal(command, error)])
+                    self._publish(EngineState.RUNNING, [_refusal(command, error)])
             case AbortRequest(request_id):
                 if outputs := engine.abort(request_id):
-                    self._tell(EngineState.RUNNING, outputs)
+                    self._publish(EngineState.RUNNING, outputs)
             case SetHeld(held):
                 self._held = held
             case WatchBlocks(seconds):
@@ -115,9 +115,9 @@ class EngineLoop:
         began = time.perf_counter()
         outputs = self._engine.step()
         self._device_time.add(time.perf_counter() - began)
-        self._tell(EngineState.RUNNING, outputs)
+        self._publish(EngineState.RUNNING, outputs)
 
-    def _tell(
+    def _publish(
         self, state: EngineState, outputs: Sequence[RequestOutput] = (), *, with_stats: bool = False
     ) -> None:
         for output in outputs:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pagemill.engine.adapters.adapter import Adapter
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.media import MediaItem
 from pagemill.engine.outputs import Capacity, EngineStats, RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Task
@@ -25,6 +26,7 @@ class AddRequest:
     cache_salt: str = ""
     task: Task = GENERATE
     adapter: Adapter | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class EngineState(enum.Enum):
     IDLE = "idle"
     RUNNING = "running"
     HELD = "held"
-    """Has work, but was told not to step."""
+    """Has work, but was asked not to step."""
     STOPPED = "stopped"
     FAILED = "failed"
     """The loop died of `EngineHost.error`, for good."""
@@ -76,7 +78,7 @@ class EngineState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the loop tells after a step, and whenever it begins or ends to wait."""
+    """What the loop reports after a step, and whenever it begins or ends to wait."""
 
     state: EngineState
     progress_at: float

@@ -188,7 +188,7 @@ class EngineProcess(EngineHost):
         super()._take(report)
 
     def _end(self) -> None:
-        """Let the process exit, and say how it ended if nobody asked for it."""
+        """Let the process exit, and log how it ended if this was not requested."""
         self._sender.close()
         self._connection.close()
         if self._process is not None:

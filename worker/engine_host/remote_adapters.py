@@ -27,7 +27,7 @@ class RemoteAdapters(AdapterNames):
         self._asked: dict[int, Future[None]] = {}
 
     def __reduce__(self) -> tuple[type[RemoteAdapters], tuple[list[Adapter]]]:
-        return RemoteAdapters, (self.named(),)
+        return RemoteAdapters, (self.registered(),)
 
     def connect(self, send: Callable[[ChangeAdapter], None]) -> None:
         self._send = send

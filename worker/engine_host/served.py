@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pagemill.engine.adapters.pool import NoAdapters
 from pagemill.engine.config import SchedulerConfig
@@ -43,8 +43,10 @@ class ServedModel:
             engine.limits,
             engine.tokenizer,
             engine.input_processor,
-            pool if isinstance(pool, NoAdapters) else RemoteAdapters(pool.named()),
+            pool if isinstance(pool, NoAdapters) else RemoteAdapters(pool.registered()),
         )
+
+    lacks: ClassVar[frozenset[str]] = frozenset()
 
     @cached_property
     def token_texts(self) -> TokenTexts:

@@ -7,32 +7,40 @@ in KV tokens: the free or evictable blocks, less the expected growth of running 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pagemill.engine.errors import InvalidRequest
-from pagemill.engine.outputs import Capacity, SampleState
+from pagemill.common.backoff import Backoff
+from pagemill.common.bounds import InvalidParameter
+from pagemill.engine.errors import InvalidRequest, LacksAbility
+from pagemill.engine.outputs import Capacity
 from pagemill.monitoring.counters import BlockReason
-from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.envelope import is_stored, open_envelope
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
-from pagemill.producer.wire.schema.errors import InvalidJob, QueueFull, RedisUnavailable
-from pagemill.producer.wire.schema.outputs import ErrorInfo, Progress
+from pagemill.producer.wire.schema.errors import InvalidJob, JobError, QueueFull, RedisUnavailable
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import ErrorInfo
+from pagemill.producer.wire.schema.sealing import ring
+from pagemill.producer.wire.webhooks.policy import Refused, WebhookPolicy
 from pagemill.worker.engine_host.host import EngineHost
-from pagemill.worker.engine_host.messages import AddRequest, EngineState
-from pagemill.worker.job_queue import Backoff, JobQueue
+from pagemill.worker.engine_host.messages import EngineState
+from pagemill.worker.job_queue import JobQueue
 from pagemill.worker.jobs.context import WorkerContext
-from pagemill.worker.jobs.final_write import failed, handed_back, unfetched
-from pagemill.worker.jobs.intake import Intake
+from pagemill.worker.jobs.images import ImageInputs
+from pagemill.worker.jobs.intake import running_job
 from pagemill.worker.jobs.leases import LeaseKeeper
 from pagemill.worker.jobs.reporter import ProgressReporter
-from pagemill.worker.jobs.running_job import PRIORITIES, RunningJob, sample_states
+from pagemill.worker.jobs.running_job import Outcome, RunningJob
 from pagemill.worker.jobs.store.inputs import NUM_THREADS, StoredInputs
+from pagemill.worker.pull_control import PullState
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
@@ -49,6 +57,10 @@ MAX_FETCHING = 2 * NUM_THREADS
 """Payloads on their way from the store."""
 JOBS_PER_START = 16
 """Jobs announced and started at a time: the engine begins while the rest are prepared."""
+_IMAGE = b'"image_url"'
+"""In the envelope of a job with images, unless it is encrypted: then they are decoded on this thread."""
+MAX_MEDIA_BYTES = 1 << 30
+"""Prepared images of running jobs, beyond which none is started. They are held until their job ends."""
 OUTPUT_RATIO_WEIGHT = 0.05
 
 
@@ -96,13 +108,18 @@ def credit(engine: EngineHost, running: list[RunningJob], forecast: OutputForeca
     if engine.stalled_for() > LONG_STEP_S:
         return Credit(0, 0, blocked="engine")
     live = [job for job in running if not job.has_left_engine]
+    if _media_bytes(live) >= MAX_MEDIA_BYTES:
+        return Credit(0, 0, blocked="rows")
     waits = stats.adapters.waiting > 0
-    rows = stats.loaded.max_num_seqs - sum(
+    most = stats.loaded.max_num_seqs if capacity.rows is None else capacity.rows
+    rows = most - sum(
         job.params.num_sequences
         for job in live
         if not (job.is_about_to_end or (waits and job.waits_for_adapter))
     )
     tokens = _free_tokens(capacity, live, forecast)
+    if rows <= 0 and capacity.rows is not None:
+        return Credit(0, 0, blocked="rows")
     if rows <= 0:
         return _urgent_credit(
             live, rows, stats.loaded.max_num_seqs, Credit(0, max(0, tokens), capacity.block_size)
@@ -110,6 +127,10 @@ def credit(engine: EngineHost, running: list[RunningJob], forecast: OutputForeca
     if tokens <= 0 and live:
         return Credit(0, 0, blocked="kv")
     return Credit(min(rows, MAX_JOBS_PER_PULL), max(0, tokens), capacity.block_size)
+
+
+def _media_bytes(jobs: list[RunningJob]) -> int:
+    return sum(job.media_bytes for job in jobs)
 
 
 def _free_tokens(capacity: Capacity, live: list[RunningJob], forecast: OutputForecast) -> int:
@@ -157,13 +178,17 @@ class Admission:
         context: WorkerContext,
         queue: JobQueue,
         engine: EngineHost,
-        intake: Intake,
         reporter: ProgressReporter,
         leases: LeaseKeeper,
+        webhooks: WebhookPolicy,
+        pulling: Callable[[], PullState | None] = lambda: None,
     ) -> None:
+        """`pulling`: what an operator decided; None: pull."""
         self._queue = queue
-        self._intake = intake
-        self._journal = context.journal
+        self._pulling = pulling
+        self._keys = context.hmac_keys
+        self._webhooks = webhooks
+        self._listeners = context.listeners
         self._engine = engine
         self._table = context.table
         self._reporter = reporter
@@ -177,11 +202,19 @@ class Admission:
         self._thread = threading.Thread(target=self._run, name="pagemill-admission", daemon=True)
         self._forecast = OutputForecast()
         store = context.config.store()
-        self._inputs = None if store is None else StoredInputs(store, context.config.store_timeout_s)
+        self._open_envelope = partial(
+            open_envelope, queue=queue.queue, keys=self._keys, keyring=ring(), store=store
+        )
+        self._images = ImageInputs(context.config.image_policy())
+        self._inputs = (
+            None if store is None else StoredInputs(self._open_ready, context.config.store_timeout_s)
+        )
+        self._pictured: StoredInputs | None = None
+        """Jobs with images at hand, whose decoding must not delay other jobs."""
         self.blocked: BlockReason | None = "loading"
         """The reason this worker can't pull; None if it can."""
         self.refusal: str | None = None
-        """Why the last pull failed, unless the server was away: a worker that can't pull is not ready."""
+        """Why the last pull failed, unless the server was unavailable: a worker that can't pull is not ready."""
 
     def start(self, lanes: Callable[[], list[str]]) -> None:
         """`lanes`: the last parts of the lanes to pull from at the moment."""
@@ -201,6 +234,10 @@ class Admission:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    def recheck(self) -> None:
+        """Look for jobs now: an operator has decided whether to."""
+        self._room.set()
 
     def on_finished(self, job: RunningJob | None) -> None:
         """Look for jobs again: `job` has left the engine, or is about to. Called on the reporter's thread."""
@@ -224,34 +261,45 @@ class Admission:
                 self.refusal = str(error)
                 self._blocked_for("redis", self._backoff.next())
         self.blocked = "draining"
-        for pulled in self._inputs.abandon() if self._inputs is not None else ():
-            self._reporter.end(handed_back(self._queue.queue, pulled))
+        for inputs in self._threaded():
+            for pulled in inputs.abandon():
+                self._reporter.end(pulled, Outcome.RELEASED)
 
     def _pull_once(self) -> None:
         self._room.clear()
         self._take_in_fetched()
+        if (decided := self._pulling()) is not None:
+            self._blocked_for("draining" if decided == "drained" else decided, DOORBELL_S)
+            return
         room = credit(self._engine, self._table.running(), self._forecast)
-        num_fetching = self._inputs.num_pending if self._inputs is not None else 0
+        num_stored = self._inputs.num_pending if self._inputs is not None else 0
+        num_pictured = self._pictured.num_pending if self._pictured is not None else 0
+        num_fetching = num_stored + num_pictured
         if room.blocked is not None:
             self._blocked_for(room.blocked, FETCHING_S if num_fetching else BLOCKED_POLL_S)
+            return
+        if num_pictured >= MAX_JOBS_PER_PULL:
+            self._blocked_for("rows", FETCHING_S)
             return
         self._counters.credit_sequences = room.jobs
         self._counters.credit_blocks = room.tokens // room.block_size
         lanes = self._servable_lanes()
-        may_fetch = self._inputs is not None and num_fetching < MAX_FETCHING
-        # What is fetched has at most half of the room: a store that hangs stops nobody else's jobs.
+        may_fetch = self._inputs is not None and num_stored < MAX_FETCHING
+        # What is fetched has at most half of the room: a store that hangs stops no other jobs.
         num_jobs = room.jobs - min(num_fetching, room.jobs // 2)
         reply = self._queue.pull(
             lanes,
-            min(num_jobs, MAX_FETCHING - num_fetching) if may_fetch else num_jobs,
+            min(num_jobs, MAX_FETCHING - num_stored) if may_fetch else num_jobs,
             room.tokens,
             holding=len(self._table),
             longest=self._engine.engine.limits.max_model_len,
             urgent_only=room.urgent_only,
             has_store=may_fetch,
+            lacks=self._engine.engine.lacks,
         )
         for pulled in reply.jobs:
             self._table.hold(pulled.job_id, pulled.token)
+            self._listeners.received(pulled)
         if reply.paused:
             self._blocked_for("paused", DOORBELL_S)
         elif reply.jobs:
@@ -295,86 +343,96 @@ class Admission:
             self._counters.admission_blocked_seconds.inc("redis", BLOCKED_POLL_S)
 
     def _take_in(self, pulled: list[PulledJob]) -> None:
-        """Validate, tokenise, announce and start jobs; an invalid one fails alone."""
-        at_hand = pulled if self._inputs is None else [item for item in pulled if not self._is_fetched(item)]
-        jobs = [job for item in at_hand if (job := self._prepare(item)) is not None]
+        """Open, announce and start jobs. Those in the store are started once they have been fetched."""
+        at_hand: list[RunningJob | None] = []
+        for item in pulled:
+            if self._inputs is not None and is_stored(item.payload):
+                self._inputs.fetch(item)
+            elif _IMAGE in item.payload:
+                self._pictured = self._pictured or StoredInputs(self._open_ready, math.inf)
+                self._pictured.fetch(item)
+            else:
+                at_hand.append(self._prepare(item, partial(self._open_ready, item)))
+        self._begin([job for job in at_hand if job is not None])
+
+    def _take_in_fetched(self) -> None:
+        """Start the jobs that have been fetched from the store, and end those that can't be; as far as images fit."""
+        if not (threaded := self._threaded()):
+            return
+        held = _media_bytes([job for job in self._table.running() if not job.has_left_engine])
+        jobs: list[RunningJob] = []
+        for inputs in threaded:
+            while held < MAX_MEDIA_BYTES and (found := inputs.arrived()) is not None:
+                pulled, opened = found
+                if (job := self._prepare(pulled, opened.result)) is not None:
+                    jobs.append(job)
+                    held += job.media_bytes
+        self._begin(jobs)
+
+    def _threaded(self) -> list[StoredInputs]:
+        return [inputs for inputs in (self._inputs, self._pictured) if inputs is not None]
+
+    def _open_ready(self, pulled: PulledJob) -> Job:
+        """Open an envelope, and make the job's images ready. Raises what both raise."""
+        job = self._open_envelope(pulled)
+        return self._images.made_ready(job, self._engine.input_processor) if job.images else job
+
+    def _begin(self, jobs: list[RunningJob]) -> None:
         if not jobs:
             return
         # Before a job's first step: only a job that entered one can have crashed its worker.
-        replies = self._announce([self._announcement(job) for job in jobs])
+        replies = self._announce([job.announcement(self._queue.queue) for job in jobs])
         for job, reply in zip(jobs, replies, strict=True):
             if reply == "stale":
                 self._reporter.lost(job.job_id, job.token)
-            else:
-                self._start(job)
-                if reply == "cancelled":
-                    self._reporter.cancelled(job.job_id)
+                continue
+            job.restart_checkpoint = False
+            job.sent_at = self._clock.now()
+            job.opening_s = time.monotonic() - job.pulled.received_at
+            if self._table.start(job, self._engine.add):
+                self._listeners.started(job)
+            if reply == "cancelled":
+                self._reporter.cancelled(job.job_id)
 
-    def _is_fetched(self, pulled: PulledJob) -> bool:
-        """Begin to fetch a job's payload if it is in the store; True unless it is at hand."""
-        if self._inputs is None or pulled.fetched_for is not None:
-            return False
-        try:
-            reference = self._intake.reference(pulled)
-        except InvalidJob as error:
-            self._fail(pulled, error.code, str(error))
-            return True
-        if reference is not None:
-            self._inputs.fetch(pulled, reference)
-        return reference is not None
-
-    def _take_in_fetched(self) -> None:
-        """Start jobs whose payloads have come from the store, and end those whose have not."""
-        arrived = self._inputs.arrived() if self._inputs is not None else []
-        for one in arrived:
-            if one.error is None:
-                self._take_in([one.pulled])
-            elif one.error.retryable:
-                self._counters.job_failures.inc("store_unavailable")
-                problem = ErrorInfo(code="store_unavailable", message=str(one.error), retryable=True)
-                self._reporter.end(unfetched(self._queue.queue, one.pulled, problem))
-            else:
-                self._fail(one.pulled, "payload_lost", str(one.error))
-
-    def _prepare(self, pulled: PulledJob) -> RunningJob | None:
-        self._counters.jobs_received.inc("redelivered" if pulled.crashes or pulled.entries else "first")
-        self._counters.payload_bytes.observe(len(pulled.payload))
+    def _prepare(self, pulled: PulledJob, opened: Callable[[], Job]) -> RunningJob | None:
+        """Make the record of a job that is to run; one that can't fails alone."""
         started_at = self._clock.now()
-        self._counters.queue_wait_seconds.observe(max(0.0, started_at - pulled.submitted_at))
         try:
-            running = self._intake.running_job(pulled, started_at)
-        except (InvalidJob, InvalidRequest) as error:
-            self._fail(pulled, error.code, str(error))
+            job = opened()
+            if job.webhook is not None:
+                self._webhooks.check(job.webhook)
+            running = running_job(
+                pulled,
+                job,
+                self._engine.engine,
+                queue=self._queue.queue,
+                keys=self._keys,
+                started_at=started_at,
+            )
+        except JobError as error:
+            self._refuse(pulled, error)
+        except Refused as error:
+            self._refuse(pulled, JobError(str(error), "unsupported_feature"))
+        except LacksAbility as error:
+            self._reporter.end(pulled, Outcome.RELEASED, needs=error.words)
+        except (InvalidJob, InvalidRequest, InvalidParameter) as error:
+            self._refuse(pulled, JobError(str(error), error.code))
         except Exception as error:
             # An exception that a payload causes fails only its own job.
-            logger.error(
-                "job %s: it made validation fail with %s at %s",
-                pulled.job_id,
-                type(error).__name__,
-                _place(error),
-            )
-            self._fail(pulled, "invalid_job", f"the job can't be read: {type(error).__name__}")
+            name = type(error).__name__
+            logger.error("job %s: it made validation fail with %s at %s", pulled.job_id, name, _place(error))
+            self._refuse(pulled, JobError(f"the job can't be read: {name}", "invalid_job"))
         else:
             if not running.is_complete:
                 return running
-            self._succeed(running)
+            self._reporter.end_complete(running)
         return None
 
-    def _succeed(self, job: RunningJob) -> None:
-        """End a job whose result was fully checkpointed but not committed."""
-        self._reporter.end(self._reporter.result_write(job, None))
-
-    def _fail(self, pulled: PulledJob, code: str, message: str) -> None:
-        self._counters.job_failures.inc(code)
-        self._reporter.end(failed(self._queue.queue, pulled, ErrorInfo(code=code, message=message)))
-
-    def _announcement(self, job: RunningJob) -> Any:
-        progress = Progress(
-            phase="prefill", prompt_tokens=len(job.prompt_token_ids), max_tokens=job.max_tokens * job.params.n
-        )
-        return transitions.checkpoint(
-            self._queue.queue, job.job_id, job.token, progress, (), restart=job.restart_checkpoint
-        )
+    def _refuse(self, pulled: PulledJob, error: JobError) -> None:
+        """End a job that never became a request, or put it off if its payload is out of reach."""
+        outcome = Outcome.RETRIED if error.retryable else Outcome.FAILED
+        info = ErrorInfo(code=error.code, message=error.message, retryable=error.retryable)
+        self._reporter.end(pulled, outcome, info)
 
     def _announce(self, calls: list[Any]) -> list[Any]:
         """Send until the server has answered: half-started jobs must not be dropped."""
@@ -385,30 +443,6 @@ class Admission:
                 if self._stop.is_set():
                     raise  # they were not started: their leases lapse and no attempt is counted
                 self._wait_for_redis()
-
-    def _start(self, job: RunningJob) -> None:
-        job.restart_checkpoint = False
-        if not self._table.start(job, self._send):
-            return
-        self._counters.resumed_tokens.inc(job.resumed_tokens)
-        self._journal.started(job)
-
-    def _send(self, job: RunningJob) -> None:
-        resume: list[SampleState] | None = sample_states(job.samples) if job.resumed_tokens else None
-        job.sent_at = self._clock.now()
-        self._engine.add(
-            AddRequest(
-                request_id=job.request_id,
-                prompt_token_ids=job.prompt_token_ids,
-                params=job.params,
-                task=job.task,
-                priority=PRIORITIES[job.job.priority],
-                arrival=job.pulled.submitted_at,
-                resume=resume,
-                adapter=job.adapter,
-                cache_salt=job.job.tenant,  # a tenant must not learn another's prompts by timing
-            )
-        )
 
 
 def _place(error: BaseException) -> str:

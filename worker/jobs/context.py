@@ -8,8 +8,8 @@ from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.job_queue import ServerClock
+from pagemill.worker.jobs.ending import JobListeners
 from pagemill.worker.jobs.job_table import JobTable
-from pagemill.worker.jobs.journal import Journal
 from pagemill.worker.jobs.speed import SpeedMeter
 
 
@@ -22,5 +22,5 @@ class WorkerContext:
     table: JobTable
     clock: ServerClock
     counters: WorkerCounters
-    journal: Journal
+    listeners: JobListeners
     speed: SpeedMeter

@@ -6,15 +6,15 @@ import json
 
 from pagemill.monitoring.tracing import ExecutionTrace, Value
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.worker.jobs.final_write import FinalWrite
+from pagemill.worker.jobs.ending import End
 from pagemill.worker.jobs.running_job import RunningJob
 
 
 def execution_trace(
-    queue: str, write: FinalWrite, outcome: str, commit_began: float, commit_ended: float
+    queue: str, end: End, outcome: str, commit_began: float, commit_ended: float
 ) -> ExecutionTrace:
-    """Describe an execution that ended in `write`; the commit's times are by the server's clock."""
-    pulled, job = write.pulled, write.job
+    """Describe an execution that ended in `end`; the commit's times are by the server's clock."""
+    pulled, job = end.pulled, end.job
     asked = _fields(pulled) if job is None else {}
     is_first = pulled.attempt == 1 and not pulled.crashes and not pulled.entries
     started_at = job.started_at if job is not None else commit_began
@@ -34,7 +34,7 @@ def execution_trace(
         commit_began=commit_began,
         commit_ended=commit_ended,
         outcome=outcome,
-        error_code=write.code,
+        error_code=end.error.code if end.error is not None else "",
         attempt=pulled.attempt,
         attributes=_attributes(job) if job is not None else {},
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
+from pagemill.worker.engine_host.messages import AddRequest
 from pagemill.worker.jobs.running_job import RunningJob
 
 
@@ -24,7 +26,7 @@ class JobTable:
         with self._lock:
             self._leases[job_id] = token
 
-    def let_go(self, job_id: str, token: int) -> bool:
+    def release(self, job_id: str, token: int) -> bool:
         """Forget a job; False if it was not, or no longer, held under `token`."""
         with self._lock:
             if self._leases.get(job_id) != token:
@@ -33,15 +35,17 @@ class JobTable:
             self._running.pop(f"{job_id}#{token}", None)
             return True
 
-    def start(self, job: RunningJob, send: Callable[[RunningJob], None]) -> bool:
-        """Add `job` and `send` it to the engine atomically, so that an abort can only come after.
+    def start(self, job: RunningJob, send: Callable[[AddRequest], None]) -> bool:
+        """Add `job` and `send` its request to the engine atomically, so that an abort can only come after.
 
         False, and nothing sent, if its lease was lost meanwhile.
         """
         with self._lock:
             if self._leases.get(job.job_id) != job.token:
                 return False
-            send(job)
+            send(job.request)
+            if job.request.media:  # the engine has their arrays now
+                job.request = replace(job.request, media=())
             self._running[job.request_id] = job
             return True
 

@@ -12,8 +12,8 @@ from pagemill.monitoring.live.job_ends import JobEnd, JobEnds
 from pagemill.monitoring.tracing import Tracing
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.worker.job_queue import ServerClock
+from pagemill.worker.jobs.ending import End, JobListener
 from pagemill.worker.jobs.execution_trace import execution_trace
-from pagemill.worker.jobs.final_write import FinalWrite
 from pagemill.worker.jobs.running_job import RunningJob
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ _MESSAGES = {
 }
 
 
-class Journal:
-    """Called by admission and by the reporter, each on its own thread."""
+class Journal(JobListener):
+    """The listener that reports: in the log, on the live page, and in traces."""
 
     def __init__(self, queue: str, ends: JobEnds, clock: ServerClock, tracing: Tracing | None) -> None:
         self._queue = queue
@@ -40,7 +40,13 @@ class Journal:
         self._tracing = tracing
 
     def started(self, job: RunningJob) -> None:
-        """Report that the engine has received the job."""
+        if job.unusable is not None:
+            logger.warning(
+                "job %s: starts from its prompt, its checkpoint of %d tokens can't be used (%s)",
+                job.job_id,
+                job.redone_tokens,
+                job.unusable,
+            )
         lost_by = job.pulled.taken_over_from
         logger.log(
             logging.WARNING if lost_by else logging.INFO,
@@ -55,48 +61,38 @@ class Journal:
             },
         )
 
-    def lost(self, pulled_id: str, token: int, job: RunningJob | None) -> None:
-        """Report that another worker has the lease; `job` is None if it had not started."""
+    def lost(self, job_id: str, token: int, job: RunningJob | None) -> None:
         tokens = job.generated_tokens if job is not None else 0
         logger.warning(
             "job lost its lease; its work here is discarded",
-            extra={"job_id": pulled_id, "token": token, "tokens": tokens},
+            extra={"job_id": job_id, "token": token, "tokens": tokens},
         )
-        self._ends.add(JobEnd(pulled_id, "lost", tokens, self._age(job)))
+        self._ends.add(JobEnd(job_id, "lost", tokens, self._age(job)))
 
-    def settled(
-        self, write: FinalWrite, outcome: str, commit_began: float, error: Exception | None = None
-    ) -> None:
-        """Report the server's answer to an execution's last write.
-
-        Args:
-            outcome: the terminal state that was recorded, or released, lapsed, retrying, fenced, already_done,
-                error.
-            commit_began: when the write was sent, by the server's clock.
-        """
+    def ended(self, end: End, reply: str, began_at: float, error: Exception | None) -> None:
         if self._tracing is not None:
-            self._trace(self._tracing, write, outcome, commit_began)
-        job = write.job
+            self._trace(self._tracing, end, reply, began_at)
+        job = end.job
         tokens = job.generated_tokens if job is not None else 0
         took_s = self._age(job)
-        details: dict[str, Any] = {"outcome": outcome, "tokens": tokens, "took_s": round(took_s, 3)}
-        if write.code:
-            details |= {"code": write.code, "reason": write.reason}
+        details: dict[str, Any] = {"outcome": reply, "tokens": tokens, "took_s": round(took_s, 3)}
+        code, reason = (end.error.code, end.error.message) if end.error is not None else ("", "")
+        if code:
+            details |= {"code": code, "reason": reason}
         if error is not None:
-            details |= {"kind": write.kind, "error": str(error)}
+            details |= {"kind": end.outcome.value, "error": str(error)}
         level = logging.INFO
-        if outcome in _WARNINGS:
+        if reply in _WARNINGS:
             level = logging.WARNING
-        elif outcome == "error":
+        elif reply == "error":
             level = logging.ERROR
-        logger.log(level, _MESSAGES.get(outcome, f"job {outcome}"), extra=_ids(write.pulled) | details)
-        if outcome != "already_done":
-            shown = _SHOWN.get(outcome, outcome)
-            self._ends.add(JobEnd(write.job_id, shown, tokens, took_s, write.code, write.reason))
+        logger.log(level, _MESSAGES.get(reply, f"job {reply}"), extra=_ids(end.pulled) | details)
+        if reply != "already_done":
+            self._ends.add(JobEnd(end.job_id, _SHOWN.get(reply, reply), tokens, took_s, code, reason))
 
-    def _trace(self, tracing: Tracing, write: FinalWrite, outcome: str, commit_began: float) -> None:
+    def _trace(self, tracing: Tracing, end: End, reply: str, began_at: float) -> None:
         try:
-            tracing.record(execution_trace(self._queue, write, outcome, commit_began, self._clock.now()))
+            tracing.record(execution_trace(self._queue, end, reply, began_at, self._clock.now()))
         except Exception:
             logger.exception("an execution could not be traced")  # a trace is never worth losing a job
 

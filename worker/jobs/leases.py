@@ -14,10 +14,11 @@ from typing import Protocol
 
 from redis.client import PubSub
 
+from pagemill.common.backoff import Backoff
 from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat, leave
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
-from pagemill.worker.job_queue import Backoff, JobQueue
+from pagemill.worker.job_queue import JobQueue
 from pagemill.worker.jobs.context import WorkerContext
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class LeaseKeeper:
         self._renewed = threading.Condition()
         self._renewed_at = 0.0
         self._announce = threading.Event()
+        self.announced: WorkerInfo | None = None
+        """The worker's entry in the registry, as last written; None: not written since the last outage."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pagemill-leases", daemon=True)
 
@@ -88,7 +91,7 @@ class LeaseKeeper:
             return self._renewed.wait_for(lambda: self._renewed_at > since, timeout)
 
     def _run(self) -> None:
-        backoff = Backoff(cap_s=min(0.5, self._renew_s))
+        backoff = Backoff(max_s=min(0.5, self._renew_s))
         due = 0.0
         while not self._stop.is_set():
             try:
@@ -100,6 +103,7 @@ class LeaseKeeper:
                 backoff.reset()
             except RedisUnavailable:
                 self._counters.lease_renewals.inc("error")
+                self.announced = None
                 self._unsubscribe()
                 due = 0.0
                 self._stop.wait(backoff.next())
@@ -115,10 +119,12 @@ class LeaseKeeper:
         if is_well:
             self._renew_leases()
         elif self._was_well:
-            logger.error("the engine gets nowhere: %d leases are left to lapse", len(self._table))
+            logger.error("the engine does not make progress: %d leases are left to lapse", len(self._table))
         self._was_well = is_well
-        self._clock.set(self._queue.server_time())
-        self._queue.run(heartbeat(self._queue.queue, self._describe()))
+        self._counters.redis_clock_skew_s = self._clock.set(self._queue.server_time())
+        info = self._describe()
+        self._queue.run(heartbeat(self._queue.queue, info))
+        self.announced = info
         self._queue.sweep()
 
     def _renew_leases(self) -> None:

@@ -79,15 +79,20 @@ class LogprobColumns:
             first = end
 
 
-def prompt_logprobs_json(entries: Sequence[TokenLogprobs | None], texts: TokenText) -> bytes:
-    """Return the JSON of `Result.prompt_logprobs`."""
+def prompt_logprobs_json(
+    entries: Sequence[TokenLogprobs | None], token_ids: Sequence[int], texts: TokenText
+) -> bytes:
+    """Return the JSON of `Result.prompt_logprobs`. `token_ids`: of the prompt, for entries without predictions."""
+    known = (
+        TokenLogprobs(token_ids[number], None) if entry is None else entry
+        for number, entry in enumerate(entries)
+    )
     return _json_list(
-        entry
-        and {
+        {
             "chosen": _token(entry.token_id, entry.logprob, texts),
             "top": [_token(token_id, value, texts) for token_id, value in entry.top],
         }
-        for entry in entries
+        for entry in known
     )
 
 

@@ -9,7 +9,7 @@ from pagemill.producer.wire.schema.outputs import Rows, RowsDtype
 
 
 def rows_of(pooled: PooledRows, dtype: RowsDtype) -> Rows:
-    """Encode the rows; as float32 all the same if a number is too large for float16."""
+    """Encode the rows; as float32 anyway if a number is too large for float16."""
     import numpy as np  # a worker without a model's libraries has none
 
     rows = np.frombuffer(pooled.data, "<f4").reshape(-1, pooled.width)

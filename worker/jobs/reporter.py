@@ -14,27 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from pagemill.engine.outputs import RequestOutput
-from pagemill.error_codes import FINAL_CODES, RETRYABLE_CODES
+from pagemill.common.backoff import Backoff
+from pagemill.common.error_codes import FINAL_CODES, RETRYABLE_CODES
+from pagemill.engine.outputs import Capacity, RequestOutput
+from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.sealing import ring
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_host.host import EngineHost
-from pagemill.worker.job_queue import Backoff, JobQueue
+from pagemill.worker.job_queue import JobQueue
 from pagemill.worker.jobs.context import WorkerContext
-from pagemill.worker.jobs.final_write import (
-    FinalWrite,
-    checkpoint_call,
-    failed,
-    lapsed,
-    released,
-    retried,
-    stopped,
-    succeeded,
-)
-from pagemill.worker.jobs.running_job import MAX_RESULT_BYTES, Ending, RunningJob
+from pagemill.worker.jobs.ending import End, end
+from pagemill.worker.jobs.running_job import MAX_RESULT_BYTES, Ending, Outcome, RunningJob
 from pagemill.worker.jobs.store.results import StoredResults
 
 logger = logging.getLogger(__name__)
@@ -54,6 +47,7 @@ MAX_WRITES = 500
 MAX_UNSAVED_LOGPROBS = 16_384
 """Per round trip of checkpoints, where they are objects until it is over. A single job may exceed it."""
 TOO_LARGE = f"its result has more than {MAX_RESULT_BYTES >> 20} MiB: ask for less of n, max_tokens or logprobs at once"
+CANCELLED = Ending(Outcome.CANCELLED, ErrorInfo(code="cancelled", message="the job was cancelled"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +72,10 @@ class EngineLost:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """A job that needs no engine: its checkpoint was complete, or it never became a request."""
-
-    write: FinalWrite
-
-
-@dataclass(frozen=True, slots=True)
 class Written:
     """A result that went to the store, or could not."""
 
-    write: FinalWrite
+    end: End
 
 
 Event = list[RequestOutput] | Lost | Stop | EngineLost | End | Written
@@ -100,8 +87,10 @@ def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float, streams
         return False
     if job.unsaved_tokens >= config.checkpoint_tokens:
         return True
-    if job.is_saved_often:  # its first token goes out at once
-        slower = streams > MAX_STREAMS_OFTEN and job.has_saved_tokens
+    if job.is_saved_often:
+        if job.unsaved_tokens and not job.has_saved_tokens:
+            return True  # its first token goes out at once
+        slower = streams > MAX_STREAMS_OFTEN
         # A deadline, not the time passed: rounding makes (t + 0.1) - t less than 0.1 for many t.
         return now >= job.saved_at + config.stream_checkpoint_s * (2 if slower else 1)
     if job.is_about_to_end:
@@ -142,12 +131,12 @@ class ProgressReporter:
         self._table = context.table
         self._clock = context.clock
         self._counters = context.counters
-        self._journal = context.journal
+        self._listeners = context.listeners
         self._on_finished = on_finished
         self._hmac_keys = context.hmac_keys
         self._speed = context.speed
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._ended: dict[str, FinalWrite] = {}
+        self._ended: dict[str, End] = {}
         self._results = results
         self._storing: dict[str, float] = {}
         """Ended jobs whose results go to the store: `time.monotonic()` when they go into Redis instead."""
@@ -163,7 +152,7 @@ class ProgressReporter:
     def start(self, engine: EngineHost) -> None:
         self._engine = engine
         if self._results is not None:
-            self._results.start(lambda write: self._events.put(Written(write)))
+            self._results.start(lambda end: self._events.put(Written(end)))
         self._thread.start()
 
     def stop(self, timeout: float, *, abandon: bool = False) -> bool:
@@ -188,21 +177,37 @@ class ProgressReporter:
         """Take a batch of the engine's outputs; called on the engine's thread."""
         self._events.put(outputs)
 
-    def end(self, write: FinalWrite) -> None:
-        self._events.put(End(write))
+    def end(
+        self,
+        pulled: PulledJob,
+        outcome: Outcome,
+        error: ErrorInfo | None = None,
+        *,
+        needs: Sequence[str] = (),
+    ) -> None:
+        """End a job that never became a request. `needs`: as `end` of ending.py takes it."""
+        self._events.put(end(self._queue.queue, pulled, outcome, error, needs=needs))
+
+    def end_complete(self, job: RunningJob) -> None:
+        """End a job whose checkpoint holds all of its output."""
+        self._events.put(self._completed(job, None))
 
     def lost(self, job_id: str, token: int) -> None:
         self._events.put(Lost(job_id, token))
 
     def cancelled(self, job_id: str) -> None:
-        self._events.put(Stop(job_id, Ending("cancelled", "cancelled", "the job was cancelled")))
+        self._events.put(Stop(job_id, CANCELLED))
 
     def hand_back_all(self) -> None:
         """Stop every running job, checkpoint it and release it."""
-        self._events.put(Stop(None, Ending("released")))
+        self._events.put(Stop(None, Ending(Outcome.RELEASED)))
+
+    def distrust_all(self) -> None:
+        """Stop every running job, and release it to begin again: what this worker computed is wrong."""
+        self._events.put(Stop(None, Ending(Outcome.DISTRUSTED)))
 
     def engine_lost(self, suspects: frozenset[str]) -> None:
-        """Checkpoint every job, hand back those whose request is no suspect, and let the other leases lapse."""
+        """Checkpoint every job, hand back those whose request is not a suspect, and let the other leases lapse."""
         self._events.put(EngineLost(suspects))
 
     def _run(self) -> None:
@@ -212,12 +217,12 @@ class ProgressReporter:
                 self._check_clocks()
                 if time.monotonic() >= self._retry_at:
                     self._write()
-                self._hold_or_go_on()
+                self._bound_buffer()
             except RedisUnavailable:
                 self._counters.commits.inc("error", len(self._ended))
                 self._retry_at = time.monotonic() + self._backoff.next()
             except Exception:
-                logger.exception("the reporter failed at something; going on")
+                logger.exception("the reporter failed in one of its tasks; continuing")
                 self._retry_at = time.monotonic() + self._backoff.next()
 
     def _is_done(self) -> bool:
@@ -261,17 +266,16 @@ class ProgressReporter:
             case EngineLost(suspects):
                 for job in self._table.running():
                     if job.request_id not in self._ended:
-                        job.ending = job.ending or Ending(
-                            "lapsed" if job.request_id in suspects else "released"
-                        )
+                        is_suspect = job.request_id in suspects
+                        job.ending = job.ending or Ending(Outcome.LAPSED if is_suspect else Outcome.RELEASED)
                         self._finish(job, None)
-            case End(write):
-                self._hold(write)
-            case Written(write):
-                if self._storing.pop(write.key, None) is not None and write.key in self._ended:
-                    self._ended[write.key] = write
+            case End():
+                self._hold(event)
+            case Written(ended):
+                if self._storing.pop(ended.key, None) is not None and ended.key in self._ended:
+                    self._ended[ended.key] = ended
                 else:
-                    self._discard(write)
+                    self._discard(ended)
             case list():
                 for output in event:
                     self._take_output(output)
@@ -284,64 +288,64 @@ class ProgressReporter:
         if output.finished:
             self._finish(job, output)
         elif job.is_too_large and job.ending is None:
-            self._counters.job_failures.inc("result_too_large")
-            self._begin_stop(job, Ending("failed", "result_too_large", TOO_LARGE))
+            self._begin_stop(
+                job, Ending(Outcome.FAILED, ErrorInfo(code="result_too_large", message=TOO_LARGE))
+            )
         elif output.deltas and job.is_about_to_end:
             self._on_finished(None)
 
     def _finish(self, job: RunningJob, output: RequestOutput | None) -> None:
         """End a job that the engine has finished, or, with None, whose last output did not come in time."""
         self._stopping.pop(job.request_id, None)
-        if output is not None and output.error_code is not None:
-            write = self._refused(job, output.error_code, output.error or output.error_code)
-        elif job.is_complete:
-            write = self.result_write(job, output)
-        elif job.ending is not None and job.ending.kind == "released":
-            write = released(self._queue.queue, job)
-        elif job.ending is not None and job.ending.kind == "lapsed":
-            write = lapsed(self._queue.queue, job)
-        elif job.ending is not None:
-            write = stopped(self._queue.queue, job, job.ending)
-        else:
-            write = self._refused(job, "engine_error", "the engine ended the job without a reason")
-        job.has_left_engine = True
         job.left_engine_at = self._clock.now()
+        if job.ending is not None and job.ending.outcome is Outcome.DISTRUSTED:
+            ended = end(self._queue.queue, job, Outcome.DISTRUSTED)
+        elif output is not None and output.error_code is not None:
+            ended = self._failed(job, output.error_code, output.error or output.error_code)
+        elif job.is_complete:
+            ended = self._completed(job, output)
+        elif job.ending is not None:
+            ended = end(self._queue.queue, job, job.ending.outcome, job.ending.error)
+        elif output is not None and output.let_go is not None:
+            ended = end(self._queue.queue, job, Outcome(output.let_go))
+        else:
+            ended = self._failed(job, "engine_error", "the engine ended the job without a reason")
+        job.has_left_engine = True
         job.ttft_s = output.ttft_s if output is not None else None
-        self._hold(write)
+        self._hold(ended)
         self._on_finished(job if job.is_complete else None)
 
-    def _hold(self, write: FinalWrite) -> None:
+    def _hold(self, ended: End) -> None:
         """Hold an end until it is written; a large result goes to the store first."""
-        self._ended[write.key] = write
-        if self._results is not None and self._results.takes(write):
-            self._storing[write.key] = time.monotonic() + self._config.store_timeout_s
-            self._results.write(write)
+        self._ended[ended.key] = ended
+        if self._results is not None and self._results.takes(ended):
+            self._storing[ended.key] = time.monotonic() + self._config.store_timeout_s
+            self._results.write(ended)
 
     def _is_storing(self, key: str, now: float) -> bool:
         """Return whether a result is still on its way to the store. Close to the end of a drain, none is waited for."""
         is_late = self._give_up_at is not None and now >= self._give_up_at - RELEASE_PATIENCE_S
         return not is_late and now < self._storing.get(key, 0.0)
 
-    def _discard(self, write: FinalWrite) -> None:
-        if self._results is not None and write.stored:
-            self._results.discard(write.stored)
+    def _discard(self, ended: End) -> None:
+        if self._results is not None and ended.stored:
+            self._results.discard(ended.stored)
 
-    def result_write(self, job: RunningJob, output: RequestOutput | None) -> FinalWrite:
-        """Build the final write of a complete job: its result, or an error if too large. Any thread."""
+    def _completed(self, job: RunningJob, output: RequestOutput | None) -> End:
+        """End a complete job with its result, or with an error if that is too large. Any thread."""
         assert self._engine is not None, "outputs come from an engine"
-        engine = self._engine.engine
-        body = job.result_json(output, tier=engine.tier, now=self._clock.now())
+        body = job.result_json(output, tier=self._engine.engine.tier, now=self._clock.now())
         if len(body) > MAX_RESULT_BYTES:
-            return self._refused(job, "result_too_large", TOO_LARGE)
-        return succeeded(self._queue.queue, job, body)
+            return self._failed(job, "result_too_large", TOO_LARGE)
+        sealed = ring().seal(body, "result", job.job_id)
+        return end(self._queue.queue, job, Outcome.SUCCEEDED, result=sealed)
 
-    def _refused(self, job: RunningJob, code: str, message: str) -> FinalWrite:
-        if code in FINAL_CODES:
-            self._counters.job_failures.inc(code)
-            return failed(self._queue.queue, job.pulled, ErrorInfo(code=code, message=message), job)
-        code = code if code in RETRYABLE_CODES else "engine_error"
-        self._counters.job_failures.inc(code)
-        return retried(self._queue.queue, job, ErrorInfo(code=code, message=message, retryable=True))
+    def _failed(self, job: RunningJob, code: str, message: str) -> End:
+        outcome = Outcome.FAILED if code in FINAL_CODES else Outcome.RETRIED
+        if code not in FINAL_CODES | RETRYABLE_CODES:
+            code = "engine_error"
+        error = ErrorInfo(code=code, message=message, retryable=outcome is Outcome.RETRIED)
+        return end(self._queue.queue, job, outcome, error)
 
     def _begin_stop(self, job: RunningJob, ending: Ending) -> None:
         """Ask the engine to stop the job; the job ends with its last output."""
@@ -356,7 +360,8 @@ class ProgressReporter:
         now = time.monotonic()
         for job in self._table.running():
             if job.expires_at is not None and now >= job.expires_at:
-                self._begin_stop(job, Ending("expired", "deadline_exceeded", job.expiry_message))
+                error = ErrorInfo(code="deadline_exceeded", message=job.expiry_message)
+                self._begin_stop(job, Ending(Outcome.EXPIRED, error))
         for request_id, patience in list(self._stopping.items()):
             stalled = self._table.by_request(request_id)
             if stalled is None:
@@ -367,17 +372,14 @@ class ProgressReporter:
     def _drop(self, job_id: str, token: int) -> None:
         """Stop a job whose lease another worker has, and report nothing."""
         job = self._table.by_job(job_id)
-        if not self._table.let_go(job_id, token):
+        if not self._table.release(job_id, token):
             return
         # Its commit may have come, and only the reply been lost: a file that nothing took goes within the hour.
         self._ended.pop(f"{job_id}#{token}", None)
-        self._counters.leases_lost.inc()
-        self._journal.lost(job_id, token, job)
         if job is not None and self._engine is not None:
             self._engine.abort(job.request_id)
-            self._counters.discarded_tokens.inc("fenced", job.generated_tokens - job.resumed_tokens)
-            self._counters.redone_tokens.inc(job.unsaved_tokens)
         self._on_finished(None)
+        self._listeners.lost(job_id, token, job)
 
     def _write(self) -> None:
         now, running = time.monotonic(), self._table.running()
@@ -386,9 +388,9 @@ class ProgressReporter:
         for jobs in _round_trips(due):
             self._write_checkpoints(jobs)
         ended = [
-            write
-            for key, write in self._ended.items()
-            if not self._lacks_checkpoint(write) and not self._is_storing(key, now)
+            one
+            for key, one in self._ended.items()
+            if not self._lacks_checkpoint(one) and not self._is_storing(key, now)
         ]
         for start in range(0, len(ended), MAX_WRITES):
             self._write_ends(ended[start : start + MAX_WRITES])
@@ -399,16 +401,19 @@ class ProgressReporter:
             return self._lacks_checkpoint(self._ended[job.request_id])
         return is_checkpoint_due(job, self._config, now, streams)
 
-    def _lacks_checkpoint(self, write: FinalWrite) -> bool:
-        job = self._table.by_request(write.key)
+    def _lacks_checkpoint(self, ended: End) -> bool:
+        job = self._table.by_request(ended.key)
         return (
-            write.needs_checkpoint and job is not None and job.has_unsaved and not job.is_checkpoint_refused
+            ended.needs_checkpoint and job is not None and job.has_unsaved and not job.is_checkpoint_refused
         )
 
     def _write_checkpoints(self, jobs: Sequence[RunningJob]) -> None:
         assert self._engine is not None, "jobs run only once there is an engine"
         now, keys = self._clock.now(), ring()
-        calls = [checkpoint_call(self._queue.queue, job, now, self._hmac_keys, keys) for job in jobs]
+        capacity = self._engine.capacity
+        for job in jobs:
+            job.kv_blocks = 0 if capacity is None else _held_blocks(job, capacity)
+        calls = [job.checkpoint_call(self._queue.queue, now, self._hmac_keys, keys) for job in jobs]
         replies = self._queue.run_many(calls)
         for job, reply in zip(jobs, replies, strict=True):
             self._counters.progress_writes.inc("written" if reply in ("ok", "cancelled") else "refused")
@@ -416,7 +421,7 @@ class ProgressReporter:
                 self._drop(job.job_id, job.token)
             elif reply == "bad_offset":
                 logger.error(
-                    "job %s: its stored checkpoint is not what was written; writing it anew", job.job_id
+                    "job %s: its stored checkpoint is not what was written; writing it again", job.job_id
                 )
                 job.start_over()
             elif isinstance(reply, Exception):
@@ -426,26 +431,26 @@ class ProgressReporter:
             else:
                 job.mark_saved(time.monotonic())
                 if reply == "cancelled":
-                    self._begin_stop(job, Ending("cancelled", "cancelled", "the job was cancelled"))
+                    self._begin_stop(job, CANCELLED)
 
-    def _write_ends(self, writes: Sequence[FinalWrite]) -> None:
+    def _write_ends(self, ends: Sequence[End]) -> None:
         began, began_at = time.monotonic(), self._clock.now()
-        replies = self._queue.run_many([write.call for write in writes])
+        replies = self._queue.run_many([one.call for one in ends])
         if self._config.durability == "fsync":
             self._queue.sync()  # until then a server crash may lose them, so they are held here
         self._counters.commit_seconds.observe(time.monotonic() - began)
         taken = sum(job.params.num_sequences for job in self._table.running())
-        for write, reply in zip(writes, replies, strict=True):
-            self._ended.pop(write.key, None)
-            self._storing.pop(write.key, None)
+        for one, reply in zip(ends, replies, strict=True):
+            self._ended.pop(one.key, None)
+            self._storing.pop(one.key, None)
             if reply not in ("committed", "already_done"):
-                self._discard(write)
-            self._table.let_go(write.job_id, write.token)
-            outcome = write.settle(reply, self._counters, self._clock.now())
-            if outcome == "succeeded" and write.job is not None:
-                self._measure(write.job, taken)
-            error = reply if isinstance(reply, Exception) else None
-            self._journal.settled(write, outcome, began_at, error)
+                self._discard(one)
+            self._table.release(one.job_id, one.token)
+        for one, reply in zip(ends, replies, strict=True):
+            name, error = one.name_of(reply), reply if isinstance(reply, Exception) else None
+            self._listeners.ended(one, name, began_at, error)
+            if name == "succeeded" and one.job is not None:
+                self._measure(one.job, taken)
 
     def _measure(self, job: RunningJob, taken: int) -> None:
         """Count a job that succeeded towards the worker's speed; `taken` rows were, at its end."""
@@ -454,9 +459,9 @@ class ProgressReporter:
             row_seconds = (job.left_engine_at - job.started_at) * job.params.num_sequences
             self._speed.ended(job.pulled.cost, row_seconds, taken / stats.loaded.max_num_seqs)
 
-    def _hold_or_go_on(self) -> None:
+    def _bound_buffer(self) -> None:
         """Bound the memory held during a Redis outage."""
-        held_bytes = sum(write.size for write in self._ended.values())
+        held_bytes = sum(len(one.body) for one in self._ended.values())
         self._counters.results_buffered = len(self._ended)
         self._counters.results_buffered_bytes = held_bytes
         too_much = (
@@ -473,4 +478,18 @@ class ProgressReporter:
                 held_bytes,
             )
         else:
-            logger.warning("held results are written: the engine goes on")
+            logger.warning("held results are written: the engine continues")
+
+
+def _held_blocks(job: RunningJob, capacity: Capacity) -> int:
+    """Return the KV blocks that a job's samples hold at most; they share those of the prompt."""
+    if job.phase == "waiting":
+        return 0
+    prompt = job.prompt_tokens_done
+    shared = capacity.blocks_for(prompt)
+    growth = (
+        capacity.blocks_for(prompt + len(sample.token_ids)) - shared
+        for sample in job.samples
+        if sample.finish_reason is None
+    )
+    return shared + sum(growth)

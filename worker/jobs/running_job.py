@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
+import enum
 import time
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Set
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
-from pagemill.chat.parser import ChatSyntax
-from pagemill.chat.thinking import THINKING
-from pagemill.engine.adapters.adapter import Adapter
-from pagemill.engine.outputs import CompletionDelta, PooledRows, RequestOutput, SampleState
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+from pagemill.common.chat.syntax import ChatSyntax
+from pagemill.common.chat.thinking import THINKING
+from pagemill.common.fingerprint import digest_of
+from pagemill.common.json_values import parse_output
+from pagemill.engine.outputs import CompletionDelta, PooledRows, RequestOutput, StayCause
+from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Score, Task
-from pagemill.json_values import parse_output
-from pagemill.producer.wire.calls.metering.usage import Used
-from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.engine.text.tokenizer import Tokenizer
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.account import ENGINE_LETTERS
+from pagemill.producer.wire.calls.metering.usage import JobUsage
+from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob
 from pagemill.producer.wire.schema.errors import TIMED_OUT
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import (
     Checkpoint,
     CheckpointSample,
     Delta,
-    EndState,
+    ErrorInfo,
     FinishReason,
     Output,
     Phase,
@@ -31,12 +39,14 @@ from pagemill.producer.wire.schema.outputs import (
     Timing,
     Usage,
 )
+from pagemill.producer.wire.schema.sealing import KeyRing
+from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.schema.text.parsed_text import ParsedText
+from pagemill.producer.wire.server.scripts import Call
+from pagemill.worker.engine_host.messages import AddRequest
 from pagemill.worker.jobs.logprob_columns import LogprobColumns, TokenText, prompt_logprobs_json
 from pagemill.worker.jobs.pooled_rows import rows_of
 
-PRIORITIES = {"high": -1, "normal": 0, "low": 1}
-"""The wire's priorities as the engine's: lower runs first."""
 MAX_RESULT_BYTES = 7 << 20
 """Limit on a result's JSON. The server has one thread: it stores a result of this size in some 40 ms."""
 MAX_LOGPROBS = 98_304
@@ -50,13 +60,28 @@ def _no_text(token_id: int) -> str:
     return ""
 
 
+class Outcome(enum.Enum):
+    """How a job ends on this worker. The first four are the states that a job may be committed as."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    RETRIED = "retried"
+    RELEASED = "released"
+    """Handed back: it counts as no attempt."""
+    DISTRUSTED = "distrusted"
+    """Handed back to begin again from its prompt: this worker computes wrong results."""
+    LAPSED = "lapsed"
+    """Its lease ends now, as if the worker's process had died."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The reason a running job is being stopped, and what becomes of it if it does not finish first."""
+    """What becomes of a running job that is being stopped, if it does not finish first."""
 
-    kind: Literal["cancelled", "expired", "failed", "released", "lapsed"]
-    code: str = ""
-    message: str = ""
+    outcome: Outcome
+    error: ErrorInfo | None = None
 
 
 @dataclass(slots=True)
@@ -97,6 +122,15 @@ class SampleRecord:
             syntax=self.syntax if self.saved_tokens == 0 else None,
         )
 
+    def restore(self, saved: CheckpointSample, token_text: TokenText) -> None:
+        """Take over a sample of the stored checkpoint."""
+        self.token_ids, self.text, self.finish_reason = list(saved.token_ids), saved.text, saved.finish_reason
+        if saved.logprobs is not None:
+            self.logprobs = LogprobColumns(token_text)
+            self.logprobs.extend_saved(saved.logprobs)
+        self.saved_tokens, self.saved_chars = len(saved.token_ids), len(saved.text)
+        self.saved_finish = saved.finish_reason is not None
+
     def mark_saved(self, delta: Delta) -> None:
         self.saved_tokens = delta.offset + len(delta.token_ids)
         self.saved_chars += len(delta.text)
@@ -122,7 +156,7 @@ class SampleRecord:
             omitted |= {"label", "label_probs"}
         if self.syntax is None:
             omitted |= {"reasoning", "tool_calls"}
-        parts = ParsedText.whole(self.syntax, job_id, self.index, self.text).output_fields()
+        parts = ParsedText.parse(self.syntax, job_id, self.index, self.text).output_fields()
         output = Output(
             index=self.index,
             **parts,
@@ -131,9 +165,8 @@ class SampleRecord:
             parsed=parse_output(parts["text"]) if is_json and self.finish_reason == "stop" else None,
             **(self.labels or {"logprob": self._sum() if is_scored else None}),
         )
-        body = output.model_dump_json(exclude=omitted).encode()
         logprobs = b"null" if self.logprobs is None else self.logprobs.json()
-        return b'{"logprobs":%b,%b' % (logprobs, body[1:])
+        return _json_object({"logprobs": logprobs} | _members(output, omitted))
 
     def _sum(self) -> float | None:
         return None if self.logprobs is None else self.logprobs.sum_of_chosen()
@@ -145,21 +178,32 @@ class RunningJob:
 
     pulled: PulledJob
     job: Job
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    request: AddRequest
+    """What the engine gets: the next four fields are its own."""
+    request_id: str = field(init=False)
+    prompt_token_ids: list[int] = field(init=False)
+    params: SamplingParams = field(init=False)
     """`max_tokens` and `seed` are resolved."""
-    task: Task
+    task: Task = field(init=False)
+    media_bytes: int = field(init=False)
+    """Of its images, as the engine holds them."""
     started_at: float
     """Unix seconds by the server's clock."""
     expires_at: float | None
     """`time.monotonic()` when its deadline or its timeout ends it."""
-    samples: list[SampleRecord]
+    checkpoint: InitVar[Checkpoint | None] = None
+    """What `request.resume` was taken from."""
+    syntax: InitVar[str | None] = None
+    unusable: str | None = None
+    """The reason that the stored checkpoint is not resumed from, if it was found before the engine was asked."""
+    samples: list[SampleRecord] = field(init=False)
+    resumed_tokens: int = field(init=False)
     fingerprint: str = ""
     """Of the model and its adapter."""
-    adapter: Adapter | None = None
-    resumed_tokens: int = 0
     phase: Phase = "waiting"
     prompt_tokens_done: int = 0
+    kv_blocks: int = 0
+    """KV blocks that it holds at most, as of the latest checkpoint."""
     is_progress_saved: bool = True
     saved_at: float = 0.0
     """`time.monotonic()` of the last checkpoint."""
@@ -179,6 +223,8 @@ class RunningJob:
     has_left_engine: bool = False
     sent_at: float | None = None
     """The time the engine received it; this and the next by the server's clock."""
+    opening_s: float = 0.0
+    """Time from the reply to the pull until then."""
     left_engine_at: float | None = None
     ttft_s: float | None = None
     """Time from `sent_at` to its first token; None if there was none."""
@@ -190,6 +236,35 @@ class RunningJob:
     """Prompt tokens that came from the prefix cache; this and the next are known at the end."""
     device_s: float = 0.0
     """Its share of the engine's steps in this execution."""
+    stay: Mapping[StayCause, int] | None = None
+    """What its time in the engine went to, once it has left it."""
+
+    def __post_init__(self, checkpoint: Checkpoint | None, syntax: str | None) -> None:
+        """Take from the checkpoint the samples that the request resumes; with any left out, write all again."""
+        request = self.request
+        self.request_id, self.prompt_token_ids = request.request_id, request.prompt_token_ids
+        self.params, self.task = request.params, request.task
+        self.media_bytes = sum(item.num_bytes for item in request.media)
+        self.samples = [SampleRecord(index, syntax=syntax) for index in range(self.params.n)]
+        resume, is_whole = request.resume, True
+        for saved in checkpoint.seqs if checkpoint is not None else ():
+            state = resume[saved.index] if resume is not None and saved.index < len(resume) else None
+            if state is not None and (state.token_ids or state.finish_reason is not None):
+                self.samples[saved.index].restore(saved, self.token_text)
+            else:
+                is_whole = False
+        self.resumed_tokens = self.generated_tokens
+        if self.pulled.entries and (checkpoint is None or not is_whole):
+            self.start_over()
+
+    @property
+    def redone_tokens(self) -> int:
+        """Tokens of a checkpoint that can't be used."""
+        try:
+            checkpoint = self.pulled.checkpoint if self.unusable is not None else None
+        except ValueError:
+            return 0
+        return sum(len(sample.token_ids) for sample in checkpoint.seqs) if checkpoint is not None else 0
 
     @property
     def job_id(self) -> str:
@@ -200,11 +275,6 @@ class RunningJob:
         return self.pulled.token
 
     @property
-    def request_id(self) -> str:
-        """The engine's name for this execution: a job that comes back has another."""
-        return f"{self.pulled.job_id}#{self.pulled.token}"
-
-    @property
     def max_tokens(self) -> int:
         assert self.params.max_tokens is not None, "the input processor resolves max_tokens"
         return self.params.max_tokens
@@ -212,6 +282,11 @@ class RunningJob:
     @property
     def generated_tokens(self) -> int:
         return 0 if isinstance(self.task, Score) else sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated in this execution."""
+        return self.generated_tokens - self.resumed_tokens
 
     @property
     def scores_prompt(self) -> bool:
@@ -256,7 +331,7 @@ class RunningJob:
 
     @property
     def is_saved_often(self) -> bool:
-        """True if the job has a stream reader, or was running when workers died: the next crash then tells
+        """True if the job has a stream reader, or was running when workers died: the next crash then shows
         more, by how far the job got."""
         return self.job.stream or self.pulled.crashes > 0
 
@@ -268,7 +343,7 @@ class RunningJob:
     @property
     def waits_for_adapter(self) -> bool:
         """True if it may wait for its adapter to be in memory: until then it takes no rows."""
-        return self.adapter is not None and self.phase == "waiting"
+        return self.request.adapter is not None and self.phase == "waiting"
 
     @property
     def is_about_to_end(self) -> bool:
@@ -280,6 +355,17 @@ class RunningJob:
             for sample in self.samples
         )
 
+    def begin_with_prompt(self, tokenizer: Tokenizer | None) -> None:
+        """Start a scored prompt with all of its text, and its first token, which has no prediction."""
+        assert isinstance(self.task, Score)
+        (sample,), (token_id,) = self.samples, self.prompt_token_ids
+        if sample.token_ids:
+            return
+        sample.token_ids.append(token_id)
+        sample.text = "" if tokenizer is None else tokenizer.decode([token_id, *self.task.continuations[0]])
+        sample.logprobs = LogprobColumns(self.token_text)
+        sample.logprobs.extend([TokenLogprobs(token_id, None)])
+
     def apply(self, output: RequestOutput) -> None:
         """Apply a step's output."""
         self.phase = output.phase
@@ -287,6 +373,7 @@ class RunningJob:
         self.pooled = output.pooled
         self.cached_tokens = output.usage.cached_tokens if output.usage is not None else 0
         self.device_s = round(output.device_s, 3)
+        self.stay = output.stay
         if self.is_progress_saved:
             self.is_progress_saved, self.unsaved_since = False, time.monotonic()
         for delta in output.deltas:
@@ -323,6 +410,38 @@ class RunningJob:
             self.sending = [sample.unsaved() for sample in self.samples if not sample.is_saved]
         return self.sending
 
+    def announcement(self, queue: str) -> Call[CheckpointReply]:
+        """Build the call that marks the job as having entered a step."""
+        progress = Progress(
+            phase="prefill",
+            prompt_tokens=len(self.prompt_token_ids),
+            max_tokens=self.max_tokens * self.params.n,
+        )
+        return transitions.checkpoint(
+            queue, self.job_id, self.token, progress, restart=self.restart_checkpoint
+        )
+
+    def checkpoint_call(
+        self, queue: str, now: float, hmac_keys: Keys, keyring: KeyRing
+    ) -> Call[CheckpointReply]:
+        """Build the call that writes progress and what the stored checkpoint lacks."""
+        digest = digest_of(self.fingerprint)
+
+        def sign(entry: bytes) -> bytes:
+            entry = keyring.seal(entry, "delta", self.job_id)
+            return hmac_keys.sign_entry(entry, queue=queue, job_id=self.job_id, fingerprint=digest)
+
+        return transitions.checkpoint(
+            queue,
+            self.job_id,
+            self.token,
+            self.progress(now),
+            self.unsaved(),
+            fingerprint=self.fingerprint,
+            restart=self.restart_checkpoint,
+            sign=sign,
+        )
+
     def mark_saved(self, now: float) -> None:
         for delta in self.sending or ():
             self.samples[delta.index].mark_saved(delta)
@@ -332,7 +451,7 @@ class RunningJob:
         self.saved_at = now
 
     def start_over(self) -> None:
-        """Write the whole checkpoint anew: the stored one is not what we believed."""
+        """Write the whole checkpoint again: the stored one is not what we believed."""
         self.sending = None
         self.restart_checkpoint = True
         for sample in self.samples:
@@ -340,23 +459,39 @@ class RunningJob:
             sample.saved_finish = False
 
     def progress(self, server_time: float) -> Progress:
+        """Return the progress at that time; 0: at the end, which the server dates."""
         return Progress(
             phase=self.phase,
             prompt_tokens_done=self.prompt_tokens_done,
             prompt_tokens=len(self.prompt_token_ids),
             generated_tokens=self.generated_tokens,
             max_tokens=self.max_tokens * self.params.n if isinstance(self.task, Generate) else 0,
+            kv_blocks=self.kv_blocks if server_time else 0,
             updated_at=server_time,
         )
 
-    def used(self) -> Used:
-        """Return what the ledger counts: of a complete job what its result says, else what has been computed."""
-        return Used(
+    def usage(self) -> JobUsage:
+        """Return what the ledger counts: the result's figures of a complete job, or what has been computed."""
+        return JobUsage(
             self.input_tokens if self.is_complete else self.prompt_tokens_done,
             self.cached_tokens,
             self.generated_tokens,
             self.device_s,
         )
+
+    def times(self) -> dict[str, int]:
+        """Return what the execution's time went to, by the letters of account.py; empty before its last output."""
+        if self.sent_at is None or self.left_engine_at is None:
+            return {}
+        parts = self.stay
+        if parts is None:
+            parts = (
+                {"prompt": round(1000 * (self.left_engine_at - self.sent_at))}
+                if self.pooled is not None
+                else {}
+            )
+        numbers = {ENGINE_LETTERS[name]: number for name, number in parts.items()}
+        return numbers | {"o": round(1000 * self.opening_s), "c": self.cached_tokens} if parts else {}
 
     def result_json(self, output: RequestOutput | None, *, tier: str, now: float) -> bytes:
         """Return the job's `Result` as JSON. Its large parts never exist as objects all at once.
@@ -373,7 +508,9 @@ class RunningJob:
         )
         prompt_logprobs = output.prompt_logprobs if output is not None else None
         prompt = (
-            b"null" if prompt_logprobs is None else prompt_logprobs_json(prompt_logprobs, self.token_text)
+            b"null"
+            if prompt_logprobs is None
+            else prompt_logprobs_json(prompt_logprobs, self.prompt_token_ids, self.token_text)
         )
         result = Result.model_construct(
             id=self.job_id,
@@ -397,70 +534,23 @@ class RunningJob:
             metadata=self.job.metadata,
             rows=None if self.pooled is None else rows_of(self.pooled, self.job.rows_dtype),
             labels=self.labels or None,
+            warnings=(output.warnings or None) if output is not None else None,
         )
-        omitted: dict[str, Any] = {"outputs": True, "prompt_logprobs": True}
-        if self.pooled is None:
-            omitted |= {"rows": True, "labels": True}
-        if not self.job.is_parsed:
-            omitted["usage"] = {"reasoning_tokens"}
-        body = result.model_dump_json(exclude=omitted).encode()
-        return b'{"outputs":[%b],"prompt_logprobs":%b,%b' % (outputs, prompt, body[1:])
+        large = {"outputs": b"[%b]" % outputs, "prompt_logprobs": prompt}
+        absent = {*large, *(("rows", "labels") if self.pooled is None else ())}
+        if result.warnings is None:
+            absent.add("warnings")
+        members = large | _members(result, absent)
+        if all(sample.syntax is None for sample in self.samples):
+            members["usage"] = to_json(result.usage, exclude={"reasoning_tokens"})
+        return _json_object(members)
 
 
-def engine_params(job: Job, job_id: str) -> SamplingParams:
-    """Return the job's sampling parameters as the engine's. Raises `pagemill.engine.errors.InvalidRequest`.
-
-    A job without a seed (submitted by hand) gets one from its id: the same on every worker.
-    """
-    fields: dict[str, Any] = job.sampling()
-    if fields["seed"] is None:
-        digest = hashlib.blake2b(job_id.encode(), digest_size=8).digest()
-        fields["seed"] = int.from_bytes(digest, "big") >> 1
-    return SamplingParams(**fields)
+def _members(model: BaseModel, omitted: Set[str]) -> dict[str, bytes]:
+    """Return the JSON of each field but those omitted."""
+    names = (name for name in type(model).model_fields if name not in omitted)
+    return {name: to_json(getattr(model, name), inf_nan_mode="null") for name in names}
 
 
-def sample_records(
-    checkpoint: Checkpoint | None, n: int, token_text: TokenText = _no_text, *, whole: bool = False
-) -> list[SampleRecord]:
-    """Build samples from the checkpoint, or fresh ones; `whole`: only those that had ended."""
-    records = [SampleRecord(index) for index in range(n)]
-    for saved in checkpoint.seqs if checkpoint is not None else ():
-        if saved.index < n and (saved.finish_reason is not None or not whole):
-            records[saved.index] = _record(saved, token_text)
-    return records
-
-
-def sample_states(records: list[SampleRecord]) -> list[SampleState]:
-    """Return what the engine needs to resume from `records`."""
-    return [
-        SampleState(
-            index=record.index,
-            token_ids=list(record.token_ids),
-            finish_reason=record.finish_reason,
-        )
-        for record in records
-    ]
-
-
-def _record(saved: CheckpointSample, token_text: TokenText) -> SampleRecord:
-    logprobs = None
-    if saved.logprobs is not None:
-        logprobs = LogprobColumns(token_text)
-        logprobs.extend_saved(saved.logprobs)
-    return SampleRecord(
-        index=saved.index,
-        token_ids=list(saved.token_ids),
-        text=saved.text,
-        logprobs=logprobs,
-        finish_reason=saved.finish_reason,
-        saved_tokens=len(saved.token_ids),
-        saved_chars=len(saved.text),
-        saved_finish=saved.finish_reason is not None,
-    )
-
-
-def end_state(ending: Ending) -> EndState:
-    """Return the state that a job stopped for `ending` is committed as."""
-    assert ending.kind != "released", "a released job does not end"
-    assert ending.kind != "lapsed", "nor does one whose lease ends"
-    return ending.kind
+def _json_object(members: Mapping[str, bytes]) -> bytes:
+    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in members.items())

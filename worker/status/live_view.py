@@ -46,7 +46,7 @@ def _beginning(job: RunningJob) -> str:
     if job.job.prompt is not None:
         text = job.job.prompt
     elif job.job.messages:
-        text = job.job.messages[-1].text
+        text = job.job.messages[-1].description()
     else:
         text = f"{len(job.prompt_token_ids)} token ids"
     return text if len(text) <= PROMPT_CHARS else text[: PROMPT_CHARS - 1] + "…"

@@ -82,7 +82,7 @@ class QueueSet:
         """Read every queue. A queue that can't be read is left out; if Redis is unreachable, all are."""
         figures: list[QueueFigures] = []
         try:
-            self._look_for_more()
+            self._discover()
             for queue, clock, reader in self._readers.values():
                 clock.set(queue.server_time())
                 self._sweep(queue)
@@ -104,10 +104,10 @@ class QueueSet:
         try:
             queue.sweep(self._lease_patience_ms)
         except AccessDenied as error:
-            logger.warning("%s; without a worker nobody makes delayed jobs due", error)
+            logger.warning("%s; without a worker, delayed jobs do not become due", error)
             self._may_sweep = False
 
-    def _look_for_more(self) -> None:
+    def _discover(self) -> None:
         if not self._finds_all or time.monotonic() < self._discover_at:
             return
         found = discover(self._url)
@@ -129,15 +129,15 @@ class QueueExporter:
     """Serves /metrics, /healthz (always good), /readyz and /startupz (Redis answers) until closed."""
 
     def __init__(self, queues: QueueSet, host: str, port: int) -> None:
-        """Raises `pagemill.worker.status.server.PortTaken`, or OSError for a host that is not ours."""
+        """Raises `pagemill.worker.status.server.PortTaken`, or OSError for a host of another machine."""
         self._queues = queues
         self._is_up = False
         self._reading = threading.Lock()
         probes = Probes(
             metrics=QueueExposition(self._read).render,
-            health=lambda: self._told(True),
-            readiness=lambda: self._told(self._read().redis_up),
-            startup=lambda: self._told(self._read().redis_up),
+            health=lambda: self._health(True),
+            readiness=lambda: self._health(self._read().redis_up),
+            startup=lambda: self._health(self._read().redis_up),
         )
         self._server = StatusServer(host, port, probes)
 
@@ -155,7 +155,7 @@ class QueueExporter:
         self._is_up = readings.redis_up
         return readings
 
-    def _told(self, is_good: bool) -> Health:
+    def _health(self, is_good: bool) -> Health:
         return Health(is_good, {"redis": "up" if self._is_up else "away"})
 
 

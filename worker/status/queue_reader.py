@@ -64,7 +64,6 @@ class QueueReader:
         return MemoryFigures(
             limit_bytes=int(use.share * use.most),
             refused=use.refused,
-            expired=use.expired,
             kinds={kind: share * used for kind, share in shares.items()},
         )
 

@@ -63,7 +63,7 @@ class StatusServer:
     def __init__(self, host: str, port: int | None, probes: Probes, page: LivePage | None = None) -> None:
         """`port` None: 9790 or the next free one.
 
-        Raises `PortTaken` for an explicit port that is taken, `OSError` for a host that is not ours.
+        Raises `PortTaken` for an explicit port that is taken, `OSError` for a host of another machine.
         """
         self._server = _bind(host, port, type("Handler", (_Handler,), {"probes": probes, "page": page}))
         self._thread = threading.Thread(target=self._serve, name="pagemill-http", daemon=True)
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         elif not assets.is_known_host(self.headers.get("Host"), page.host_names):
             self._refuse(
-                HTTPStatus.FORBIDDEN, "this Host is not one of ours; name it with --live-page-hosts if it is"
+                HTTPStatus.FORBIDDEN, "unknown Host; if it is this server's, allow it with --live-page-hosts"
             )
         elif path == "/live.json":
             self._send(HTTPStatus.OK, "application/json", page.feed.document(), assets.HEADERS)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import ssl
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from pagemill.common.backoff import Backoff
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
+from pagemill.producer.wire.webhooks.delivery import TIMEOUT_S, DeliveryFailed, deliver
+from pagemill.producer.wire.webhooks.policy import Refused, Unresolved, WebhookPolicy
 from pagemill.worker.background import BackgroundThread
-from pagemill.worker.job_queue import Backoff, JobQueue
-from pagemill.worker.webhooks.delivery import TIMEOUT_S, DeliveryFailed, body_of, deliver
-from pagemill.worker.webhooks.policy import Refused, Unresolved, WebhookPolicy
+from pagemill.worker.job_queue import JobQueue
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
@@ -59,14 +62,16 @@ class WebhookSender(BackgroundThread):
                 notices = self._queue.run(outbox.claim(self._queue.queue, AT_ONCE, round(CLAIM_S * 1000)))
                 for notice, again_ms in zip(notices, pool.map(self._try, notices), strict=True):
                     self._queue.run(
-                        outbox.settle(self._queue.queue, notice.outcome.job_id, notice.tries, again_ms)
+                        outbox.finish_delivery(
+                            self._queue.queue, notice.outcome.job_id, notice.tries, again_ms
+                        )
                     )
                 backoff.reset()
                 self._stop.wait(0.0 if len(notices) == AT_ONCE else LOOK_S)
             except RedisUnavailable:
                 self._stop.wait(backoff.next())
             except Exception:
-                logger.exception("delivering webhooks failed; going on")
+                logger.exception("delivering webhooks failed; continuing")
                 self._stop.wait(LOOK_S)
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -75,7 +80,8 @@ class WebhookSender(BackgroundThread):
         job_id = notice.outcome.job_id
         try:
             target = self._policy.resolve(notice.url)
-            deliver(target, job_id, body_of(self._queue.queue, notice), self._secrets, self._tls)
+            event_id = f"{job_id}-superseded" if notice.outcome.is_superseded else job_id
+            deliver(target, event_id, body_of(self._queue.queue, notice), self._secrets, self._tls)
         except Refused as refusal:
             self._counters.webhooks.inc("refused")
             logger.warning("job %s: its webhook is not called: %s", job_id, refusal)
@@ -95,3 +101,25 @@ class WebhookSender(BackgroundThread):
             "job %s: its webhook failed (%s); try %d in %.0f s", job_id, failure, tries + 1, pause_s
         )
         return round(pause_s * 1000)
+
+
+def body_of(queue: str, notice: Notice) -> bytes:
+    """Return the event: the job's end, with its result or its error.
+
+    Raises DeliveryFailed for a result that this worker can't open: another one may have the key, or this one later.
+    """
+    outcome = notice.outcome
+    if outcome.state == "succeeded" and outcome.error is not None:
+        raise DeliveryFailed(outcome.error.message)
+    data: dict[str, Any] = {
+        "id": outcome.job_id,
+        "queue": queue,
+        "tenant": notice.tenant,
+        "state": outcome.state,
+        "metadata": outcome.metadata,
+        "finished_at": notice.finished_at,
+        "result": outcome.result.model_dump(mode="json") if outcome.result is not None else None,
+        "error": outcome.error.model_dump(mode="json") if outcome.error is not None else None,
+    }
+    kind = "superseded" if outcome.is_superseded else outcome.state
+    return json.dumps({"type": f"job.{kind}", "data": data}, ensure_ascii=False).encode()

@@ -16,11 +16,22 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import attention, row_kernels
-from benchmarks.gpu.section import Bench, Row
-from benchmarks.gpu.sections import decode, fp8_kv, fused, launches, prefill, sampling, tiles
+from benchmarks.gpu.engines import compile_engine
+from benchmarks.gpu.models import LLAMA_8B, QWEN_600M
+from benchmarks.gpu.section import Bench, Row, Skipped
+from benchmarks.gpu.sections import decode, fused, prefill, tiles
+from pagemill.kernels.gpu.attention_backend import Unavailable
+from pagemill.kernels.types.layer_cache import FP8
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_PROCESSES = 12
+# Split decode and prefill; the same over fp8; rows enough that none is split.
+LAUNCHED: list[Any] = [
+    (([1, 1, 40], [700, 33, 300]), attention.LLAMA_8B, {}),
+    (([1, 1, 40], [700, 33, 300]), attention.LLAMA_8B, {"cache_dtype": FP8}),
+    (([1] * 80, [20] * 80), attention.LLAMA_8B, {}),
+]
+TINY_CASES: list[Any] = [(([1, 3], [20, 9]), attention.TOY, {})]
 
 
 @dataclass(frozen=True)
@@ -35,11 +46,57 @@ class Job:
 def run(bench: Bench) -> Iterator[Row]:
     """One row per case, as they end."""
     if bench.is_tiny:
-        yield from attention.correctness(bench, launches.TINY_CASES, [torch.float32])
+        yield from attention.correctness(bench, TINY_CASES, [torch.float32])
         yield from row_kernels.correctness(bench, row_kernels.TOY_SIZES, [torch.float32])
         return
-    processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 2))
-    yield from run_jobs([*checks(bench), *compilations(bench)], processes)
+    yield from run_jobs([*checks(bench), *compilations(bench)], num_processes())
+
+
+def run_launches(bench: Bench) -> Iterator[Row]:
+    """One launch of every kernel, and one captured graph: what has to work before anything is timed."""
+    cases, sizes = (
+        (TINY_CASES, row_kernels.TOY_SIZES) if bench.is_tiny else (LAUNCHED, row_kernels.LAUNCHED_SIZES)
+    )
+    dtype = torch.float32 if bench.is_tiny else torch.bfloat16
+    if bench.device.type == "cuda":
+        yield from run_jobs(list(launches(bench)), num_processes())
+    else:
+        yield from attention.correctness(bench, cases, [dtype])
+        yield from row_kernels.correctness(bench, sizes, [dtype])
+    workload = attention.make_workload(bench, attention.TOY, [(1, 40), (1, 7)])
+    yield Row(case="a captured decode, replayed", measured=bench.measure(workload.run), ok=True)
+
+
+def launches(bench: Bench) -> Iterator[Job]:
+    """One launch of every kernel, and beside them what the engines of the timed sections compile as they start."""
+    yield Job(
+        "kernels over rows", row_kernels.correctness, (bench, row_kernels.LAUNCHED_SIZES, [torch.bfloat16])
+    )
+    for options in ({}, {"quantization": "fp8"}):
+        yield Job(f"start {options}", compile_engine, (bench, LLAMA_8B, options))
+    yield Job("start of a small model", compile_engine, (bench, QWEN_600M, {}))
+    for case in LAUNCHED:
+        yield Job(f"attention {case[0]}", attention.correctness, (bench, [case], [torch.bfloat16]))
+
+
+def num_processes() -> int:
+    return max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 2))
+
+
+def run_fa3(bench: Bench) -> Iterator[Row]:
+    """Every case that FlashAttention 3 computes, over caches without poison: it multiplies unused slots by zero."""
+    try:
+        library = attention.load_fa3(bench)
+    except Unavailable as reason:
+        raise Skipped(str(reason)) from None
+    cases = TINY_CASES if bench.is_tiny else [*attention.EVERY_CASE, *attention.SINK_CASES]
+    for case in cases:
+        options = {name: value for name, value in case[2].items() if name != "free_outside_window"}
+        if not {"alibi", "cache_dtype"} & options.keys():
+            tamed = [(case[0], case[1], options)]
+            # The op takes sinks in bf16, whose rounding is more than fp16's tolerance.
+            dtypes = DTYPES[1:2] if "sinks" in options else DTYPES[:2]
+            yield from attention.correctness(bench, tamed, dtypes, library.attend, attention.without_poison)
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Row]:
@@ -91,8 +148,8 @@ def compilations(bench: Bench) -> Iterator[Job]:
     """Launches of what the timed sections launch; few rows are split over their keys, many are not."""
     bench = replace(bench, measure=_once)
     yield Job("compile fused rows", _compile, (fused.compile_all, bench))
-    yield Job("compile sampling", _compile, (sampling.run, bench))
-    yield Job("compile fp8 and int8 caches", _compile, (fp8_kv.compile_all, bench))
+    yield Job("compile sampling", _compile, (fused.run_sampling, bench))
+    yield Job("compile fp8 and int8 caches", _compile, (decode.timed_dtypes, bench, [(1, 1024), (256, 1024)]))
     for shape in decode.SHAPES:
         for block_size in decode.BLOCK_SIZES:
             sizes = [(1, 1024), (256, 1024)]
@@ -100,7 +157,7 @@ def compilations(bench: Bench) -> Iterator[Job]:
     for shape in prefill.SHAPES:
         yield Job("compile prefill", _compile, (prefill.timed, bench, [shape], [[(200, 300)]]))
     for tile in tiles.DECODE_TILES:
-        sizes = [(1, 1024), (256, 16)]
+        sizes = [(1, 1024), (256, 1024)]
         yield Job("compile tile", _compile, (tiles.timed_decode, bench, attention.LLAMA_8B, sizes, [tile]))
     for tile in tiles.PREFILL_TILES:
         yield Job("compile tile", _compile, (tiles.timed_prefill, bench, attention.LLAMA_8B, 200, [tile]))

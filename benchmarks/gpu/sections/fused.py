@@ -1,17 +1,22 @@
-"""Kernels that read rows and write rows: norms, activations, rotation with the cache's write."""
+"""Kernels that read rows and write rows: norms, activations, rotation with the cache's write, sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from benchmarks.gpu.row_kernels import COMPILED_SIZES, LLAMA_SIZES, TOY_SIZES, Sizes, projected
+from benchmarks.gpu.row_kernels import COMPILED_SIZES, LLAMA_SIZES, TOY_SIZES, Sizes, projected, sampling_rows
 from benchmarks.gpu.section import Bench, Row
 from pagemill.kernels import dispatch
+from pagemill.kernels.gpu import sampling
 from pagemill.kernels.types.layer_cache import allocate_layer
 
 _TARGET = 0.8
+# One set of logits at 256 rows is over twice the L2 cache; those of few rows stay in it, where an engine finds them
+# as well: the product before has just written them.
+_ROWS = (256, 64, 8, 1)
 
 
 def run(bench: Bench) -> Iterator[Row]:
@@ -55,3 +60,42 @@ def timed(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             target=_TARGET,
             facts={"gb_per_s": round(num_bytes / seconds / 1e9, 1)},
         )
+
+
+def run_sampling(bench: Bench) -> Iterator[Row]:
+    """Tokens for the rows of a step, with and without filters; beside it the sort that it does without."""
+    vocab_size = (TOY_SIZES if bench.is_tiny else LLAMA_SIZES).vocab_size
+    for num_rows in (3,) if bench.is_tiny else _ROWS:
+        logits = 3 * torch.randn(num_rows, vocab_size, device=bench.device)
+        floor = bench.floor.seconds(logits.nbytes)
+        yield from _drawn(bench, logits, "temperature alone")
+        for searches_bands in (True, False):
+            with _search(bands=searches_bands):
+                kind = "bands" if searches_bands else "whole rows"
+                yield from _drawn(bench, logits, f"top-k, top-p, min-p, {kind}", has_filters=True)
+        seconds = bench.measure(lambda logits=logits: logits.sort(dim=-1))  # type: ignore[misc]
+        yield Row(case=f"{num_rows} rows, torch's sort", measured=seconds, floor=floor)
+
+
+@contextmanager
+def _search(*, bands: bool) -> Iterator[None]:
+    """Search the cuts in bands, or with the older kernel in whole rows."""
+    sampling.SEARCHES_BANDS = bands
+    try:
+        yield
+    finally:
+        sampling.SEARCHES_BANDS = True
+
+
+def _drawn(bench: Bench, logits: torch.Tensor, name: str, *, has_filters: bool = False) -> Iterator[Row]:
+    peaks, rows = logits.amax(dim=-1), sampling_rows(bench.device, len(logits), filters=has_filters)
+    with dispatch.override(bench.face):
+        seconds = bench.measure(lambda: dispatch.sample_tokens(logits, peaks, rows, has_filters=has_filters))
+    cuts = bench.expected.filtered_logit_s * logits.numel() if has_filters else 0.0
+    yield Row(
+        case=f"{len(logits)} rows, {name}",
+        measured=seconds,
+        floor=bench.floor.seconds(logits.nbytes),
+        prediction=bench.expected.seconds(logits.nbytes, share=bench.expected.rows) + cuts,
+        facts={"gb_per_s": round(logits.nbytes / seconds / 1e9, 1)},
+    )

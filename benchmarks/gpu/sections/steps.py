@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -13,6 +15,7 @@ from benchmarks.gpu.engines import OpenEngine, open_engine
 from benchmarks.gpu.floors import Step
 from benchmarks.gpu.models import LLAMA_8B, random_tokens
 from benchmarks.gpu.section import Bench, Row
+from pagemill.engine.engine import Engine
 from pagemill.engine.sampling_params import SamplingParams
 
 _PROFILED_STEPS = 4
@@ -21,9 +24,17 @@ _LONGEST = 8
 
 
 def run(bench: Bench) -> Iterator[Row]:
+    yield from timed(bench)
+
+
+def run_fp8(bench: Bench) -> Iterator[Row]:
+    yield from timed(bench, quantization="fp8")
+
+
+def timed(bench: Bench, **options: Any) -> Iterator[Row]:
     """Decode rows of 800 keys, first alone, then with a new prompt of 512 tokens in every step."""
     rows, keys, prompt, steps = (4, 20, 12, 4) if bench.is_tiny else (240, 800, 512, 64)
-    opened = open_engine(bench, LLAMA_8B)
+    opened = open_engine(bench, LLAMA_8B, **options)
     engine, draw = opened.llm.engine, random.Random(1)
     names = [f"decode-{number}" for number in range(rows)]
 
@@ -54,9 +65,20 @@ def run(bench: Bench) -> Iterator[Row]:
             engine.step()
 
 
-def _timed(opened: OpenEngine, steps: int, before: Callable[[int], None]) -> tuple[float, float]:
-    """Return the seconds of a step, and the share of them that replayed a graph."""
+@dataclass(frozen=True)
+class _Timed:
+    """Averages over steps."""
+
+    seconds: float
+    replayed: float
+    """The share of steps that replayed a graph."""
+    host_ms: dict[str, float]
+    """By phase; hidden behind the device where the steps overlap, but for `sample`, which includes waiting."""
+
+
+def _timed(opened: OpenEngine, steps: int, before: Callable[[int], None]) -> _Timed:
     engine = opened.llm.engine
+    host = _host_seconds(engine)
     stats = engine.stats().steps
     finished, replayed = stats.finished, stats.replayed
     started = time.perf_counter()
@@ -66,17 +88,29 @@ def _timed(opened: OpenEngine, steps: int, before: Callable[[int], None]) -> tup
     seconds = time.perf_counter() - started
     stats = engine.stats().steps
     count = stats.finished - finished
-    return seconds / count, (stats.replayed - replayed) / count
+    host_ms = {
+        phase: round((total - host.get(phase, 0.0)) / count * 1e3, 2)
+        for phase, total in _host_seconds(engine).items()
+    }
+    return _Timed(seconds / count, (stats.replayed - replayed) / count, host_ms)
 
 
-def _row(bench: Bench, opened: OpenEngine, case: str, step: Step, timed: tuple[float, float]) -> Row:
-    seconds, replayed = timed
+def _host_seconds(engine: Engine) -> dict[str, float]:
+    """Return the host's seconds by phase so far, over all kinds of steps."""
+    totals: dict[str, float] = {}
+    for (phase, _), histogram in engine.stats().histograms["step_seconds"].items():
+        totals[phase] = totals.get(phase, 0.0) + histogram.total
+    return totals
+
+
+def _row(bench: Bench, opened: OpenEngine, case: str, step: Step, timed: _Timed) -> Row:
+    is_fp8 = "quantization" in opened.options
     return Row(
         case=case,
-        measured=seconds,
-        floor=bench.floor.step(opened.model, step),
-        prediction=bench.expected.step(opened.model, step),
-        facts={"model": opened.model.name, "replayed": replayed},
+        measured=timed.seconds,
+        floor=bench.floor.step(opened.model, step, fp8=is_fp8),
+        prediction=bench.expected.step(opened.model, step, fp8=is_fp8),
+        facts={"model": opened.model.name, "replayed": timed.replayed, "host_ms": timed.host_ms},
     )
 
 

@@ -44,14 +44,15 @@ def timed_decode(
     bench: Bench, shape: Shape, sizes: Sequence[tuple[int, int]], tiles: Sequence[Tile]
 ) -> Iterator[Row]:
     """`sizes`: (rows, keys of each)."""
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     chosen = decode_tile(
         shape.head_dim, shape.num_heads // shape.num_kv_heads, 2, compute_capability(bench.device)
     )
     for batch, keys in sizes:
         workload = make_workload(bench, shape, [(1, keys)] * batch, num_layers=_LAYERS)
         for tile in tiles:
-            floor = bench.floor.decode(*heads, [keys] * batch)
+            # Bytes of every bf16 key and value once, and the operations on them.
+            num_bytes = 4 * batch * keys * shape.num_kv_heads * shape.head_dim
+            floor = bench.floor.seconds(num_bytes, 4 * batch * keys * shape.num_heads * shape.head_dim)
             call = _decode_call(workload, tile) if bench.face == "triton" else workload.run
             seconds, facts = _seconds(bench, call)
             yield Row(

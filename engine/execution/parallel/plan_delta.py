@@ -22,8 +22,8 @@ def encode(plan: StepPlan) -> bytes:
         (
             plan.step_id,
             [(new.row, new.token_ids, new.num_prompt_tokens, new.block_ids) for new in plan.new_rows],
-            plan.swap_out,
-            plan.swap_in,
+            plan.host_stores,
+            plan.host_loads,
             plan.block_copies,
             [
                 (
@@ -47,15 +47,15 @@ def encode(plan: StepPlan) -> bytes:
 
 def decode(message: bytes) -> StepPlan:
     """Return the plan for `ModelRunner.launch` on the other ranks."""
-    step_id, new_rows, swap_out, swap_in, block_copies, work, samples = pickle.loads(message)
+    step_id, new_rows, host_stores, host_loads, block_copies, work, samples = pickle.loads(message)
     return StepPlan(
         step_id,
         new_rows=[
             NewRow(row, "", 0, token_ids, num_prompt_tokens, block_ids, _ANY_PARAMS, 0)
             for row, token_ids, num_prompt_tokens, block_ids in new_rows
         ],
-        swap_out=swap_out,
-        swap_in=swap_in,
+        host_stores=host_stores,
+        host_loads=host_loads,
         block_copies=block_copies,
         work=[RowWork(*fields) for fields in work],
         samples=[Sample(*fields) for fields in samples],

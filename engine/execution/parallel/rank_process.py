@@ -89,8 +89,8 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
         resolve_limits(config, max_model_len, (), device.step_defaults), kv_windows=shape.windows
     )
     room = step_bytes(prepared, config, limits, shape, group)
-    num_blocks = num_blocks_for(config, shape, device, room)
-    connection.send(Loaded(num_blocks, num_host_blocks_for(config, shape)))
+    num_blocks = num_blocks_for(config, shape, device, room, limits)
+    connection.send(Loaded(num_blocks, num_host_blocks_for(config, shape, device)))
     limits = connection.recv()
     plans = Inbox(
         connection

@@ -49,7 +49,13 @@ def stage_draws(work: Sequence[SampleWork], transfer: Transfer) -> StagedDraws |
     return StagedDraws(index, rows, has_filters, is_all=len(random) == len(work))
 
 
-def draw(logits: torch.Tensor, draws: StagedDraws) -> torch.Tensor:
-    """Draw tokens, [num_draws] int64, from the step's logits [num_samples, vocab_size] fp32."""
-    logits = logits if draws.is_all else logits[draws.index]
-    return dispatch.sample_tokens(logits, logits.amax(dim=-1), draws.rows, has_filters=draws.has_filters)
+def draw(logits: torch.Tensor, peaks: torch.Tensor, draws: StagedDraws) -> torch.Tensor:
+    """Draw tokens, [num_draws] int64.
+
+    Args:
+        logits: [num_samples, vocab_size] fp32, of all samples of the step.
+        peaks: [num_samples] fp32, the largest logit of each.
+    """
+    if not draws.is_all:
+        logits, peaks = logits[draws.index], peaks[draws.index]
+    return dispatch.sample_tokens(logits, peaks, draws.rows, has_filters=draws.has_filters)

@@ -1,8 +1,11 @@
-"""Log probabilities of chosen and most likely tokens, kept on the device until they are read."""
+"""Log probabilities of chosen and most likely tokens, on the device until the step's copy to the host.
+
+`tensors` are copied to the host; `entries` takes the copies from an iterator, in the same order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +32,12 @@ class TopLogprobs:
         lowest = torch.finfo(torch.float32).min  # JSON has no infinity
         return cls(token_ids, chosen.clamp(min=lowest), values.clamp(min=lowest), ids, tuple(counts))
 
-    def to_host(self) -> list[TokenLogprobs]:
-        """Return one entry per row; waits for the device."""
-        tokens, chosen = self.token_ids.tolist(), self.chosen.tolist()
-        values, ids = self.values.tolist(), self.ids.tolist()
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.token_ids, self.chosen, self.values, self.ids]
+
+    def entries(self, copies: Iterator[torch.Tensor]) -> list[TokenLogprobs]:
+        """Return one entry per row."""
+        tokens, chosen, values, ids = (next(copies).tolist() for _ in range(4))
         return [
             TokenLogprobs(
                 tokens[row], chosen[row], list(zip(ids[row][:count], values[row][:count], strict=True))
@@ -49,9 +54,12 @@ class ReadLogprobs:
     """(index in the plan's work, number of chosen tokens), in order."""
     slices: list[torch.Tensor]  # [num_values] float32 each, one read's after the other's
 
-    def to_host(self) -> dict[int, list[list[float]]]:
-        """Return one list per read, by the index of its work; waits for the device."""
-        values = iter([value for one in self.slices for value in one.tolist()])
+    def tensors(self) -> list[torch.Tensor]:
+        return self.slices
+
+    def entries(self, copies: Iterator[torch.Tensor]) -> dict[int, list[list[float]]]:
+        """Return one list per read, by the index of its work."""
+        values = iter([value for _ in self.slices for value in next(copies).tolist()])
         found: dict[int, list[list[float]]] = {}
         for index, length in self.reads:
             found.setdefault(index, []).append([next(values) for _ in range(length)])
@@ -65,5 +73,8 @@ class PromptLogprobs:
     work_index: int
     slices: list[TopLogprobs]
 
-    def to_host(self) -> list[TokenLogprobs]:
-        return [entry for one in self.slices for entry in one.to_host()]
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for one in self.slices for tensor in one.tensors()]
+
+    def entries(self, copies: Iterator[torch.Tensor]) -> list[TokenLogprobs]:
+        return [entry for one in self.slices for entry in one.entries(copies)]

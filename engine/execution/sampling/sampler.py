@@ -7,12 +7,12 @@ position, token), so a row's draw does not depend on its batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pagemill.engine.devices.backend import DeviceBackend, HostCopy
 from pagemill.engine.execution.sampling.device_draws import StagedDraws, draw, stage_draws
 from pagemill.engine.execution.sampling.filters import filter_logits
 from pagemill.engine.execution.sampling.logprobs import TopLogprobs
@@ -20,14 +20,14 @@ from pagemill.engine.execution.sampling.narrow_head import NarrowVocabulary
 from pagemill.engine.execution.sampling.processors import LogitsProcessors, SampleWork
 from pagemill.engine.execution.sampling.staged_changes import StagedChanges
 from pagemill.engine.execution.staging import DirectTransfer, Transfer
-from pagemill.engine.plan import StepResult, TokenLogprobs
+from pagemill.engine.plan import StepResult
 from pagemill.kernels.noise import argmax_of_sums, noise_keys
 from pagemill.kernels.selection import argmax_with_noise, largest
 
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """The sampled tokens, still on the device: reading any field waits."""
+    """The sampled tokens, on the device: reading any field waits for its queued work."""
 
     token_ids: torch.Tensor  # [num_samples] int64
     is_valid: torch.Tensor  # [num_samples] bool, False where the logits were not finite
@@ -39,39 +39,30 @@ class SamplerOutput:
     logprob_samples: tuple[int, ...] = ()
     best: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
     """(sample, scores, token ids) of samples that asked for candidates."""
-    _host: HostCopy | None = None
 
-    def start_copy(self, device: DeviceBackend) -> None:
-        """Start copying the tokens to the host now, ahead of the device's next work."""
-        self._host = device.to_host(self._columns())
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that `fill` reads, in its order."""
+        tensors = [torch.stack([self.token_ids, self.is_valid.long(), self.has_choice.long()])]
+        if self.top_logprobs is not None:
+            tensors += self.top_logprobs.tensors()
+        for _, scores, ids in self.best or ():
+            tensors += [scores, ids]
+        return tensors
 
-    def _columns(self) -> torch.Tensor:
-        return torch.stack([self.token_ids, self.is_valid.long(), self.has_choice.long()])
+    def fill(self, result: StepResult, copies: Iterator[torch.Tensor]) -> None:
+        """Write everything into the step's result.
 
-    @property
-    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        if self.top_logprobs is None:
-            return {}
-        entries = self.top_logprobs.to_host()
-        return {number: [entry] for number, entry in zip(self.logprob_samples, entries, strict=True)}
-
-    @property
-    def candidates(self) -> dict[int, list[tuple[int, float]]]:
-        return {
-            number: sorted(
-                ((t, s) for t, s in zip(ids.tolist(), scores.tolist(), strict=True) if s > float("-inf")),
-                key=lambda candidate: (-candidate[1], candidate[0]),
-            )
-            for number, scores, ids in self.best or ()
-        }
-
-    def fill(self, result: StepResult) -> None:
-        """Copy everything to the host, into the step's result."""
-        columns = self._columns() if self._host is None else self._host.wait()
-        token_ids, valid, has_choice = columns.tolist()
+        Args:
+            copies: the host's copies of `tensors`, in the same order.
+        """
+        token_ids, valid, has_choice = next(copies).tolist()
         result.token_ids = [[token] for token in token_ids]
-        result.logprobs = self.logprobs
-        result.candidates = self.candidates
+        if self.top_logprobs is not None:
+            entries = self.top_logprobs.entries(copies)
+            result.logprobs = {
+                number: [entry] for number, entry in zip(self.logprob_samples, entries, strict=True)
+            }
+        result.candidates = {number: _ranked(next(copies), next(copies)) for number, _, _ in self.best or ()}
         result.invalid = frozenset(number for number, is_valid in enumerate(valid) if not is_valid)
         result.without_choice = frozenset(number for number, has_any in enumerate(has_choice) if not has_any)
 
@@ -127,11 +118,10 @@ class Sampler:
             logits[number] = logits[number].log_softmax(dim=-1)
         if (changes := staged.changes) is not None:
             changes.apply(logits, token_table)
-            peaks, best = largest(logits[changes.samples])
-            chosen[changes.samples] = best
-            output.has_choice[changes.samples] = torch.isfinite(peaks)
+            peaks[changes.samples], chosen[changes.samples] = largest(logits[changes.samples])
+            output.has_choice[changes.samples] = torch.isfinite(peaks[changes.samples])
         if staged.draws is not None:
-            chosen[staged.draws.index] = draw(logits, staged.draws)
+            chosen[staged.draws.index] = draw(logits, peaks, staged.draws)
         elif random := [number for number, item in enumerate(work) if not item.params.is_greedy]:
             index = torch.tensor(random, device=logits.device)
             chosen[index] = self._draw(logits[index], [work[number] for number in random])
@@ -184,6 +174,13 @@ def _keys(work: list[SampleWork], device: torch.device | None = None) -> torch.T
         torch.tensor([item.row.sample_index for item in work], device=device),
         torch.tensor([item.output_position for item in work], device=device),
     )
+
+
+def _ranked(scores: torch.Tensor, ids: torch.Tensor) -> list[tuple[int, float]]:
+    """Return (token id, score) of possible tokens, best first, of equal ones the lowest id first."""
+    pairs = zip(ids.tolist(), scores.tolist(), strict=True)
+    possible = [(token, score) for token, score in pairs if score > float("-inf")]
+    return sorted(possible, key=lambda candidate: (-candidate[1], candidate[0]))
 
 
 def _best(row: torch.Tensor, work: SampleWork) -> tuple[torch.Tensor, torch.Tensor]:

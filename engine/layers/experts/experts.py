@@ -76,7 +76,7 @@ def declare_routing(module: nn.Module, routing_of: Callable[[Any], Routing | Spa
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """Declares the activation of `dispatch.clamped_swiglu`, of gates and up projections that come by turns."""
+    """Declares the activation of `dispatch.clamped_swiglu`, of interleaved gate and up projections."""
 
     alpha: float
     limit: float

@@ -47,6 +47,12 @@ class ExpertMatrices:
             self, read=read, bias=None if bias is None else torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1)
         )
 
+    def rounded(self, dtype: torch.dtype | None) -> ExpertMatrices:
+        """Return the matrices with their numbers rounded to a dtype, and widened again; None: as they are."""
+        if dtype in (None, torch.float32):
+            return self
+        return replace(self, read=lambda expert: self.read(expert).to(dtype).float())
+
     def dense(self, expert: int) -> torch.Tensor:
         """Return an expert's weight in the model's dtype."""
         return self.read(expert).to(self.dtype)

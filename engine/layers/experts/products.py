@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pagemill.kernels.cpu.experts.grouped import GroupedWeights
     from pagemill.kernels.cpu.matmul.kinds import KindName
 
+_GROUPED_CAPABILITIES = (9, 10)
+"""Major numbers of the GPUs for which torch has a grouped kernel: Hopper and Blackwell of data centers."""
+
 MakeGroupedProduct = Callable[[ExpertMatrices], nn.Module]
 
 
@@ -42,7 +45,10 @@ class LoopedProduct(nn.Module):
 
 
 class TorchGroupedProduct(nn.Module):
-    """All experts in one launch, by `torch._grouped_mm`, which takes bfloat16 in rows of whole 16 bytes."""
+    """All experts in one launch, by `torch._grouped_mm`, on the GPUs and of the weights for which torch has a kernel.
+
+    For others it multiplies one expert after the other, and waits for the device in each layer.
+    """
 
     def __init__(self, matrices: ExpertMatrices, device: torch.device) -> None:
         super().__init__()
@@ -50,9 +56,15 @@ class TorchGroupedProduct(nn.Module):
         self.bias = _placed(matrices.bias, device)
 
     @staticmethod
-    def supports(matrices: ExpertMatrices) -> bool:
-        aligned = matrices.in_features % 8 == 0 and matrices.out_features % 8 == 0
-        return hasattr(torch, "_grouped_mm") and matrices.dtype is torch.bfloat16 and aligned
+    def obstacle(matrices: ExpertMatrices, capability: Callable[[], tuple[int, int]]) -> str | None:
+        """Return why torch has no kernel for these weights on a GPU of this compute capability; None: it has one."""
+        if matrices.dtype is not torch.bfloat16:
+            return f"the model's dtype is {matrices.dtype}, not bfloat16"
+        if matrices.in_features % 8 or matrices.out_features % 8:
+            return f"{matrices.in_features} x {matrices.out_features} is not a multiple of 8"
+        if (found := capability())[0] not in _GROUPED_CAPABILITIES:
+            return f"a GPU of compute capability {found[0]}.{found[1]} has no kernel for it"
+        return None if hasattr(torch, "_grouped_mm") else "this version of torch does not have it"
 
     def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         ends = offsets[1:].to(torch.int32)

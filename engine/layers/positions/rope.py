@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.library import ROPE_INIT_FUNCTIONS
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types that choose their frequencies by the longest position, until `fix_frequencies` has run."""
+_MAX_FACTOR, _MAX_SETTING = 1e6, 1e12
 # Types whose factor is the ratio by which the trained context is stretched.
 _STRETCHING = ("linear", "dynamic", "yarn")
 
@@ -33,6 +35,21 @@ def stretched_context(config: Any, context_length: int) -> int:
             trained = rope.get("original_max_position_embeddings") or context_length
             longest = max(longest, int(trained * (rope.get("factor") or 1.0)))
     return longest
+
+
+def check_rope(config: Any) -> None:
+    """Raise `ModelLoadError` for rotary settings with which no frequency or length can be computed."""
+    for rope in _rope_settings(config):
+        for name, value in rope.items():
+            numbers = value if isinstance(value, list | tuple) else [value]
+            most = _MAX_FACTOR if name == "factor" else _MAX_SETTING
+            if any(isinstance(n, int | float) and not abs(n) <= most for n in numbers):
+                raise ModelLoadError(
+                    f"config.json: rope_scaling.{name} must be at most {most:g}: {value!r:.60}"
+                )
+        factor = rope.get("factor")
+        if factor is not None and not (isinstance(factor, int | float) and factor > 0):
+            raise ModelLoadError(f"config.json: rope_scaling.factor must be a number above 0: {factor!r:.60}")
 
 
 def fix_frequencies(module: nn.Module, max_model_len: int) -> None:
@@ -62,10 +79,13 @@ def _fix_by_layer_type(embedding: Any, rope_types: dict[str, str], max_model_len
 def _frequencies(
     embedding: Any, rope_type: str, max_model_len: int, **layer_type: str
 ) -> tuple[torch.Tensor, float]:
-    frequencies: tuple[torch.Tensor, float] = ROPE_INIT_FUNCTIONS[rope_type](
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](
         embedding.config, torch.device("cpu"), seq_len=max_model_len, **layer_type
     )
-    return frequencies
+    settings = embedding.config.rope_parameters
+    is_long = max_model_len > settings.get("original_max_position_embeddings", max_model_len)
+    # Phi 3.5 MoE states its factors, others have them computed.
+    return frequencies, settings.get("long_mscale" if is_long else "short_mscale", scaling)
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:

@@ -21,8 +21,17 @@ Tensors = dict[str, torch.Tensor]
 
 def native_config(raw: RawConfig) -> PretrainedConfig:
     """Build the configuration as transformers itself does. No remote code: `auto_map` is just a field here."""
-    config: PretrainedConfig = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+    config: PretrainedConfig = CONFIG_MAPPING[raw["model_type"]].from_dict(_with_floats(dict(raw)))
     return config
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of config.json with the infinities that transformers writes as objects."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_floats(each) for name, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def grouped_kv_heads(config: Any) -> int:
@@ -35,12 +44,16 @@ def unchanged(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
     return tensors
 
 
-def _nothing(_module: torch.nn.Module) -> None:
+def nothing(_module: torch.nn.Module) -> None:
     pass
 
 
 def _never(_config: Any) -> bool:
     return False
+
+
+def zero(_config: Any) -> int:
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +69,11 @@ class Family:
     """Raises `ModelLoadError` for settings that transformers' module would ignore."""
     convert_tensors: Callable[[Tensors, PretrainedConfig], Tensors] = unchanged
     """Converts the checkpoint's names and layouts to the module's. May consume its argument."""
+    text_name: Callable[[str], str | None] | None = None
+    """Returns a tensor's name in the text model; None: it is not read. No function: the checkpoint has only text."""
     decoder: DecoderTraits | None = None
     """The decoder's known traits; None: its layers stay transformers' own."""
-    adapt: Callable[[torch.nn.Module], None] = _nothing
+    adapt: Callable[[torch.nn.Module], None] = nothing
     """Rewires the loaded module, in place and still on the CPU."""
     has_attention_interface: bool = True
     """False: the modules compute attention themselves, and `adapt` replaces that."""
@@ -67,6 +82,8 @@ class Family:
     """How ranks share its layers; None: as transformers plans it."""
     extrapolates: Callable[[Any], bool] = _never
     """Returns True if positions past the trained context are computable and sensible (ALiBi)."""
+    first_position: Callable[[Any], int] = zero
+    """Returns the position of a text's first token."""
     is_generic: bool = False
     """Nothing is known but transformers' own code: it is observed and probed before it serves."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -49,6 +50,21 @@ def _adapt_gpt_oss(module: nn.Module) -> None:
         experts.declared = ClampedSwiglu(float(experts.alpha), float(experts.limit))
 
 
+def _adapt_phi(module: nn.Module) -> None:
+    declare_routing(module, _sparse_mixer)
+    for part in module.modules():
+        if hasattr(part, "rope_init_fn"):
+            vars(part)["forward"] = MethodType(_rotate_by_buffers, part)
+
+
+def _rotate_by_buffers(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    """Return the cosines and sines of a rotary embedding that would compute its frequencies on the host each time."""
+    angles = position_ids[..., None].float() * self.inv_freq
+    both = torch.cat((angles, angles), dim=-1)
+    cos, sin = both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
+    return cos.to(x.dtype), sin.to(x.dtype)
+
+
 def _normalised(router: Any) -> Routing:
     return Routing(top_k=router.top_k, normalises=True)
 
@@ -78,14 +94,14 @@ def sigmoid_routing(router: Any) -> Routing:
 def _mixture(
     name: str,
     model_type: str,
-    architecture: str | tuple[str, ...],
-    routing: Callable[[Any], Routing | SparseMixer],
+    architecture: str,
+    routing: Callable[[Any], Routing],
     decoder: DecoderTraits | None = None,
 ) -> Family:
     return Family(
         name=name,
         model_types=(model_type,),
-        architectures=(architecture,) if isinstance(architecture, str) else architecture,
+        architectures=(architecture,),
         decoder=decoder,
         adapt=partial(declare_routing, routing_of=routing),
     )
@@ -113,7 +129,12 @@ FAMILIES = (
     _mixture("Granite 3 MoE", "granitemoe", "GraniteMoeForCausalLM", _normalised),
     _mixture("Mixtral", "mixtral", "MixtralForCausalLM", _normalised, DecoderTraits(window="one")),
     _mixture("OLMoE", "olmoe", "OlmoeForCausalLM", _softmax),
-    _mixture("Phi 3.5 MoE", "phimoe", ("PhiMoEForCausalLM", "PhimoeForCausalLM"), _sparse_mixer),
+    Family(
+        name="Phi 3.5 MoE",
+        model_types=("phimoe",),
+        architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
+        adapt=_adapt_phi,
+    ),
     Family(
         name="Qwen1.5 MoE, Qwen2 MoE",
         model_types=("qwen2_moe",),

@@ -26,9 +26,8 @@ NO_TEXT = "transformers has no text generator of this type"
 KINDS = (
     _kind(
         "recurrent state",
-        r"it has layers of type .*(linear_attention|conv|hybrid|mamba)|\d+ of its \d+ layers keep a state",
-        "such layers keep a recurrent state, which a cache of keys and values can't hold; use a model all of whose "
-        "layers attend",
+        r"the recurrent layers |\d+ of \d+ layers keep a state",
+        "only states that are in transformers' own cache are served; docs/models.md lists the types that are exact",
     ),
     _kind(
         "recurrent state, or several models in one",
@@ -58,12 +57,12 @@ KINDS = (
     ),
     _kind(
         "attention of its own",
-        r"its attention |its mask |it attends |\d+ heads don't share ",
+        r"the attention |\d+ heads don't share ",
         "paged attention would compute something else; docs/models.md lists the types that are exact",
     ),
     _kind(
         "positions or batches of its own",
-        "its positions |its forward pass |its own forward pass |its logits differ |its config.json states ",
+        "its positions |the forward pass |the model's own forward pass |the logits differ |its config.json states ",
         "its code can't be served in batches; docs/models.md lists the types that are exact",
     ),
 )
@@ -82,8 +81,8 @@ def with_advice(reason: str) -> str:
     return reason if kind is None else f"{reason}; {kind.advice}"
 
 
-def why_no_decoder(model_type: str) -> str | None:
-    """Return why one of transformers' types that is no causal language model is refused; None: an unknown type."""
+def decoder_refusal(model_type: str) -> str | None:
+    """Return why a type of transformers that is not a causal language model is rejected; None: an unknown type."""
     if not (tasks := tasks_of(model_type)):
         return None
     if any(map(_READS_MORE.search, tasks)):

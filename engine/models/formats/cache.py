@@ -73,17 +73,17 @@ def conversions() -> list[Path]:
 def identity(files: Iterable[Path]) -> str:
     """Return a digest of files' names, sizes, times and samples.
 
-    Samples, because the whole would cost a second per gigabyte at every start: the first, the middle and the last
+    Samples, because the whole would cost a second per gigabyte at startup: the first, the middle and the last
     MiB. The last holds a zipped checkpoint's check sums of every tensor. Times as well, since other formats have no
     sums; and not times alone, since images and archives give every file the same.
 
     Raises:
-        ModelLoadError: one is no regular file: a pipe or a device may have no end.
+        ModelLoadError: one is not a regular file: a pipe or a device may have no end.
     """
     digest = hashlib.sha256()
     for file in files:
         if not file.is_file():
-            raise ModelLoadError(f"can't load the weights in {file}: it is no regular file")
+            raise ModelLoadError(f"can't load the weights in {file}: not a regular file")
         status = file.stat()
         digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
         with file.open("rb") as opened:
@@ -109,7 +109,7 @@ def _limit_bytes() -> float:
         limit = -1.0
     if not limit >= 0:
         raise ConfigError(
-            f"{_LIMIT_VARIABLE}={text!r}: it should be the gibibytes that converted models may take"
+            f"{_LIMIT_VARIABLE}={text!r}: should be the gibibytes that converted models may take"
         )
     return limit * 2**30
 

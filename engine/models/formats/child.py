@@ -13,6 +13,8 @@ import sys
 import threading
 from pathlib import Path
 
+from pagemill.engine.child_process import limit_memory
+
 _SPARE_BYTES = 2 * 2**30
 """Memory beside the files: tables of tensors, a shard to be written, and what the libraries allocate."""
 _PER_FILE_BYTE = 3
@@ -30,17 +32,9 @@ def main(kind: str, directory: Path, files: list[Path]) -> None:
     from pagemill.engine.models.formats.shards import SHARD_BYTES
 
     largest = max(file.stat().st_size for file in files)
-    limit_memory(_SPARE_BYTES + _PER_FILE_BYTE * largest + 3 * min(largest, SHARD_BYTES))
-    convert(files, directory)
-
-
-def limit_memory(more_bytes: int) -> None:
-    """Allow this process `more_bytes` of memory beyond what it has now. macOS has no such limit."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        size = int(statm.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + more_bytes, size + more_bytes))
+    limit_memory(_SPARE_BYTES + _PER_FILE_BYTE * largest + 3 * min(largest, SHARD_BYTES), is_final=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    convert(files, directory)
 
 
 def _end_with_parent() -> None:

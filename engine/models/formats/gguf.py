@@ -24,12 +24,12 @@ def is_gguf(model: str) -> bool:
 def check_gguf(file: Path) -> None:
     """Raise `ModelLoadError` for a file whose header can't be that of a GGUF file. Imports nothing."""
     if not file.is_file():
-        raise ModelLoadError(f"no model at {str(file)!r}: there is no such file")
+        raise ModelLoadError(f"no model at {str(file)!r}: the file does not exist")
     with file.open("rb") as opened:
         header = opened.read(_HEADER.size)
     size = file.stat().st_size
     if not header.startswith(b"GGUF"):
-        raise ModelLoadError(f"{file} is no GGUF file: it begins with other bytes; download it again")
+        raise ModelLoadError(f"{file} is not a GGUF file: it begins with other bytes; download it again")
     if len(header) < _HEADER.size:
         raise ModelLoadError(f"{file} ends within its header; download it again")
     _, version, num_tensors, num_fields = _HEADER.unpack(header)

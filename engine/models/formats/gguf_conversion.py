@@ -146,5 +146,5 @@ def apply_rope_factors(config: Any, factors: torch.Tensor) -> None:
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     if not torch.allclose(base / frequencies, factors, rtol=1e-4):
         raise ModelLoadError(
-            f"{_ROPE_FACTORS} is no llama3 scaling, which alone is supported; give the original"
+            f"{_ROPE_FACTORS} is not llama3 scaling, the only supported kind; use the original checkpoint"
         )

@@ -57,13 +57,13 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
         if not isinstance(name, str) or not is_plain or tensor.is_quantized or tensor.is_meta:
             raise ModelLoadError(
-                f"{file.name}: {name!r} is no plain tensor; give a checkpoint of weights alone"[:400]
+                f"{file.name}: {name!r} is not a plain tensor; use a checkpoint of weights alone"[:400]
             )
     return content
 
 
 def _complaint(message: str) -> str:
-    """Say what torch's message means: most of it is how to load the file all the same."""
+    """Say what torch's message means: most of it is how to load the file anyway."""
     if asked := _REFUSED_GLOBAL.search(message):
         return f"asks for {asked[1]}, which weights don't need; it may be hostile, and nothing of it was run"
     reason = message.partition(_UNPICKLER)[2].strip() or message.strip()

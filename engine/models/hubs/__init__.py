@@ -1,1 +1,1 @@
-"""Getting models from hubs: which files a start needs, their download, and what is cached."""
+"""Getting models from hubs: which files a worker needs, their download, and what is cached."""

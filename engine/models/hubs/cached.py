@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagemill.engine.models.hubs import huggingface, modelscope
 from pagemill.engine.models.hubs.progress import bytes_under
 from pagemill.engine.models.source import MODELSCOPE_PREFIX, is_commit
 
@@ -31,7 +30,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def _converted() -> Iterator[CachedModel]:
-    """Yield GGUF files and pickled weights, which a start converts once; the packaged model is one of them."""
+    """Yield GGUF files and pickled weights, which are converted once; the packaged model is one of them."""
     try:
         from pagemill.engine.models.formats.cache import conversions
     except ModuleNotFoundError:  # a light install, which converts nothing
@@ -46,7 +45,7 @@ def _huggingface() -> Iterator[CachedModel]:
     except ModuleNotFoundError:
         return
     try:
-        repositories = scan_cache_dir(huggingface.hub_facts().cache).repos
+        repositories = scan_cache_dir().repos
     except (CacheNotFound, ValueError):  # there is none, or it is a file
         return
     for repository in repositories:
@@ -63,10 +62,11 @@ def _huggingface() -> Iterator[CachedModel]:
 
 
 def _modelscope() -> Iterator[CachedModel]:
-    cache = modelscope.cache_directory()
-    if cache is None:
+    try:
+        from modelscope_hub import HubConfig
+    except ModuleNotFoundError:
         return
-    for directory in cache.glob("models/*--*/snapshots/*"):
+    for directory in Path(HubConfig().cache_dir).glob("models/*--*/snapshots/*"):
         name = directory.parents[1].name.replace("--", "/", 1)
         revision = directory.name
         yield CachedModel(

@@ -1,76 +1,53 @@
-"""Shows a download: a bar on a terminal, else a line now and then."""
+"""Lines on the progress of a download."""
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-LOOK_S = 0.5
 FIRST_LINE_S = 2.0
 LINES_S = 10.0
 
 Say = Callable[[str], None]
 
 
-class DownloadProgress:
-    """Watches a hub's folder grow while others write into it; its own thread, for the length of a `with`.
+@contextmanager
+def logged_download(what: str, folder: Path, total: int, say: Say, *, has_bar: bool) -> Iterator[None]:
+    """Report a download of `total` bytes into `folder`: its start, its end, and lines in between.
 
-    The folder is looked at, and not the libraries' callbacks, which differ between hubs, their versions and
-    transports (HTTP, Xet).
+    The lines come from the folder's size, not from the libraries' callbacks, which differ between hubs, their
+    versions and transports (HTTP, Xet).
+
+    Args:
+        has_bar: on a terminal the library draws progress bars, so that the lines in between are omitted.
     """
+    before, start, finished = bytes_under(folder), time.monotonic(), threading.Event()
 
-    def __init__(self, what: str, folder: Path, missing_bytes: int, say: Say, *, draws: bool = True) -> None:
-        """`missing_bytes` are to arrive in `folder`; `say` takes lines. `draws`: a bar too, on a terminal."""
-        self._what, self._folder, self._total, self._say = what, folder, missing_bytes, say
-        self._draws = draws and sys.stderr.isatty()
-        self._before = bytes_under(folder)
-        self._began = time.monotonic()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pagemill-download", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._say(f"downloading {size(self._total)} of {self._what} into {self._folder}")
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_over.set()
-        self._thread.join()
-        if error is None:
-            seconds = max(time.monotonic() - self._began, 1e-3)
-            self._say(f"downloaded {self._what}: {size(self._total)} in {seconds:.1f} s")
-
-    def _run(self) -> None:
-        self._draw() if self._draws else self._tell()
-
-    def _draw(self) -> None:
-        from tqdm import tqdm
-
-        bar: Any = tqdm(total=self._total, desc=self._what, unit="B", unit_scale=True, leave=False)
-        with bar:
-            while not self._is_over.wait(LOOK_S):
-                bar.n = self._arrived()
-                bar.refresh()
-
-    def _tell(self) -> None:
+    def report() -> None:
         pause = FIRST_LINE_S
-        while not self._is_over.wait(pause):
+        while not finished.wait(pause):
             pause = LINES_S
-            arrived, seconds = self._arrived(), time.monotonic() - self._began
-            self._say(
-                f"{self._what}: {size(arrived)} of {size(self._total)}, {size(int(arrived / seconds))}/s"
-            )
+            arrived = min(total, max(0, bytes_under(folder) - before))
+            rate = int(arrived / (time.monotonic() - start))
+            say(f"{what}: {size(arrived)} of {size(total)}, {size(rate)}/s")
 
-    def _arrived(self) -> int:
-        return min(self._total, max(0, bytes_under(self._folder) - self._before))
+    say(f"downloading {size(total)} of {what} into {folder}")
+    thread = threading.Thread(target=report, name="pagemill-download", daemon=True)
+    if not (has_bar and sys.stderr.isatty()):
+        thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        if thread.ident is not None:
+            thread.join()
+    say(f"downloaded {what}: {size(total)} in {max(time.monotonic() - start, 1e-3):.1f} s")
 
 
 def bytes_under(folder: Path) -> int:
@@ -82,7 +59,7 @@ def bytes_under(folder: Path) -> int:
                 status = os.lstat(os.path.join(place, name))
             except OSError:  # renamed meanwhile
                 continue
-            total += status.st_size if not os.path.islink(os.path.join(place, name)) else 0
+            total += 0 if stat.S_ISLNK(status.st_mode) else status.st_size
     return total
 
 

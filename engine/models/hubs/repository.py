@@ -1,4 +1,4 @@
-"""A hub's repository at one commit, and which of its files a start needs."""
+"""A hub's repository at one commit, and which of its files a worker needs."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Listing:
         """Return configuration, tokenizer, templates and indexes.
 
         Raises:
-            ModelLoadError: it is no model that transformers could load.
+            ModelLoadError: not a model that transformers can load.
         """
         if "config.json" not in self.sizes:
-            raise ModelLoadError(f"{self.name} has no config.json: {self._what_it_is()}")
+            raise ModelLoadError(f"{self.name} has no config.json: {self._describe_contents()}")
         chosen = [name for name in sorted(self.sizes) if _is_small_file(name)]
         for name in chosen:
             if self.sizes[name] > _SMALL_FILE_BYTES:
@@ -66,12 +66,12 @@ class Listing:
         """Return the weight files; `directory` has the small ones. See `weight_names`."""
         return weight_names(self.sizes, directory, self.name) + _module_weights(self.sizes)
 
-    def _what_it_is(self) -> str:
+    def _describe_contents(self) -> str:
         if "adapter_config.json" in self.sizes:
             return "it is an adapter; give the model that it was made for"
         if any(name.endswith(".gguf") for name in self.sizes):
             return "it has .gguf files alone; give the repository of the original weights"
-        return "it is no model of transformers' format"
+        return "not a model in transformers' format"
 
 
 def weight_names(names: Collection[str], directory: Path, repository: str) -> list[str]:
@@ -105,7 +105,9 @@ def _indexed(index: Path, names: Collection[str], repository: str) -> list[str]:
             f"{repository}: can't read {index.name}: {type(error).__name__}: {error}"
         ) from error
     if hostile := [name for name in shards if not _is_plain(name)]:
-        raise ModelLoadError(f"{repository}: {index.name} names {hostile[0]!r}, which is no file beside it")
+        raise ModelLoadError(
+            f"{repository}: {index.name} names {hostile[0]!r}, which is not a file beside it"
+        )
     if absent := [name for name in shards if name not in names]:
         raise ModelLoadError(
             f"{repository} lacks {len(absent)} of its {len(shards)} weight files, {absent[0]} first"

@@ -1,1 +1,1 @@
-"""The physical side of the KV cache: the block pool, tables, swap space."""
+"""The physical side of the KV cache: the block pool, tables, host tier."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagemill.engine.config import SchedulerConfig
+from pagemill.kernels.types.window import first_visible
 
 _SLACK = 3
 """Blocks beside window and chunk: the parts of blocks at both ends, and what is freed with the next full block."""
@@ -16,7 +17,7 @@ _SLACK = 3
 
 @dataclass(frozen=True, slots=True)
 class BlockGroups:
-    """Windows in tokens by group; None: the group's layers read everything."""
+    """Windows by group, as `first_visible` takes them; None: the group's layers read everything."""
 
     block_size: int
     windows: tuple[int | None, ...] = (None,)
@@ -41,13 +42,14 @@ class BlockGroups:
 
     def first_read(self, window: int | None, position: int) -> int:
         """Return the first column that the query at a position, or any after it, reads."""
-        return 0 if window is None else max(0, position - window + 1) // self.block_size
+        first: int = first_visible(window or 0, position)
+        return max(0, first) // self.block_size
 
     def most_held(self, window: int | None, num_columns: int) -> int:
         """Return a bound on the blocks that a sequence of this many columns holds at once in a group."""
         if window is None:
             return num_columns
-        return min(num_columns, (window + self.max_chunk) // self.block_size + _SLACK)
+        return min(num_columns, (abs(window) + self.max_chunk) // self.block_size + _SLACK)
 
     @property
     def limits(self) -> tuple[int | None, ...]:

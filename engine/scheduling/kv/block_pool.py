@@ -12,7 +12,7 @@ The free queue is the LRU list: free blocks first, then cached ones, least recen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from pagemill.engine.scheduling.blocks import KVBlock
 from pagemill.engine.scheduling.kv.residency import BlockResidency
@@ -83,7 +83,14 @@ class BlockPool:
     flight is reserved until that step retires: execution may still read it.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, num_groups: int = 1, on_evict: Callable[[bytes, int], None] | None = None
+    ) -> None:
+        """Create a pool of free blocks.
+
+        Args:
+            on_evict: called with the hash and the id of each block that is evicted.
+        """
         if num_blocks < 2:
             raise ValueError(f"a pool needs at least 2 blocks (one is the null block), got {num_blocks}")
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
@@ -104,6 +111,7 @@ class BlockPool:
         self._deferred: dict[int, dict[KVBlock, None]] = {}
         """Step in flight -> blocks that become available when it retires, in order of release."""
         self._num_deferred = 0
+        self._on_evict = on_evict
         for block in self.blocks[1:]:
             self._queue.append(block)
 
@@ -136,6 +144,8 @@ class BlockPool:
         for block in taken:
             if block.block_hash is not None:
                 del self._by_hash[block.block_hash]
+                if self._on_evict is not None:
+                    self._on_evict(block.block_hash, block.block_id)
                 block.block_hash = None
                 self.num_cached -= 1
                 self.evictions += 1
@@ -212,7 +222,7 @@ class BlockPool:
 
     def register(self, block: KVBlock, block_hash: bytes) -> bool:
         """Make a full block findable. False if an equal one already is: that one stays."""
-        assert block.ref_count > 0, f"{block} is nobody's"
+        assert block.ref_count > 0, f"{block} has no owner"
         assert block.block_hash is None, f"{block} is registered already"
         if self._by_hash.setdefault(block_hash, block) is not block:
             return False

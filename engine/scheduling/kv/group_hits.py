@@ -1,18 +1,21 @@
-"""Prefix hits where layers have windows: a prefix is found if every group of layers can go on from its end."""
+"""Prefix hits where layers have windows: a prefix is found if every group of layers can continue from its end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from pagemill.engine.scheduling.blocks import KVBlock
+from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
 from pagemill.engine.scheduling.kv.block_groups import BlockGroups
-from pagemill.engine.scheduling.kv.block_pool import NULL_BLOCK_ID, BlockPool
+
+Entry = KVBlock | HostBlock
+Lookup = Callable[[bytes], Entry | None]
 
 
-def match_groups(pool: BlockPool, groups: BlockGroups, hashes: Sequence[bytes]) -> list[KVBlock]:
+def match_groups(lookup: Lookup, groups: BlockGroups, hashes: Sequence[bytes], null: KVBlock) -> list[Entry]:
     """Return the table of the longest prefix found, with the null block where nothing will be read.
 
     Args:
+        lookup: returns what holds a key.
         hashes: of the columns that may be found, in order.
     """
     # Groups without a window end the search at the first column that is missing.
@@ -21,25 +24,25 @@ def match_groups(pool: BlockPool, groups: BlockGroups, hashes: Sequence[bytes]) 
     while length != before:
         before = length
         for group in order:
-            length = _longest(pool, groups, group, hashes[:length])
+            length = _longest(lookup, groups, group, hashes[:length])
     first = [groups.first_read(window, length * groups.block_size) for window in groups.windows]
-    table = []
+    table: list[Entry] = []
     for column in range(length):
         for group in range(groups.num_groups):
-            block = pool.lookup(groups.key(hashes[column], group)) if column >= first[group] else None
-            table.append(block or pool.blocks[NULL_BLOCK_ID])
+            block = lookup(groups.key(hashes[column], group)) if column >= first[group] else None
+            table.append(block or null)
     return table
 
 
-def _longest(pool: BlockPool, groups: BlockGroups, group: int, hashes: Sequence[bytes]) -> int:
+def _longest(lookup: Lookup, groups: BlockGroups, group: int, hashes: Sequence[bytes]) -> int:
     """Return the most columns after which a group has all that the next token reads."""
     window, end = groups.windows[group], len(hashes)
     if window is None:
-        missing = (column for column, key in enumerate(hashes) if pool.lookup(groups.key(key, group)) is None)
+        missing = (column for column, key in enumerate(hashes) if lookup(groups.key(key, group)) is None)
         return next(missing, end)
     column = end
     while column > groups.first_read(window, end * groups.block_size):
         column -= 1
-        if pool.lookup(groups.key(hashes[column], group)) is None:
+        if lookup(groups.key(hashes[column], group)) is None:
             end = column
     return end

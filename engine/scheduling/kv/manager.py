@@ -5,13 +5,12 @@ the step that fills them is planned, not when it has run: in each layer every KV
 a request that enters the same step may already read them, and a burst of equal cold prefixes computes the
 prefix once.
 
-Layers with windows: `BlockGroups` has the layout of tables, docs/kv-cache.md the whole of it.
+Layers with windows: `BlockGroups` has the layout of tables; docs/architecture.md gives an overview.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -21,8 +20,9 @@ from pagemill.engine.outputs import KVCacheStats
 from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
 from pagemill.engine.scheduling.kv.block_groups import BlockGroups
 from pagemill.engine.scheduling.kv.block_pool import NULL_BLOCK_ID, BlockPool
-from pagemill.engine.scheduling.kv.group_hits import match_groups
-from pagemill.engine.scheduling.kv.swap_space import SwapSpace
+from pagemill.engine.scheduling.kv.group_hits import Entry, match_groups
+from pagemill.engine.scheduling.kv.host_tier import HostTier
+from pagemill.engine.scheduling.kv.state_cache import StateCache
 from pagemill.engine.scheduling.request import Sequence
 
 _HASH_BYTES = 16
@@ -41,6 +41,20 @@ class AllocatedSlots:
     """(index in the table, new id): entries replaced by copy-on-write."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixHits:
+    """The head of a waiting sequence's table, as far as it is cached, on the device or in the host tier."""
+
+    entries: list[Entry] = field(default_factory=list)
+    num_columns: int = 0
+    """Columns found by hash; entries after them are what a preempted sequence has left under its own key."""
+    num_tokens: int = 0
+    num_found_tokens: int = 0
+    """Tokens of the columns found by hash, including those after the last cached recurrent state."""
+    state_hash: bytes = b""
+    """Finds the recurrent state after `num_tokens`."""
+
+
 NO_NEW_SLOTS = AllocatedSlots()
 """The result if the table already has room, as for most decodes. Never modified."""
 
@@ -55,11 +69,17 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
+        max_host_copies: int = 2**31,
         groups: BlockGroups | None = None,
+        states: StateCache | None = None,
     ) -> None:
+        """`states`: of a model with recurrent layers."""
         self.groups = groups or BlockGroups(block_size)
-        self.pool = BlockPool(num_blocks, self.groups.num_groups)
-        self.swap_space = SwapSpace(self.pool, num_host_blocks, self.groups)
+        self.host = HostTier(num_host_blocks if enable_prefix_caching else 0, max_host_copies)
+        self.states = states or StateCache(0, 0)
+        self._is_recurrent = states is not None
+        on_evict = self.host.store if self.host.capacity else self._drop_state if states else None
+        self.pool = BlockPool(num_blocks, self.groups.num_groups, on_evict)
         self.block_size = block_size
         self._num_groups = self.groups.num_groups
         self._settles_blocks = enable_prefix_caching or self.groups.has_windows
@@ -71,6 +91,7 @@ class KVCacheManager:
         self._window_frees = 0
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
+        self._host_hit_tokens = 0
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> KVCacheManager:
@@ -79,42 +100,67 @@ class KVCacheManager:
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             num_host_blocks=config.num_host_blocks,
+            max_host_copies=config.max_host_copies,
             groups=BlockGroups.of(config),
+            states=StateCache(config.max_num_seqs, config.num_cached_states) if config.state_bytes else None,
         )
 
     def num_entries(self, num_tokens: int) -> int:
         """Return the entries of a table of this many tokens, freed ones included."""
         return -(-num_tokens // self.block_size) * self._num_groups
 
-    def match_prefix(self, sequence: Sequence) -> list[KVBlock]:
-        """Return the table of the longest cached prefix of a sequence that holds no blocks. Changes nothing.
+    def match_prefix(self, sequence: Sequence) -> PrefixHits:
+        """Return the longest cached prefix of a sequence that holds no blocks. Changes nothing.
 
         At least one token is left to compute: without it there would be no logits. Columns behind a window
         are the null block. The result is valid until the next allocation.
         """
         if not self._enable_prefix_caching:
-            return []
+            return PrefixHits()
         hashes = self._block_hashes(sequence, sequence.num_cacheable_tokens // self.block_size)
+        entries = self._match(hashes)
+        if self._is_recurrent:
+            return self._match_state(hashes, entries)
+        num_columns = len(entries) // self._num_groups
+        end = min(sequence.num_kept_tokens, sequence.num_cacheable_tokens)
+        kept = range(len(entries), self.num_entries(end))
+        tail = [host for index in kept if (host := self.host.lookup((sequence, index))) is not None]
+        if tail and len(tail) == len(kept):
+            return PrefixHits([*entries, *tail], num_columns, end)
+        return PrefixHits(entries, num_columns, num_columns * self.block_size)
+
+    def _match(self, hashes: list[bytes]) -> list[Entry]:
         if self.groups.has_windows:
-            return match_groups(self.pool, self.groups, hashes)
-        hits: list[KVBlock] = []
+            return match_groups(self._lookup, self.groups, hashes, self.pool.blocks[NULL_BLOCK_ID])
+        entries = []
         for block_hash in hashes:
-            block = self.pool.lookup(block_hash)
-            if block is None:
+            entry = self._lookup(block_hash)
+            if entry is None:
                 break
-            hits.append(block)
-        return hits
+            entries.append(entry)
+        return entries
 
-    def num_hit_tokens(self, hits: list[KVBlock]) -> int:
-        return len(hits) // self._num_groups * self.block_size
+    def _match_state(self, hashes: list[bytes], entries: list[Entry]) -> PrefixHits:
+        """Shorten hits to a column with a cached state at its end."""
+        num_found = columns = len(entries) // self._num_groups
+        while (end := self.states.num_blocks(hashes[:columns])) < columns:
+            entries = self._match(hashes[:end])
+            columns = len(entries) // self._num_groups
+        size = self.block_size
+        state_hash = hashes[columns - 1] if columns else b""
+        return PrefixHits(entries, columns, columns * size, num_found * size, state_hash)
 
-    def num_blocks_taken(self, hits: list[KVBlock], num_tokens: int) -> int:
+    def _lookup(self, key: bytes) -> Entry | None:
+        return self.pool.lookup(key) or self.host.lookup(key)
+
+    def num_blocks_taken(self, hits: PrefixHits, num_tokens: int) -> int:
         """Return the available blocks that a waiting sequence takes for `num_tokens`, at most at once."""
         from_queue = sum(
-            block.ref_count == 0 and not block.is_reserved and block.block_id != NULL_BLOCK_ID
-            for block in hits
+            isinstance(entry, HostBlock)
+            or (entry.ref_count == 0 and not entry.is_reserved and entry.block_id != NULL_BLOCK_ID)
+            for entry in hits.entries
         )
-        new = self.groups.columns(num_tokens) - len(hits) // self._num_groups
+        new = self.groups.columns(num_tokens) - len(hits.entries) // self._num_groups
         return sum(self.groups.most_held(window, new) for window in self.groups.windows) + from_queue
 
     def num_blocks_left(self, sequence: Sequence) -> int:
@@ -135,17 +181,55 @@ class KVCacheManager:
     def _num_held(self, table: list[int]) -> int:
         return len(table) - table.count(NULL_BLOCK_ID) if self.groups.has_windows else len(table)
 
-    def admit(self, sequence: Sequence, hits: list[KVBlock]) -> None:
-        """Give a sequence its prefix hits as the head of its table; they count as computed."""
+    def can_load(self, hits: PrefixHits, step_id: int) -> bool:
+        """Return whether this step may still copy back from the host, if these hits need it, or use their state."""
+        if self.states.is_computed_in(step_id, hits.state_hash):
+            return False
+        return self.host.has_load_capacity or not any(isinstance(entry, HostBlock) for entry in hits.entries)
+
+    def admit(self, sequence: Sequence, hits: PrefixHits, step_id: int) -> None:
+        """Give a sequence its prefix hits as the head of its table; they count as computed in step `step_id`."""
         assert not sequence.block_ids
         assert sequence.num_computed_tokens == 0
-        sequence.block_ids = [block.block_id for block in hits]
-        self._acquire(sequence.block_ids)
-        sequence.num_computed_tokens = self.num_hit_tokens(hits)
-        sequence.num_registered_blocks = sequence.num_computed_tokens // self.block_size
+        # First what exists: allocation would otherwise evict it.
+        self._acquire([entry.block_id for entry in hits.entries if isinstance(entry, KVBlock)])
+        self.host.use(entry for entry in hits.entries if isinstance(entry, HostBlock))
+        loaded_columns: dict[int, int] = {}
+        for index, entry in enumerate(hits.entries):
+            if isinstance(entry, KVBlock):
+                sequence.block_ids.append(entry.block_id)
+                continue
+            column, group = divmod(index, self._num_groups)
+            block = self.pool.allocate(1, group)[0]
+            loaded_columns[column] = min(self.block_size, hits.num_tokens - column * self.block_size)
+            self.pool.fill(block, loaded_columns[column])
+            self.host.load(entry, block.block_id)
+            if isinstance(entry.key, bytes):
+                self._register_block(block, entry.key, step_id)
+            sequence.block_ids.append(block.block_id)
+        sequence.num_computed_tokens = hits.num_tokens
+        sequence.num_registered_blocks = hits.num_columns
+        if self._is_recurrent:  # the prompt's last boundary, and where it leaves what is cached
+            last = sequence.num_cacheable_tokens // self.block_size * self.block_size
+            ends = sorted({hits.num_found_tokens, last})
+            sequence.state_ends = tuple(end for end in ends if end > hits.num_tokens)
+        self.drop_kept(sequence)
+        self._host_hit_tokens += sum(loaded_columns.values())
         if self._enable_prefix_caching:
             self._prefix_queried_tokens += sequence.num_known_tokens
             self._prefix_hit_tokens += sequence.num_computed_tokens
+
+    def load_state(self, sequence: Sequence, step_id: int) -> None:
+        """Let a sequence that was admitted, and has its row now, begin with the state at the end of its hits."""
+        if self._is_recurrent and sequence.num_computed_tokens:
+            assert sequence.row is not None
+            end = sequence.num_computed_tokens // self.block_size
+            self.states.load(sequence.block_hashes[end - 1], sequence.row, step_id)
+
+    def limit_chunk(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of a running sequence's next tokens a step may compute: its state is cached on the way."""
+        start = sequence.num_computed_tokens
+        return min(num_tokens, next((end - start for end in sequence.state_ends if end > start), num_tokens))
 
     def num_blocks_needed(self, sequence: Sequence, num_new_tokens: int) -> int:
         """Return the number of blocks that `allocate_slots` would take from the pool."""
@@ -154,26 +238,6 @@ class KVCacheManager:
         if start // self.block_size * self._num_groups < num_held:
             needed += len(self._shared_entries(sequence))
         return needed
-
-    def num_blocks_needed_together(self, work: Iterable[tuple[Sequence, int]]) -> int:
-        """Return the number of blocks that these (sequence, new tokens) need in total, swapped ones once they
-        are back.
-
-        Of the sequences that write into one shared block, the last holder writes in place.
-        """
-        needed = 0
-        writers: Counter[KVBlock | HostBlock] = Counter()
-        for sequence, num_new_tokens in work:
-            start = sequence.num_computed_tokens
-            table: list[KVBlock | HostBlock] = [self.pool.blocks[block_id] for block_id in sequence.block_ids]
-            if sequence.swapped_blocks:
-                table = sequence.swapped_blocks
-                start = min(start, sequence.num_known_tokens - 1)  # as `swap_in` leaves it
-            needed += max(0, self.num_entries(start + num_new_tokens) - len(table))
-            first = start // self.block_size * self._num_groups
-            for entry in table[first : first + self._num_groups]:
-                writers[entry] += 1
-        return needed + sum(min(count, block.ref_count - 1) for block, count in writers.items())
 
     def append_slot(self, sequence: Sequence) -> bool:
         """Make room for one token in a block that has begun, as for most decodes. False: use `allocate_slots`."""
@@ -232,13 +296,14 @@ class KVCacheManager:
         first = sequence.num_registered_blocks
         if sequence.num_computed_tokens // self.block_size <= first or not self._settles_blocks:
             return
-        if sequence.swapped_blocks:
-            return
         num_full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.block_size
         if num_full <= first:
             return
         if self._enable_prefix_caching:
             self._register(sequence, first, num_full)
+            if sequence.num_computed_tokens in sequence.state_ends:
+                assert sequence.row is not None
+                self.states.save(sequence.block_hashes[num_full - 1], sequence.row, sequence.last_step_id)
         sequence.num_registered_blocks = num_full
         if self.groups.has_windows:
             self._free_unread(sequence)
@@ -248,22 +313,28 @@ class KVCacheManager:
         for index in range(first * count, end * count):
             if not (block_id := sequence.block_ids[index]):
                 continue
-            block = self.pool.blocks[block_id]
-            if block.block_hash is not None:  # in a table that was swapped in
-                continue
             key = hashes[index] if count == 1 else self.groups.key(hashes[index // count], index % count)
-            if self.pool.register(block, key) and sequence.last_step_id > self.pool.retired_step_id:
-                self._unproven.setdefault(sequence.last_step_id, []).append((block, key))
+            self._register_block(self.pool.blocks[block_id], key, sequence.last_step_id)
+
+    def _register_block(self, block: KVBlock, key: bytes, step_id: int) -> None:
+        """Make a block findable that step `step_id` fills."""
+        if self.pool.register(block, key) and step_id > self.pool.retired_step_id:
+            self._unproven.setdefault(step_id, []).append((block, key))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child share all of its parent's blocks, including the partial last one."""
+        """Let a child share all of its parent's blocks, including the partial last one. Both have their rows."""
         assert not child.block_ids
+        self.drop_kept(child)
         self._acquire(parent.block_ids)
         child.block_ids = list(parent.block_ids)
         child.block_hashes = list(parent.block_hashes)
         child.num_registered_blocks = parent.num_registered_blocks
         child.num_computed_tokens = parent.num_computed_tokens
         child.last_step_id = parent.last_step_id
+        if self._is_recurrent:
+            assert parent.row is not None
+            assert child.row is not None
+            self.states.fork(parent.row, child.row, parent.last_step_id)
 
     def shared_blocks(self, parent: Sequence, num_tokens: int) -> list[KVBlock]:
         """Return the table of a sequence's first tokens, whose last column may hold more than these."""
@@ -271,6 +342,8 @@ class KVCacheManager:
 
     def can_fork_at(self, parent: Sequence, num_tokens: int) -> bool:
         """Return True if a running sequence holds all that a child of its first tokens will read."""
+        if self._is_recurrent:
+            return False  # the parent's state is that of its newest token
         columns = self.groups.columns(num_tokens)
         return all(
             parent.block_ids[column * self._num_groups + group] != NULL_BLOCK_ID
@@ -281,10 +354,31 @@ class KVCacheManager:
     def fork_at(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let a child share the blocks of its parent's first tokens; the last one is copied before it writes."""
         assert not child.block_ids
+        self.drop_kept(child)
         child.block_ids = [block.block_id for block in self.shared_blocks(parent, num_tokens)]
         self._acquire(child.block_ids)
         child.num_registered_blocks = min(parent.num_registered_blocks, num_tokens // self.block_size)
         child.num_computed_tokens = num_tokens
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Release a sequence's blocks. Those that are not findable by hash yet go to the host tier.
+
+        They are kept under the sequence's own key, so that it resumes with the same bits.
+        """
+        self.trim(sequence)
+        if self.host.capacity:
+            first = sequence.num_registered_blocks * self._num_groups
+            sequence.num_kept_tokens = sequence.num_computed_tokens
+            sequence.kept_entries = range(first, len(sequence.block_ids))
+            for index in sequence.kept_entries:
+                self.host.store((sequence, index), sequence.block_ids[index])
+        self.free(sequence)
+
+    def drop_kept(self, sequence: Sequence) -> None:
+        """Discard what the host tier has under a sequence's own key."""
+        for index in sequence.kept_entries:
+            self.host.discard((sequence, index))
+        sequence.kept_entries, sequence.num_kept_tokens = range(0), 0
 
     def free(self, sequence: Sequence) -> None:
         """Release a sequence's blocks, tail first; those that a step in flight names wait for it."""
@@ -294,13 +388,17 @@ class KVCacheManager:
         sequence.block_ids = []
         sequence.num_registered_blocks = 0
         sequence.num_computed_tokens = 0
+        sequence.state_ends = ()
 
     def forget(self, sequence: Sequence) -> None:
         """Make none of a sequence's blocks findable: their contents are suspect."""
         for block_id in sequence.block_ids:
             self.pool.forget(self.pool.blocks[block_id])
-        if self.groups.has_windows:  # what it has freed may still be findable
+        for block_hash in sequence.block_hashes:
+            self.states.discard(block_hash)
+        if self.groups.has_windows or self.host.capacity:  # what it has freed may still be findable
             for _, key in self._keys(sequence, 0, len(sequence.block_hashes)):
+                self.host.discard(key)
                 if (block := self.pool.lookup(key)) is not None:
                     self.pool.forget(block)
 
@@ -311,6 +409,8 @@ class KVCacheManager:
 
     def drop_unproven(self, step_id: int) -> None:
         """Step `step_id` failed: make blocks that it or a later step was to fill unfindable."""
+        self.host.drop_unproven(step_id)
+        self.states.drop_unproven(step_id)
         for unproven_id in [s for s in self._unproven if s >= step_id]:
             for block, block_hash in self._unproven.pop(unproven_id):
                 if block.block_hash == block_hash:
@@ -335,29 +435,37 @@ class KVCacheManager:
             cow_copies=self._cow_copies,
             prefix_queried_tokens=self._prefix_queried_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
-            swapped_out_blocks=self.swap_space.swapped_out,
-            swapped_in_blocks=self.swap_space.swapped_in,
-            host_capacity_blocks=self.swap_space.capacity,
-            host_used_blocks=self.swap_space.num_used,
+            host_capacity_blocks=self.host.capacity,
+            host_used_blocks=self.host.num_used,
+            host_stored_blocks=self.host.stored,
+            host_loaded_blocks=self.host.loaded,
+            host_evictions=self.host.evictions,
+            host_skipped_blocks=self.host.skipped,
+            host_hit_tokens=self._host_hit_tokens,
             window_frees=self._window_frees,
+            cached_state_slots=self.states.num_used,
             groups=tuple(zip(self.groups.windows, pool.active_by_group, strict=True)),
         )
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Check the pool, and that reference counts, fill levels and hashes follow from the tables."""
         self.pool.check_integrity()
+        self.states.check_integrity()
+        for block_hash in self.states.hashes():
+            found = [
+                self.pool.lookup(self.groups.key(block_hash, group)) for group in range(self._num_groups)
+            ]
+            assert None not in found, "a cached state without its block"
         references = [0] * self.pool.capacity
         filled = [0] * self.pool.capacity
         sequences = list(sequences)
-        self.swap_space.check_integrity([sequence for sequence in sequences if sequence.swapped_blocks])
+        self.host.check_integrity({(s, index) for s in sequences for index in s.kept_entries})
         for sequence in sequences:
-            table = [*enumerate(sequence.block_ids), *self._kept_blocks(sequence)]
-            assert len(sequence.block_ids or sequence.swapped_blocks) >= self.num_entries(
-                sequence.num_computed_tokens
-            )
+            assert not (sequence.block_ids and sequence.kept_entries), "kept blocks of a running sequence"
+            assert len(sequence.block_ids) >= self.num_entries(sequence.num_computed_tokens)
             keys = dict(self._keys(sequence, 0, sequence.num_known_tokens // self.block_size))
             self._check_freed(sequence)
-            for index, block_id in table:
+            for index, block_id in enumerate(sequence.block_ids):
                 if not block_id:
                     continue
                 references[block_id] += 1
@@ -379,18 +487,12 @@ class KVCacheManager:
     def _check_freed(self, sequence: Sequence) -> None:
         """Check that a table has all that may yet be read."""
         position = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
-        table = sequence.block_ids or [
-            entry.block_id if isinstance(entry, KVBlock) else -1 for entry in sequence.swapped_blocks
-        ]
         for group, window in enumerate(self.groups.windows):
-            read = table[group :: self._num_groups][self.groups.first_read(window, position) :]
+            read = sequence.block_ids[group :: self._num_groups][self.groups.first_read(window, position) :]
             assert NULL_BLOCK_ID not in read, f"group {group} lacks what position {position} reads"
 
-    @staticmethod
-    def _kept_blocks(sequence: Sequence) -> list[tuple[int, int]]:
-        """Return (index, id) of the device blocks that a swapped sequence still refers to."""
-        swapped = enumerate(sequence.swapped_blocks)
-        return [(index, entry.block_id) for index, entry in swapped if isinstance(entry, KVBlock)]
+    def _drop_state(self, key: bytes, _block_id: int) -> None:
+        self.states.discard(key[:_HASH_BYTES])
 
     def _take_blocks(self, sequence: Sequence, needed: int, step_id: int) -> AllocatedSlots:
         """Allocate blocks; a shared block that the write starts in is replaced by a copy."""
@@ -469,7 +571,8 @@ class KVCacheManager:
     def _block_hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """Return the first `num_blocks` chained hashes of a sequence, extending the stored ones.
 
-        The chain begins with the request's cache salt, so equal tokens under different salts do not match.
+        The chain begins with the request's cache salt, so equal tokens under different salts do not match. A block
+        with media also hashes their digests.
         """
         hashes = sequence.block_hashes
         if len(hashes) < num_blocks:
@@ -479,6 +582,8 @@ class KVCacheManager:
             for offset in range(0, len(tokens), size):
                 parent = hashes[-1] if hashes else _chain_root(sequence.request.cache_salt)
                 content = array("q", tokens[offset : offset + size]).tobytes()
+                if (media := sequence.request.media) is not None:
+                    content += media.content_key(start + offset, start + offset + size)
                 hashes.append(blake2b(parent + content, digest_size=_HASH_BYTES).digest())
         return hashes[:num_blocks]
 

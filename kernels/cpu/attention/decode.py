@@ -338,7 +338,7 @@ def decode(
     head_dim,
     block_size,
     scale,
-    window,  # 0 = none
+    window,  # of `first_visible`
     softcap,  # 0 = none
     alibi_slopes,  # address 0 = none
     sinks,  # likewise

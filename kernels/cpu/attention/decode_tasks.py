@@ -1,12 +1,13 @@
 """What single-token attention is shared out as: tasks of some rows, one split of their keys and one KV head.
 
-A task's rows read the same leading keys of the split, by their block numbers, and go on with keys of their own.
+A task's rows read the same leading keys of the split, by their block numbers, and continue with keys of their own.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from pagemill.kernels.cpu.attention.operands import first_visible
 from pagemill.kernels.cpu.jit.compiler import i32_pointer, jit
 from pagemill.kernels.cpu.jit.row import I32
 
@@ -46,7 +47,7 @@ def plan_rows(rows, seq_lens, num_rows, window):
     count, num_partials = 0, 0
     for row in range(num_rows):
         end = int(seq_lens[row])
-        rows[row, BEGIN], rows[row, END] = max(0, end - window) if window > 0 else 0, end
+        rows[row, BEGIN], rows[row, END] = max(0, first_visible(window, max(0, end - 1))), end
         splits = num_splits(rows[row, BEGIN], end)
         rows[row, PARTIAL] = num_partials if splits > 1 else -1
         num_partials += splits if splits > 1 else 0
@@ -127,7 +128,7 @@ def plan_tasks(rows, order, num_rows, num_row_splits, num_kv_heads, most_rows):
 
 @jit
 def part_of(part, task, rows, order):
-    """A row of the task, and the keys of a part: part 0 is what the rows share, part n what the n-th goes on with."""
+    """A row of the task, and the keys of a part: part 0 is what the rows share, part n what the n-th continues with."""
     place, begin, shared_end = task[PLACE], task[FIRST_SPLIT_KEY], task[SHARED_END]
     if part == 0:
         return order[place, 0], begin, shared_end

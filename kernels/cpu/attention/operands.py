@@ -9,6 +9,7 @@ import numpy as np
 from pagemill.kernels.cpu.jit.compiler import i32_pointer, jit
 from pagemill.kernels.cpu.jit.element import size_of
 from pagemill.kernels.cpu.jit.row import F32, I32, LOG2_E
+from pagemill.kernels.types.window import first_visible as first_visible_key
 
 
 class Queries(NamedTuple):
@@ -48,10 +49,13 @@ class Rules(NamedTuple):
     """How scores become weights. Of all query heads, or moved to one of them (`of_head`)."""
 
     scale: np.float32  # of queries: scores come in units of log 2, or as fractions of the cap
-    window: int  # 0 = none
+    window: int  # of `first_visible`
     softcap: np.float32  # 0 = none; in units of log 2
     slopes: int  # 0 = none
     sinks: int  # 0 = none
+
+
+first_visible = jit(first_visible_key)
 
 
 @jit

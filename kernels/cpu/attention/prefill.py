@@ -12,6 +12,7 @@ from pagemill.kernels.cpu.attention.operands import (
     Paged,
     Queries,
     Tables,
+    first_visible,
     of_head,
     of_kv_head,
     of_token,
@@ -55,7 +56,7 @@ def _plan_costs(tiles, num_tiles, num_kv_heads, group, window):
     costs = np.zeros(num_tiles * num_kv_heads + 1, np.int64)
     for task in range(num_tiles * num_kv_heads):
         _, _, count, position = tiles[task % num_tiles]
-        visible = position + count if window == 0 else min(position + count, window + count)
+        visible = position + count - max(0, first_visible(window, position))
         costs[task + 1] = costs[task] + (count * group + 8) * (visible + 8)
     return costs
 
@@ -138,7 +139,7 @@ def prefill(
     head_dim,
     block_size,
     scale,
-    window,  # 0 = none
+    window,  # of `first_visible`
     softcap,  # 0 = none
     alibi_slopes,  # address 0 = none
     sinks,  # likewise

@@ -5,7 +5,7 @@ meets the keys in tiles counted from key 0. So what a token gets depends neither
 was cut into chunks.
 
 Where products round their rows to 16 or 8 bits, the cache holds bfloat16 or int8, and the CPU multiplies bfloat16, so
-do the tiles: queries and the weights of values are rounded. Scores, sums and the softmax are fp32 all the same.
+do the tiles: queries and the weights of values are rounded. Scores, sums and the softmax stay fp32.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pagemill.kernels.cpu.attention.operands import first_visible
 from pagemill.kernels.cpu.attention.panels import (
     PANEL_ROW,
     gather_keys,
@@ -228,10 +229,10 @@ def _softmax_tile(room, num_rows, first_key, position, group, rules, key_scales,
         rows = room.scores + VECTOR * LINES * first
         for r in range(first, last):
             query = position + r // group
-            first_visible = query + 1 - rules.window if rules.window > 0 else 0
+            first_seen = first_visible(rules.window, query)
             first_hidden = query + 1
             if (
-                first_visible > first_key
+                first_seen > first_key
                 or first_hidden < first_key + KEYS
                 or rules.slopes != 0
                 or rules.softcap > ZERO
@@ -240,7 +241,7 @@ def _softmax_tile(room, num_rows, first_key, position, group, rules, key_scales,
                 _prepare_row(
                     rows + VECTOR * (r - first),
                     VECTOR * (last - first),
-                    first_visible - first_key,
+                    first_seen - first_key,
                     first_hidden - first_key,
                     np.float32(first_key - query),
                     LOG2_E * f32_pointer(rules.slopes)[r % group] if rules.slopes != 0 else ZERO,
@@ -355,7 +356,7 @@ def attend_tile(
     _load_queries(room.q, queries, num_rows, head_dim, rules.scale)
     if is_paired:
         _pair_up(room.q, num_rows, depth // vector.LANES)
-    begin = max(0, position + 1 - rules.window) if rules.window > 0 else 0
+    begin = max(0, first_visible(rules.window, position))
     end = position + num_tokens
     for tile in range(begin // KEYS * KEYS, end, KEYS):
         low, high = max(begin, tile), min(end, tile + KEYS)

@@ -7,10 +7,12 @@ a step of a small model makes hundreds. As with Triton, the caller answers for s
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
 import os
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -67,6 +69,26 @@ def compiles_for(feature: str) -> bool:
     return f"+{feature}" in (codegen.get_host_cpu_features() if features is None else features)
 
 
+_ARCH_PRCTL = 158
+_REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18
+
+
+def _may_use_amx() -> bool:
+    """Ask Linux for AMX's registers, which a process has on request alone, for all its threads."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+def _drop_refused_features() -> None:
+    """Compile for a CPU without AMX where the system refuses it: machine code on disk is kept by these features."""
+    if compiles_for("amx-tile") and not _may_use_amx() and numba.config.CPU_FEATURES is None:
+        features = codegen.get_host_cpu_features().split(",")
+        numba.config.CPU_FEATURES = ",".join(name for name in features if not name.startswith("+amx"))
+
+
+_drop_refused_features()
+
 # Below this many numbers a thread, waking the other threads costs more than they save.
 NUMBERS_PER_THREAD = 16384
 
@@ -117,13 +139,13 @@ def _save_one_at_a_time(kernel: Any) -> None:
             with file_lock.hold(Path(numba.config.CACHE_DIR) / "index.lock", _LONGEST_SAVE_S):
                 save(key, data)
         except OSError as error:  # the disk is full: the kernel is there, only not for the next process
-            _say_it_is_not_kept(str(error))
+            _warn_not_cached(str(error))
 
     index.save = save_alone
 
 
 @functools.cache
-def _say_it_is_not_kept(reason: str) -> None:
+def _warn_not_cached(reason: str) -> None:
     """Once."""
     logger.warning("compiled kernels are not kept, so the next start compiles them again: %s", reason)
 

@@ -54,7 +54,7 @@ class _PartLibrary(JITCodeLibrary):
 
     @property
     def codegen(self) -> Any:
-        """What numba tells of a function's environment: nothing, for there is no place for one yet."""
+        """What numba reports of a function's environment: nothing, for there is no place for one yet."""
         return _Nowhere
 
 
@@ -78,7 +78,7 @@ PART_OPTIONS = {**_NO_WRAPPERS, "pipeline_class": PartCompiler}
 
 
 def _check_references(kernel: CPUDispatcher, compiled: Any) -> None:
-    """Raise TypeError if a kernel that counts no references owns an array: nobody would ever free it."""
+    """Raise TypeError if a kernel that counts no references owns an array: it would never be freed."""
     if kernel.targetoptions["_nrt"] or isinstance(compiled.type_annotation, str):  # loaded from the disk
         return
     calls = compiled.type_annotation.calltypes.items()

@@ -9,7 +9,7 @@ import torch
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:
-    """Ask the kernel to back a fresh, large tensor with huge pages; tell whether it took the advice.
+    """Ask the kernel to back a fresh, large tensor with huge pages; return whether it accepted.
 
     Walking scattered blocks misses the TLB at every tile otherwise: a sixth of decode attention's time. Call it
     before the memory is first written.

@@ -73,10 +73,6 @@ def _emit_max(builder: Any, a: Any) -> Any:
     return call(builder, "llvm.vector.reduce.fmax.v16f32", _ir.FloatType(), [a])
 
 
-def _emit_first_lane(builder: Any, a: Any) -> Any:
-    return builder.extract_element(a, _ir.IntType(32)(0))
-
-
 def _emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
@@ -119,7 +115,6 @@ multiply_add = _operation(_emit_multiply_add, 3)  # a * b + c
 exp2 = _operation(_emit_exp2, 1)  # for x <= 127, to 1e-7; 0 below -126
 keep = _operation(_emit_keep, 5)  # a where c <= b < d, e elsewhere
 max_lanes = _operation(_emit_max, 1, types.float32)
-first_lane = _operation(_emit_first_lane, 1, types.float32)
 sum_lanes = _operation(_emit_sum, 1, types.float32)
 
 

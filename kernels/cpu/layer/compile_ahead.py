@@ -89,7 +89,7 @@ def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
             others += [] if early is None else [early]
             others += _start_others(min(_num_cores(), len(parts)) - 1 - len(others))
         for first, other in enumerate(others):
-            _ask_for([*parts[first:], *parts[:first]], other)
+            _send([*parts[first:], *parts[:first]], other)
         meanwhile()
         for part in reversed(parts):  # the others begin at the front
             part.compile()
@@ -126,7 +126,7 @@ def _start() -> subprocess.Popen[bytes]:
     )
 
 
-def _ask_for(parts: Sequence[Part], other: subprocess.Popen[bytes]) -> None:
+def _send(parts: Sequence[Part], other: subprocess.Popen[bytes]) -> None:
     assert other.stdin is not None
     with suppress(OSError):  # it has ended
         other.stdin.write("".join(f"{part.word()}\n" for part in parts).encode())

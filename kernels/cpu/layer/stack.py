@@ -50,7 +50,7 @@ def run_layers(kind, element, layers, steps, hidden, cos, sin, stride, half, num
         finish(kind, layer, step, hidden, i + 1 < len(layers), num_threads)
 
 
-# Kernels of their own, which `run_layers` calls, so that the products are not compiled anew for every dtype of the
+# Kernels of their own, which `run_layers` calls, so that the products are not compiled again for every dtype of the
 # cache, nor attention for every kind of product; and the two that the third calls. What takes longest to compile comes
 # first.
 PARTS = ("prefill", "decode", "place_and_attend", "finish", "project")

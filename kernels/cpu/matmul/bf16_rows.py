@@ -19,7 +19,7 @@ _I32X16 = _ir.VectorType(_ir.IntType(32), LANES)
 
 
 def _plainly_rounded(builder: Any, numbers: Any) -> Any:
-    """To nearest, ties to even; what is no number stays none."""
+    """Round to nearest, ties to even; NaN stays NaN."""
 
     def splat(value: int) -> Any:
         return _ir.Constant(_I32X16, [value] * LANES)

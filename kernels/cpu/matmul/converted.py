@@ -23,7 +23,7 @@ from pagemill.kernels.cpu.jit.compiler import (
 )
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, address_of, line_in
 from pagemill.kernels.cpu.jit.threads import launch, launch_rows
-from pagemill.kernels.cpu.matmul import bf16_rows, bf16_tile, int8_rows, int8_tile
+from pagemill.kernels.cpu.matmul import amx_tile, bf16_rows, bf16_tile, int8_rows, int8_tile
 from pagemill.kernels.cpu.matmul.fp32_panel import (
     SUMS_BYTES,
     Strided,
@@ -34,7 +34,7 @@ from pagemill.kernels.cpu.matmul.fp32_panel import (
     sums_at,
 )
 from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
-from pagemill.kernels.cpu.matmul.kinds import by_converted_kind, number_by_kind
+from pagemill.kernels.cpu.matmul.kinds import INTEGERS, by_converted_kind, number_by_kind
 from pagemill.kernels.cpu.matmul.work_sharing import (
     BLOCK_ROWS,
     FEWEST_ROWS,
@@ -126,26 +126,20 @@ def num_groups_of(weight):
     return (weight.in_features + GROUP - 1) // GROUP
 
 
-@external
-def sum_panel(kind, sums, rows, weight, panel, following, tiles):
-    """sums = the bias of a panel's channels + rows @ the panel, for some tiles; `sums` as `sums_at` makes it.
+@jit
+def _pass_pieces(kind, sums, rows, weight, panel, following, tiles):
+    """A panel passes by in pieces that the first-level cache holds.
 
-    A panel passes by in pieces that the first-level cache holds. The tiles fetch a share each of what comes next, the
-    panel `following` at the end: memory works while the registers do.
+    The tiles fetch a share each of what comes next, the panel `following` at the end: memory works while the registers
+    do.
     """
     num_groups, group_bytes = num_groups_of(weight), _group_bytes(kind, weight.format)
     size = group_bytes * num_groups
     address, after = weight.panels + size * panel, weight.panels + size * following
-    begin, end = first_row(tiles.low, tiles.num_rows), first_row(tiles.high, tiles.num_rows)
-    bias = weight.bias + F32 * PANEL * panel
-    start0, start1 = vector.load(bias), vector.load(bias + VECTOR)
-    for row in range(begin, end):
-        vector.store(sums.rows + sums.stride * row, start0)
-        vector.store(sums.rows + sums.stride * row + VECTOR, start1)
     for group in range(0, num_groups, _PIECE_GROUPS):
         count = min(_PIECE_GROUPS, num_groups - group)
         ahead = address + group_bytes * (group + count) if group + count < num_groups else after
-        first = begin
+        first = first_row(tiles.low, tiles.num_rows)
         for tile in range(tiles.low, tiles.high):
             last = first_row(tile + 1, tiles.num_rows)
             _multiply_tile(
@@ -160,6 +154,32 @@ def sum_panel(kind, sums, rows, weight, panel, following, tiles):
                 VECTOR // (tiles.high - tiles.low),
             )
             first = last
+
+
+@jit
+def _pass_integers(sums, rows, weight, panel, following, tiles):
+    _pass_pieces(INTEGERS, sums, rows, weight, panel, following, tiles)
+
+
+@jit
+def _pass_by_amx(sums, rows, weight, panel, following, tiles):
+    num_groups = num_groups_of(weight)
+    address = weight.panels + bf16_tile.PANEL_BYTES * num_groups * panel
+    amx_tile.multiply_panel(sums, rows, address, num_groups, tiles)
+
+
+_pass_panel = by_converted_kind(_pass_integers, _pass_by_amx) if amx_tile.IS_NATIVE else _pass_pieces
+
+
+@external
+def sum_panel(kind, sums, rows, weight, panel, following, tiles):
+    """sums = the bias of a panel's channels + rows @ the panel, for some tiles; `sums` as `sums_at` makes it."""
+    bias = weight.bias + F32 * PANEL * panel
+    start0, start1 = vector.load(bias), vector.load(bias + VECTOR)
+    for row in range(first_row(tiles.low, tiles.num_rows), first_row(tiles.high, tiles.num_rows)):
+        vector.store(sums.rows + sums.stride * row, start0)
+        vector.store(sums.rows + sums.stride * row + VECTOR, start1)
+    _pass_panel(kind, sums, rows, weight, panel, following, tiles)
 
 
 @jit

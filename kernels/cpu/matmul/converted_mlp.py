@@ -98,7 +98,7 @@ def _take_pairs(kind, counter, num_threads, gated, workspace, num_rows, weight, 
 
 @jit(allocates=True)
 def _gate_part(thread, kind, num_threads, counter, layer, gated, workspace, num_rows):
-    """One thread's part: pairs are taken as long as the rows stay in a second-level cache, else a share is fixed."""
+    """One thread's part: pairs are taken as long as the rows stay in a L2 cache; otherwise a share is fixed."""
     memory, weight = np.empty(_THREAD_BYTES + VECTOR, np.uint8), _gate_weight(layer)
     if num_tiles_of(num_rows) <= tiles_at_once(kind, weight):
         _take_pairs(kind, counter, num_threads, gated, workspace, num_rows, weight, memory)

@@ -2,9 +2,10 @@
 
 The product with the gate's and the up projection's weights ends in `silu(gate) * up` panel by panel: twice the
 intermediate size is never written, and what is lies in lines, as the last product takes it. Numbers are the same to
-the last bit as those of `cpu_matmul` and `cpu_fused`.
+the last bit as those of `fp32.py` and `fused_rows.py`.
 
-`layer` is a record of `cpu_layer`. Sizes are multiples: `hidden_size` of LANES, `intermediate_size` of PANEL.
+`layer` is a record that `describe` in `layer/layer.py` fills. Its sizes are multiples:
+`hidden_size` of LANES, `intermediate_size` of PANEL.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _take_pairs(counter, num_threads, gated, x, num_rows, weight, memory, line_m
 
 @jit(allocates=True)
 def _gate_part(thread, num_threads, counter, layer, gated, x, num_rows):
-    """One thread's part: pairs are taken as long as x stays in a second-level cache, else a share of them is fixed."""
+    """One thread's part: pairs are taken as long as x stays in a L2 cache; otherwise a share is fixed."""
     weight, lines, rows = _gate_weight(layer), _gated_lines(layer, gated), _hidden_rows(layer, x)
     memory, line_memory = (
         np.empty(THREAD_BYTES + VECTOR, np.uint8),

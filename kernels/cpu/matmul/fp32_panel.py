@@ -1,10 +1,10 @@
 """Products with one panel of packed fp32 weights: some tiles of rows by 32 output channels.
 
 A panel passes by in pieces that the first-level cache holds: where weights are kept in fewer than 32 bits
-(`cpu_weight_packing`), a piece is expanded once for all the tiles.
+(`weight_packing.py`), a piece is expanded once for all the tiles.
 
 Rows are numbered through a whole product, so an address stands for row 0 whether or not that one is there. Products
-are cut into tiles by `cpu_matmul_tile.first_row`.
+are cut into tiles by `fp32_tile.first_row`.
 """
 
 from __future__ import annotations

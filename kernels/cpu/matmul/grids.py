@@ -1,6 +1,6 @@
 """Finds the integers that a weight was made of: grids of evenly spaced numbers, one for every 32 inputs of a channel.
 
-A checkpoint of quantised weights holds small integers with scales, and reaches the products as fp32 numbers. They tell
+A checkpoint of quantised weights holds small integers with scales, and reaches the products as fp32 numbers. They show
 the integers: a grid counts as found only if every number comes back from it exactly (a zero may lose its sign).
 """
 
@@ -25,7 +25,7 @@ SIGNED_NIBBLES, OFFSET_NIBBLES, SIGNED_BYTES = range(3)
 
 _SIGNED_NIBBLE, _NIBBLE, _BYTE = 8, 15, 127
 # Of a scale's 24 significant bits: an fp16's, and those of an fp16 times a small integer. Numbers of a grid, rounded
-# themselves, tell its scale to some 20 bits. Of several grids that fit, that with the shortest scale is taken.
+# themselves, determine its scale to some 20 bits. Of several grids that fit, that with the shortest scale is taken.
 _SCALE_BITS = (11, 19, 24)
 
 _ir = cgutils.ir

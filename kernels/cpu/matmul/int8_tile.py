@@ -104,13 +104,13 @@ def _shifted_products(builder: Any, sums: Any, weights: Any, numbers: Any) -> An
     return sums
 
 
-def _whole(builder: Any, weights: Any, part: int) -> Any:
+def _unchanged(builder: Any, weights: Any, part: int) -> Any:
     return weights
 
 
-BYTES = Products(((0, 1, 2, 3),), _whole, _byte_products)  # AVX-512 VNNI
+BYTES = Products(((0, 1, 2, 3),), _unchanged, _byte_products)  # AVX-512 VNNI
 WORDS = Products(((0, 2), (1, 3)), _words_of, _word_products)  # AVX2
-SHIFTED = Products(((0, 1, 2, 3),), _whole, _shifted_products)  # any CPU
+SHIFTED = Products(((0, 1, 2, 3),), _unchanged, _shifted_products)  # any CPU
 
 
 PRODUCTS = BYTES if compiles_for("avx512vnni") else WORDS if compiles_for("avx2") else SHIFTED
@@ -166,7 +166,7 @@ FORMATS = (
 EIGHT_BITS, EIGHT_BITS_HALVES, FOUR_BITS_HALVES, FOUR_BITS_OFFSET, FOUR_BITS_OFFSET_HALVES = range(
     len(FORMATS)
 )
-"""A weight's format, by its place in `FORMATS`. With fp32 scales, 4 bits without an offset have one all the same."""
+"""A weight's format, by its place in `FORMATS`. With fp32 scales, 4 bits without an offset have one as well."""
 _GROUP_BYTES = tuple(form.group_bytes for form in FORMATS)
 
 
@@ -232,10 +232,10 @@ class _Tile:
         shift = (ZERO_POINT // self._format.zero_point).bit_length() - 1
         return self._builder.ashr(start, _splat(shift)) if shift else start
 
-    def _ask_ahead(self, group: _Group, line: Any, halves: range) -> None:
+    def _prefetch(self, group: _Group, line: Any, halves: range) -> None:
         prefetch_row(self._builder, group.ahead, self._ahead_step, line, halves)
 
-    def _ask_for_factors_ahead(self, group: _Group, halves: range) -> None:
+    def _prefetch_factors(self, group: _Group, halves: range) -> None:
         form = self._format
         first, last = form.factors_at // VECTOR, form.group_bytes // VECTOR
         for line in range(first + halves[0], last, 2 // len(halves)):
@@ -285,9 +285,9 @@ class _QuadByQuad(_Tile):
             for part in range(len(self._products.parts)):
                 with cgutils.for_range(builder, int64(self._format.weight_lines), intp=int64) as lines:
                     if place == part == 0:
-                        self._ask_ahead(group, lines.index, halves)
+                        self._prefetch(group, lines.index, halves)
                     self._add_line(group, lines.index, place, part, halves, totals)
-        self._ask_for_factors_ahead(group, halves)
+        self._prefetch_factors(group, halves)
         loaded = [[builder.load(total) for total in row_totals] for row_totals in totals]
         self._add_to_sums(group, range(self._num_rows), halves, loaded)
 
@@ -328,11 +328,11 @@ class _GroupByGroup(_Tile):
                     index, place = divmod(quad, self._format.quads_per_line)
                     if place == 0:
                         line = self._halves_of(_I32X16, group.weights, halves, _LINE * index)
-                        self._ask_ahead(group, group.ahead.type(index), halves)
+                        self._prefetch(group, group.ahead.type(index), halves)
                     vectors.append([self._quad_of(vector, place) for vector in line])
                 self._add_quad(group, rows, quad, vectors[quad], totals)
             if first == 0:
-                self._ask_for_factors_ahead(group, halves)
+                self._prefetch_factors(group, halves)
             self._add_to_sums(group, rows, halves, totals)
 
     def _add_quad(

@@ -1,9 +1,9 @@
-"""Packs weight matrices for `cpu_matmul`, in the fewest bits that give back every number.
+"""Packs weight matrices for `fp32.py`, in the fewest bits that give back every number.
 
 Decoding reads all weights for every token, and memory is what it waits for. Few checkpoints hold 32 bits of information
 per weight: they were stored as 16-bit floats, or as integers of 4 or 8 bits with scales, and were widened when they
 were loaded. That is undone here, whatever the file's format was: a matrix is kept as integers (`grids`) or halves only
-if every one of its numbers comes back exactly (a zero may lose its sign), and products go on computing in fp32.
+if every one of its numbers comes back exactly (a zero may lose its sign), and products still compute in fp32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The cuts of `pagemill.kernels.selection` on a CPU, without sorting what is not near the cut.
 
 A row's numbers are counted into buckets by their distance from the largest one, which keeps their order. The counts,
-or the sums of the buckets' probabilities, tell in which bucket the cut lies; only what may matter is sorted.
+or the sums of the buckets' probabilities, give the bucket of the cut; only what may matter is sorted.
 """
 
 from __future__ import annotations

@@ -1,25 +1,31 @@
-"""`pagemill celery-worker`: Celery's own worker, with our pool in front of the native queue. `pagemill celery-relay`:
-Celery's results and links for jobs that `pagemill.producer.celery` submitted.
+"""`pagemill celery-worker`: Celery's worker, whose generations are jobs of the native queue.
+
+`pagemill celery-relay`: Celery's results and links for jobs that `pagemill.producer.celery` submitted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field
 
-from pagemill.cli.app import RedisUrl, app, say
+from pagemill.cli.app import RedisUrl, app, print_stderr
 from pagemill.cli.local_worker import LocalWorker, has_server, serving_workers
 from pagemill.cli.processes.worker import check_options
 from pagemill.cli.terminal import options
 from pagemill.cli.terminal.checked import AppName, CeleryQueue, ModelOrPath, Transport, checked, served_name
+from pagemill.cli.terminal.setting_flags import options as flags
+from pagemill.cli.terminal.setting_flags import settings_of
 from pagemill.cli.terminal.waiting import Waiting
 from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.keys import QueueName
@@ -29,69 +35,58 @@ if TYPE_CHECKING:
     from celery import Celery
 
 EXIT_USAGE = 2
-POOL = "pagemill.producer.celery.pool:EnginePool"
-NATIVE_QUEUE = "celery"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CeleryWorkerSettings:
+    """The settings of `pagemill celery-worker`."""
+
+    model: ModelOrPath | None = None
+    """A Hugging Face directory, smollm2 or echo."""
+    celery_app: AppName | None = None
+    """Your app, for its other tasks. Default: an app without other tasks."""
+    celery_broker: Transport | None = None
+    """Default: the Redis URL."""
+    celery_backend: Transport | None = None
+    """Default: the Redis URL."""
+    queue: CeleryQueue = "pagemill"
+    """The Celery queue to consume."""
+    native_queue: QueueName = "celery"
+    """The queue of the generations; more workers can serve it."""
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 256
+    """Threads: the maximum number of tasks at a time."""
+
+
+_SETTINGS = settings_of(CeleryWorkerSettings)
+_FLAGS = flags(
+    _SETTINGS,
+    {"model": {"envvar": "PAGEMILL_MODEL"}, "celery_app": {"metavar": "MODULE:APP"}},
+    first=list(_SETTINGS),
+    is_checked=True,
+)
 
 
 @app.command("celery-worker", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def celery_worker(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            envvar="PAGEMILL_MODEL",
-            callback=checked(ModelOrPath),
-            help="A Hugging Face directory, smollm2 or echo.",
-        ),
-    ],
-    celery_app: Annotated[
-        str | None,
-        typer.Option(
-            "--celery-app",
-            metavar="MODULE:APP",
-            callback=checked(AppName),
-            help="Yours, for its other tasks; else ours.",
-        ),
-    ] = None,
-    broker: Annotated[
-        str | None,
-        typer.Option("--celery-broker", callback=checked(Transport), help="Default: the Redis URL."),
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option("--celery-backend", callback=checked(Transport), help="Default: the Redis URL."),
-    ] = None,
-    celery_queue: Annotated[
-        str, typer.Option("--queue", callback=checked(CeleryQueue), help="The Celery queue to consume.")
-    ] = "pagemill",
-    native_queue: Annotated[
-        str,
-        typer.Option(
-            "--native-queue",
-            callback=checked(QueueName),
-            help="Where generations wait; more workers may serve it.",
-        ),
-    ] = NATIVE_QUEUE,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, max=10**5, help="Generations under way at most.")
-    ] = 256,
-    threads: Annotated[
-        int, typer.Option("--threads", min=1, max=1024, help="For tasks that generate nothing.")
-    ] = 4,
+    given: Annotated[dict[str, Any], _FLAGS],
     worker_option: options.WorkerOption = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Serve `pagemill.generate` to any Celery app. Arguments after -- go to Celery's worker."""
-    application = _loaded(celery_app)
+    settings = CeleryWorkerSettings(**given)
+    if settings.model is None:
+        raise typer.BadParameter("--model (PAGEMILL_MODEL): a model is required")
+    application = _loaded(settings.celery_app)
     import click  # a dependency of Celery
 
-    _check_transports(application, broker, backend)
+    _check_transports(application, settings)
     check_options(worker_option)
     with contextlib.ExitStack() as stack:
-        url = _serving(stack, redis_url, native_queue, model, worker_option or [])
-        _configure(application, url, broker, backend, native_queue, served_name(model), threads, celery_queue)
-        arguments = ["worker", "-P", "custom", "-Q", celery_queue, "-c", str(concurrency), *context.args]
+        url = _serving(stack, redis_url, settings.native_queue, settings.model, worker_option or [])
+        _configure(application, url, settings, served_name(settings.model))
+        arguments = ["worker", "-P", "threads", "-Q", settings.queue, "-c", str(settings.concurrency)]
+        arguments += context.args
         if "--loglevel" not in context.args and "-l" not in context.args:
             arguments += ["--loglevel", "INFO"]
         try:
@@ -117,7 +112,7 @@ def celery_relay(
         typer.Option(
             "--queue",
             callback=checked(QueueName),
-            help="Their native queue; several are named one by one. Default: default.",
+            help="Native queue of the tasks; several are named one by one. Default: default.",
         ),
     ] = None,
 ) -> None:
@@ -142,7 +137,7 @@ def celery_relay(
 
     for number in stop_signals():
         signal.signal(number, stop)
-    say(f"relaying queue {', '.join(relay.queue for relay in relays)} for {celery_app}")
+    print_stderr(f"relaying queue {', '.join(relay.queue for relay in relays)} for {celery_app}")
     revocations = Revocations(application, revoke)
     revocations.start()
     threads = [threading.Thread(target=relay.run, name=f"relay-{relay.queue}") for relay in relays]
@@ -158,13 +153,13 @@ def _loaded(name: str | None) -> Celery:
     try:
         return _load(name)
     except ModuleNotFoundError as error:
-        say(
+        print_stderr(
             f"{error.name} is missing: pip install 'pagemill[celery]'"
             if error.name == "celery"
             else f"--celery-app {name}: {error}"
         )
     except (ImportError, AttributeError, ValueError) as error:
-        say(f"--celery-app {name}: {error}")
+        print_stderr(f"--celery-app {name}: {error}")
     raise typer.Exit(EXIT_USAGE)
 
 
@@ -177,7 +172,7 @@ def _load(name: str | None) -> Celery:
     sys.path.insert(0, os.getcwd())
     found = getattr(import_module(module), attribute or "app")
     if not callable(getattr(found, "worker_main", None)):
-        raise ValueError(f"{attribute or 'app'} is no Celery app")
+        raise ValueError(f"{attribute or 'app'} is not a Celery app")
     return found
 
 
@@ -185,52 +180,39 @@ def _serving(stack: contextlib.ExitStack, url: str | None, queue: str, model: st
     """Return the queue's address, with a worker for the model: a running one, or a child process."""
     if has_server(url):
         url = find_redis(url)
-        if serving_workers(url, queue, model, say):
-            say(f"a live worker of queue {queue} serves {served_name(model)}; using it")
+        if serving_workers(url, queue, model, print_stderr):
+            print_stderr(f"a live worker of queue {queue} serves {served_name(model)}; using it")
             return url
     settings = [word for option in options for word in ("--option", option)]
     worker = stack.enter_context(LocalWorker(model, queue=queue, url=url, options=settings))
     with Waiting(f"starting a worker for {model}") as waiting:
-        return worker.wait_ready(waiting.tell)[0]
+        return worker.wait_ready(waiting.report)[0]
 
 
-def _configure(
-    application: Celery, url: str, broker: str | None, backend: str | None, native_queue: str, model: str,
-    threads: int, celery_queue: str,
-) -> None:  # fmt: skip
-    from pagemill.producer.celery.pool import EnginePool, PoolSettings
-    from pagemill.producer.celery.steps import (
-        TRANSPORT_OPTIONS,
-        PrefetchAdapter,
-        RunTimes,
-        VisibilityRefresher,
-    )
-    from pagemill.producer.celery.task import register
+def _configure(application: Celery, url: str, settings: CeleryWorkerSettings, model: str) -> None:
+    from pagemill.producer.celery.serving import TRANSPORT_OPTIONS, serve_task
 
-    os.environ["CELERY_CUSTOM_WORKER_POOL"] = POOL
-    _name_custom_pool()
-    EnginePool.settings = PoolSettings(url, native_queue, model, threads)
+    logging.getLogger("celery.pool").setLevel(logging.INFO)  # at debug level it logs prompts
     options: dict[str, Any] = dict(application.conf.broker_transport_options or {})
     application.conf.update(
-        broker_url=broker or application.conf.broker_url or _celery_url(url),
-        result_backend=backend or application.conf.result_backend or _celery_url(url),
+        broker_url=settings.celery_broker or application.conf.broker_url or _celery_url(url),
+        result_backend=settings.celery_backend or application.conf.result_backend or _celery_url(url),
         broker_transport_options=options | TRANSPORT_OPTIONS,
         broker_connection_retry_on_startup=True,
         worker_prefetch_multiplier=1,
-        task_default_queue=celery_queue,
+        task_default_queue=settings.queue,
     )
-    application.steps["consumer"].update({VisibilityRefresher, PrefetchAdapter, RunTimes})
-    register(application)
+    serve_task(application, url, settings.native_queue, model)
 
 
-def _check_transports(application: Celery, broker: str | None, backend: str | None) -> None:
+def _check_transports(application: Celery, settings: CeleryWorkerSettings) -> None:
     """Raise a usage error for a broker or backend unknown to Celery, instead of its traceback."""
     from celery.app.backends import by_url
     from kombu import Connection
 
     checks: list[tuple[str, str | None, Callable[[str], Any]]] = [
-        ("--celery-broker", broker, lambda url: Connection(url).transport_cls),
-        ("--celery-backend", backend, lambda url: by_url(url, application.loader)),
+        ("--celery-broker", settings.celery_broker, lambda url: Connection(url).transport_cls),
+        ("--celery-backend", settings.celery_backend, lambda url: by_url(url, application.loader)),
     ]
     for option, url, load in checks:
         if url is None:
@@ -242,13 +224,6 @@ def _check_transports(application: Celery, broker: str | None, backend: str | No
             raise typer.BadParameter(
                 f"{option}: Celery can't use {scheme!r} here: {type(error).__name__}"
             ) from error
-
-
-def _name_custom_pool() -> None:
-    """Register our pool with Celery, which reads the variable at its first import, possibly before now."""
-    from celery import concurrency
-
-    concurrency.ALIASES["custom"] = POOL
 
 
 def _celery_url(url: str) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli.app import EXIT_USAGE, RedisUrl, app, say
+from pagemill.cli.app import EXIT_USAGE, RedisUrl, app, print_stderr
 from pagemill.cli.terminal.checked import LogFormat, between, checked
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.host_names import HostName
@@ -33,14 +33,14 @@ def exporter(
         typer.Option("--http-host", callback=checked(HostName), help="0.0.0.0 to be scraped from elsewhere."),
     ] = "127.0.0.1",
     http_port: Annotated[
-        int, typer.Option("--http-port", min=0, max=65535, help="0: any that is free.")
+        int, typer.Option("--http-port", min=0, max=65535, help="Port of the exporter; 0: any free port.")
     ] = DEFAULT_EXPORTER_PORT,
     discover_every: Annotated[
         float,
         typer.Option(
             "--discover-every",
             callback=between(1.0, 86_400.0),
-            help="Seconds between two looks for new queues.",
+            help="Seconds between searches for new queues.",
         ),
     ] = DISCOVER_EVERY_S,
     log_format: Annotated[
@@ -53,10 +53,10 @@ def exporter(
         from pagemill.monitoring.logging import configure_logging
         from pagemill.worker.status.queue_exporter import QueueSet, run_exporter
     except ModuleNotFoundError as error:
-        say(f"{error.name} is missing: pip install 'pagemill[exporter]'")
+        print_stderr(f"{error.name} is missing: pip install 'pagemill[exporter]'")
         raise typer.Exit(EXIT_USAGE) from error
     configure_logging(format="json" if log_format == "json" else "console")
-    say(f"exporting {', '.join(queue) if queue else 'every queue'} of {redacted(url)}")
+    print_stderr(f"exporting {', '.join(queue) if queue else 'every queue'} of {redacted(url)}")
     try:
         run_exporter(QueueSet(url, queue or (), discover_every), http_host, http_port)
     except OSError as error:

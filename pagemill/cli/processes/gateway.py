@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
+from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, print_stderr
 from pagemill.cli.terminal import options
 from pagemill.cli.terminal.checked import HttpUrl, LogFormat, LogLevel, Priority, between, checked
 from pagemill.producer.wire.schema.host_names import HostName
@@ -53,23 +53,31 @@ GatewayLogFormat = Annotated[
 ]
 
 
+Timeout = Annotated[
+    float, typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Seconds a request may take.")
+]
+UnknownModelTimeout = Annotated[
+    float,
+    typer.Option(
+        "--unknown-model-timeout",
+        callback=between(0.0, 86_400.0),
+        help="Seconds that a batch's requests wait for an unknown model while a worker is ready.",
+    ),
+]
+
+
 @app.command()
 def gateway(
     host: Host = "127.0.0.1",
     port: Annotated[
         int,
         typer.Option(
-            "--port", min=0, max=65_535, envvar="PAGEMILL_GATEWAY_PORT", help="0: any that is free."
+            "--port", min=0, max=65_535, envvar="PAGEMILL_GATEWAY_PORT", help="Port; 0: any free one."
         ),
     ] = DEFAULT_PORT,
     fd: Annotated[
         int | None,
-        typer.Option(
-            "--fd",
-            min=3,
-            max=10**6,
-            help="A listening socket that it inherits, of --host and --port, as from pagemill up.",
-        ),
+        typer.Option("--fd", min=3, max=10**6, help="Inherited listening socket of --host and --port."),
     ] = None,
     keys: Annotated[
         Path | None,
@@ -78,7 +86,8 @@ def gateway(
         ),
     ] = None,
     no_keys: Annotated[
-        bool, typer.Option("--no-keys", help="Serve everybody who reaches --host, beyond this machine too.")
+        bool,
+        typer.Option("--no-keys", help="Serve all clients that reach --host without keys."),
     ] = False,
     public_url: Annotated[
         str | None,
@@ -87,18 +96,21 @@ def gateway(
             envvar="PAGEMILL_GATEWAY_PUBLIC_URL",
             metavar="URL",
             callback=checked(HttpUrl),
-            help="Where browsers reach it, for links to the page of jobs. Default: from --host and --port.",
+            help="Address for browsers, in links to the page of jobs. Default: from --host and --port.",
         ),
     ] = None,
     models: options.NamedModels = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Seconds a request may take.")
-    ] = 600.0,
+    timeout: Timeout = 600.0,
+    unknown_model_timeout: UnknownModelTimeout = 30.0,
     max_connections: Annotated[
-        int, typer.Option("--max-connections", min=1, max=10**6, help="Beyond, the idlest is closed.")
+        int,
+        typer.Option(
+            "--max-connections", min=1, max=10**6, help="Limit; above it, the longest idle one is closed."
+        ),
     ] = 20_000,
     max_in_flight: Annotated[
-        int, typer.Option("--max-in-flight", min=1, max=10**6, help="Requests under way; beyond, 503.")
+        int,
+        typer.Option("--max-in-flight", min=1, max=10**6, help="Limit of open requests; above it, 503."),
     ] = 2_000,
     log_level: GatewayLogLevel = "info",
     log_format: GatewayLogFormat = "console",
@@ -113,13 +125,13 @@ def gateway(
     from pagemill.producer.gateway.guard.origin import LOOPBACK
 
     if keys is None and not no_keys and host not in LOOPBACK:
-        say(f"{host} is reached by others: give --keys FILE (pagemill gateway-key), or --no-keys")
+        print_stderr(f"{host} is reached by others: give --keys FILE (pagemill gateway-key), or --no-keys")
         raise typer.Exit(EXIT_USAGE)
     url = find_redis(redis_url)
     config = GatewayConfig(
         redis_url=url, queue=queue, host=host, port=port, keys_path=keys, models=tuple(models or ()),
         timeout_s=timeout, max_connections=max_connections, max_in_flight=max_in_flight,
-        separate_reasoning=separate_reasoning, public_url=public_url,
+        separate_reasoning=separate_reasoning, public_url=public_url, unknown_model_s=unknown_model_timeout,
     )  # fmt: skip
     configure_logging(log_level, log_format, fields={"queue": queue})  # type: ignore[arg-type]  # checked above
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -136,7 +148,7 @@ def _serve(config: GatewayConfig, fd: int | None) -> None:
     except OSError as error:
         if fd is not None:
             raise typer.BadParameter(
-                f"--fd {fd}: it is no listening socket: {error.strerror or error}"
+                f"--fd {fd}: not a listening socket: {error.strerror or error}"
             ) from error
         raise typer.BadParameter(
             f"{host}:{config.port} cannot be listened on: {error.strerror or error}; "
@@ -148,8 +160,8 @@ def _serve(config: GatewayConfig, fd: int | None) -> None:
             server = build_server(replace(config, public_url=config.public_url or address))
         except KeyFileError as error:
             raise typer.BadParameter(f"--keys (PAGEMILL_GATEWAY_KEYS): {error}") from error
-        say(f"{address}/v1 in front of queue {config.queue} at {redacted(config.redis_url or '')}")
-        say(f"{address}/jobs shows its jobs in a browser")
+        print_stderr(f"{address}/v1 in front of queue {config.queue} at {redacted(config.redis_url or '')}")
+        print_stderr(f"{address}/jobs shows its jobs in a browser")
         server.run(sockets=[listener])
     if not server.started:
         raise typer.Exit(EXIT_REDIS)
@@ -168,7 +180,7 @@ def gateway_key(
         typer.Argument(
             metavar="NAME",
             callback=checked(TenantName),
-            help="What the key is called in the file and in its rate.",
+            help="Name of the key, in the file and for its rate.",
         ),
     ],
     tenant: Annotated[
@@ -189,7 +201,7 @@ def gateway_key(
         ),
     ] = None,
     operator: Annotated[
-        bool, typer.Option("--operator", help="On the page of jobs it sees, cancels and replays everybody's.")
+        bool, typer.Option("--operator", help="Let the key see, cancel and replay the jobs of all tenants.")
     ] = False,
     keys: Annotated[
         Path | None, typer.Option("--keys", dir_okay=False, help="Add it to this file, made if need be.")
@@ -216,12 +228,12 @@ def gateway_key(
         return
     typer.echo(key)
     if keys is None:
-        say(f'put this into the list "keys" of the file of --keys: {json.dumps(entry)}')
+        print_stderr(f'put this into the list "keys" of the file of --keys: {json.dumps(entry)}')
 
 
 def _need_extra() -> None:
     needed = ("starlette", "uvicorn", "python_multipart", "prometheus_client", "structlog")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        say(f"the gateway needs {', '.join(missing)}: pip install 'pagemill[gateway]'")
+        print_stderr(f"the gateway needs {', '.join(missing)}: pip install 'pagemill[gateway]'")
         raise typer.Exit(EXIT_USAGE)

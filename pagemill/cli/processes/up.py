@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,29 +22,22 @@ from pagemill.cli.app import (
     UsageError,
     app,
     check_url,
-    say,
+    print_stderr,
 )
 from pagemill.cli.processes.worker import pairs
-from pagemill.cli.terminal.checked import LogFormat, LogLevel, checked
 from pagemill.cli.terminal.grouped import grouped
-from pagemill.producer.wire.schema import keys
+from pagemill.cli.terminal.setting_flags import SettingsHelp, options, settings_of
+from pagemill.engine.models.echo import is_echo
 from pagemill.producer.wire.server.clients import redacted
-from pagemill.producer.wire.server.discovery import state_dir, with_credentials
+from pagemill.producer.wire.server.discovery import URL_VARIABLE, state_dir, with_credentials
+from pagemill.supervisor.settings import SettingsError, UpSettings
 
 if TYPE_CHECKING:
     from pagemill.supervisor.child import ChildSpec
     from pagemill.supervisor.devices import Group
     from pagemill.supervisor.ports import Ports
-    from pagemill.supervisor.settings import UpSettings
+    from pagemill.supervisor.run_directory import RunDirectory
     from pagemill.worker.embedded import EmbeddedServer
-
-up_app = typer.Typer(
-    cls=ReportingGroup,
-    invoke_without_command=True,
-    rich_markup_mode=None,
-    help="Run this host's workers, a gateway and an exporter.",
-)
-app.add_typer(up_app, name="up")
 
 RunDir = Annotated[
     Path | None,
@@ -54,93 +46,82 @@ RunDir = Annotated[
         envvar="PAGEMILL_RUN_DIR",
         file_okay=False,
         metavar="DIRECTORY",
-        help="Of its lock, state and socket. Default: up in the state directory.",
+        help="Directory of lock, state and socket. Default: up in the state directory.",
     ),
 ]
 
 
-def _port(help: str) -> Any:
-    return typer.Option(min=0, max=65535, help=help)
+_FIRST = (
+    "workers", "devices", "model", "redis_url", "queue", "http_host", "http_port", "gateway", "gateway_port",
+    "exporter", "exporter_port", "log_format", "log_level",
+)  # fmt: skip
+"""The settings that help shows first."""
+_FLAGS = options(
+    settings_of(UpSettings, without={"worker"}),
+    {
+        "model": {"envvar": "PAGEMILL_MODEL"},
+        "redis_url": {"envvar": URL_VARIABLE, "callback": check_url},
+        "state_dir": {"metavar": "DIRECTORY"},
+        "devices": {"metavar": "0|1|2,3"},
+    },
+    first=_FIRST,
+    is_checked=True,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpFlags:
-    context: typer.Context
+class _UpGroup(SettingsHelp, ReportingGroup):
+    """`pagemill up` and its subcommands."""
+
+
+up_app = typer.Typer(
+    cls=_UpGroup,
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    help="Run this host's workers, a gateway and an exporter.",
+)
+app.add_typer(up_app, name="up")
+
+
+@up_app.callback()
+@grouped
+def up(
+    context: typer.Context,
+    *,
     config: Annotated[
         Path | None,
         typer.Option(
             "--config",
             envvar="PAGEMILL_UP_CONFIG",
             dir_okay=False,
-            help="A TOML file; flags and variables come before it.",
+            help="A TOML file; flags and variables take precedence.",
         ),
-    ] = None
-    workers: Annotated[
-        int | None, typer.Option(min=1, max=256, help="Workers on the CPU, which share its cores.")
-    ] = None
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            metavar="0|1|2,3", help="Cards of each worker; all: a worker per card. Default: all there are."
-        ),
-    ] = None
-    model: Annotated[str | None, typer.Option(envvar="PAGEMILL_MODEL", help="As of pagemill worker.")] = None
-    redis_url: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PAGEMILL_REDIS_URL", callback=check_url, help="Default: an embedded Valkey server."
-        ),
-    ] = None
-    queue: Annotated[
-        str | None,
-        typer.Option(callback=checked(keys.QueueName), help="The queue to serve. Default: default."),
-    ] = None
-    http_host: Annotated[str | None, typer.Option(help="Of metrics and health. Default: 127.0.0.1.")] = None
-    http_port: Annotated[
-        int | None,
-        _port("The first worker's, the others' follow. Default: from 9790, those that are free; 0: any."),
-    ] = None
-    gateway: Annotated[
-        bool | None, typer.Option("--gateway/--no-gateway", help="With a gateway. Default: yes.")
-    ] = None
-    gateway_port: Annotated[int | None, _port("Default: 8000; 0: any that is free.")] = None
-    exporter: Annotated[
-        bool | None, typer.Option("--exporter/--no-exporter", help="With an exporter. Default: yes.")
-    ] = None
-    exporter_port: Annotated[int | None, _port("Default: 9791; 0: any that is free.")] = None
-    log_format: Annotated[str | None, typer.Option(callback=checked(LogFormat), help="console or json.")] = (
-        None
-    )
-    log_level: Annotated[
-        str | None, typer.Option(callback=checked(LogLevel), help="debug, info, warning or error.")
-    ] = None
+    ] = None,
+    settings: Annotated[dict[str, Any], _FLAGS],
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="A setting of the workers; may be repeated."),
-    ] = None
-    run_dir: RunDir = None
-
-
-_NOT_SETTINGS = frozenset({"context", "config", "option", "run_dir"})
-
-
-@up_app.callback()
-@grouped
-def up(given: UpFlags) -> None:
+    ] = None,
+    run_dir: RunDir = None,
+) -> None:
     # The group's own help is above.
-    if given.context.invoked_subcommand is not None:
+    if context.invoked_subcommand is not None:
         return
+    for name in ("gateway", "exporter"):
+        if settings.get(name):
+            del settings[name]  # the default, and a table of the file may set more
+    try:
+        loaded = UpSettings.load(config, settings, pairs(option or []))
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from None
     try:
         from pagemill.supervisor.run_directory import RunDirectory, RunDirectoryError
-        from pagemill.supervisor.settings import SettingsError
         from pagemill.worker.embedded import EmbeddedServerError
     except ModuleNotFoundError as error:
-        raise _incomplete(error) from None
+        raise _incomplete(error, loaded) from None
     try:
-        settings = _load(given)
-        directory = RunDirectory(given.run_dir or state_dir() / "up")
+        directory = RunDirectory(run_dir or state_dir() / "up")
         try:
-            code = _run(given, settings, directory)
+            code = _run(loaded, directory)
         finally:
             directory.close()
     except SettingsError as error:
@@ -148,30 +129,21 @@ def up(given: UpFlags) -> None:
     except RunDirectoryError as error:
         raise typer.BadParameter(f"--run-dir: {error}") from None
     except EmbeddedServerError as error:
-        say(str(error))
+        print_stderr(str(error))
         raise typer.Exit(EXIT_REDIS) from None
     raise typer.Exit(code)
 
 
-def _incomplete(error: ModuleNotFoundError) -> typer.Exit:
-    say(f"{error.name} is missing; it takes what a worker takes: pip install 'pagemill[worker,gateway]'")
+def _incomplete(error: ModuleNotFoundError, settings: UpSettings | None = None) -> typer.Exit:
+    """Print the extras that the children need; without settings those of any model, and of a gateway."""
+    is_small = settings is not None and is_echo(settings.model or "")
+    has_gateway = settings is None or settings.gateway is not False
+    extras = ",".join(["echo" if is_small else "worker", *(["gateway"] if has_gateway else [])])
+    print_stderr(f"{error.name} is missing; `pagemill up` needs: pip install 'pagemill[{extras}]'")
     return typer.Exit(EXIT_USAGE)
 
 
-def _load(given: UpFlags) -> UpSettings:
-    from pagemill.supervisor.settings import UpSettings
-
-    flags = {
-        field.name: getattr(given, field.name) for field in fields(given) if field.name not in _NOT_SETTINGS
-    }
-    if flags["gateway"]:
-        flags["gateway"] = None  # the default, and a table may say more
-    if flags["exporter"]:
-        flags["exporter"] = None
-    return UpSettings.load(given.config, flags, pairs(given.option or []))
-
-
-def _run(given: UpFlags, settings: UpSettings, directory: Any) -> int:
+def _run(settings: UpSettings, directory: RunDirectory) -> int:
     from pagemill.monitoring.logging import configure_logging
     from pagemill.supervisor import layout
     from pagemill.supervisor.logs import LogStream
@@ -187,14 +159,9 @@ def _run(given: UpFlags, settings: UpSettings, directory: Any) -> int:
     ports = Ports.choose(settings, len(groups))
     _checked(settings, groups, ports, "")  # before a server is started for them
     with _redis(settings) as (url, server):
-
-        def describe() -> Sequence[ChildSpec]:
-            return _checked(_load(given), groups, ports, url)
-
         fleet = Fleet(
             specs=_checked(settings, groups, ports, url),
             patience=patience,
-            describe=describe,
             facts={"queue": settings.queue, "redis": redacted(url), "run_dir": str(directory.path)},
         )
         return Supervisor(fleet, directory, logs, ServiceManager(), server).run()
@@ -203,7 +170,6 @@ def _run(given: UpFlags, settings: UpSettings, directory: Any) -> int:
 def _checked(settings: UpSettings, groups: Sequence[Group], ports: Ports, url: str) -> Sequence[ChildSpec]:
     """Describe the children, and let their commands parse what they will be given. Raises SettingsError."""
     from pagemill.supervisor import layout
-    from pagemill.supervisor.settings import SettingsError
 
     found = layout.specs(settings, groups, ports, url)
     commands: Mapping[str, Any] = getattr(get_command(app), "commands", {})
@@ -230,12 +196,12 @@ def _redis(settings: UpSettings) -> Iterator[tuple[str, EmbeddedServer | None]]:
 
 @up_app.command()
 def status(run_dir: RunDir = None, as_json: AsJson = False) -> None:
-    """Show the children: state, process, port, cards. Exit code 1: none runs here, or not all are ready."""
-    (document,) = _ask(run_dir, command="status")
+    """Show the children: state, process, port, GPUs. Exit code 1: none runs here, or not all are ready."""
+    (document,) = _send(run_dir, command="status")
     if as_json:
         typer.echo(json.dumps(document))
     else:
-        say(f"{document['state']}; queue {document['queue']} at {document['redis']}")
+        print_stderr(f"{document['state']}; queue {document['queue']} at {document['redis']}")
         for member in document["members"]:
             typer.echo("\t".join(_described(member)))
     if document["state"] != "ready":
@@ -247,23 +213,10 @@ def _described(member: Mapping[str, Any]) -> list[str]:
     if state == "waiting":
         state += f", next start in {member['next_start_s']:.0f} s after {member['last_end']}"
     since_s = max(0.0, time.time() - member["since"])
-    has = f"cards {','.join(member['devices'])}" if member["devices"] else ""
+    has = f"GPUs {','.join(member['devices'])}" if member["devices"] else ""
     if member["threads"]:
         has = f"{member['threads']} threads"
     return [member["name"], state, f"{since_s:.0f} s", f"pid {member['pid'] or '-'}", member["url"], has]
-
-
-@up_app.command()
-def restart(run_dir: RunDir = None) -> None:
-    """Restart one after the other, with the settings of now."""
-    for reply in _ask(run_dir, command="restart"):
-        if "event" in reply:
-            say(reply["event"])
-        if "ok" in reply:
-            if reply["ok"]:
-                return
-            break
-    raise typer.Exit(EXIT_NOT_SUCCEEDED)
 
 
 @up_app.command()
@@ -272,23 +225,23 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="Hand running jobs back at once.")] = False,
 ) -> None:
     """Drain all children and end; returns once they are gone."""
-    for reply in _ask(run_dir, command="stop", now=now):
-        say(reply["event"])
-    from pagemill.supervisor.control import NotRunning, ask
+    for reply in _send(run_dir, command="stop", now=now):
+        print_stderr(reply["event"])
+    from pagemill.supervisor.control import NotRunning, send_command
 
     with contextlib.suppress(NotRunning):
         while True:
-            list(ask(run_dir or state_dir() / "up", command="status"))
+            list(send_command(run_dir or state_dir() / "up", command="status"))
             time.sleep(0.2)
 
 
-def _ask(run_dir: Path | None, **command: Any) -> Iterator[dict[str, Any]]:
+def _send(run_dir: Path | None, **command: Any) -> Iterator[dict[str, Any]]:
     try:
-        from pagemill.supervisor.control import NotRunning, ask
+        from pagemill.supervisor.control import NotRunning, send_command
     except ModuleNotFoundError as error:
         raise _incomplete(error) from None
     try:
-        yield from ask(run_dir or state_dir() / "up", **command)
+        yield from send_command(run_dir or state_dir() / "up", **command)
     except NotRunning as error:
-        say(f"{error}; start one: pagemill up --model smollm2")
+        print_stderr(f"{error}; start one: pagemill up --model smollm2")
         raise typer.Exit(EXIT_NOT_SUCCEEDED) from None

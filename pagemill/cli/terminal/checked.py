@@ -38,7 +38,7 @@ def _check_encoding(name: str) -> str:
     try:
         codecs.lookup(name)
     except (LookupError, ValueError):
-        raise ValueError("it should be an encoding that Python knows, such as utf-8") from None
+        raise ValueError("should be an encoding that Python knows, such as utf-8") from None
     return name
 
 
@@ -49,7 +49,7 @@ def _check_http_url(url: str) -> str:
     except ValueError:
         is_good = False
     if not is_good:
-        raise ValueError("it should be an address such as http://127.0.0.1:9790")
+        raise ValueError("should be an address such as http://127.0.0.1:9790")
     return url
 
 

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
-from pagemill.producer.dataset.labels.columns import LabelTemperature
+from pagemill.common.sampling_fields import LabelProbs
+from pagemill.producer.dataset.label_columns import LabelTemperature
 from pagemill.producer.dataset.recipe import OnCut, OnRow
 from pagemill.producer.dataset.tables.rows import Format
 from pagemill.producer.wire.schema.keys import AdapterName, ModelName
 from pagemill.producer.wire.schema.text.chat import FunctionName
-from pagemill.sampling_fields import LabelProbs
 
 Texts = list[str] | None
 MAX_ROWS = 10**12
@@ -31,7 +31,8 @@ MaxTokens = Annotated[
     typer.Option("--max-tokens", min=1, max=2**31 - 1, help="Tokens of output at most, per sample."),
 ]
 Seed = Annotated[
-    int | None, typer.Option("--seed", min=0, max=2**63 - 1, help="The same seed, the same samples.")
+    int | None,
+    typer.Option("--seed", min=0, max=2**63 - 1, help="Random seed; equal seeds give equal samples."),
 ]
 Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeated.")]
 Field = Annotated[
@@ -64,6 +65,14 @@ Tools = Annotated[
         help="Functions, as a JSON list; implies --chat.",
     ),
 ]
+Images = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        help="A picture before the prompt, or its URL; implies --chat; may be repeated.",
+    ),
+]
 ToolChoice = Annotated[
     str | None,
     typer.Option(
@@ -76,11 +85,17 @@ ToolChoice = Annotated[
 NamedModels = Annotated[
     Texts,
     typer.Option(
-        "--model", callback=checked(ModelName), help="Taken though no worker serves it yet; may be repeated."
+        "--model",
+        callback=checked(ModelName),
+        help="Model to accept before a worker serves it; may be repeated.",
     ),
 ]
 SeparateReasoning = Annotated[
-    bool, typer.Option("--separate-reasoning", help="Every chat's thinking apart; all workers must know how.")
+    bool,
+    typer.Option(
+        "--separate-reasoning",
+        help="Return the reasoning of every chat separately; all workers must support it.",
+    ),
 ]
 Continuation = Annotated[
     Texts,
@@ -94,20 +109,28 @@ WorkerOption = Annotated[
     typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
-CancelRun = Annotated[bool, typer.Option("--cancel", help="Cancel what an earlier start has under way.")]
+CancelRun = Annotated[
+    bool, typer.Option("--cancel", help="Cancel the unfinished jobs of an earlier run of this command.")
+]
 
 # `pagemill run` alone
 Rows = Annotated[
     list[Path],
     typer.Argument(
-        metavar="[RECIPE.yaml] IN",
-        help="Perhaps a recipe of several steps; then JSONL, CSV or TSV (also .gz, .zst), Parquet, "
-        "a Hugging Face dataset directory, or - for standard input.",
+        metavar="[RECIPE.yaml] IN...",
+        help="Optionally a recipe of several steps; then JSONL, CSV or TSV (also .gz, .zst), Parquet, "
+        "a directory of such files, a pattern in quotes or several files; a folder of pictures, which has a column "
+        "image; a Hugging Face dataset directory; "
+        "or - for standard input.",
     ),
 ]
 Output = Annotated[
     Path,
-    typer.Option("--out", help="OUT.jsonl, .csv, .tsv (also .gz, .zst) or .parquet; written at the end."),
+    typer.Option(
+        "--out",
+        help="OUT.jsonl, .csv, .tsv (also .gz, .zst) or .parquet; written at the end. A folder, or "
+        "DIR/part-{shard}.parquet: a file for each file of IN.",
+    ),
 ]
 Template = Annotated[
     str | None, typer.Option("--template", help="The prompt, in Jinja2: 'Summarize: {{ text }}'.")
@@ -151,7 +174,28 @@ EscalateTo = Annotated[
         "--to",
         metavar="MODEL",
         callback=checked(ModelOrPath),
-        help="The next model, named as --model is; repeated: the next again.",
+        help="The next model, named as --model is; repeated: the next again. The last one can be "
+        "openai:https://HOST/v1/MODEL, a model of another API.",
+    ),
+]
+ApiBudget = Annotated[
+    int | None,
+    typer.Option(
+        "--api-budget",
+        min=1,
+        max=MAX_ROWS,
+        metavar="TOKENS",
+        help="Most tokens that --to openai:... may use; then rows keep the answer of the model before.",
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file",
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        help="File with the key for --to openai:...; default: the variable PAGEMILL_API_KEY.",
     ),
 ]
 JsonSchema = Annotated[
@@ -164,7 +208,7 @@ RunTemperature = Annotated[
     typer.Option(
         "--temperature",
         callback=between(0.0, MAX_TEMPERATURE),
-        help="0: equal prompts run once and share the output.",
+        help="Sampling temperature; 0: equal prompts run once and share the output.",
     ),
 ]
 Gold = Annotated[
@@ -178,12 +222,22 @@ OutputColumn = Annotated[
     typer.Option(
         "--output-column",
         callback=checked(Text),
-        help="What the new column is called. Default: output; label with --label-probs.",
+        help="Name of the new column. Default: output; label with --label-probs.",
     ),
 ]
 Where = Annotated[
     str | None,
-    typer.Option("--where", help="Only rows for which this holds: 'stars >= 3 and lang == \"de\"' (Jinja2)."),
+    typer.Option(
+        "--where", help="Condition of the rows to process: 'stars >= 3 and lang == \"de\"' (Jinja2)."
+    ),
+]
+ImageColumn = Annotated[
+    str | None,
+    typer.Option(
+        "--image-column",
+        callback=checked(Text),
+        help="The column with the pictures: paths, bytes, URLs or Hugging Face structs.",
+    ),
 ]
 OnNull = Annotated[
     str,
@@ -209,10 +263,15 @@ OnCutOff = Annotated[
 ]
 SchemaColumns = Annotated[
     bool,
-    typer.Option("--schema-columns", help="Also a column for each field of --json-schema: output.FIELD."),
+    typer.Option("--schema-columns", help="Add a column for each field of --json-schema: output.FIELD."),
 ]
 Limit = Annotated[
-    int | None, typer.Option("--limit", min=1, max=MAX_ROWS, help="Only the first rows, for a trial.")
+    int | None,
+    typer.Option("--limit", min=1, max=MAX_ROWS, help="Number of rows, from the first, for a trial."),
+]
+RowsPerFile = Annotated[
+    int | None,
+    typer.Option("--rows-per-file", min=1, max=MAX_ROWS, help="Rows of each file, if --out is a folder."),
 ]
 MaxErrors = Annotated[
     int | None,
@@ -220,10 +279,13 @@ MaxErrors = Annotated[
 ]
 PricePerHour = Annotated[
     float | None,
-    typer.Option("--price-per-hour", callback=between(0.0, 1e9), help="Of the machine, for the cost."),
+    typer.Option("--price-per-hour", callback=between(0.0, 1e9), help="Price of the machine, for the cost."),
 ]
 Estimate = Annotated[
-    bool, typer.Option("--estimate", help="Do 100 rows (they stay done), say what all will take.")
+    bool,
+    typer.Option(
+        "--estimate", help="Do 100 rows, which stay done, and estimate the time of all. Writes no OUT."
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show prompts and token counts; submit nothing.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Submit and leave; run it again to collect.")]
@@ -231,10 +293,12 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an OUT of other settings, or take none of it for done.")
 ]
 ReportFile = Annotated[
-    Path | None, typer.Option("--report", help="Where the HTML report goes. Default: OUT.report.html.")
+    Path | None, typer.Option("--report", help="File of the HTML report. Default: OUT.report.html.")
 ]
 FormatName = Annotated[
     str | None, typer.Option("--format", callback=checked(Format), help="jsonl, csv, tsv, parquet or arrow.")
 ]
-EncodingName = Annotated[str, typer.Option("--encoding", callback=checked(Encoding), help="Of text files.")]
+EncodingName = Annotated[
+    str, typer.Option("--encoding", callback=checked(Encoding), help="Encoding of text files.")
+]
 Window = Annotated[int, typer.Option("--window", min=1, max=10**6, help="Jobs in flight at most.")]

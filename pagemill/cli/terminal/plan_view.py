@@ -4,63 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
+from typing import Literal
 
 import typer
 
-from pagemill.cli.terminal.checked import YEAR_S, between, checked
+from pagemill.cli.terminal.checked import checked
+from pagemill.cli.terminal.setting_flags import option, options, settings_of
 from pagemill.engine.config import EngineConfig
+from pagemill.sizing.answer import Answer, Question
 from pagemill.sizing.cards import CARDS
 
-if TYPE_CHECKING:
-    from pagemill.sizing.answer import Answer
-
-MAX_TOKENS = 2**24
-_HINTS = get_type_hints(EngineConfig, include_extras=True)
+_QUESTION = settings_of(Question, without={"config"})
+QUESTION = options(
+    _QUESTION,
+    {
+        "device": {"metavar": "NAME", "callback": checked(Literal["cpu", *CARDS])},
+        "deadline_s": {"flag": "--deadline"},
+        "retention_s": {"flag": "--retention"},
+    },
+    first=list(_QUESTION),
+    is_checked=True,
+)
+"""The flags of a plan."""
+ENGINE = {
+    name: option(setting, is_checked=True)
+    for name, setting in settings_of(EngineConfig).items()
+    if name in ("dtype", "kv_cache_dtype", "max_num_seqs")
+}
+"""The engine's settings that a plan depends on."""
 FULL = 0.75
 """The share of maxmemory that a plan fills: running jobs need room to end."""
-Tokens = Annotated[int | None, typer.Option(min=1, max=MAX_TOKENS, help="Of a job, on average.")]
-Shared = Annotated[int, typer.Option(min=0, max=MAX_TOKENS, help="Of the prompt, that all jobs begin with.")]
-Rate = Annotated[float | None, typer.Option(callback=between(1e-6, 1e9), help="Jobs per second that arrive.")]
-Rows = Annotated[int | None, typer.Option(min=1, max=10**12, help="Jobs of a batch, instead of a rate.")]
-Deadline = Annotated[
-    float | None,
-    typer.Option(callback=between(1e-3, YEAR_S), help="Seconds until the last of the rows has ended."),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        callback=checked(Literal["cpu", *CARDS]),
-        help="cpu, h200, h100, a100, a100-40, l40s, l4 or 4090.",
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(callback=checked(_HINTS["dtype"]), help="auto, float32, float16 or bfloat16."),
-]
-KvDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-cache-dtype", callback=checked(_HINTS["kv_cache_dtype"]), help="auto, bfloat16, int8 or fp8."
-    ),
-]
-Retention = Annotated[
-    float, typer.Option(callback=between(0.0, YEAR_S), help="Seconds that results of a rate are kept.")
-]
-TokenBytes = Annotated[
-    float, typer.Option("--bytes-per-token", callback=between(0.1, 100.0), help="Of text, in Redis.")
-]
-WeightBits = Annotated[
-    float | None, typer.Option(callback=between(0.5, 64.0), help="Of a weight. Default: as config.json says.")
-]
-MaxRows = Annotated[int | None, typer.Option("--max-num-seqs", min=1, max=2**16, help="Rows of a worker.")]
-Bandwidth = Annotated[
-    float | None, typer.Option("--cpu-gb-per-s", callback=between(0.01, 1e5), help="Default: measured.")
-]
-Compute = Annotated[
-    float | None, typer.Option("--cpu-gflops", callback=between(0.1, 1e7), help="In fp32. Default: measured.")
-]
 
 
 def print_answer(answer: Answer, as_json: bool) -> None:
@@ -92,6 +65,12 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str, str]]:
             else f"; latents, instead of {_size(model.expanded_block_bytes)} of keys and values"
         ),
     )
+    if model.state_bytes:
+        yield (
+            "recurrent state",
+            _size(model.state_bytes),
+            f"per sequence, one for each row and {plan.cached_states:,} of cached prefixes",
+        )
     yield (
         "rows",
         f"{plan.rows:,}",

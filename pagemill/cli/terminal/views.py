@@ -13,6 +13,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pagemill.producer.doctor.memory_check import held_by, in_words, remedy
 from pagemill.producer.wire.calls.memory import Kind
@@ -27,7 +28,7 @@ _STATES = (*ACTIVE_STATES, *END_STATES)
 def print_result(result: Result, as_json: bool) -> None:
     """Print the text of every sample, after its log-probability if it was scored, and its calls, one a line.
 
-    Of a choice with `label_probs`, each label's probability, the likeliest first. Of a job for vectors, a vector a
+    Of a choice with `label_probs`, each label's probability, the highest first. Of a job for vectors, a vector a
     line; of labels, a label a line with its number; of scores, a score a line.
     """
     if as_json:
@@ -130,28 +131,13 @@ def print_status(status: JobStatus, as_json: bool) -> None:
     print_rows((), [(name, value) for name, value in rows if value is not None])
 
 
-def print_workers(workers: Sequence[WorkerInfo], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps([worker.model_dump() for worker in workers]))
-        return
-    rows = [
-        (
-            w.id,
-            w.state,
-            ",".join(w.models),
-            w.revision,
-            w.running,
-            w.host,
-            w.pid,
-            ago(w.started_at),
-            w.url or "",
-        )
-        for w in workers
-    ]
-    if rows:
-        print_rows(
-            ("worker", "state", "models", "revision", "jobs", "host", "pid", "started", "metrics"), rows
-        )
+WORKER_COLUMNS = ("worker", "state", "models", "revision", "jobs", "host", "pid", "started", "metrics")
+
+
+def worker_row(w: WorkerInfo) -> tuple[Any, ...]:
+    """Return the cells of `WORKER_COLUMNS`."""
+    started = ago(w.started_at)
+    return w.id, w.state, ",".join(w.models), w.revision, w.running, w.host, w.pid, started, w.url or ""
 
 
 def print_queue(queue: str, stats: QueueStats, kinds: Mapping[Kind, float], as_json: bool) -> None:
@@ -199,17 +185,21 @@ def print_queue(queue: str, stats: QueueStats, kinds: Mapping[Kind, float], as_j
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table to a terminal; to a pipe a header and tab-separated lines, untruncated."""
+    """Print a table to a terminal; to a pipe a header and tab-separated lines, untruncated.
+
+    Pairs without columns are a record, with its names in bold. A cell may be a styled `Text`.
+    """
+    rows = list(rows)
     if not sys.stdout.isatty():
-        for row in ([columns] if columns else []) + list(rows):
+        for row in ([columns] if columns else []) + rows:
             typer.echo("\t".join(str(value) for value in row))
         return
     table = Table(*columns, show_header=bool(columns), box=None, pad_edge=False)
-    if not columns:
+    if not columns and all(len(row) == 2 for row in rows):
         table.add_column(style="bold")
         table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*(str(value) for value in row))
+        table.add_row(*(value if isinstance(value, Text) else str(value) for value in row))
     Console(highlight=False, markup=False).print(table)
 
 
@@ -218,7 +208,7 @@ def _print_model(model: BaseModel) -> None:
 
 
 def ago(moment: float | None) -> str | None:
-    """Format the time since a moment; never negative, as the server's clock and ours may differ."""
+    """Format the time since a moment; never negative, as the server's clock may differ."""
     return None if moment is None else f"{max(0.0, time.time() - moment):.1f} s ago"
 
 

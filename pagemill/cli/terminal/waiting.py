@@ -1,4 +1,4 @@
-"""Progress of a wait, on stderr: a spinner on a terminal, else a line at each change and every two seconds."""
+"""Progress of a wait, on stderr: a spinner on a terminal, or a line at each change and every 30 seconds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Self
 from rich.console import Console
 from rich.status import Status
 
-EVERY_S = 2.0
+from pagemill.common import report_interval
 
 
 class Waiting:
-    """A wait that may take long. `tell` as often as you like: what is not news is said every `EVERY_S` alone.
+    """A wait that may take long. Call `tell` as often as you like: an unchanged state is printed once per `LOG_S`.
 
-    `is_short`: it mostly is over soon, and is spoken of only when it is not.
+    `is_short`: the wait is mostly over soon. It is printed only if it takes longer than `FIRST_S`.
     """
 
     def __init__(self, what: str, console: Console | None = None, *, is_short: bool = False) -> None:
@@ -24,10 +24,12 @@ class Waiting:
         self._console = console or Console(stderr=True)
         self._status: Status | None = None
         self._state = ""
-        self._began = self._told_at = time.monotonic()
+        self._began = time.monotonic()
+        self._due = self._began + report_interval.FIRST_S
 
     def __enter__(self) -> Self:
-        self._began = self._told_at = time.monotonic()
+        self._began = time.monotonic()
+        self._due = self._began + report_interval.FIRST_S
         if self._console.is_terminal:
             self._status = self._console.status(self._line())
             self._status.start()
@@ -35,12 +37,12 @@ class Waiting:
             self._print()
         return self
 
-    def tell(self, state: str = "") -> None:
+    def report(self, state: str = "") -> None:
         """Say how far it has come, if that is news or nothing was said for a while."""
         is_news, self._state = state not in ("", self._state), state or self._state
         if self._status is not None:
             self._status.update(self._line())
-        elif (is_news and not self._is_short) or time.monotonic() - self._told_at >= EVERY_S:
+        elif (is_news and not self._is_short) or time.monotonic() >= self._due:
             self._print()
 
     def __exit__(
@@ -50,7 +52,7 @@ class Waiting:
             self._status.stop()
 
     def _print(self) -> None:
-        self._told_at = time.monotonic()
+        self._due = time.monotonic() + report_interval.LOG_S
         self._console.print(self._line(), markup=False, highlight=False, soft_wrap=True)
 
     def _line(self) -> str:

@@ -38,7 +38,7 @@ JOBS_AT_ONCE = 32
 NAMES_AT_ONCE = 250
 POLL_S = 0.2
 MAX_WALKS = 20
-"""Walks for jobs: a client of an earlier release, which knows of no fence, may go on submitting."""
+"""Walks for jobs: a client that sets no fence, such as a third party's, may still submit."""
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class _Purge:
         yield from self._walk(self._note)
         names = yield from self._items(f"files:{self._tenant}")
         self._found.files.update(names[::2])
-        self._tell()
+        self._update_report()
         yield Emit(self._report)
 
     def run(self) -> Flow[None]:
@@ -125,10 +125,10 @@ class _Purge:
                 self._report.erased[eraser.name] = yield from eraser.erase(self._queue, self._tenant)
         yield from self._prove()
         yield purge.fence(self._queue, self._tenant, 0)
-        self._tell()
+        self._update_report()
         yield Emit(self._report)
 
-    def _tell(self) -> None:
+    def _update_report(self) -> None:
         found, report = self._found, self._report
         report.jobs = dict(sorted(Counter(found.states.values()).items()))
         report.batches = len(found.all_batches)
@@ -149,7 +149,7 @@ class _Purge:
         cursor, looked = "0", 0
         while True:
             yield from self._step(phase, looked)
-            page: KeyPage = yield purge.look(self._queue, cursor, self._tenant, others=others)
+            page: KeyPage = yield purge.scan(self._queue, cursor, self._tenant, others=others)
             for key in page.keys:
                 yield from on_key(key)
             cursor, looked = page.cursor, looked + len(page.keys)
@@ -205,7 +205,7 @@ class _Purge:
             removed: Removed = yield purge.batch_jobs(
                 self._queue, self._tenant, batch_id, place, whole=whole, by_force=by_force
             )
-            self._settle(removed, by_force)
+            self._count_removed(removed, by_force)
             is_running = is_running or bool(removed.running)
             if not removed.left:
                 place += removed.looked
@@ -247,7 +247,7 @@ class _Purge:
             yield from self._step("jobs", self._num_gone, len(self._found.states))
             by_force = self._by_force
             removed: Removed = yield purge.jobs(self._queue, self._tenant, job_ids, by_force=by_force)
-            self._settle(removed, by_force)
+            self._count_removed(removed, by_force)
             job_ids = removed.left
         # The others went by themselves.
         self._found.present -= asked - self._found.running
@@ -256,7 +256,7 @@ class _Purge:
     def _num_gone(self) -> int:
         return len(self._found.states) - len(self._found.present)
 
-    def _settle(self, removed: Removed, by_force: bool) -> None:
+    def _count_removed(self, removed: Removed, by_force: bool) -> None:
         found = self._found
         for job_id in removed.gone:
             found.states.setdefault(job_id, "queued")  # one that no walk has seen: a follower
@@ -281,6 +281,8 @@ class _Purge:
         found = self._found
         if key.kind == "turns":
             self._places.append(("turn", key.rest))
+        elif key.kind == "started":
+            self._places.append(("started", key.rest))
         elif key.kind in PER_BATCH:
             if key.rest in found.dropped:
                 self._places.append(("key", key.name))
@@ -299,7 +301,7 @@ class _Purge:
             part = wanted[start : start + JOBS_AT_ONCE]
             yield from self._step("rest", start, len(wanted))
             yield Delete(part)
-            yield stored.settle(self._queue, part)
+            yield stored.forget(self._queue, part)
             self._report.stored_files += len(part)
 
     def _prove(self) -> Flow[None]:

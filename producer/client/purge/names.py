@@ -27,15 +27,17 @@ def tenant_of_key(kind: str, rest: str) -> str | None:
             return rest.partition(":")[0]
         case "wait" | "alike":
             return tenant_of_lane(rest)
-        case "files" | "abatches" | "rate" | "spent" | "parked":
+        case "files" | "abatches" | "chats" | "hooks" | "rate" | "spent" | "parked" | "over":
             return rest
+        case "end" | "sharers" if rest.count(":") == 2:
+            return rest.partition(":")[0]
     return None
 
 
 def id_of_key(kind: str, rest: str) -> str | None:
     """Return the id of the job, batch or file that a key is about."""
     if kind in ("end", "sharers", "file"):
-        return rest.rpartition(":")[0]
+        return rest.rpartition(":")[0].rpartition(":")[2]
     if kind in PER_JOB | PER_BATCH | {"abatch"}:
         return rest
     return None
@@ -47,7 +49,7 @@ def job_of_file(uri: str) -> str | None:
     return found[1] if found else None
 
 
-def words(text: bytes) -> Iterator[str]:
+def candidate_names(text: bytes) -> Iterator[str]:
     """Yield what could be a name or an id; a dot or dash at its end may be the sentence's."""
     for found in _WORD.findall(text):
         word = found.decode()

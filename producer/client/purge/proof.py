@@ -11,7 +11,13 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from pagemill.producer.client.effects import Flow
-from pagemill.producer.client.purge.names import id_of_key, job_of_file, tenant_of_key, tenant_of_lane, words
+from pagemill.producer.client.purge.names import (
+    candidate_names,
+    id_of_key,
+    job_of_file,
+    tenant_of_key,
+    tenant_of_lane,
+)
 from pagemill.producer.client.purge.report import Leftover
 from pagemill.producer.wire.calls import purge
 from pagemill.producer.wire.calls.purge import Content, Key
@@ -25,16 +31,16 @@ _SHORTEST_WORD = 8
 _IDS = frozenset({
     "leases", "delayed", "retrying", "deadlines", "dead", "outbox", "awaited", "settling", "suspects",
     "children", "followers", "bjobs", "bfeed", "backed", "bexpiry", "stored", "wait", "fileuses", "ableases",
-    "abatches", "files", "sampled"
+    "abatches", "chats", "files", "hooks", "sampled", "canary"
 })  # fmt: skip
-_FIELDS = frozenset({"files", "fileuses", "overtaken", "weights", "quotas", "abopen"})
+_FIELDS = frozenset({"files", "fileuses", "hooks", "overtaken", "started", "weights", "quotas", "abopen"})
 """Hashes of which the fields are looked at, and not the values."""
-_LANES = frozenset({"lanes", "overtaken"})
+_LANES = frozenset({"lanes", "overtaken", "started"})
 _TENANTS = frozenset({"turns", "weights", "quotas", "parked", "abopen"})
 # Named by models and workers, which may be called as a tenant is.
 _FLEET = frozenset({
-    "bell", "serves", "kept", "about", "worker", "workers", "puller", "commands", "asked", "answers",
-    "jobs_page", "counts", "synced", "meta", "batch", "rollouts", "rollout", "ran"
+    "bell", "serves", "served", "kept", "needs", "worker", "workers", "puller", "commands", "asked", "answers",
+    "jobs_page", "alive", "spells", "counts", "synced", "meta", "batch", "rollouts", "rollout", "ran"
 })  # fmt: skip
 
 Search = Literal["ids", "lanes", "tenants", "ids in text", "all"]
@@ -65,7 +71,7 @@ class Proof:
         if (found := self._in_name(key)) is not None:
             self.leftovers.append(Leftover(key.name, "name", found))
         elif key.kind == "file":
-            self._chunks.append(key)  # whose it is tells a list that may come later
+            self._chunks.append(key)  # its owner is in a list that may come later
         elif key.values:
             yield from self._note(key, self._in_values(key))
         else:
@@ -99,9 +105,9 @@ class Proof:
             yield from self._ids_in(value)
 
     def _ids_in(self, text: str) -> Iterator[str]:
-        """Ids in a value that holds some apart by spaces, an end's name, or a file's."""
+        """Ids in a value that holds some, separated by spaces, an end's name, or a file's."""
         for part in text.split():
-            for name in (part, part.partition(":")[0], job_of_file(part)):
+            for name in (part, id_of_key("end", part), job_of_file(part)):
                 if name in self._ids:
                     yield name
 
@@ -143,7 +149,7 @@ class Proof:
                 yield from filter(None, [self._word_in(item, self._names)])
 
     def _word_in(self, text: bytes, names: set[str]) -> str | None:
-        return next((word for word in words(text) if word in names), None)
+        return next((word for word in candidate_names(text) if word in names), None)
 
 
 def _search_of(key: Key) -> Search:

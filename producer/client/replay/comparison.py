@@ -51,7 +51,15 @@ class Comparison(WireModel):
 
 
 def compare(stored: Result, replayed: Result) -> Comparison:
-    """Compare two results of the same work."""
+    """Compare two results of the same work.
+
+    Args:
+        stored: the result of the original job.
+        replayed: the result of its copy.
+
+    Returns:
+        How equal they are, with the first difference.
+    """
     if stored.rows is not None or replayed.rows is not None:
         return _compare_rows(stored, replayed)
     discrete = next(_discrete_differences(stored.outputs, replayed.outputs), None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from pagemill.fingerprint import may_continue
+from pagemill.common.fingerprint import may_continue
 from pagemill.producer.client import flows, submit_flow
 from pagemill.producer.client.effects import Emit, Flow
 from pagemill.producer.client.preparer import Preparer, new_job_id, opened_envelope
@@ -17,7 +17,7 @@ from pagemill.producer.client.replay.verification import Verification, has_plain
 from pagemill.producer.wire.calls import batches, reads, registry
 from pagemill.producer.wire.calls.reads import Recorded
 from pagemill.producer.wire.calls.registry import WorkerInfo
-from pagemill.producer.wire.calls.rendering import rendered
+from pagemill.producer.wire.envelope import rendered
 from pagemill.producer.wire.schema.errors import (
     InvalidJob,
     JobError,
@@ -35,7 +35,7 @@ from pagemill.producer.wire.store.store import MAX_STORED_BYTES
 MAX_COPIES = 8
 """Copies of a job at most, until one runs on a worker that computes what the original's did."""
 AT_ONCE = 32
-"""Copies of a batch's jobs that are under way together."""
+"""Copies of a batch's jobs that run together."""
 _IDS_AT_ONCE = 200
 
 
@@ -130,15 +130,16 @@ def _settled(
 def _begin(queue: str, preparer: Preparer, job_id: str, options: ReplayOptions) -> Flow[_Original]:
     """Read the job, see that a worker can run it, and submit the first copy."""
     found: Recorded = yield reads.recorded(queue, job_id)
-    result = yield from _stored_result(found, job_id)
-    job = yield from _submitted_job(found, preparer, job_id)
-    yield from _check_workers(queue, job, result, options)
-    copy = _copy_of(job, job_id, result, options)
-    copy_id = yield from _submit(queue, preparer, copy, options)
+    result = yield from stored_result(found, job_id)
+    job = yield from submitted_job(found, preparer, job_id)
+    yield from check_workers(queue, job, result, options)
+    copy = copy_of(job, job_id, result, options)
+    copy_id = yield from submit_copy(queue, preparer, copy, options)
     return _Original(job, result, copy, copy_id)
 
 
-def _stored_result(found: Recorded, job_id: str) -> Flow[Result]:
+def stored_result(found: Recorded, job_id: str) -> Flow[Result]:
+    """Return the result of a job that succeeded. Raises Unverifiable."""
     if found.outcome is None:
         raise Unverifiable(f"the stored result of job {job_id} is damaged: it can't be read")
     if found.outcome.state in (None, "queued", "delayed", "running"):
@@ -160,14 +161,15 @@ def _stored_result(found: Recorded, job_id: str) -> Flow[Result]:
     return result
 
 
-def _submitted_job(found: Recorded, preparer: Preparer, job_id: str) -> Flow[Job]:
+def submitted_job(found: Recorded, preparer: Preparer, job_id: str) -> Flow[Job]:
+    """Return a job as it was submitted. Raises Unverifiable: its input is not there, or can't be read."""
     if not found.payload:
         raise Unverifiable(
             f"the input of job {job_id} was not kept: submit with keep_input=True what is to be verified"
         )
     try:
         envelope = preparer.checked(found.payload, job_id, found.submitted_at)
-        envelope = yield from flows.whole(envelope)
+        envelope = yield from flows.full_envelope(envelope)
         job = Job.from_payload(opened_envelope(envelope, job_id), MAX_STORED_BYTES)
         if job.after is None:
             return job
@@ -177,7 +179,7 @@ def _submitted_job(found: Recorded, preparer: Preparer, job_id: str) -> Flow[Job
         raise Unverifiable(f"the input of job {job_id} can't be used: {error}") from None
 
 
-def _check_workers(queue: str, job: Job, result: Result, options: ReplayOptions) -> Flow[None]:
+def check_workers(queue: str, job: Job, result: Result, options: ReplayOptions) -> Flow[None]:
     """Raise Unverifiable where no live worker could run the copy, or none that computes the same."""
     alive: list[WorkerInfo] = yield registry.workers(queue)
     serving = [worker for worker in alive if job.model in worker.models]
@@ -187,17 +189,17 @@ def _check_workers(queue: str, job: Job, result: Result, options: ReplayOptions)
     if options.revision is not None and not any(worker.revision == options.revision for worker in serving):
         raise Unverifiable(f"no live worker of {name} announces revision {options.revision}")
     live = {worker.fingerprints.get(job.adapter or "", "") for worker in serving}
-    if options.is_anywhere or "" in live:  # of an earlier release, which does not say
+    if options.is_anywhere or "" in live:  # of one that does not say
         return
     if not any(may_continue(result.fingerprint, fingerprint) for fingerprint in live):
         raise Unverifiable(
             f"no live worker of {name} computes what job {result.id} ran on, {result.fingerprint or 'unknown'}: those "
-            f"alive are {', '.join(sorted(live))}; to compare with them all the same: any_worker (--any-worker)"
+            f"alive are {', '.join(sorted(live))}; to compare with them anyway: any_worker (--any-worker)"
         )
 
 
-def _copy_of(job: Job, job_id: str, result: Result, options: ReplayOptions) -> Job:
-    """Return the job as it is to run again: the same work, on nobody's schedule and under nobody's key."""
+def copy_of(job: Job, job_id: str, result: Result, options: ReplayOptions) -> Job:
+    """Return the job as it is to run again: the same work, without a schedule and without a dedupe key."""
     changed: dict[str, object] = {
         "tenant": job.tenant,
         "priority": options.priority,
@@ -216,9 +218,12 @@ def _copy_of(job: Job, job_id: str, result: Result, options: ReplayOptions) -> J
     return job.model_copy(update=changed)
 
 
-def _submit(queue: str, preparer: Preparer, copy: Job, options: ReplayOptions) -> Flow[str]:
+def submit_copy(
+    queue: str, preparer: Preparer, copy: Job, options: ReplayOptions, copy_id: str | None = None
+) -> Flow[str]:
+    """Submit a copy, under an id of its own unless one is given. Raises Unverifiable."""
     try:
-        item = preparer.job(copy, {}, new_job_id())
+        item = preparer.job(copy, {}, copy_id or new_job_id())
         if not options.is_counted:
             item = item.uncounted()
         reply = yield from submit_flow.submit(queue, item, "raise")
@@ -234,7 +239,7 @@ def _finish(
     stored, copy_id, copies = original.result, original.copy_id, 1
     elsewhere: set[str] = set()
     while True:
-        replayed = yield from _end_of(queue, copy_id, options)
+        replayed = yield from end_of(queue, copy_id, options)
         if options.is_anywhere or may_continue(stored.fingerprint, replayed.fingerprint):
             break
         elsewhere.add(replayed.fingerprint)
@@ -243,7 +248,7 @@ def _finish(
                 f"{copies} copies of job {stored.id} all ran on workers that compute something else "
                 f"({', '.join(sorted(elsewhere))}), not {stored.fingerprint}"
             )
-        copy_id = yield from _submit(queue, preparer, original.copy, options)
+        copy_id = yield from submit_copy(queue, preparer, original.copy, options)
         copies += 1
     found = compare(stored, replayed)
     if found.difference is not None and found.difference.what == "token":
@@ -269,7 +274,8 @@ def _finish(
     )
 
 
-def _end_of(queue: str, copy_id: str, options: ReplayOptions) -> Flow[Result]:
+def end_of(queue: str, copy_id: str, options: ReplayOptions) -> Flow[Result]:
+    """Wait for a copy. Raises Unverifiable or ResultTimeout."""
     try:
         return (yield from flows.wait_result(queue, copy_id, options.timeout))
     except ResultTimeout as error:
@@ -326,8 +332,8 @@ def _scored(queue: str, preparer: Preparer, scoring: _Scoring, options: ReplayOp
     if job is None:
         return difference
     try:
-        copy_id = yield from _submit(queue, preparer, job, options)
-        scored = yield from _end_of(queue, copy_id, options)
+        copy_id = yield from submit_copy(queue, preparer, job, options)
+        scored = yield from end_of(queue, copy_id, options)
     except (Unverifiable, InvalidJob, ResultTimeout):
         return difference  # it stands without
     if not may_continue(scored.fingerprint, scoring.results[1].fingerprint):

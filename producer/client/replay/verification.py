@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pagemill.fingerprint import may_continue
+from pagemill.common.fingerprint import may_continue
+from pagemill.common.sampling_fields import SAMPLING_FIELDS
 from pagemill.producer.client.replay.comparison import Comparison, Exactness
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Result, WireModel
-from pagemill.sampling_fields import SAMPLING_FIELDS
 
 Promise = Literal["bitwise", "token", "nothing"]
 """What docs/architecture.md, "Exactness", lets expect of a replay: `bitwise` and `token` only where both results have
@@ -17,11 +17,11 @@ NEAR_TIE = 0.001
 """The tier `token` gives the same tokens unless two candidates are closer than this."""
 _TIERS: tuple[Promise, ...] = ("nothing", "token", "bitwise")
 _RANKS = {"neither": 0, "close": 1, "token": 1, "bitwise": 2}
-# What leaves the order of a greedy job's candidates as the log-probabilities have it.
-_LEAVES_ORDER = frozenset({
+KEEPS_ORDER = frozenset({
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
 })  # fmt: skip
+"""Sampling fields with which a greedy job still takes the candidate of the largest log-probability."""
 
 
 class Verification(WireModel):
@@ -32,7 +32,7 @@ class Verification(WireModel):
     """None: there is no verdict, for the `reason`."""
     promise: Promise = "nothing"
     honoured: bool | None = None
-    """Whether the replay is as exact as promised. None: nothing was promised, or that can't be told (`reason`)."""
+    """Whether the replay is as exact as promised. None: nothing was promised, or it is unknown (`reason`)."""
     comparison: Comparison | None = None
     reason: str | None = None
     replayed_as: str | None = None
@@ -58,7 +58,7 @@ class Verification(WireModel):
 def judge(
     job: Job, stored: Result, replayed: Result, found: Comparison
 ) -> tuple[Promise, bool | None, str | None]:
-    """Return the promise, whether it was honoured, and why that can't be told or a difference is within it."""
+    """Return the promise, whether it was honoured, and why that is unknown or a difference is within it."""
     promise = promised(stored, replayed)
     if promise == "nothing":
         return promise, None, None
@@ -71,7 +71,7 @@ def judge(
         return (
             promise,
             None,
-            "whether two candidates were nearly tied can't be told: log-probabilities alone do not choose",
+            "whether two candidates were nearly tied is unknown: log-probabilities alone do not choose",
         )
     if difference.gap is None:
         return promise, None, "whether two candidates were nearly tied is not known: they could not be scored"
@@ -101,6 +101,4 @@ def has_plain_order(job: Job) -> bool:
         for name in job.model_fields_set & set(SAMPLING_FIELDS)
         if getattr(job, name) != type(job).model_fields[name].get_default(call_default_factory=True)
     }
-    return (
-        job.task == "generate" and job.temperature == 0.0 and not job.is_parsed and changed <= _LEAVES_ORDER
-    )
+    return job.task == "generate" and job.temperature == 0.0 and not job.is_parsed and changed <= KEEPS_ORDER

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from pagemill.bounds import REVISION_NAME
+from pagemill.common.bounds import REVISION_NAME
 from pagemill.producer.client.effects import Flow
 from pagemill.producer.client.preparer import Preparer
 from pagemill.producer.client.replay.flow import ReplayOptions, verify_each
@@ -25,13 +25,14 @@ def start(queue: str, model: str, wanted: Rollout, *, force: bool = False) -> Fl
     if not 1 <= wanted.least <= MAX_LEAST:
         raise RolloutRefused(f"the canary is judged after 1 to {MAX_LEAST} executions")
     if not keys.MODEL_PATTERN.fullmatch(model) or not REVISION_NAME.fullmatch(wanted.to):
-        raise RolloutRefused("give the name of a served model, and a revision as workers announce it")
+        raise RolloutRefused("the name of a served model and a revision that workers announce are required")
     live = yield from live_revisions(queue, model)
     if wanted.to not in live and not force:
         served = ", ".join(sorted(live)) or "none"
         raise RolloutRefused(
             f"no live worker of {model} announces revision {wanted.to} (they announce: {served}); start one first"
         )
+    yield from _move_back(queue, model)
     yield from _change(model, rollouts.start(queue, model, wanted))
     return (yield from status(queue, model))
 
@@ -51,21 +52,28 @@ def roll_back(queue: str, model: str) -> Flow[RolloutStatus]:
     return (yield from _changed(queue, model, rollouts.roll_back(queue, model)))
 
 
-def finish(queue: str, model: str) -> Flow[bool]:
-    """Make the sides one again, and forget the rollout if no job waits at the canary's side; else return False."""
+def finish(queue: str, model: str) -> Flow[None]:
+    """Make the sides one again, and forget the rollout.
+
+    Raises RolloutRefused: there is no rollout, or another operator changed it meanwhile.
+    """
     yield from _change(model, rollouts.end(queue, model))
-    if (yield from _waiting(queue, model))["canary"][0]:
-        return False
-    yield from _change(model, rollouts.forget(queue, model))
-    return True
+    yield from _move_back(queue, model)
+    found: list[RolloutStatus] = yield rollouts.statuses(queue, (model,))
+    if found:  # otherwise another operator finished it
+        reply: ChangeReply = yield rollouts.forget(queue, found[0])
+        if reply == "busy":
+            raise RolloutRefused(
+                f"the rollout of {model} was changed by another operator meanwhile and is kept; check its status"
+            )
 
 
 def status(queue: str, model: str) -> Flow[RolloutStatus]:
     """Return a rollout with what waits. Raises RolloutRefused."""
     found: list[RolloutStatus] = yield rollouts.statuses(queue, (model,))
     if not found:
-        raise RolloutRefused(f"there is no rollout of {model}")
-    waits = yield from _waiting(queue, model)
+        raise RolloutRefused(f"{model} has no rollout")
+    waits = yield from _waiting(queue, model, found[0].to)
     sides = {
         side: replace(getattr(found[0], side), waiting=waits[side][0], oldest_s=waits[side][1])
         for side in SIDES
@@ -102,6 +110,7 @@ def live_revisions(queue: str, model: str) -> Flow[Counter[str]]:
 
 def _changed(queue: str, model: str, call: Call[ChangeReply]) -> Flow[RolloutStatus]:
     yield from _change(model, call)
+    yield from _move_back(queue, model)
     return (yield from status(queue, model))
 
 
@@ -109,7 +118,7 @@ def _change(model: str, call: Call[ChangeReply]) -> Flow[None]:
     reply: ChangeReply = yield call
     match reply:
         case "none":
-            raise RolloutRefused(f"there is no rollout of {model}")
+            raise RolloutRefused(f"{model} has no rollout")
         case "busy":
             raise RolloutRefused(f"another rollout of {model} is on: roll it back or finish it first")
         case "over":
@@ -118,11 +127,17 @@ def _change(model: str, call: Call[ChangeReply]) -> Flow[None]:
             pass
 
 
-def _waiting(queue: str, model: str) -> Flow[dict[Side, tuple[int, float]]]:
+def _move_back(queue: str, model: str) -> Flow[None]:
+    left = 1
+    while left:
+        left = yield rollouts.move_back(queue, model)
+
+
+def _waiting(queue: str, model: str, canary: str) -> Flow[dict[Side, tuple[int, float]]]:
     found: dict[Side, tuple[int, float]] = dict.fromkeys(SIDES, (0, 0.0))
     cursor = ""
     while cursor != "0":
         page: StatsPage = yield registry.stats_page(queue, cursor or "0")
         cursor = page.cursor
-        rollouts.add_waiting(found, page, model)
+        rollouts.add_waiting(found, page, model, canary)
     return found

@@ -12,7 +12,7 @@ from pagemill.producer.wire.calls.rollouts import Rollout, RolloutStatus
 
 
 class ModelRollout:
-    """The rollout of one model. Every method may raise RolloutRefused and RedisUnavailable."""
+    """Handle to the rollout of one model. Every method may raise RolloutRefused and RedisUnavailable."""
 
     __slots__ = ("_producer", "model")
 
@@ -21,11 +21,32 @@ class ModelRollout:
         self.model = model
 
     def start(self, wanted: Rollout, *, force: bool = False) -> RolloutStatus:
-        """Give a revision a share of the model's jobs. `force`: also while no live worker announces it."""
+        """Start a rollout: give a revision a share of the model's jobs.
+
+        Args:
+            wanted: the revision, its share and the limits for an automatic halt.
+            force: also if no live worker announces the revision.
+
+        Returns:
+            The rollout's status.
+
+        Raises:
+            RolloutRefused: another rollout is active, or no live worker has the revision.
+        """
         return self._producer.run_flow(flow.start(self._producer.queue, self.model, wanted, force=force))
 
     def set_share(self, share: float) -> RolloutStatus:
-        """Give the canary another share, a fraction; a halted rollout goes on."""
+        """Give the canary another share; a halted rollout resumes.
+
+        Args:
+            share: fraction of the jobs, 0 to 1.
+
+        Returns:
+            The rollout's status.
+
+        Raises:
+            RolloutRefused: the model has no rollout that can be changed.
+        """
         return self._producer.run_flow(flow.set_share(self._producer.queue, self.model, share))
 
     def halt(self) -> RolloutStatus:
@@ -36,17 +57,30 @@ class ModelRollout:
         """Give the canary no jobs any more."""
         return self._producer.run_flow(flow.roll_back(self._producer.queue, self.model))
 
-    def finish(self) -> bool:
-        """Let all workers take all jobs again. False: jobs of the canary's side still wait; call it again later."""
-        return self._producer.run_flow(flow.finish(self._producer.queue, self.model))
+    def finish(self) -> None:
+        """Let all workers take all jobs again, and forget the rollout."""
+        self._producer.run_flow(flow.finish(self._producer.queue, self.model))
 
     def status(self) -> RolloutStatus:
+        """Return the rollout's status with both sides."""
         return self._producer.run_flow(flow.status(self._producer.queue, self.model))
 
     def compare(
         self, sample: int = 50, *, revision: str | None = None, timeout: float | None = None
     ) -> Iterator[Verification]:
-        """Run jobs of the canary again on the stable revision, or on the given one, and compare the results."""
+        """Run jobs of the canary again on the stable revision and compare the results.
+
+        Args:
+            sample: maximum number of jobs.
+            revision: the revision to compare with, instead of the stable one.
+            timeout: seconds to wait for each copy; None: no limit.
+
+        Yields:
+            One comparison per job.
+
+        Raises:
+            RolloutRefused: the model has no rollout.
+        """
         options = ReplayOptions(timeout=timeout, revision=revision)
         return self._producer.iterate_flow(
             flow.compare(self._producer.queue, self._producer.preparer, self.model, sample, options)
@@ -54,7 +88,7 @@ class ModelRollout:
 
 
 class AsyncModelRollout:
-    """Like ModelRollout, for asyncio."""
+    """Handle to the rollout of one model. Every method may raise RolloutRefused and RedisUnavailable."""
 
     __slots__ = ("_producer", "model")
 
@@ -63,28 +97,68 @@ class AsyncModelRollout:
         self.model = model
 
     async def start(self, wanted: Rollout, *, force: bool = False) -> RolloutStatus:
+        """Start a rollout: give a revision a share of the model's jobs.
+
+        Args:
+            wanted: the revision, its share and the limits for an automatic halt.
+            force: also if no live worker announces the revision.
+
+        Returns:
+            The rollout's status.
+
+        Raises:
+            RolloutRefused: another rollout is active, or no live worker has the revision.
+        """
         return await self._producer.run_flow(
             flow.start(self._producer.queue, self.model, wanted, force=force)
         )
 
     async def set_share(self, share: float) -> RolloutStatus:
+        """Give the canary another share; a halted rollout resumes.
+
+        Args:
+            share: fraction of the jobs, 0 to 1.
+
+        Returns:
+            The rollout's status.
+
+        Raises:
+            RolloutRefused: the model has no rollout that can be changed.
+        """
         return await self._producer.run_flow(flow.set_share(self._producer.queue, self.model, share))
 
     async def halt(self) -> RolloutStatus:
+        """Give the canary no new jobs until its share is set again."""
         return await self._producer.run_flow(flow.halt(self._producer.queue, self.model))
 
     async def roll_back(self) -> RolloutStatus:
+        """Give the canary no jobs any more."""
         return await self._producer.run_flow(flow.roll_back(self._producer.queue, self.model))
 
-    async def finish(self) -> bool:
-        return await self._producer.run_flow(flow.finish(self._producer.queue, self.model))
+    async def finish(self) -> None:
+        """Let all workers take all jobs again, and forget the rollout."""
+        await self._producer.run_flow(flow.finish(self._producer.queue, self.model))
 
     async def status(self) -> RolloutStatus:
+        """Return the rollout's status with both sides."""
         return await self._producer.run_flow(flow.status(self._producer.queue, self.model))
 
     def compare(
         self, sample: int = 50, *, revision: str | None = None, timeout: float | None = None
     ) -> AsyncIterator[Verification]:
+        """Run jobs of the canary again on the stable revision and compare the results.
+
+        Args:
+            sample: maximum number of jobs.
+            revision: the revision to compare with, instead of the stable one.
+            timeout: seconds to wait for each copy; None: no limit.
+
+        Yields:
+            One comparison per job.
+
+        Raises:
+            RolloutRefused: the model has no rollout.
+        """
         options = ReplayOptions(timeout=timeout, revision=revision)
         return self._producer.iterate_flow(
             flow.compare(self._producer.queue, self._producer.preparer, self.model, sample, options)

@@ -1,4 +1,4 @@
-"""How well probabilities of labels agree with gold values, in constant memory, and the temperature that mends them."""
+"""Agreement of label probabilities with gold values, in constant memory, and the temperature that calibrates them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagemill.producer.dataset.labels.columns import scaled
+from pagemill.producer.dataset.label_columns import scaled
 
 BINS = 15
 """As in Guo et al., 2017."""
@@ -66,7 +66,7 @@ class GoldSample:
         self._draws = random.Random(0)
 
     def add(self, gold: str, probs: Mapping[str, float]) -> None:
-        """Add a row; one whose gold value is no label tells nothing and is left out."""
+        """Add a row; one whose gold value is not a label is left out."""
         if gold not in probs:
             return
         self.count += 1
@@ -76,7 +76,7 @@ class GoldSample:
             self._rows[place] = gold, probs
 
     def fit(self) -> float | None:
-        """Return the temperature at which the gold labels are likeliest; None without rows.
+        """Return the temperature at which the gold labels are most probable; None without rows.
 
         The mean log-loss is convex in 1 / temperature, so its minimum is where the slope changes its sign. Where it has
         none between COLDEST and HOTTEST (every row is right, say), the nearer of the two is returned.

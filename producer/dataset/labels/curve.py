@@ -1,4 +1,4 @@
-"""Accuracy against cost of a cascade at every margin, told from one run at one margin, in constant memory."""
+"""Accuracy against cost of a cascade at every margin, from one run at one margin, in constant memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Step:
 class Curve:
     """Sums over rows for margins of 0, 0.01, ... 1 and the one that was used.
 
-    At a margin t a row's answer is that of the first stage whose probability is at least t, else of the last. Up to the
-    margin that was used this is known of every row. Above it a row that would go on, and did not, has no known answer:
-    it counts in nothing but `share`, and `covered` tells how many do count.
+    At a margin t a row's answer is that of the first stage whose probability is at least t, or of the last. Up to the
+    margin that was used this is known of every row. Above it a row that would be passed on, and was not, has no known
+    answer: it counts in nothing but `share`, and `covered` is the share that counts.
     """
 
     def __init__(self, used: float) -> None:
@@ -39,7 +39,7 @@ class Curve:
         self._rows = 0
 
     def add(self, steps: Sequence[Step], *, is_last: bool) -> None:
-        """Add a row with its known answers. `is_last`: at no margin it goes on from the last of them."""
+        """Add a row with its known answers. `is_last`: no margin passes it on from the last of them."""
         self._rows += 1
         start, highest, tokens, seconds = 0, 0.0, 0, 0.0
         is_timed = True
@@ -70,8 +70,8 @@ class Curve:
     def points(self) -> list[dict[str, Any]]:
         """Return a point for each margin.
 
-        `share` of the rows go on from the first stage; `covered` is the share of rows whose answer is known. Of these
-        are `accuracy` (over rows with a gold value), and `tokens` and `seconds`, means per row.
+        `share` of the rows are passed on from the first stage; `covered` is the share of rows whose answer is known. Of
+        these are `accuracy` (over rows with a gold value), and `tokens` and `seconds`, means per row.
         """
         sums = {name: list(accumulate(changes)) for name, changes in self._changes.items()}
         points = []

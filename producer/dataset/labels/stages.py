@@ -6,10 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagemill.producer.dataset.label_columns import as_label, by_label
 from pagemill.producer.dataset.labels.calibration import Calibration, GoldSample
-from pagemill.producer.dataset.labels.cascade import Answer, Answers, Cascade
-from pagemill.producer.dataset.labels.columns import as_label, by_label
+from pagemill.producer.dataset.labels.cascade import Answers
 from pagemill.producer.dataset.labels.curve import Curve, Step
+from pagemill.producer.dataset.steps.chain import Chain
+from pagemill.producer.dataset.steps.walk import StepState
 
 
 @dataclass
@@ -41,7 +43,7 @@ class StageCounts:
     def __post_init__(self) -> None:
         self.calibration = Calibration(self.sample, None, self.temperature)
 
-    def add(self, answer: Answer, step: Step | None, *, is_final: bool, is_merged: bool) -> None:
+    def add(self, answer: StepState, step: Step | None, *, is_final: bool, is_merged: bool) -> None:
         """Add one row's answer; `step` is the same for the curve, None of a failure."""
         self.rows += 1
         self.final += is_final
@@ -61,7 +63,8 @@ class StageCounts:
         if step.is_right is not None:
             self.compared[is_final] += 1
             self.right[is_final] += step.is_right
-            self.calibration.bins.add(answer.prob, is_right=step.is_right)
+            if answer.sample.get("label_probs") is not None:
+                self.calibration.bins.add(answer.prob, is_right=step.is_right)
 
     def as_json(self, rows: int) -> dict[str, Any]:
         self.calibration.fitted = self.calibration.fitted or self.sample.fit()
@@ -88,11 +91,14 @@ class StageCounts:
 class StageFigures:
     """All stages of one run, and its curve."""
 
-    def __init__(self, cascade: Cascade, first: str) -> None:
-        models = (first, *cascade.models)
-        self.below = cascade.below
-        self.stages = [StageCounts(*pair) for pair in zip(models, cascade.temperatures, strict=True)]
-        self.curve = Curve(cascade.below)
+    def __init__(self, chain: Chain) -> None:
+        self.below = chain.steps[-1].below or 0.0
+        self.stages = [
+            StageCounts(step.recipe.model, step.labels.temperature)
+            for step in chain.steps
+            if step.labels is not None
+        ]
+        self.curve = Curve(self.below)
 
     def add(self, answers: Answers, gold: str | None, *, is_merged: bool) -> None:
         """Add one row, with its gold value in the form used for comparison. Tokens of a merged row count once."""
@@ -102,13 +108,13 @@ class StageFigures:
             stage.add(answer, step, is_final=index == answers.stage, is_merged=is_merged)
             if step is not None:
                 steps.append(step)
-                if gold is not None:
+                if gold is not None and answer.sample.get("label_probs") is not None:
                     stage.sample.add(gold, by_label(answer.sample["label_probs"]))
         has_failed = answers.path[-1].failure is not None
         for stage, answer in zip(
             self.stages[len(answers.path) :], () if has_failed else answers.beyond, strict=False
         ):
-            if answer.model != stage.model:
+            if answer.step.recipe.model != stage.model:
                 break
             steps.append(_step(answer, gold, is_merged=is_merged))
         self.curve.add(steps, is_last=has_failed or len(steps) == len(self.stages))
@@ -127,7 +133,7 @@ class StageFigures:
         return {"below": self.below, "failed": self.failed, "stages": stages, "curve": self.curve.points()}
 
 
-def _step(answer: Answer, gold: str | None, *, is_merged: bool) -> Step:
+def _step(answer: StepState, gold: str | None, *, is_merged: bool) -> Step:
     """Return an answer for the curve. The job of a merged row has been counted with an equal one."""
     assert answer.kept is not None
     is_right = None if gold is None else as_label(answer.sample["label"]) == gold

@@ -1,14 +1,21 @@
-"""The steps of a recipe, in an order in which each comes after those that it waits for."""
+"""The steps of a run, in an order in which each comes after those that it waits for.
+
+A recipe names its steps. A run without a recipe has one step without a name, and in a cascade one more for each later
+model, named after it.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.recipe import NO_MODEL
+from pagemill.producer.dataset.schema_fields import NO_FIELDS, schema_fields
 from pagemill.producer.dataset.steps.step import (
     SHAPES,
     STEP_KEYS,
@@ -17,6 +24,7 @@ from pagemill.producer.dataset.steps.step import (
     check_keys,
     step_of,
 )
+from pagemill.producer.dataset.tables.rows import Row
 from pagemill.producer.wire.schema.templates import NAME
 
 MAX_STEPS = 16
@@ -58,9 +66,61 @@ class Chain:
         """The columns of all outputs, and their types."""
         return {name: kind for step in self.steps for name, kind in step.columns.items()}
 
+    @property
+    def is_recipe(self) -> bool:
+        return bool(self.first.name)
+
+    @property
+    def at_once(self) -> tuple[Step, ...]:
+        """The steps whose jobs are submitted with the row's: all but the later stages of a cascade."""
+        return tuple(step for step in self.steps if step.below is None)
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(step.recipe.model for step in self.steps))
+
+    def check(self, first: Row | None) -> None:
+        """Raise DatasetError for steps with which no row can succeed, before anything is submitted."""
+        for step in self.steps:
+            try:
+                step.check(first)
+            except DatasetError as error:
+                raise DatasetError(f"step {step.name}: {error}" if self.is_recipe else str(error)) from None
+        names = [step.recipe.model for step in self.steps]
+        if not self.is_recipe and (twice := next((name for name in names if names.count(name) > 1), None)):
+            raise DatasetError(f"{twice} is a stage twice; every --to names another model")
+
+    def settings(self, where: str | None, *, schema_columns: bool) -> dict[str, Any]:
+        """Return everything that an output depends on but its row, as JSON."""
+        if self.is_recipe:
+            steps = {step.name: step.settings() for step in self.steps}
+            return {"where": where, "steps": steps} | ({"schema_columns": True} if schema_columns else {})
+        about = {
+            "output_column": self.first.column,
+            "where": where,
+            "schema_columns": schema_columns,
+            "to": self.models[1:] or None,
+        }
+        settings: dict[str, Any] = json.loads(json.dumps(self.first.recipe.settings() | about, default=str))
+        return settings
+
     def with_recipes(self, **changes: Any) -> Chain:
-        """Return these steps with other `on_null` or `on_empty`."""
+        """Return these steps with other `on_null`, `on_empty` or `image_column`."""
         return Chain(tuple(replace(step, recipe=replace(step.recipe, **changes)) for step in self.steps))
+
+    def with_schema_columns(self) -> Chain:
+        """Return these steps with a column for each field of their JSON schemas. Raises DatasetError."""
+        schemas = [(step.recipe.fields.get("structured_outputs") or {}).get("json") for step in self.steps]
+        if not any(schemas):
+            raise DatasetError(NO_FIELDS)
+        chain = Chain(
+            tuple(
+                replace(step, fields=schema_fields(schema)) if schema else step
+                for step, schema in zip(self.steps, schemas, strict=True)
+            )
+        )
+        _check_columns(list(chain.steps))
+        return chain
 
     def with_model(self, model: str) -> Chain:
         """Return these steps, with a model for those that name none."""
@@ -78,7 +138,7 @@ def _steps(listed: list[Any], defaults: Mapping[str, Any]) -> Iterator[Step]:
     names = []
     for index, each in enumerate(listed):
         if not isinstance(each, Mapping):
-            raise RecipeInvalid(f"step {index + 1} is no mapping", "steps", index)
+            raise RecipeInvalid(f"step {index + 1} is not a mapping", "steps", index)
         name = each.get("name")
         if not isinstance(name, str) or not re.fullmatch(NAME, name) or name == "row":
             raise RecipeInvalid(

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagemill.producer.dataset.labels.columns import as_label
+from pagemill.producer.dataset.label_columns import as_label
 from pagemill.producer.dataset.steps.chain import Chain
 from pagemill.producer.dataset.steps.step import Step
 from pagemill.producer.dataset.steps.walk import StepState
+from pagemill.producer.dataset.tables.rows import Row
 
 COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
@@ -65,6 +66,16 @@ class StepFigures:
         self.failed = 0
         """Rows with an output, of which a step has failed."""
         self.first_failure: str | None = None
+
+    def add(self, row: Row, states: list[StepState], line: Mapping[str, Any]) -> None:
+        """Add a row's steps. `line`: its output; empty if it has none."""
+        for state in states:
+            self.steps[state.step.name].add(state, line.get(state.step.column), row.fields or {})
+        failed = next((state for state in states if state.failure is not None), None)
+        if line and failed is not None and failed.failure is not None:
+            self.failed += 1
+            about = f"{failed.failure.code}: step {failed.step.name}: {failed.failure.message}"
+            self.first_failure = self.first_failure or f"row {row.number}: {about}"
 
     def as_json(self) -> list[dict[str, Any]]:
         return [step.as_json() for step in self.steps.values()]

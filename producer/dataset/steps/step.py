@@ -13,10 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.labels.columns import LabelColumns
+from pagemill.producer.dataset.label_columns import LabelColumns
 from pagemill.producer.dataset.lines import OutputLines
 from pagemill.producer.dataset.output_places import StepPlace
 from pagemill.producer.dataset.recipe import NO_MODEL, Recipe
+from pagemill.producer.dataset.tables.rows import Row
 from pagemill.producer.dataset.tables.writers import META
 from pagemill.producer.wire.schema.dependencies import Condition
 
@@ -47,24 +48,36 @@ class Step:
     """`after`: the steps whose ends it waits for, by name; `when`: what their outputs must be."""
 
     name: str
+    """Empty for the only step, or the first, of a run without a recipe."""
     recipe: Recipe
     column: str
     after: tuple[str, ...] = ()
     when: Mapping[str, Condition] = field(default_factory=dict)
     gold: str | None = None
-
-    @cached_property
-    def labels(self) -> LabelColumns | None:
-        return LabelColumns(self.column) if self.recipe.has_label_probs else None
+    labels: LabelColumns | None = None
+    """The columns of a step with `label_probs`."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """The fields of its JSON schema that have columns of their own, and their types."""
+    below: float | None = None
+    """Of a cascade's later stage: it runs if the label of the stage before is less probable than this. Decided in the
+    run, since the queue does not scale probabilities."""
 
     @cached_property
     def lines(self) -> OutputLines:
-        return OutputLines(self.recipe, self.column, {}, self.labels)
+        return OutputLines(self.recipe, self.column, self.fields, self.labels)
 
     @property
     def columns(self) -> dict[str, str]:
         """The columns of its output, and their types."""
-        return {self.column: "", **(self.labels.types if self.labels is not None else {})}
+        fields = {f"{self.column}.{name}": kind for name, kind in self.fields.items()}
+        return {self.column: "", **fields, **(self.labels.types if self.labels is not None else {})}
+
+    def check(self, first: Row | None) -> None:
+        """Raise DatasetError for a step with which no row can succeed."""
+        self.recipe.check(first)
+        columns = (first.fields if first else None) or {}
+        if self.gold is not None and columns and self.gold not in columns:
+            raise DatasetError(f"unknown column {self.gold!r}; the columns are: {', '.join(columns)}")
 
     def settings(self) -> dict[str, Any]:
         """Return everything that its output depends on but the row, as JSON."""
@@ -122,7 +135,8 @@ def step_of(given: Mapping[str, Any], defaults: Mapping[str, Any], names: Collec
     column = given.get("column", name)
     if column == META:
         raise RecipeInvalid(f"step {name}: a column is not called {META}", "column")
-    return Step(name, recipe, column, tuple(after), when, given.get("gold"))
+    labels = LabelColumns(column) if recipe.has_label_probs else None
+    return Step(name, recipe, column, tuple(after), when, given.get("gold"), labels)
 
 
 def check_keys(given: Mapping[str, Any], known: Collection[str], what: str) -> None:
@@ -131,7 +145,7 @@ def check_keys(given: Mapping[str, Any], known: Collection[str], what: str) -> N
         if key not in known:
             alike = get_close_matches(str(key), sorted(known), 1)
             hint = f"; did you mean {alike[0]}?" if alike else ""
-            raise RecipeInvalid(f"{what}: there is no key {key!r}{hint}", key)
+            raise RecipeInvalid(f"{what}: unknown key {key!r}{hint}", key)
 
 
 def _after(given: Any, name: str, others: list[str]) -> list[str]:
@@ -153,7 +167,7 @@ def _when(given: Any, name: str, others: list[str]) -> dict[str, Condition]:
     for other, condition in (given or {}).items():
         if other not in others:
             raise RecipeInvalid(
-                f"step {name}: when: there is no other step {other}; there are {', '.join(others) or 'none'}",
+                f"step {name}: when: unknown step {other}; the other steps are {', '.join(others) or 'none'}",
                 "when",
                 other,
             )

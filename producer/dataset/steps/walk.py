@@ -8,17 +8,19 @@ What the journal has an output of is put into the prompt here, as the server may
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.label_columns import scaled
 from pagemill.producer.dataset.output_places import fill
 from pagemill.producer.dataset.recipe import OnCut
 from pagemill.producer.dataset.steps.chain import Chain
 from pagemill.producer.dataset.steps.step import Step
 from pagemill.producer.dataset.tables.rows import Row, RowError
-from pagemill.producer.dataset.work import CONDITION_FALSE, PARENT_FAILED, stage_key
+from pagemill.producer.dataset.work import CONDITION_FALSE, PARENT_FAILED, Follower, Work, stage_key
 from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX, Condition
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.templates import ParentOutput
@@ -26,7 +28,10 @@ from pagemill.producer.wire.schema.templates import ParentOutput
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """One step of one row: ended with `kept` (as the journal keeps it) or `failure`, skipped, or with a `job` to do."""
+    """One step of one row: ended with `kept` (as the journal keeps it) or `failure`, skipped, or with a `job` to do.
+
+    None of these: a later stage of a cascade, before the answer of the stage before it.
+    """
 
     step: Step
     key: str = ""
@@ -38,15 +43,42 @@ class StepState:
     is_merged: bool = False
     """Done by the job of an equal row."""
     is_repeatable: bool = True
+    occurrence: int = 0
+    """The rows up to this one with the same work."""
+    beyond: dict[str, Any] | None = None
+    """The answer of a cascade's stage that was not to run, from an earlier start with a higher margin."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if the row waits for this step."""
+        return self.kept is None and self.failure is None and not self.skipped
+
+    @property
+    def sample(self) -> Mapping[str, Any]:
+        """Its first output."""
+        assert self.kept is not None
+        sample: Mapping[str, Any] = self.kept["outputs"][0]
+        return sample
+
+    @property
+    def temperature(self) -> float:
+        """The scale of its label's probabilities."""
+        return 1.0 if self.step.labels is None else self.step.labels.temperature
+
+    @property
+    def prob(self) -> float:
+        """The label's probability at the step's temperature; 1.0 from a model of another API, which gives none."""
+        if self.sample.get("label_probs") is None:
+            return 1.0
+        return scaled(self.sample["label_probs"], self.temperature)[self.sample["label"]]
 
     @property
     def output(self) -> ParentOutput:
         """What it gives to other steps."""
-        assert self.kept is not None
-        sample = self.kept["outputs"][0]
-        label = sample.get("label")
-        prob = None if label is None else (sample.get("label_probs") or {}).get(label)
-        return ParentOutput(id=self.step.name, state="succeeded", text=sample["text"], label=label, prob=prob)
+        label = self.sample.get("label")
+        prob = None if label is None else (self.sample.get("label_probs") or {}).get(label)
+        text = self.sample["text"]
+        return ParentOutput(id=self.step.name, state="succeeded", text=text, label=label, prob=prob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +88,35 @@ class Walk:
     chain: Chain
     journal: Journal
     on_cut: OnCut | None = None
+
+    def works(self, rows: Iterable[Row]) -> Iterator[Work | None]:
+        """Yield the work of all steps but a cascade's later stages; None: a row without work in its first step."""
+        self.journal.start_reading()
+        is_alone = len(self.chain.at_once) == 1
+        for row in rows:
+            # The loop looks up the work of a lone step itself.
+            states = [self._state(row, self.chain.first, {}, is_new=True)] if is_alone else self.states(row)
+            for index, state in enumerate(states):
+                if state.job is not None:
+                    yield Work(state.key, state.job)
+                elif not index:
+                    yield None
+
+    def followers(self, rows: Callable[[], Iterable[Row]]) -> list[Follower]:
+        """Return what yields the work of each later stage of a cascade, as the answers of the stage before come in."""
+
+        def follower(index: int) -> Follower:
+            return lambda: self._escalated(rows(), index)
+
+        return [follower(index) for index, step in enumerate(self.chain.steps) if step.below is not None]
+
+    def _escalated(self, rows: Iterable[Row], index: int) -> Iterator[Work | None]:
+        for row in rows:
+            while (state := next(islice(self.states(row), index, None))).is_open:
+                if state.job is not None:
+                    yield Work(state.key, state.job)
+                    break
+                yield None
 
     def states(self, row: Row) -> Iterator[StepState]:
         """Yield each step's state; what comes after one is found when the next is asked for."""
@@ -77,7 +138,28 @@ class Walk:
         failure = state.step.recipe.cut_off(end, self.on_cut)
         return replace(state, kept=None if failure else end, failure=failure)
 
-    def _state(self, row: Row, step: Step, parents: Mapping[str, StepState]) -> StepState:
+    def _stage(self, row: Row, step: Step, before: StepState) -> StepState:
+        """Return the state of a cascade's later stage. It shares its key with the first, but for its model."""
+        if before.is_open:
+            return StepState(step)
+        key = stage_key(before.key.partition("@")[0], step.name)
+        end = self.journal.end(key)
+        state = StepState(step, key, is_merged=before.is_merged)
+        assert step.below is not None
+        if before.kept is None or before.prob >= step.below:
+            beyond = None if isinstance(end, Failure) else end
+            return replace(state, skipped=CONDITION_FALSE, beyond=beyond)
+        if end is not None:
+            return self._ended(state, end)
+        job = step.recipe.job(row)
+        return _refused(step, job) if isinstance(job, RowError) else replace(state, job=job)
+
+    def _state(
+        self, row: Row, step: Step, parents: Mapping[str, StepState], *, is_new: bool = False
+    ) -> StepState:
+        """Return the state of a step. `is_new`: without a look into the journal."""
+        if step.below is not None:
+            return self._stage(row, step, *parents.values())
         if (blocked := _blocked(step, parents)) is not None:
             return blocked
         plain = plain_job(row, step)
@@ -89,8 +171,10 @@ class Walk:
         key = digest if repeatable else f"{digest}-{count}"
         if step is not self.chain.first:
             key = stage_key(key, step.name)
-        state = StepState(step, key, is_merged=repeatable and count > 1, is_repeatable=repeatable)
-        if (end := self.journal.end(key)) is not None:
+        state = StepState(
+            step, key, is_merged=repeatable and count > 1, is_repeatable=repeatable, occurrence=count
+        )
+        if not is_new and (end := self.journal.end(key)) is not None:
             return self._ended(state, end)
         is_unmet = any(
             not is_met(condition, parents[name].output)
@@ -99,7 +183,7 @@ class Walk:
         )
         if is_unmet:
             return replace(state, skipped=CONDITION_FALSE)
-        job = self._job(row, step, parents)
+        job = self._job(row, step, parents) if step.recipe.places else plain
         if isinstance(job, RowError):
             return _refused(step, job)
         return replace(state, job=job)
@@ -123,11 +207,13 @@ class Walk:
 
 def plain_job(row: Row, step: Step) -> Job | RowError:
     """Return the job of a step with places for all that it takes from others, and without `after`: its content."""
+    if not step.recipe.places:
+        return step.recipe.job(row)
     return step.recipe.job(row, lambda prompt: _filled(prompt, {}, is_waiting=True))
 
 
 def is_met(condition: Condition, given: ParentOutput) -> bool:
-    """Return whether an output is what a condition asks for, as the queue decides it (wire/lua/dependents.lua)."""
+    """Return whether an output is what a condition asks for, as the queue decides it (`features/dependents.lua`)."""
     label = (given.text if given.label is None else given.label).strip()
     return (
         (condition.label is None or label in condition.label)
@@ -146,10 +232,21 @@ def _filled(
     if "messages" not in prompt:
         return {**prompt, "prompt": fill(prompt["prompt"], known, is_waiting=is_waiting)}
     messages = [
-        {**message, "content": fill(message["content"], known, is_waiting=is_waiting)}
+        {**message, "content": _filled_content(message.get("content"), known, is_waiting)}
         for message in prompt["messages"]
     ]
     return {**prompt, "messages": messages}
+
+
+def _filled_content(content: Any, known: Mapping[str, ParentOutput], is_waiting: bool) -> Any:
+    if isinstance(content, list):
+        return [
+            {**part, "text": fill(part["text"], known, is_waiting=is_waiting)}
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            else part
+            for part in content
+        ]
+    return content if content is None else fill(content, known, is_waiting=is_waiting)
 
 
 def _digest(job: Job, parents: Mapping[str, StepState]) -> str:

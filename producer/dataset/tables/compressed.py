@@ -20,18 +20,18 @@ _MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 def data_suffix(file: PurePath | Stream) -> str:
-    """Return the suffix that tells the format, in lower case: `.csv` of `rows.csv.gz`."""
-    path = _named(file)
+    """Return the suffix that names the format, in lower case: `.csv` of `rows.csv.gz`."""
+    path = _path_of(file)
     return path.with_suffix("").suffix.lower() if compression(path) else path.suffix.lower()
 
 
 def compression(file: PurePath | Stream) -> str | None:
     """Return `.gz`, `.zst`, or None for what is not compressed."""
-    suffix = _named(file).suffix.lower()
+    suffix = _path_of(file).suffix.lower()
     return suffix if suffix in COMPRESSED else None
 
 
-def _named(file: PurePath | Stream) -> PurePath:
+def _path_of(file: PurePath | Stream) -> PurePath:
     return file.path if isinstance(file, Stream) else file
 
 

@@ -1,8 +1,8 @@
 """Where inputs and outputs are: in files, or behind a URI (`s3://bucket/rows.jsonl`) by fsspec.
 
 An object store replaces an object at once and has neither appends nor renames. So a run's journal is a file on this
-machine, and its outputs are made here and copied when they are complete. An object beside OUT, `OUT.partial`, tells
-that a run is under way, and where its journal is.
+machine, and its outputs are made here and copied when they are complete. An object beside OUT, `OUT.partial`, shows
+that a run is in progress, and where its journal is.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pagemill.producer.wire.server.discovery import state_dir
 _URI = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}")
 READ_AHEAD_BYTES = 8 * CHUNK_BYTES
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Extras of ours by protocol; for others fsspec knows what to install."""
+"""Extras of Pagemill by protocol; for others fsspec knows what to install."""
 
 
 def uri_of(given: str | Path) -> str | None:
-    """Return the URI, None for a path. One that was made a path, and so has a single slash left, is mended."""
+    """Return the URI, None for a path. One that was made a path, and so has a single slash left, is repaired."""
     found = _URI.match(str(given))
     if found is None or os.path.lexists(given):
         return None
@@ -45,7 +45,7 @@ def local_path(given: str | Path) -> Path:
     return Path(given) if found is None else Path("/" + unquote(found[1]))
 
 
-def shown(uri: str) -> str:
+def redacted(uri: str) -> str:
     """Return a URI without what may be a secret: user, password, query."""
     parts = urlsplit(uri)
     host = parts.netloc.rpartition("@")[2]
@@ -57,12 +57,12 @@ def shown(uri: str) -> str:
 def open_stream(uri: str) -> Iterator[Stream]:
     """Open the object of a URI as a stream. Raises DatasetError."""
     fs, path = _filesystem(uri)
-    with _told(f"{shown(uri)} cannot be read"):
+    with _library_errors(f"{redacted(uri)} cannot be read"):
         try:
             source = fs.open(path, "rb", block_size=READ_AHEAD_BYTES, cache_type="readahead")
         except (FileNotFoundError, IsADirectoryError):
-            raise DatasetError(f"{shown(uri)}: no such file") from None
-    stream = Stream(source, PurePosixPath(urlsplit(uri).path), shown(uri))
+            raise DatasetError(f"{redacted(uri)}: no such file") from None
+    stream = Stream(source, PurePosixPath(urlsplit(uri).path), redacted(uri))
     with contextlib.closing(source), contextlib.closing(stream):
         yield stream
 
@@ -78,7 +78,7 @@ class LocalPlace:
         """Make what has to be there before a run."""
 
     def claim(self, run_id: str, *, overwrite: bool) -> None:
-        """Tell others that this run is under way. Raises DatasetError if another is."""
+        """Announce this run to others. Raises DatasetError if another is."""
 
     def fetch(self, paths: Iterable[Path]) -> None:
         """Bring what an earlier run has written to where this one looks for it."""
@@ -100,7 +100,7 @@ class RemotePlace:
     def __init__(self, uri: str) -> None:
         self._parent, _, name = uri.rpartition("/")
         self._uri = uri
-        self.name = shown(uri)
+        self.name = redacted(uri)
         digest = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
         self.path = state_dir() / "runs" / digest / (name or "out")
         self._marker = f"{uri}.partial"
@@ -121,7 +121,7 @@ class RemotePlace:
     def claim(self, run_id: str, *, overwrite: bool) -> None:
         fs, path = _filesystem(self._marker)
         told = {"run": run_id, "host": socket.gethostname(), "journal": f"{self.path}.partial"}
-        with _told(f"{self.name} cannot be written"):
+        with _library_errors(f"{self.name} cannot be written"):
             fs.invalidate_cache()
             try:
                 other = json.loads(fs.cat_file(path))
@@ -131,7 +131,7 @@ class RemotePlace:
             if other.get("run") != run_id and not overwrite:
                 raise DatasetError(
                     f"{self.name} is being written by a run on {other.get('host')}, whose journal is "
-                    f"{other.get('journal')} there. Go on there; or, if that is gone, remove {shown(self._marker)}"
+                    f"{other.get('journal')} there. Go on there; or, if that is gone, remove {redacted(self._marker)}"
                 )
             fs.pipe_file(path, json.dumps(told).encode())
 
@@ -142,7 +142,7 @@ class RemotePlace:
             temporary = path.with_name(f".{path.name}.tmp")
             try:
                 with (
-                    _told(f"{shown(self._uri_of(path))} cannot be read"),
+                    _library_errors(f"{redacted(self._uri_of(path))} cannot be read"),
                     contextlib.suppress(FileNotFoundError),
                 ):
                     fs.get_file(remote, str(temporary))
@@ -153,7 +153,7 @@ class RemotePlace:
     def publish(self, paths: Iterable[Path], *, is_complete: bool = False) -> None:
         for path in paths:
             fs, remote = _filesystem(self._uri_of(path))
-            with _told(f"{shown(self._uri_of(path))} could not be written", DiskFailed):
+            with _library_errors(f"{redacted(self._uri_of(path))} could not be written", DiskFailed):
                 if path.exists():
                     fs.put_file(str(path), remote)
                 elif fs.exists(remote):
@@ -161,7 +161,7 @@ class RemotePlace:
         if is_complete:
             fs, remote = _filesystem(self._marker)
             with (
-                _told(f"{shown(self._marker)} could not be removed", DiskFailed),
+                _library_errors(f"{redacted(self._marker)} could not be removed", DiskFailed),
                 contextlib.suppress(FileNotFoundError),
             ):
                 fs.rm_file(remote)
@@ -208,15 +208,15 @@ def _filesystem(uri: str) -> tuple[Any, str]:
         hint = f"pip install 'pagemill[{extra}]'" if extra else str(error).partition("\n")[0]
         raise DatasetError(f"{protocol}:// needs a library that is not installed: {hint}") from None
     except ValueError:
-        raise DatasetError(f"{shown(uri)}: {protocol} is no protocol that fsspec knows") from None
-    with _told(f"{shown(uri)} cannot be reached"):
+        raise DatasetError(f"{redacted(uri)}: {protocol} is not a protocol that fsspec knows") from None
+    with _library_errors(f"{redacted(uri)} cannot be reached"):
         found: tuple[Any, str] = url_to_fs(uri)
     return found
 
 
 @contextlib.contextmanager
-def _told(what: str, kind: type[DatasetError] = DatasetError) -> Iterator[None]:
-    """Raise errors of the library as one of ours, without their messages: these may hold a key or a signed address."""
+def _library_errors(what: str, kind: type[DatasetError] = DatasetError) -> Iterator[None]:
+    """Raise errors of the library as a DatasetError, without messages: these may hold a key or a signed address."""
     try:
         yield
     except DatasetError:

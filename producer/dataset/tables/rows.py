@@ -1,6 +1,6 @@
 """Rows of a dataset, read one at a time: JSONL, CSV, Parquet, a Hugging Face dataset directory, any iterable.
 
-A row that cannot be read is a row with an error: it keeps its number and the run goes on.
+A row that cannot be read is a row with an error: it keeps its number and the run continues.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -24,6 +25,8 @@ MAX_LINE_BYTES = 64 << 20
 MAX_RAW_CHARACTERS = 2_000
 """Characters of a bad row that the errors file quotes."""
 ARROW_BATCH_ROWS = 1_024
+ARROW_BATCH_BYTES = 16 << 20
+"""Rows with pictures are read in smaller batches."""
 
 Format: TypeAlias = Literal["jsonl", "csv", "tsv", "parquet", "arrow"]
 SUFFIXES: dict[str, Format] = {
@@ -54,6 +57,12 @@ class Row:
     number: int
     fields: dict[str, Any] | None = None
     error: RowError | None = None
+    shard: int = 0
+    """The index of its file in a source of several."""
+    shard_row: int = 0
+    """Its number in that file; 0 where the source is one file."""
+    images: tuple[Any, ...] = ()
+    """Its pictures, as a client takes them (pictures.py); None for a missing one."""
 
 
 class Source(Protocol):
@@ -91,7 +100,7 @@ def open_source(path: Path | Stream, kind: Format | None = None, encoding: str =
         case "arrow":
             return ArrowSource([path], str(path), _read_arrow_stream)
     raise DatasetError(
-        f"{path}: cannot tell the format from its name; say it with --format jsonl, csv, tsv, parquet or arrow"
+        f"{path}: the name does not show the format; add --format jsonl, csv, tsv, parquet or arrow"
     )
 
 
@@ -105,7 +114,7 @@ class JsonLinesSource:
         try:
             is_split_by_bytes = "\n".encode(encoding) == b"\n"
         except LookupError:
-            raise DatasetError(f"there is no encoding {encoding!r}; try utf-8 or latin-1") from None
+            raise DatasetError(f"unknown encoding {encoding!r}; try utf-8 or latin-1") from None
         if not is_split_by_bytes:
             raise DatasetError(f"{encoding} is not supported for JSON lines; convert the file to UTF-8 first")
 
@@ -133,13 +142,7 @@ class CsvSource:
         self._encoding = "utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding
 
     def rows(self) -> Iterator[Row]:
-        # Undecodable bytes become lone surrogates, so that only their own row is refused.
-        with reading(self._path) as raw:
-            try:
-                file = io.TextIOWrapper(raw, self._encoding, errors="surrogateescape", newline="")
-            except LookupError:
-                raise DatasetError(f"there is no encoding {self._encoding!r}; try utf-8 or latin-1") from None
-            reader = csv.reader(file, delimiter=self._delimiter, strict=True)
+        with self._reader() as reader:
             header = self._header(reader)
             number = 0
             while True:
@@ -159,13 +162,28 @@ class CsvSource:
     def count(self) -> int | None:
         return sum(1 for _ in self.rows()) if _is_whole(self._path) else None
 
+    def header(self) -> list[str]:
+        """Return the columns' names. Raises DatasetError, EmptyFile for a file without a line."""
+        with self._reader() as reader:
+            return self._header(reader)
+
+    @contextmanager
+    def _reader(self) -> Iterator[Iterator[list[str]]]:
+        # Undecodable bytes become lone surrogates, so that only their own row is refused.
+        with reading(self._path) as raw:
+            try:
+                file = io.TextIOWrapper(raw, self._encoding, errors="surrogateescape", newline="")
+            except LookupError:
+                raise DatasetError(f"unknown encoding {self._encoding!r}; try utf-8 or latin-1") from None
+            yield csv.reader(file, delimiter=self._delimiter, strict=True)
+
     def _header(self, reader: Iterator[list[str]]) -> list[str]:
         try:
             header = next(reader)
         except StopIteration:
             raise EmptyFile(f"{self.name} is empty: the first line must name the columns") from None
         except csv.Error as error:
-            raise DatasetError(f"{self.name}: the header line is no CSV: {error}") from None
+            raise DatasetError(f"{self.name}: the header line is not CSV: {error}") from None
         repeated = {name for name in header if header.count(name) > 1}
         if repeated:
             raise DatasetError(f"{self.name}: columns appear twice: {', '.join(sorted(repeated))}")
@@ -204,18 +222,30 @@ class ArrowSource:
             _require_pyarrow()
             from pyarrow import parquet
 
-            return sum(int(parquet.ParquetFile(_for_arrow(path)).metadata.num_rows) for path in self._paths)
+            total = 0
+            for path in self._paths:
+                with _arrow_errors(path):
+                    total += int(parquet.read_metadata(_for_arrow(path)).num_rows)
+            return total
         return sum(int(batch.num_rows) for batch in self._batches())
 
-    def _batches(self) -> Iterator[Any]:
-        _require_pyarrow()
-        import pyarrow
+    def schema(self) -> Any:
+        """Return the Arrow schema of the first file. Raises DatasetError."""
+        with _arrow_errors(self._paths[0]):
+            return self._read_schema(self._paths[0])
 
+    def _read_schema(self, path: Path | Stream) -> Any:
+        if self._read is _read_parquet:
+            from pyarrow import parquet
+
+            return parquet.read_schema(_for_arrow(path))
+        with _open_arrow(path) as reader:
+            return reader.schema
+
+    def _batches(self) -> Iterator[Any]:
         for path in self._paths:
-            try:
+            with _arrow_errors(path):
                 yield from self._read(path)
-            except (pyarrow.ArrowInvalid, OSError) as error:
-                raise DatasetError(f"{path} cannot be read: {error}") from error
 
 
 class MemorySource:
@@ -319,7 +349,7 @@ def _dataset_files(directory: Path) -> list[Path]:
         choices = ", ".join(str(directory / split) for split in splits)
         raise DatasetError(f"{directory} holds several splits; name one: {choices}")
     if not state.exists():
-        raise DatasetError(f"{directory} is no Hugging Face dataset directory (it has no state.json)")
+        raise DatasetError(f"{directory} is not a Hugging Face dataset directory (it has no state.json)")
     try:
         listed = json.loads(state.read_text())["_data_files"]
         return [directory / item["filename"] for item in listed]
@@ -335,21 +365,49 @@ def _require_pyarrow() -> None:
 def _read_parquet(path: Path | Stream) -> Iterator[Any]:
     from pyarrow import parquet
 
-    yield from parquet.ParquetFile(_for_arrow(path)).iter_batches(batch_size=ARROW_BATCH_ROWS)
+    file = parquet.ParquetFile(_for_arrow(path), pre_buffer=False, buffer_size=1 << 20)
+    # Unbuffered, a whole row group would be read at once.
+    size = sum(file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups))
+    yield from file.iter_batches(batch_size=_batch_rows(size, file.metadata.num_rows))
 
 
-def _read_arrow_stream(path: Path | Stream) -> Iterator[Any]:
+def _batch_rows(num_bytes: int, num_rows: int) -> int:
+    """Return the rows to hold at once, of a file or batch of this size."""
+    return max(1, min(ARROW_BATCH_ROWS, ARROW_BATCH_BYTES * max(1, num_rows) // max(1, num_bytes)))
+
+
+@contextmanager
+def _arrow_errors(path: Path | Stream) -> Iterator[None]:
+    _require_pyarrow()
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DatasetError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def _open_arrow(path: Path | Stream) -> Iterator[Any]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) if isinstance(path, Path) else path.open() as file:
         try:
-            reader: Iterable[Any] = pyarrow.ipc.open_stream(file)
+            reader = pyarrow.ipc.open_stream(file)
         except pyarrow.ArrowInvalid:
-            opened = pyarrow.ipc.open_file(file)
-            reader = (opened.get_batch(index) for index in range(opened.num_record_batches))
-        for batch in reader:
-            for start in range(0, batch.num_rows, ARROW_BATCH_ROWS):
-                yield batch.slice(start, ARROW_BATCH_ROWS)
+            reader = pyarrow.ipc.open_file(file)
+        yield reader
+
+
+def _read_arrow_stream(path: Path | Stream) -> Iterator[Any]:
+    with _open_arrow(path) as reader:
+        batches: Iterable[Any] = reader
+        if hasattr(reader, "num_record_batches"):
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        for batch in batches:
+            step = _batch_rows(batch.nbytes, batch.num_rows)
+            for start in range(0, batch.num_rows, step):
+                yield batch.slice(start, step)
 
 
 csv.field_size_limit(MAX_LINE_BYTES)

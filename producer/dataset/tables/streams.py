@@ -16,12 +16,12 @@ CHUNK_BYTES = 1 << 20
 class Stream:
     """Input without a file of its own: standard input, or what a server sends.
 
-    It is read as far as somebody asks, so work begins with its first rows; memory does not grow with it. The file has
+    It is read as far as requested, so work begins with its first rows; memory does not grow with it. The file has
     no name, and goes with the process.
     """
 
     def __init__(self, source: IO[bytes], path: PurePath, name: str, start: bytes = b"") -> None:
-        """`path` tells the format and compression, `name` is for people, `start` has been read from it already."""
+        """`path` names the format and compression, `name` is for messages, `start` has been read from it already."""
         self.path = path
         self.name = name
         self.is_whole = False

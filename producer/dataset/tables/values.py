@@ -1,7 +1,7 @@
 """JSON values of a row's cells, from what data libraries put there.
 
 Dates and times become ISO text, durations seconds, decimals and UUIDs text, bytes base64, arrays lists; NaN, NaT, NA
-and infinities become null. Nothing is imported: values of numpy, pandas, polars and pyarrow are told by their shape.
+and infinities become null. Nothing is imported: values of numpy, pandas, polars and pyarrow are recognized by shape.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ import csv
 import io
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -31,47 +32,98 @@ class Writer(Protocol):
         ...
 
 
-@contextmanager
-def replacing(
-    path: Path,
-    samples: Iterable[Mapping[str, Any]] = (),
-    output_column: str = OUTPUT,
-    fields: Mapping[str, str] | None = None,
-    *,
-    gives_vectors: bool = False,
-    more_meta: Collection[str] = (),
-) -> Iterator[Writer]:
-    """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the lines of an output are written, to one file or to several alike."""
 
-    `samples`: for Parquet, every input row, to find the columns' types. `fields`: further columns of the
-    output, and their types. `gives_vectors`: outputs are lists of numbers, in Parquet a column of
-    lists of float32. `more_meta`: what `_pagemill` has beside the usual, for Parquet. Raises DatasetError.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        if data_suffix(path) == ".parquet":
-            columns = {output_column: _VECTOR if gives_vectors else ""}
-            columns |= fields or {}
-            parquet = ParquetWriter(temporary, _schema(samples, columns, more_meta), columns)
+    suffix: str
+    compression: str | None
+    columns: Mapping[str, str]
+    """The output's columns and their types; "" for values as JSON text."""
+    schema: Any = None
+    """For Parquet, the type of every column."""
+    heading: Sequence[str] = ()
+    """For CSV, the header line of a file without rows."""
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        samples: Iterable[Mapping[str, Any]] = (),
+        output_column: str = OUTPUT,
+        fields: Mapping[str, str] | None = None,
+        *,
+        gives_vectors: bool = False,
+        more_meta: Collection[str] = (),
+    ) -> Form:
+        """Return the form of files named like `path`.
+
+        Args:
+            path: Its suffix determines the format.
+            samples: Every input row: for Parquet, to find the columns' types, for CSV, their names.
+            output_column: The name of the output's column.
+            fields: Further columns of the output, and their types.
+            gives_vectors: Outputs are lists of numbers, in Parquet a column of lists of float32.
+            more_meta: What `_pagemill` has beside the usual, for Parquet.
+
+        Raises:
+            DatasetError: a column holds values of different types.
+        """
+        columns = {output_column: _VECTOR if gives_vectors else "", **(fields or {})}
+        suffix, schema, heading = data_suffix(path), None, list[str]()
+        if suffix == ".parquet":
+            schema = _schema(samples, columns, more_meta)
+        elif first := next(iter(samples), None):
+            heading = [*(name for name in first if name != META), *columns, META]
+        return cls(suffix, compression(path), columns, schema, heading)
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[Writer]:
+        """Write a new file; at the end of the block it is on disk."""
+        if self.suffix == ".parquet":
+            parquet = ParquetWriter(path, self.schema, self.columns)
             try:
                 yield parquet
             finally:
                 parquet.close()
-        else:
-            with writing(temporary, compression(path)) as raw:
-                text = io.TextIOWrapper(raw, "utf-8", newline="")
-                yield _text_writer(text, data_suffix(path))
-                text.flush()
-                text.detach()
-        temporary.replace(path)
-        _sync_directory(path.parent)
-    except OSError as error:
-        raise DiskFailed(
-            f"{path} could not be written ({error.strerror or error}). Mend that and run the same command again; "
-            "nothing that was done is lost"
-        ) from error
+            return
+        with writing(path, self.compression) as raw:
+            text = io.TextIOWrapper(raw, "utf-8", newline="")
+            writer = _text_writer(text, self.suffix)
+            yield writer
+            if self.heading and isinstance(writer, CsvWriter):
+                writer.head(self.heading)
+            text.flush()
+            text.detach()
+
+
+@contextmanager
+def replacing(path: Path, form: Callable[[Path], Form] | None = None) -> Iterator[Writer]:
+    """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
+
+    `form` is called with the path, by default `Form.of`. Raises DatasetError.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with disk_errors(path):
+            with (form or Form.of)(path).open(temporary) as writer:
+                yield writer
+            temporary.replace(path)
+            sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise DiskFailed for an OSError of the block, which writes `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskFailed(
+            f"{path} could not be written ({error.strerror or error}). Fix that and run the same command again; "
+            "nothing that was done is lost"
+        ) from error
 
 
 def check_output(path: Path, name: str) -> None:
@@ -84,9 +136,16 @@ def check_output(path: Path, name: str) -> None:
         raise DatasetError(f"{name}: Parquet is compressed in itself; leave {path.suffix} out")
     check_supported(path)
     if not path.parent.is_dir():
-        raise DatasetError(f"{path.parent} is no directory; make it first")
+        raise DatasetError(f"{path.parent} is not a directory; create it first")
     if not os.access(path.parent, os.W_OK):
         raise DatasetError(f"{path.parent} is not writable")
+
+
+class NoWriter:
+    """The output of a trial, of which only figures are wanted."""
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Drop the row."""
 
 
 class JsonLinesWriter:
@@ -104,10 +163,15 @@ class CsvWriter:
         self._csv = csv.writer(file, delimiter=delimiter)
         self._columns: list[str] | None = None
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def head(self, columns: Iterable[str]) -> None:
+        """Write the header line, unless there is one."""
         if self._columns is None:
-            self._columns = list(line)
+            self._columns = list(columns)
             self._csv.writerow(self._columns)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self.head(line)
+        assert self._columns is not None
         if surplus := line.keys() - set(self._columns):
             raise DatasetError(
                 f"rows have different columns ({', '.join(sorted(surplus))}): write .jsonl, not CSV"
@@ -222,7 +286,7 @@ def _text(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Sync the directory: only then is a rename durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:

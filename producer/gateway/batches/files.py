@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from pagemill.producer.gateway.config import DAY_S
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found, retry_later
 from pagemill.producer.gateway.gateway import Gateway
-from pagemill.producer.gateway.pagination import page_body, read_paging
+from pagemill.producer.gateway.pagination import after, page_body, read_paging
 from pagemill.producer.wire.calls.gateway import stored_files
 from pagemill.producer.wire.calls.gateway.stored_files import CHUNK_BYTES, StoredFile
 
@@ -70,12 +70,12 @@ class FileEndpoints:
         caller = await self._gateway.admit(request)
         if self._uploads >= self._gateway.config.max_uploads:
             self._gateway.metrics.refused["busy"] += 1
-            raise retry_later(503, "the gateway has too many uploads under way", "busy")
+            raise retry_later(503, "the gateway has too many uploads in progress", "busy")
         self._uploads += 1
         try:
             async with _Form(request) as form:
                 upload, ttl_s = _read_form(form, self._gateway.config.file_ttl_s)
-                return JsonResponse(file_body(await self._store(caller.tenant, upload, ttl_s)))
+                return JsonResponse(file_body(await self.store(caller.tenant, upload, ttl_s)))
         finally:
             self._uploads -= 1
 
@@ -87,10 +87,7 @@ class FileEndpoints:
         rows = [file_body(file) for file in found if purpose in (None, file.purpose)]
         if request.query_params.get("order") == "asc":
             rows.reverse()
-        if paging.after:
-            places = [place for place, row in enumerate(rows) if row["id"] == paging.after]
-            rows = rows[places[0] + 1 :] if places else []
-        return JsonResponse(page_body(rows, paging))
+        return JsonResponse(page_body(after(rows, paging), paging))
 
     async def retrieve(self, request: Request) -> Response:
         return JsonResponse(file_body(await self._find(request)))
@@ -116,7 +113,8 @@ class FileEndpoints:
             raise ApiError(409, "a batch that has not ended needs the file", "file_in_use")
         return JsonResponse({"id": file_id, "object": "file", "deleted": True})
 
-    async def _store(self, tenant: str, upload: UploadFile, ttl_s: float) -> StoredFile:
+    async def store(self, tenant: str, upload: UploadFile, ttl_s: float) -> StoredFile:
+        """Store an input file of batches. Raises ApiError."""
         config, run = self._gateway.config, self._gateway.run
         size = upload.size or 0
         if not size:
@@ -155,11 +153,13 @@ class FileEndpoints:
         return found
 
     async def _chunks(self, file: StoredFile) -> AsyncIterator[bytes]:
+        left = file.size  # the last chunk of a file that grows may have more by now
         for number in range(file.chunks):
             chunk = await self._gateway.run(stored_files.read(self._gateway.config.queue, file.id, number))
             if chunk is None:
                 raise ApiError(500, "the file was deleted while it was read", "file_gone")
-            yield chunk
+            yield chunk[:left]
+            left -= len(chunk)
 
 
 class _Form:

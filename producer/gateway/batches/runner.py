@@ -1,8 +1,8 @@
 """Runs the open batches that this gateway holds a lease on.
 
 When a gateway dies its leases lapse, and another one, or the same one restarted, continues: it submits the
-file's requests again under the same names, which does not affect those already submitted, and waits for the
-outcomes, which the queue keeps until the files are written. File ids and contents are derived from the batch,
+file's requests again under the same names, which does not affect those already submitted, and writes the
+outcomes, which the queue keeps until the files are whole. File ids and contents are derived from the batch,
 so writing them is idempotent.
 """
 
@@ -16,8 +16,9 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from pagemill.producer.client import submit_flow
 from pagemill.producer.client.aio_handles import AsyncBatchHandle
 from pagemill.producer.client.effects import Flow
 from pagemill.producer.dataset.journal import Failure
-from pagemill.producer.gateway.batches.stored_lines import StoredLines
+from pagemill.producer.gateway.batches.answers import GrowingAnswers
+from pagemill.producer.gateway.batches.line_models import LineModels
 from pagemill.producer.gateway.gateway import Gateway
+from pagemill.producer.gateway.webhooks import Webhooks, webhooks_of
 from pagemill.producer.openai.lines import (
-    BatchAnswers,
     BatchRequest,
     BatchRequests,
     BatchSummary,
@@ -38,7 +40,7 @@ from pagemill.producer.wire.calls.gateway import api_batches, stored_files
 from pagemill.producer.wire.calls.gateway.api_batches import Claim
 from pagemill.producer.wire.schema.errors import JobNotFound, PagemillError
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import BatchItem
+from pagemill.producer.wire.schema.outputs import BatchCounts
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +55,20 @@ class _Lost(Exception):
 class BatchRunner:
     """Looks for batches without a holder, and runs a few at a time."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, webhooks: Webhooks) -> None:
         self._gateway = gateway
+        self._webhooks = webhooks
         self._news = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         self._is_blind = False
         """True while the queue does not answer."""
 
-    def look_now(self) -> None:
+    def poll_now(self) -> None:
         """Look for open batches now instead of at the next poll."""
         self._news.set()
 
     async def run(self) -> None:
-        """Run until cancelled; batches under way are then released for other gateways to continue."""
+        """Run until cancelled; unfinished batches are then released for other gateways to continue."""
         config = self._gateway.config
         try:
             while True:
@@ -94,7 +97,7 @@ class BatchRunner:
             self._is_blind = False
             if claim is None:
                 return
-            task = asyncio.create_task(BatchRun(self._gateway, claim).run())
+            task = asyncio.create_task(BatchRun(self._gateway, self._webhooks, claim).run())
             self._running.add(task)
             self._gateway.metrics.running_batches = len(self._running)
             task.add_done_callback(self._has_stopped)
@@ -109,8 +112,9 @@ class BatchRunner:
 class BatchRun:
     """One batch, for as long as the lease is held."""
 
-    def __init__(self, gateway: Gateway, claim: Claim) -> None:
+    def __init__(self, gateway: Gateway, webhooks: Webhooks, claim: Claim) -> None:
         self._gateway = gateway
+        self._webhooks = webhooks
         self._claim = claim
         self._queue = gateway.config.queue
         self._id = claim.batch.id
@@ -118,9 +122,12 @@ class BatchRun:
         self._about: dict[str, Any] = json.loads(claim.batch.values["doc"])
         self._lease_ms = int(1000 * gateway.config.batch_lease_s)
         self._pause_s = min(1.0, gateway.config.batch_lease_s / 5)
+        self._shown: str | None = None
+        """The output file that the record names."""
+        self._models = LineModels(gateway.models, claim.batch.values, gateway.config.unknown_model_s)
 
     async def run(self) -> None:
-        """Run to the end or until the lease is lost. If the queue is away, a gateway continues later."""
+        """Run to the end or until the lease is lost. If the queue is unavailable, a gateway continues later."""
         work = asyncio.ensure_future(self._work())
         keeping = asyncio.ensure_future(self._keep())
         try:
@@ -133,7 +140,7 @@ class BatchRun:
         except PagemillError as error:
             logger.warning("batch %s waits for its lease to lapse: %s", self._id, error)
         except asyncio.CancelledError:
-            self._gateway.in_background(self._let_go())
+            self._gateway.in_background(self._release())
             raise
         finally:
             for task in (work, keeping):
@@ -149,11 +156,15 @@ class BatchRun:
                 with contextlib.suppress(JobNotFound):
                     await self._batch.cancel()
 
-    async def _let_go(self) -> None:
+    async def _release(self) -> None:
         with contextlib.suppress(PagemillError):
             await self._gateway.run(api_batches.save(self._queue, self._claim, {}, 0))
 
     async def _work(self) -> None:
+        found = self._claim.batch.values
+        if "event" in found:
+            await self._notify(found["event"], float(found["event_at"]), int(found["event_tries"]))
+            return
         with tempfile.TemporaryDirectory(prefix="pagemill-batch-") as directory:
             path = Path(directory) / "input.jsonl"
             requests = BatchRequests(path, deadline=float(self._about["expires_at"]))
@@ -164,11 +175,16 @@ class BatchRun:
                 await self._end("failed", errors=json.dumps(_errors(error)))
                 return
             status = await self._save(status="in_progress", in_progress_at=_now(), total=total)
-            if status != "cancelling":
-                await self._submit(requests)
-            await self._wait()
-            await self._save(status="finalizing", finalizing_at=_now())
-            await self._finish(requests)
+            answers = GrowingAnswers(
+                self._gateway, self._tenant, self._id, self._about, requests, partial(_file_id, self._id)
+            )
+            with answers:
+                await answers.resume()
+                if status != "cancelling":
+                    await self._submit(requests, answers)
+                await self._wait(requests, answers)
+                status = await self._save(status="finalizing", finalizing_at=_now(), errors="")
+                await self._finish(answers, self._unsubmitted(status))
 
     def _check(self, requests: BatchRequests) -> int:
         return requests.check(
@@ -190,64 +206,99 @@ class BatchRun:
                     raise RefusedFile("the file is gone", "file_gone")
                 copy.write(chunk)
 
-    async def _submit(self, requests: BatchRequests) -> None:
-        """Submit all requests that are jobs, in the file's order; those already submitted are not duplicated.
+    async def _submit(
+        self, requests: BatchRequests, answers: GrowingAnswers, only: set[str] | None = None
+    ) -> None:
+        """Submit the requests of accepted models, or of `only` some, in the file's order.
 
-        Jobs added to a batch after its cancel would run, so the status is checked before each chunk.
+        Those already submitted are not duplicated. Jobs added to a batch after its cancel would run, so the status is
+        checked before each chunk.
         """
-        await self._gateway.models.look()
-        chunks = _chunks(self._allowed(requests))
+        chunks = _chunks(map(self._checked, requests))
         while chunk := await asyncio.to_thread(next, chunks, None):
-            if await self._save() == "cancelling":
+            await self._models.read(chunk)
+            if await self._save(**self._models.record()) == "cancelling":
                 return
-            jobs = [self._job(request.job, request) for request in chunk if isinstance(request.job, Job)]
+            wanted = self._models.accepted if only is None else only
+            fields = await self._gateway.models.known(wanted)
+            jobs = [
+                self._job(request.job, request, fields.get(request.job.model, {}))
+                for request in chunk
+                if isinstance(request.job, Job) and request.job.model in wanted
+            ]
             await self._gateway.producer.run_flow(self._submit_flow(jobs))
+            await self._show(answers)
 
     def _submit_flow(self, jobs: list[Job]) -> Flow[None]:
         items = self._gateway.producer.preparer.items(jobs, self._id, on_invalid="record", by_content=True)
         counted = (item.under(self._about.get("api_key")) for item in items)
         return submit_flow.submit_many(self._queue, self._id, counted, "block", "record")
 
-    def _allowed(self, requests: BatchRequests) -> Iterator[BatchRequest]:
-        """Yield the file's requests; those for a model that the API key may not use become failures."""
+    def _checked(self, request: BatchRequest) -> BatchRequest:
+        """Return the request; one for a model that the API key may not use becomes a failure."""
         models = self._about["models"]
-        for request in requests:
-            if models is not None and isinstance(request.job, Job) and request.job.model not in models:
-                refused = Failure("unknown_model", "the API key may not use this model")
-                yield replace(request, job=refused)
-            else:
-                yield request
+        if models is not None and isinstance(request.job, Job) and request.job.model not in models:
+            return replace(request, job=Failure("model_not_allowed", "the API key may not use this model"))
+        return request
 
-    def _job(self, job: Job, request: BatchRequest) -> Job:
+    def _job(self, job: Job, request: BatchRequest, fields: dict[str, str]) -> Job:
         own = {
             "key": _key(request), "tenant": self._tenant, "priority": self._about["priority"],
             "dedupe": job.is_repeatable,
         }  # fmt: skip
-        return job.model_copy(update=own | self._gateway.models.adapted(job.model))
+        return job.model_copy(update=own | fields)
 
-    async def _wait(self) -> None:
-        """Wait until every submitted job has ended, and publish progress for clients."""
+    async def _show(self, answers: GrowingAnswers) -> None:
+        """Let clients read the answers so far."""
+        if (file_id := await answers.grow()) is not None and file_id != self._shown:
+            await self._save(output_file_id=file_id)
+            self._shown = file_id
+
+    async def _wait(self, requests: BatchRequests, answers: GrowingAnswers) -> None:
+        """Wait until every job has ended and every model is decided on, and publish progress for clients."""
         while True:
-            try:
-                counts = await self._batch.counts()
-            except JobNotFound:
-                return
+            found = await self._models.refresh()
+            counts = await self._counts()
             failed = counts.ended - counts.succeeded
-            if await self._save(completed=counts.succeeded, failed=failed) == "cancelling":
+            values = self._models.record() | {"errors": self._models.waiting()}
+            status = await self._save(completed=counts.succeeded, failed=failed, **values)
+            if status == "cancelling":
                 await self._batch.cancel()
-            if counts.done:
+            elif found:
+                await self._submit(requests, answers, found)
+                continue
+            if counts.ended:
+                await self._show(answers)
+            has_ended = status == "cancelling" or _now() >= self._about["expires_at"]
+            if counts.done and (has_ended or not self._models.undecided):
                 return
             await asyncio.sleep(self._pause_s)
 
-    async def _finish(self, requests: BatchRequests) -> None:
-        ttl_s = float(self._about["output_ttl_s"])
-        output, errors = (
-            StoredLines(self._gateway, self._tenant, _file_id(self._id, kind), f"{self._id}_{kind}.jsonl")
-            for kind in ("output", "error")
-        )
-        with output, errors:
-            summary = await self._answer(requests, output, errors)
-            output_id, error_id = await output.store(ttl_s), await errors.store(ttl_s)
+    async def _counts(self) -> BatchCounts:
+        """Return the counts of the jobs; all are 0 before the first submit."""
+        try:
+            return await self._batch.counts()
+        except JobNotFound:
+            return BatchCounts()
+
+    def _unsubmitted(self, status: str) -> Failure:
+        """Return the outcome of requests for models that were not accepted."""
+        if self._models.is_final:
+            return Failure("model_not_found", "the model does not exist")
+        if status == "cancelling":
+            return Failure("cancelled", "the batch was cancelled before this request was submitted")
+        return Failure("deadline_exceeded", "no worker served the model within the completion window")
+
+    async def _finish(self, answers: GrowingAnswers, unsubmitted: Failure) -> None:
+        unknown = Failure("cancelled", "the batch was cancelled before this request was submitted")
+
+        def missing(request: BatchRequest) -> Failure:
+            job = self._checked(request).job
+            if isinstance(job, Failure):
+                return job
+            return unknown if job.model in self._models.accepted else unsubmitted
+
+        summary, output_id, error_id = await answers.finish(missing)
         await self._end(
             self._last_status(summary, await self._save()),
             output_file_id=output_id or "",
@@ -259,34 +310,6 @@ class BatchRun:
         )
         with contextlib.suppress(PagemillError):
             await self._batch.ack(f"s{summary.total}")
-
-    async def _room(self) -> int:
-        """Return the bytes the output may have: the tenant's files, it included, may take twice the quota."""
-        files = await self._gateway.run(stored_files.find_all(self._queue, self._tenant))
-        others = sum(file.size for file in files if file.id != _file_id(self._id, "output"))
-        return max(0, 2 * self._gateway.config.max_tenant_bytes - others)
-
-    async def _answer(
-        self, requests: BatchRequests, output: StoredLines, errors: StoredLines
-    ) -> BatchSummary:
-        """Walk the file and the outcomes side by side; both are in (nearly) the same order."""
-        answers, room = BatchAnswers(output, errors), await self._room()
-        full = Failure(
-            "output_too_large", "the tenant's files leave no room for it: delete some, and send it again"
-        )
-        ends = _Ends(self._batch)
-        unknown = Failure("cancelled", "the batch was cancelled before this request was submitted")
-        chunks = _chunks(self._allowed(requests))
-        while chunk := await asyncio.to_thread(next, chunks, None):
-            for request in chunk:
-                key = _key(request)
-                if isinstance(request.job, Failure):
-                    end: dict[str, Any] | Failure = request.job
-                else:
-                    item = await ends.of(key)
-                    end = unknown if item is None else _end(item, int(self._about["created_at"]))
-                answers.add(request, f"{self._id[6:]}{key}"[-24:], full if output.size > room else end)
-        return answers.summary
 
     def _last_status(self, summary: BatchSummary, now: str) -> str:
         if now == "cancelling":
@@ -302,26 +325,32 @@ class BatchRun:
 
     async def _end(self, status: str, **values: Any) -> None:
         last = {"status": status, f"{status}_at": _now(), **values}
+        event = f"batch.{status}"
+        if await webhooks_of(self._gateway, self._tenant, event):
+            # It has ended for clients; the lease is kept until its webhooks know.
+            at = _now()
+            await self._save(**last, event=event, event_at=at, event_tries=1)
+            await self._notify(event, at, 1)
+            return
         if await self._gateway.run(api_batches.end(self._queue, self._claim, last)) is None:
             raise _Lost
 
+    async def _notify(self, event: str, at: float, tries: int) -> None:
+        """Deliver the batch's event; the lease ends with the last attempt. Raises _Lost.
 
-class _Ends:
-    """The outcomes of a batch's jobs, requested in the order of submission."""
-
-    def __init__(self, batch: AsyncBatchHandle) -> None:
-        self._items: AsyncIterator[BatchItem] = batch.results(ordered=True)
-        self._early: dict[str, BatchItem] = {}
-
-    async def of(self, key: str) -> BatchItem | None:
-        """Return the job's outcome; None if it was never submitted."""
-        if (found := self._early.pop(key, None)) is not None:
-            return found
-        with contextlib.suppress(StopAsyncIteration, JobNotFound):
-            while (item := await anext(self._items)).key != key:
-                self._early[item.key] = item
-            return item
-        return None
+        Args:
+            at: Unix seconds of the event.
+            tries: Attempts, this one included.
+        """
+        again_s = await self._webhooks.deliver(self._tenant, event, self._id, at, tries)
+        if again_s is None:
+            # A cancellation that was too late is overwritten.
+            call = api_batches.end(self._queue, self._claim, {"status": event.removeprefix("batch.")})
+        else:
+            lease_ms = max(1, round(1000 * again_s))
+            call = api_batches.save(self._queue, self._claim, {"event_tries": tries + 1}, lease_ms)
+        if await self._gateway.run(call) is None:
+            raise _Lost
 
 
 def _chunks(requests: Iterator[BatchRequest]) -> Iterator[list[BatchRequest]]:
@@ -335,16 +364,6 @@ def _key(request: BatchRequest) -> str:
 
 def _file_id(batch_id: str, kind: str) -> str:
     return f"file-{hashlib.blake2b(f'{batch_id} {kind}'.encode(), digest_size=12).hexdigest()}"
-
-
-def _end(item: BatchItem, created: int) -> dict[str, Any] | Failure:
-    if item.result is not None:
-        return item.result.model_dump(include={"outputs", "usage", "model", "rows", "labels"}) | {
-            "created": created
-        }
-    if item.error is None:
-        return Failure(item.state, f"the job is {item.state}", True)
-    return Failure(item.error.code, item.error.message, item.error.retryable)
 
 
 def _errors(error: RefusedFile) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Lines for a stored file, spooled to a temporary file because the size must be known before the bytes."""
+"""Lines of a stored file that grows; they are spooled to a temporary file, because the last chunk is written again."""
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 import time
@@ -24,6 +25,11 @@ class StoredLines:
         self._tenant = tenant
         self._file_id = file_id
         self._filename = filename
+        self._shown = 0
+        """Bytes that can be read."""
+        self._written = 0
+        """Bytes of them that this object has written; an earlier run may have written the others."""
+        self._created_at = int(time.time())
         self._spool = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115  # closed by __exit__
         self.size = 0
         """Bytes written so far."""
@@ -37,13 +43,46 @@ class StoredLines:
         self._spool.close()
 
     def write(self, line: dict[str, Any], /) -> None:
+        self._spool.seek(0, io.SEEK_END)
         self.size += self._spool.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
+    async def resume(self) -> None:
+        """Keep what an earlier run wrote: the file does not shrink while the same lines are written again."""
+        file = await self._gateway.run(
+            stored_files.find(self._gateway.config.queue, self._tenant, self._file_id)
+        )
+        self._shown = 0 if file is None else file.size
+
+    async def grow(self, until: float) -> str | None:
+        """Let the lines so far be read, until the unix time `until`. Returns the file's id, None if there are none."""
+        if self.size > self._shown:
+            await self._write(round(1000 * (until - time.time())))
+        return self._file_id if self._shown else None
+
     async def store(self, ttl_s: float) -> str | None:
-        """Store the lines; returns the file's id, None if there are none. Raises QueueFull if out of room."""
+        """Store all lines; returns the file's id, None if there are none. Raises QueueFull if out of room."""
         if not self.size:
             return None
+        await self._write(stored_files.UPLOAD_MS)
+        finish = stored_files.finish(self._gateway.config.queue, self._tenant, self._file_id, ttl_s)
+        if await self._gateway.run(finish) is None:
+            raise QueueFull(f"{self._file_id} could not be kept")
+        return self._file_id
+
+    async def _write(self, kept_ms: int) -> None:
+        """Write the chunks that are not whole in Redis yet, then their size."""
         queue, run = self._gateway.config.queue, self._gateway.run
+        if not self._shown:
+            await self._begin(kept_ms, is_readable=False)
+        first, last = self._written // CHUNK_BYTES, stored_files.num_chunks(self.size)
+        self._spool.seek(first * CHUNK_BYTES)
+        for number in range(first, last):
+            chunk = self._spool.read(CHUNK_BYTES)
+            await run(stored_files.write(queue, self._tenant, self._file_id, number, chunk, kept_ms))
+        await self._begin(kept_ms, is_readable=True)
+        self._shown = self._written = self.size
+
+    async def _begin(self, kept_ms: int, *, is_readable: bool) -> None:
         file = StoredFile(
             id=self._file_id,
             expires_at=0.0,
@@ -51,13 +90,16 @@ class StoredLines:
             chunks=stored_files.num_chunks(self.size),
             filename=self._filename,
             purpose=stored_files.OUTPUT_PURPOSE,
-            created_at=int(time.time()),
+            created_at=self._created_at,
         )
-        # No quota here: BatchRun limits the size of a batch's output.
-        await run(stored_files.begin(queue, self._tenant, file, max_files=1 << 31, max_bytes=1 << 50))
-        self._spool.seek(0)
-        for number in range(file.chunks):
-            await run(stored_files.write(queue, self._tenant, file.id, number, self._spool.read(CHUNK_BYTES)))
-        if await run(stored_files.finish(queue, self._tenant, file.id, ttl_s)) is None:
-            raise QueueFull(f"{file.id} could not be kept")
-        return file.id
+        # No quota here: the batch limits the size of its output.
+        begin = stored_files.begin(
+            self._gateway.config.queue,
+            self._tenant,
+            file,
+            max_files=1 << 31,
+            max_bytes=1 << 50,
+            upload_ms=kept_ms,
+            is_readable=is_readable,
+        )
+        await self._gateway.run(begin)

@@ -81,7 +81,7 @@ class GuardedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer malformed HTTP in the same error format as everything else."""
         self._limits.metrics.finished("(malformed)", "?", 400, 0.0)
-        body = json.dumps(ApiError(400, "the request is no valid HTTP", "invalid_http").body()).encode()
+        body = json.dumps(ApiError(400, "the request is not valid HTTP", "invalid_http").body()).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagemill.producer.anthropic.messages import COUNT_TOKENS_URL, MESSAGES_URL
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, retry_later, stopping
 from pagemill.producer.gateway.metrics import GatewayMetrics
+from pagemill.producer.openai.formats import CHAT_URL
+from pagemill.producer.openai.responses import RESPONSES_URL
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ FORM_BYTES = 64 << 10
 """Bytes that a form may have beside its file."""
 MAX_HELD_BYTES = 256 << 20
 """Bytes of bodies in memory, over all requests. Uploads go to a temporary file."""
+TAKE_IMAGES = (CHAT_URL, RESPONSES_URL, MESSAGES_URL, COUNT_TOKENS_URL)
 LINGER_S = 5.0
 LINGER_BYTES = 256 << 20
 """Bytes of a refused body that are still read, so that the client sees the answer."""
@@ -64,6 +68,7 @@ class RequestLimits:
         except Exception:
             # No `except ClientGone`: the framework wraps what is raised after an answer has begun.
             if not request.is_gone:
+                logger.exception("a bug ended request %s", request.request_id)
                 raise
             request.status = STATUS_CLIENT_GONE
             if (abort := scope.get("state", {}).get("abort")) is not None:
@@ -87,7 +92,7 @@ class RequestLimits:
                 ("/v1/", "/jobs/api/")
             ):
                 self.metrics.refused["busy"] += 1
-                raise retry_later(503, "the gateway has too many requests under way", "busy")
+                raise retry_later(503, "the gateway has too many requests in progress", "busy")
             request.check_head()
         except ApiError as error:
             await error.response()(scope, request.receive, request.send)
@@ -136,7 +141,11 @@ class LimitedRequest:
         self._is_ambiguous = "transfer-encoding" in headers and "content-length" in headers
         self._is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == "/v1/files"
         config = limits.config
-        self._limit = config.max_file_bytes + FORM_BYTES if self._is_upload else config.max_body_bytes
+        self._limit = config.max_body_bytes
+        if self._is_upload:
+            self._limit = config.max_file_bytes + FORM_BYTES
+        elif scope["path"].rstrip("/") in TAKE_IMAGES:
+            self._limit = max(config.max_body_bytes, config.max_image_body_bytes)
         self._received = 0
         self._held = 0
         self.request_id = f"req_{secrets.token_hex(12)}"
@@ -230,7 +239,7 @@ class LimitedRequest:
             self._limits.held_bytes += size
             if self._limits.held_bytes > MAX_HELD_BYTES:
                 self._limits.metrics.refused["busy"] += 1
-                raise retry_later(503, "the gateway has too many large requests under way", "busy")
+                raise retry_later(503, "the gateway has too many large requests in progress", "busy")
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request's body has more than {self._limit} bytes", "body_too_large")

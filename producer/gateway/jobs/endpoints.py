@@ -16,12 +16,14 @@ from starlette.routing import Route
 from pagemill.producer.client import job_search
 from pagemill.producer.client.preparer import check_id
 from pagemill.producer.gateway.api_keys import ApiKey
+from pagemill.producer.gateway.bounded_answer import bounded_answer
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.guard.origin import LOOPBACK
 from pagemill.producer.gateway.jobs import overview
 from pagemill.producer.gateway.jobs.page import page_routes
-from pagemill.producer.wire.calls import job_lists, reads, transitions
+from pagemill.producer.wire.calls import account, reads, transitions
+from pagemill.producer.wire.calls.account import MEANINGS
 from pagemill.producer.wire.calls.history import JobHistory, history
 from pagemill.producer.wire.calls.job_lists import JobFilter
 from pagemill.producer.wire.calls.timeline import timeline
@@ -64,7 +66,7 @@ class JobEndpoints:
     async def queue(self, request: Request) -> Response:
         """The queue's figures; for a tenant's key its own waiting jobs alone."""
         _, tenant = await self._admit(request)
-        async with self._turns:
+        async with bounded_answer(), self._turns:
             found = await self._gateway.producer.run_flow(overview.queue(self._queue, tenant))
         return _answer(found)
 
@@ -100,7 +102,7 @@ class JobEndpoints:
         return _answer(found)
 
     async def show(self, request: Request) -> Response:
-        """A job's record and its timeline."""
+        """A job's record, its timeline and where its time went; not the jobs it waited behind, which are others'."""
         _, tenant = await self._admit(request)
         job = await self._find(request, tenant)
         (status,) = await self._gateway.run(reads.statuses(self._queue, [job.id]))
@@ -108,7 +110,11 @@ class JobEndpoints:
             {"at": at, "event": what, "worker": where, "reason": why}
             for at, what, where, why in timeline(job)
         ]
+        times = await self._gateway.run(account.why(self._queue, job.id))
         more = {
+            "parts": [part.model_dump() | {"meaning": MEANINGS[part.cause]} for part in times.parts]
+            if times
+            else [],
             "metadata": status.metadata if status else None,
             "position": status.position if status else None,
             "note": status.error if status and job.state in ACTIVE_STATES else None,
@@ -137,14 +143,15 @@ class JobEndpoints:
         return _answer({"id": job.id, "job": (done.jobs | done.already)[job.id], "is_new": is_new})
 
     async def cancel_batch(self, request: Request) -> Response:
-        """Cancel what has not ended of a batch. It is the tenant's of its first job."""
+        """Cancel the unfinished jobs of a batch: those of the key's tenant, or all for an operator's key."""
         caller, tenant = await self._admit(request)
         batch_id = check_id(request.path_params["batch_id"])
-        look = job_lists.listed(self._queue, f"batch:{batch_id}", "0", JobFilter(), look=1)
-        first = (await self._gateway.run(look)).jobs
-        if not first or tenant not in ("", first[0].tenant):
+        async with self._turns:
+            stopped = await self._gateway.producer.run_flow(
+                overview.cancel_batch(self._queue, tenant, batch_id)
+            )
+        if stopped is None:
             raise not_found("batch", batch_id)
-        stopped = await self._gateway.producer.batch(batch_id).cancel()
         _log("cancel batch", caller, batch_id, str(stopped))
         return _answer({"id": batch_id, "stopped": stopped})
 
@@ -162,7 +169,7 @@ class JobEndpoints:
         return caller, ""
 
     async def _find(self, request: Request, tenant: str) -> JobHistory:
-        """Return the job of the path. Another tenant's is no job: both are answered alike."""
+        """Return the job of the path. Another tenant's counts as missing: both are answered alike."""
         job_id = str(request.path_params["job_id"])
         found = (
             await self._gateway.run(history(self._queue, job_id))

@@ -6,17 +6,21 @@ from typing import Any
 
 from pagemill.producer.client.effects import Flow
 from pagemill.producer.wire.calls import batches as batch_calls
-from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls import job_lists, purge, registry, transitions
+from pagemill.producer.wire.calls.job_lists import JobFilter, JobPage
+from pagemill.producer.wire.calls.purge import BatchOwners
 from pagemill.producer.wire.calls.registry import StatsPage, WorkerInfo
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.outputs import BatchInfo
+from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, BatchInfo
 
 MAX_PAGES = 20
 MAX_LANES = 100
+CANCEL_JOBS = 100
+"""Jobs of a batch that one call cancels; equal jobs may follow each of them."""
 
 
 def queue(name: str, tenant: str) -> Flow[dict[str, Any]]:
-    """Return the queue's figures. A tenant ('' for all) gets its own lanes, and no figure of anybody else's."""
+    """Return the queue's figures. A tenant ('' for all) gets its own lanes, and no figure of other tenants."""
     page: StatsPage = yield registry.stats_page(name)
     totals, lanes = page.totals, dict(page.lanes)
     for _ in range(MAX_PAGES - 1):
@@ -42,7 +46,10 @@ def queue(name: str, tenant: str) -> Flow[dict[str, Any]]:
 
 
 def batches(name: str, tenant: str, after: int, limit: int) -> Flow[dict[str, Any]]:
-    """Return batches of the tenant ('' for all), from the `after`-th of the queue on."""
+    """Return batches of the tenant ('' for all), from the `after`-th of the queue on.
+
+    A batch with jobs of several tenants is shown to operators only, since its counts are of all its jobs.
+    """
     shown: list[dict[str, Any]] = []
     for _ in range(MAX_PAGES):
         found: list[BatchInfo] = yield batch_calls.listed(name, after, batch_calls.LIST_BATCHES)
@@ -55,6 +62,26 @@ def batches(name: str, tenant: str, after: int, limit: int) -> Flow[dict[str, An
         if len(found) < batch_calls.LIST_BATCHES:
             return {"batches": shown, "after": ""}
     return {"batches": shown, "after": str(after)}
+
+
+def cancel_batch(name: str, tenant: str, batch_id: str) -> Flow[int | None]:
+    """Cancel the tenant's jobs of a batch ('' for all); returns how many were stopped, None if there are none.
+
+    A batch may have jobs of several tenants, so every job's own tenant counts.
+    """
+    owners: BatchOwners = yield purge.batch_owners(name, batch_id, 0)
+    if tenant and owners.recorded not in ("", batch_calls.SEVERAL, tenant):
+        return None
+    wanted, place = JobFilter(tenant=tenant), "0"
+    has_jobs, stopped = False, 0
+    while place:
+        page: JobPage = yield job_lists.listed(name, f"batch:{batch_id}", place, wanted, look=CANCEL_JOBS)
+        has_jobs = has_jobs or bool(page.jobs)
+        if ids := [job.id for job in page.jobs if job.state in ACTIVE_STATES]:
+            replies: list[str] = yield transitions.cancel(name, ids)
+            stopped += sum(reply in ("cancelled", "requested") for reply in replies)
+        place = page.place
+    return stopped if has_jobs else None
 
 
 def _lane(name: str, jobs: int, oldest_s: float) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The files of the page of jobs. They hold nothing secret: what the page shows, it asks for with an API key."""
+"""The files of the page of jobs and of the playground. They hold nothing secret: requests carry the API key."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +19,9 @@ from pagemill.producer.wire.schema.errors import PagemillError
 ANNOUNCE_EVERY_S = 10.0
 ANNOUNCED_MS = 30_000
 _SHARED = ("page.css", "icon.svg", "rows.js", "theme.js")
-"""Files of the live page that this one uses too."""
+"""Files of the live page that these pages use too."""
+_OF_JOBS = ("jobs.css", "asking.js", "tables.js")
+"""Files of the page of jobs that the playground uses too."""
 _POLICY = "Content-Security-Policy"
 _HEADERS = HEADERS | {
     _POLICY: f"{HEADERS[_POLICY]}; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -26,12 +29,18 @@ _HEADERS = HEADERS | {
 
 
 def page_routes() -> list[Route]:
-    """Routes of the page and of its files."""
-    page = assets("jobs_page")
-    found = page | {name: assets()[name] for name in _SHARED}
+    """Routes of the page of jobs and of the playground, and of their files."""
+    shared = {name: assets()[name] for name in _SHARED}
+    jobs, play = assets("jobs_page"), assets("play_page")
+    return [
+        *_routes("/jobs", jobs | shared),
+        *_routes("/play", play | shared | {name: jobs[name] for name in _OF_JOBS}),
+    ]
 
+
+def _routes(path: str, found: Mapping[str, Asset]) -> list[Route]:
     async def index(request: Request) -> Response:
-        return _answer(page["index.html"])
+        return _answer(found["index.html"])
 
     async def file(request: Request) -> Response:
         name = str(request.path_params["name"])
@@ -40,8 +49,8 @@ def page_routes() -> list[Route]:
         return _answer(found[name])
 
     return [
-        Route("/jobs", index, methods=["GET"]),
-        Route("/jobs/files/{name}", file, methods=["GET"]),
+        Route(path, index, methods=["GET"]),
+        Route(f"{path}/files/{{name}}", file, methods=["GET"]),
     ]
 
 

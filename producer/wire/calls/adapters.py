@@ -1,4 +1,4 @@
-"""Commands to live workers about their adapters, and the answers, as transitions.
+"""Commands to live workers, about adapters or pulling, and the answers, as transitions.
 
 Each worker has a list of commands of its own, which it takes one by one; answers are collected by the command's id.
 Both expire.
@@ -22,11 +22,14 @@ COMMAND_TTL_MS = 60_000
 MAX_SOURCE = 4096
 
 
-class AdapterCommand(WireModel):
-    """What a worker is asked to do."""
+class WorkerCommand(WireModel):
+    """What a worker is asked to do. One with unknown fields is refused: they might forbid what it would do."""
+
+    model_config = ConfigDict(extra="forbid")
 
     id: Annotated[str, Field(min_length=1, max_length=64)]
-    action: Literal["add", "remove", "list"]
+    action: Literal["add", "remove", "list", "drain", "pause", "resume"]
+    """The first three are about adapters; the others say whether the worker pulls."""
     name: str = ""
     source: Annotated[str, Field(max_length=MAX_SOURCE)] = ""
     """A folder on the worker's machine."""
@@ -35,9 +38,7 @@ class AdapterCommand(WireModel):
 
 
 class AdapterInfo(WireModel):
-    """An adapter as a worker has it. Fields of later versions are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
+    """An adapter as a worker has it."""
 
     name: str
     digest: str
@@ -47,9 +48,7 @@ class AdapterInfo(WireModel):
 
 
 class AdapterAnswer(WireModel):
-    """A worker's answer. Fields of later versions are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
+    """A worker's answer."""
 
     error: str | None = None
     """Why it did not happen; None: it did."""
@@ -57,7 +56,7 @@ class AdapterAnswer(WireModel):
     """Those that the worker has now."""
 
 
-def ask(queue: str, worker_ids: Sequence[str], command: AdapterCommand, signing: Keys) -> Call[int]:
+def send_command(queue: str, worker_ids: Sequence[str], command: WorkerCommand, signing: Keys) -> Call[int]:
     """Send a command to workers; returns how many got it, 0 if they had it before."""
     args: list[str | bytes | int] = [command.id, COMMAND_TTL_MS]
     body = command.model_copy(update={"sent_at": time.time()}).model_dump_json().encode()
@@ -69,7 +68,7 @@ def ask(queue: str, worker_ids: Sequence[str], command: AdapterCommand, signing:
 def answer(queue: str, command_id: str, worker_id: str, given: AdapterAnswer) -> Call[None]:
     """Store a worker's answer."""
     return Call(
-        "adapter_answer",
+        "adapter_answers",
         (keys.prefix(queue),),
         (command_id, worker_id, given.model_dump_json()),
         lambda reply: None,

@@ -18,6 +18,8 @@ from pagemill.producer.wire.server.scripts import Call
 
 PAGE_JOBS = 250
 LIST_BATCHES = 100
+SEVERAL = "*"
+"""The owner of a batch with jobs of several tenants."""
 PAGE_BYTES = 1 << 20
 """Bytes after which a page of results ends; a single result may be larger."""
 
@@ -50,7 +52,7 @@ def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Call[Pag
 
 
 def sample(queue: str, batch_id: str, positions: Sequence[int]) -> Call[list[str]]:
-    """Return the ids of the jobs at these positions in the order of the submits; removed ones are left out."""
+    """Return the ids of the jobs at these positions in the order of submission; removed ones are left out."""
     return Call("batch_sample", (keys.prefix(queue),), (batch_id, *positions), _ids)
 
 
@@ -81,18 +83,27 @@ def _ids(reply: list[bytes]) -> list[str]:
 def _counts(reply: Any) -> BatchCounts | None:
     if not reply:
         return None
+    return _batch_counts(_record(reply))
+
+
+def _record(reply: Any) -> dict[bytes, bytes]:
     flat = list(reply)
-    values = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    return BatchCounts(**{name: values.get(name, 0) for name in BatchCounts.model_fields})
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _batch_counts(record: dict[bytes, bytes]) -> BatchCounts:
+    return BatchCounts(**{name: int(record.get(name.encode(), 0)) for name in BatchCounts.model_fields})
 
 
 def _listed(reply: list[Any]) -> list[BatchInfo]:
     found = []
-    for batch_id, flat, lane in reply[1:]:
-        values = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-        counts = BatchCounts(**{name: values.get(name, 0) for name in BatchCounts.model_fields})
-        tenant = keys.split_lane(lane.decode())[2] if lane else None
-        created_at = values.get("created_at", 0) / 1000
+    for batch_id, flat, lane, owner in reply[1:]:
+        record = _record(flat)
+        tenant = owner.decode() or (keys.split_lane(lane.decode())[2] if lane else None)
+        created_at = int(record.get(b"created_at", 0)) / 1000
+        if tenant == SEVERAL:
+            tenant = None
+        counts = _batch_counts(record)
         found.append(BatchInfo(id=batch_id.decode(), created_at=created_at, counts=counts, tenant=tenant))
     return found
 
@@ -116,6 +127,7 @@ def _page(letter: str, reply: list[Any]) -> Page:
                 state=outcome.state,  # type: ignore[arg-type]
                 result=outcome.result,
                 error=outcome.error,
+                superseded=outcome.is_superseded,
             )
         )
         if stored_bytes > PAGE_BYTES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,8 @@ from typing import Any
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import partial_outputs
 from pagemill.producer.wire.schema.outputs import ErrorInfo, Output, WireModel
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.schema.sealing import opened_metadata
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 PAGE_LETTERS = 250
 
@@ -42,7 +42,14 @@ class DeadLetter(WireModel):
     """The job of its last replay."""
 
     def matches(self, error: str | None) -> bool:
-        """Return whether `error` is the letter's code or cause; None matches all."""
+        """Return whether the letter has an error.
+
+        Args:
+            error: an error code or cause; None matches every letter.
+
+        Returns:
+            True if `error` is the letter's code or cause.
+        """
         return error is None or error in (self.code, self.cause)
 
 
@@ -87,7 +94,7 @@ def _page(queue: str, reply: list[Any]) -> LetterPage:
 
 def _opened(queue: str, reply: list[Any]) -> list[OpenedLetter | None]:
     return [
-        OpenedLetter(_letter(queue, row[0]), row[1], partial_outputs(row[0][0].decode(), row[2]))
+        OpenedLetter(_letter(queue, row[0]), row[1], partial_outputs(as_map(row[0])["id"].decode(), row[2]))
         if row
         else None
         for row in reply
@@ -95,11 +102,12 @@ def _opened(queue: str, reply: list[Any]) -> list[OpenedLetter | None]:
 
 
 def _letter(queue: str, row: list[bytes]) -> DeadLetter:
-    job_id, died_at, lane, created_at, attempts, crashes, batch, key, replayed_as, metadata, out = row
-    _, priority, tenant, model = keys.split_lane(lane.decode())
-    error = ErrorInfo.model_validate_json(out) if out else ErrorInfo(code="", message="")
+    found = as_map(row)
+    text = {name: value.decode() for name, value in found.items()}
+    _, priority, tenant, model = keys.split_lane(text["lane"])
+    error = ErrorInfo.model_validate_json(text["error"]) if text["error"] else ErrorInfo(code="", message="")
     return DeadLetter(
-        id=job_id.decode(),
+        id=text["id"],
         queue=queue,
         tenant=tenant,
         model=model,
@@ -107,12 +115,12 @@ def _letter(queue: str, row: list[bytes]) -> DeadLetter:
         code=error.code,
         cause=error.cause,
         message=error.message,
-        created_at=int(created_at) / 1000,
-        died_at=int(died_at) / 1000,
-        attempts=int(attempts or 0),
-        crashes=int(crashes or 0),
-        batch=batch.decode() or None,
-        key=key.decode() or None,
-        metadata=json.loads(metadata) if metadata else None,
-        replayed_as=replayed_as.decode() or None,
+        created_at=int(text["created_at"]) / 1000,
+        died_at=int(text["died_at"]) / 1000,
+        attempts=int(text.get("attempts", 0)),
+        crashes=int(text.get("crashes", 0)),
+        batch=text.get("batch"),
+        key=text.get("key"),
+        metadata=opened_metadata(text.get("metadata", "").encode(), text["id"]),
+        replayed_as=text.get("replayed_as"),
     )

@@ -31,6 +31,12 @@ class Execution(WireModel):
     outcome: ExecutionEnd
     code: str = ""
     message: str = ""
+    queued_at: float | None = None
+    """When it came back to its lane before this, if it was not there from its submission on."""
+    saved_at: float | None = None
+    """The last checkpoint, or report of progress."""
+    spent: str = ""
+    """Where its time went, as its worker reported it (account.py)."""
 
 
 class JobHistory(WireModel):
@@ -65,21 +71,26 @@ class JobHistory(WireModel):
     """cancelled or expired, until its worker has ended it."""
     live_workers: int
     """Workers that serve its model now."""
+    unmet: tuple[str, ...] = ()
+    """The words that a worker must know to run it, if none of those workers knows all of them."""
     progress: Progress
     executions: tuple[Execution, ...]
     """Oldest first; only the last ones of a job with very many."""
     error: ErrorInfo | None
+    queued_at: float | None = None
+    """When it last came back to its lane."""
 
 
 def history(queue: str, job_id: str) -> Call[JobHistory | None]:
     """Return a job's history; None if it is unknown. Contains no prompt and no output."""
-    return Call("history", (keys.prefix(queue),), (job_id,), lambda reply: _history(queue, job_id, reply))
+    return Call("history", (keys.prefix(queue),), (job_id,), lambda reply: read_history(queue, job_id, reply))
 
 
-def _history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None:
+def read_history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None:
+    """Return a job's history from the script's reply."""
     if not reply:
         return None
-    flat, entries, out, live_workers = reply
+    flat, entries, out, live_workers, unmet = reply
     record = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
     _, priority, tenant, model = keys.split_lane(record["lane"])
     error = ErrorInfo.model_validate_json(out) if out else None
@@ -106,9 +117,11 @@ def _history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None:
         crashes=int(record.get("crashes", 0)),
         stop_asked=record.get("ending"),
         live_workers=live_workers,
+        unmet=keys.needed_words(record["lane"]) if unmet and live_workers else (),
         progress=unpack_progress(record.get("progress"), record.get("progress_at")),
         executions=(*past, *_last(record, past, error)),
         error=error.model_copy(update={"partial": ()}) if error is not None else None,
+        queued_at=_seconds(record.get("queued_at")),
     )
 
 
@@ -122,6 +135,9 @@ def _past(entry: dict[str, Any]) -> Execution:
         outcome=entry["kind"] if entry.get("kind") in known else "lost",
         code=entry.get("code") or "",
         message=entry.get("message") or "",
+        queued_at=_seconds(entry.get("queued_at")),
+        saved_at=_seconds(entry.get("saved_at")),
+        spent=entry.get("spent") or "",
     )
 
 
@@ -143,6 +159,9 @@ def _last(record: dict[str, str], past: list[Execution], error: ErrorInfo | None
             outcome=state,  # type: ignore[arg-type]  # a state that an execution can end in, or running
             code=error.code if error is not None and is_over else "",
             message=error.message if error is not None and is_over else "",
+            queued_at=_seconds(record.get("queued_at")),
+            saved_at=_seconds(record.get("progress_at")),
+            spent=record.get("spent", ""),
         )
     ]
 

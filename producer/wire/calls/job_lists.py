@@ -1,4 +1,4 @@
-"""Lists of jobs as calls: each looks at a bounded number of jobs and says where to go on."""
+"""Lists of jobs as calls: each looks at a bounded number of jobs and returns where to continue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class JobFilter:
 
 @dataclass(frozen=True, slots=True)
 class JobPage:
-    """Some jobs. `place` is where to go on, '' at the end; `looked` jobs were looked at."""
+    """Some jobs. `place` is where to continue, '' at the end; `looked` jobs were looked at."""
 
     place: str
     looked: int

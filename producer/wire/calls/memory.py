@@ -13,7 +13,7 @@ from pagemill.producer.wire.server.scripts import Call
 DEFAULT_SHARE = 0.85
 """Of maxmemory, up to which jobs are taken; the rest is for what running jobs write."""
 WARNING = 0.1
-"""This much of maxmemory below that share, large results begin to be removed early."""
+"""From this much of maxmemory below that share on, memory counts as short, and the queue warns."""
 
 Kind: TypeAlias = Literal["payloads", "results", "checkpoints", "dead_letters", "files", "records", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -40,31 +40,31 @@ class MemoryUse:
     used: int = 0
     """Bytes, without what the server does not count against maxmemory itself."""
     most: int = 0
-    """Its maxmemory; 0: it has none, or does not tell it."""
+    """Its maxmemory; 0: it has none, or does not report it."""
     share: float = DEFAULT_SHARE
     """Of maxmemory, up to which jobs are taken."""
     refused: int = 0
-    """Jobs and files that were refused for want of memory, ever; one that is sent again counts again."""
-    expired: int = 0
-    """Large results that were removed early, ever."""
+    """Jobs and files refused for lack of memory since the queue exists; repeated attempts count again."""
 
     @classmethod
     def parse(cls, reply: list[Any]) -> MemoryUse:
-        used, most, share, refused, expired = reply
-        return cls(int(used), int(most), float(share), refused, expired)
+        used, most, share, refused = reply
+        return cls(int(used), int(most), float(share), refused)
 
     @property
     def is_refusing(self) -> bool:
-        """Return whether jobs are refused for want of memory."""
+        """Return whether jobs are refused for lack of memory."""
         return self.most > 0 and self.used >= self.share * self.most
 
     @property
     def is_near(self) -> bool:
-        """Return whether large results are removed early."""
+        """Return whether memory is short: near the limit, or at it."""
         return self.most > 0 and self.used > (self.share - WARNING) * self.most
 
 
 NO_MEMORY_LIMIT = MemoryUse()
+SAMPLE_RIGHTS = "+randomkey +memory|usage"
+"""Optional ACL rules, without which `memory_sample` is refused."""
 
 
 def memory_sample(queue: str) -> Call[dict[Kind, int]]:

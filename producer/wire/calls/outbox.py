@@ -31,7 +31,9 @@ def claim(queue: str, limit: int, claim_ms: int, *, relay: str = "") -> Call[lis
     return Call("outbox_claim", (keys.prefix(queue),), (limit, claim_ms, relay), _notices)
 
 
-def settle(queue: str, job_id: str, tries: int, again_ms: int | None, *, relay: str = "") -> Call[bool]:
+def finish_delivery(
+    queue: str, job_id: str, tries: int, again_ms: int | None, *, relay: str = ""
+) -> Call[bool]:
     """Settle a delivery: over (None), or due again in `again_ms`. False: another worker has claimed it."""
     args = (job_id, tries, -1 if again_ms is None else again_ms, relay)
     return Call("outbox_settle", (keys.prefix(queue),), args, bool)

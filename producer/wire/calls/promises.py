@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pagemill.producer.wire.calls.metering.quotas import QuotaLeft, read_lines
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.promise import Promise
-from pagemill.producer.wire.schema.tasks import STORED_VERSION, VERSIONS
 from pagemill.producer.wire.server.scripts import Call
 
 Kind = Literal["now", "later"]
@@ -39,7 +39,7 @@ class WaitingLane:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class EstimateInputs:
     """What an estimate is made from. Times are unix milliseconds by the server's clock."""
 
     now: int
@@ -51,10 +51,12 @@ class Outlook:
     workers: tuple[WorkerInfo, ...]
     kept: dict[Kind, tuple[float, ...]]
     """The latest times of jobs over their estimates."""
+    left: QuotaLeft | None = None
+    """What the lane's tenant has left of its quotas; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class JobDemand:
     """A job as its header describes it."""
 
     lane: str
@@ -65,7 +67,7 @@ class Asked:
     rows: int = 1
 
     @classmethod
-    def of(cls, header: bytes, now: int) -> Asked:
+    def of(cls, header: bytes, now: int) -> JobDemand:
         fields: dict[str, Any] = json.loads(header)
         due = max(fields.get("run_at", 0), now + fields["delay"] if "delay" in fields else 0)
         ends = [fields["deadline"]] if "deadline" in fields else []
@@ -84,13 +86,15 @@ class Estimate:
     estimate: int
     p50: int
     p90: int
+    wait: int = field(default=0, compare=False)
+    """How much of `p50` is the time until it starts. Not part of the header's field."""
 
     @classmethod
     def read(cls, text: str) -> Estimate:
         """Read a header's field. Raises ValueError."""
         kind, *numbers = text.split(":")
         if kind not in ("now", "later") or len(numbers) != 4:
-            raise ValueError("it is no promise")
+            raise ValueError("not a promise")
         return cls("now" if kind == "now" else "later", *map(int, numbers))
 
     def __str__(self) -> str:
@@ -98,22 +102,20 @@ class Estimate:
 
     def promise(self, deadline: int | None) -> Promise:
         p50, p90 = ((self.start + after) / 1000 for after in (self.p50, self.p90))
-        return Promise(p50, p90, None if deadline is None else deadline / 1000)
+        return Promise(p50, p90, None if deadline is None else deadline / 1000, self.wait / 1000)
 
     def ratio(self, ended_at: float) -> float:
         """Return the time that the job took until `ended_at` (unix seconds), in units of its median."""
         return max(0.0, ended_at * 1000 - self.start) / max(1, self.p50)
 
 
-def outlook(queue: str, lane: str) -> Call[Outlook]:
+def estimate_inputs(queue: str, lane: str) -> Call[EstimateInputs]:
     """Read what decides when a job of that lane would end, were it submitted now."""
-    return Call(
-        "promise", (keys.prefix(queue),), (lane, ",".join(map(str, (*VERSIONS, STORED_VERSION)))), _outlook
-    )
+    return Call("promise", (keys.prefix(queue),), (lane,), _read_inputs)
 
 
-def estimate(seen: Outlook, asked: Asked) -> Estimate | None:
-    """Return None where it is not known: nobody who serves the model has measured a speed, or the queue is paused."""
+def estimate(seen: EstimateInputs, asked: JobDemand) -> Estimate | None:
+    """Return None where it is not known: no worker of the model has measured a speed, or the queue is paused."""
     speeds = [worker.speed for worker in seen.workers if worker.speed is not None]
     rows = sum(speed.rows for speed in speeds)
     busy_rate = sum(speed.rows * speed.busy_rate for speed in speeds)
@@ -134,8 +136,9 @@ def estimate(seen: Outlook, asked: Asked) -> Estimate | None:
         wait_s = max(wait_s, jobs / seen.rate)
     kind: Kind = "later" if waits else "now"
     milliseconds = max(1, math.ceil(1000 * (wait_s + asked.cost / asked.rows / rate)))
-    halves = (math.ceil(milliseconds * _quantile(seen.kept[kind], share)) for share in (0.5, 0.9))
-    return Estimate(kind, start, milliseconds, *halves)
+    half, most = (_quantile(seen.kept[kind], share) for share in (0.5, 0.9))
+    p50, p90 = (math.ceil(milliseconds * ratio) for ratio in (half, most))
+    return Estimate(kind, start, milliseconds, p50, p90, wait=round(1000 * wait_s * half))
 
 
 def _ahead(lanes: Sequence[WaitingLane], lane: str) -> tuple[int, float]:
@@ -158,10 +161,10 @@ def _quantile(kept: Sequence[float], share: float) -> float:
     return ratios[min(len(ratios), math.ceil(share * (len(ratios) + 1))) - 1]
 
 
-def _outlook(reply: list[Any]) -> Outlook:
-    now, paused, rate, running, lanes, workers, kept_now, kept_later = reply
+def _read_inputs(reply: list[Any]) -> EstimateInputs:
+    now, paused, rate, running, lanes, workers, kept_now, kept_later, left = reply
     names = {letter: priority for priority, letter in keys.PRIORITY_CLASSES.items()}
-    return Outlook(
+    return EstimateInputs(
         int(now),
         bool(paused),
         float(rate) if rate else None,
@@ -178,4 +181,5 @@ def _outlook(reply: list[Any]) -> Outlook:
         ),
         tuple(WorkerInfo.model_validate_json(said) for said in workers),
         {"now": tuple(map(float, kept_now)), "later": tuple(map(float, kept_later))},
+        next(iter(read_lines([left] if left else []).values()), None),
     )

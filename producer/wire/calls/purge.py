@@ -16,15 +16,15 @@ READ_BYTES = 256 << 10
 CALL_NAMES = 250
 
 Owner = Literal["ours", "theirs", "orphan", "other"]
-Place = Literal["key", "lane", "turn", "parked", "settings"]
+Place = Literal["key", "lane", "started", "turn", "parked", "settings"]
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
     """A key of the queue, its name without the queue's prefix.
 
-    `owner`: ours, it belongs to a job or a batch of the tenant; theirs, to another's; orphan, to a job without a
-    record; other: its name or its content tells. `values` are those that purge_look.lua names.
+    `owner`: `ours`, it belongs to a job or a batch of the tenant; `theirs`, to another's; `orphan`, to a job without
+    a record; `other`: its name or its content shows it. `values` are those that purge_look.lua names.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Key:
 @dataclass(frozen=True, slots=True)
 class KeyPage:
     cursor: str
-    """Where to go on; "0" at the end."""
+    """Where to continue; "0" at the end."""
     keys: list[Key]
 
 
@@ -70,7 +70,7 @@ class BatchOwners:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A part of what a key holds, and where to go on, "" at the end."""
+    """A part of what a key holds, and where to continue, "" at the end."""
 
     place: str
     items: list[bytes]
@@ -81,7 +81,7 @@ def fence(queue: str, tenant: str, ms: int) -> Call[int]:
     return Call("purge_fence", (keys.prefix(queue),), (tenant, ms), int)
 
 
-def look(queue: str, cursor: str, tenant: str, *, others: bool = False) -> Call[KeyPage]:
+def scan(queue: str, cursor: str, tenant: str, *, others: bool = False) -> Call[KeyPage]:
     """Return a part of the keyspace; `others`: also what belongs to another tenant's jobs and may name some."""
     return Call("purge_look", (keys.prefix(queue),), (cursor, LOOK_KEYS, tenant, int(others)), _page)
 
@@ -123,7 +123,7 @@ def drop_batch(queue: str, batch_id: str) -> Call[bool]:
 def files(queue: str, tenant: str) -> Call[tuple[list[str], str]]:
     """Remove some of the tenant's batches of the HTTP interface and one file; returns their ids."""
     return Call(
-        "purge_files", (keys.prefix(queue),), (tenant,), lambda reply: (_words(reply[0]), reply[1].decode())
+        "purge_files", (keys.prefix(queue),), (tenant,), lambda reply: (_decode(reply[0]), reply[1].decode())
     )
 
 
@@ -146,7 +146,7 @@ def _key(row: list[bytes]) -> Key:
 
 
 def _removed(looked: int, gone: list[bytes], running: list[bytes], left: list[bytes]) -> Removed:
-    return Removed(_words(gone), _words(running), _words(left), looked)
+    return Removed(_decode(gone), _decode(running), _decode(left), looked)
 
 
 def _content(reply: list[Any]) -> Content:
@@ -155,8 +155,8 @@ def _content(reply: list[Any]) -> Content:
 
 def _owners(reply: list[Any]) -> BatchOwners:
     recorded, looked, tenants = reply
-    return BatchOwners(recorded.decode(), looked, _words(tenants))
+    return BatchOwners(recorded.decode(), looked, _decode(tenants))
 
 
-def _words(reply: list[bytes]) -> list[str]:
+def _decode(reply: list[bytes]) -> list[str]:
     return [word.decode() for word in reply]

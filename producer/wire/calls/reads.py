@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from pydantic_core import from_json
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import partial_outputs, read_deltas
@@ -28,8 +29,8 @@ from pagemill.producer.wire.schema.outputs import (
     State,
     Timing,
 )
-from pagemill.producer.wire.schema.sealing import SealedError, opened
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.schema.sealing import SealedError, opened, opened_metadata
+from pagemill.producer.wire.server.scripts import Call, as_map, listed
 from pagemill.producer.wire.store.stub import Reference, read_result_stub
 
 FEED_ENTRIES = 256
@@ -39,8 +40,7 @@ FEED_ENTRIES = 256
 def result_expired(job_id: str) -> ResultExpired:
     """Return the error for a job that succeeded and whose result is not there any more."""
     return ResultExpired(
-        f"the result of job {job_id} has been removed, after its time or since the server's memory was nearly full: "
-        "submit the job again"
+        f"the result of job {job_id} was removed after its time to live: submit the job again"
     )
 
 
@@ -64,6 +64,8 @@ class Outcome:
     error: ErrorInfo | None = None
     stored: StoredResult | None = None
     """The result, if it lies in a store: `loaded` brings it."""
+    is_superseded: bool = False
+    """A recall replaced the first result."""
 
     def loaded(self, data: bytes) -> Outcome:
         """Return the outcome with a result that was read from its store. Raises ValueError if it is none."""
@@ -73,9 +75,9 @@ class Outcome:
     def value(self) -> Result | None:
         """Return the result; None while the job has not ended. Raises the error of any other end."""
         if self.state is None:
-            raise JobNotFound(f"no job {self.job_id}: never submitted, or its record has been removed")
+            raise JobNotFound.of(self.job_id)
         if self.stored is not None:
-            raise StoreError("the result lies in a store, and was not read")
+            raise StoreError("the result is in a store and was not read")
         if self.state == "succeeded" and self.result is None and self.error is not None:
             raise SealedError(self.error.message)
         if self.state == "succeeded" and self.result is None:
@@ -95,12 +97,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An ended job: what is left of its submit and of its end."""
+    """A job: what is left of its submission and of its end, if it has ended."""
 
     outcome: Outcome | None
     """None: what is stored is damaged."""
     payload: bytes
-    """The job as submitted; empty if it was not kept."""
+    """The job as submitted; empty if it has ended and its input was not kept."""
     submitted_at: float
 
 
@@ -141,10 +143,27 @@ class _End:
     metadata: dict[str, Any] | None = None
 
 
+STATUS_CHUNK = 500
+"""Jobs that one call is asked about."""
+
+
 def statuses(queue: str, job_ids: Sequence[str]) -> Call[list[JobStatus | None]]:
-    """Return the jobs' statuses; None for an unknown job."""
+    """Return the statuses of the first of the jobs, about 1 MiB of them; None for an unknown job.
+
+    Long messages of errors are cut after 4 KiB of the error.
+    """
     parse = partial(_statuses, queue, tuple(job_ids))
     return Call("status", (keys.prefix(queue),), tuple(job_ids), parse)
+
+
+def status_pages(
+    run: Callable[[Call[list[JobStatus | None]]], list[JobStatus | None]], queue: str, job_ids: Sequence[str]
+) -> Iterator[list[JobStatus | None]]:
+    """Yield the statuses of all of the jobs, reply by reply."""
+    while job_ids:
+        page = run(statuses(queue, job_ids[:STATUS_CHUNK]))
+        yield page
+        job_ids = job_ids[len(page) :]
 
 
 def ends(queue: str, job_ids: Sequence[str]) -> Call[list[bool]]:
@@ -158,21 +177,21 @@ def outcome(queue: str, job_id: str) -> Call[Outcome]:
 
 
 def recorded(queue: str, job_id: str) -> Call[Recorded]:
-    """Return the end of a job, if it has ended, and its payload, if it was kept."""
+    """Return the end of a job, if it has ended, and its payload, if it waits, runs, or was kept."""
     return Call("recorded", (keys.prefix(queue),), (job_id,), _recorded)
 
 
 def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
     """Return deltas from `position` on, counted in the feed of `epoch`."""
     args = (job_id, epoch, position, FEED_ENTRIES)
-    return Call("feed", (keys.prefix(queue),), args, partial(_feed, job_id), plural="feeds")
+    return listed("feed", (keys.prefix(queue),), args, partial(_feed, job_id))
 
 
 def read_outcome(record: list[Any]) -> Outcome:
     """Parse an end record as the scripts return it."""
-    job_id, state, key, metadata, out, leader, created_at, finished_at, entries = record
+    job_id, state, key, metadata, out, leader, created_at, finished_at, entries, *more = record
     word: Any = state.decode() or None
-    own_metadata = _object(metadata)
+    own_metadata = opened_metadata(metadata, job_id.decode())
     copied_s = max(0.0, (int(finished_at) - int(created_at)) / 1000) if leader else None
     parse = partial(_result, _End(job_id.decode(), leader.decode(), copied_s, own_metadata))
     stored = _stored(out, parse) if word == "succeeded" else None
@@ -192,6 +211,7 @@ def read_outcome(record: list[Any]) -> Outcome:
         result=result,
         stored=stored,
         error=error,
+        is_superseded=bool(more and more[0]),
     )
 
 
@@ -241,42 +261,54 @@ def _feed(job_id: str, reply: list[Any]) -> Feed:
 
 
 def _statuses(queue: str, job_ids: tuple[str, ...], reply: list[list[Any]]) -> list[JobStatus | None]:
-    return [_status(queue, job_id, row) if row else None for job_id, row in zip(job_ids, reply, strict=True)]
+    return [_status(queue, job_id, row) if row else None for job_id, row in zip(job_ids, reply, strict=False)]
+
+
+_HELD = {"running": "already runs as many jobs as it may", "quota": "has used its quota"}
+"""What holds up a waiting job, by the word of status.lua."""
 
 
 def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
-    (state, lane, attempt, crashes, created_at, started_at, finished_at, deadline,
-     worker, progress, progress_at, leader, replay_of, position, live_workers, error, metadata,
-     waits, revisions) = row  # fmt: skip
-    _, priority, tenant, model = keys.split_lane(lane.decode())
-    reason = ErrorInfo.model_validate_json(error).message if error else None
-    if state == b"queued" and not leader and not live_workers:
-        reason = _unserved(model, keys.pinned_revision(lane.decode()), (revisions or b"").decode().split())
-    waits_for = tuple(waits.decode().split()) if waits else ()
+    found = as_map(row)
+    text = {name: value.decode(errors="ignore") for name, value in found.items() if isinstance(value, bytes)}
+    lane, waits_for = text["lane"], tuple(text.get("waits", "").split())
+    _, priority, tenant, model = keys.split_lane(lane)
+    reason = None
+    if "error" in found:
+        error = found["error"].decode(errors="ignore")
+        document: dict[str, str] = from_json(error, allow_partial="trailing-strings")
+        reason = document.get("message", "")
+    if text["state"] == "queued" and "leader" not in found and not found["live_workers"]:
+        reason = _unserved(model, keys.pinned_revision(lane), text.get("revisions", "").split())
+    elif "unmet" in found:
+        words = ", ".join(keys.needed_words(lane))
+        reason = f"no live worker of model {model} knows all that the job needs: {words}"
+    elif "held" in text:
+        reason = f"tenant {tenant} {_HELD[text['held']]}; see pagemill queue quota {tenant}"
     if waits_for:
         others = f" and {len(waits_for) - 1} more" if len(waits_for) > 1 else ""
         reason = f"it waits for the end of job {waits_for[0]}{others}"
     return JobStatus(
         id=job_id,
-        state=state.decode(),
+        state=text["state"],  # type: ignore[arg-type]
         queue=queue,
         model=model,
         tenant=tenant,
         priority=priority,
-        attempt=int(attempt or 0),
-        crashes=int(crashes or 0),
-        position=position,
-        created_at=int(created_at) / 1000,
-        started_at=_seconds(started_at),
-        finished_at=_seconds(finished_at),
-        deadline=_seconds(deadline),
-        worker=worker.decode() if worker else None,
-        progress=unpack_progress(progress.decode() if progress else None, progress_at),
+        attempt=int(text.get("attempt", 0)),
+        crashes=int(text.get("crashes", 0)),
+        position=found.get("position"),
+        created_at=int(text["at"]) / 1000,
+        started_at=_seconds(text.get("started_at")),
+        finished_at=_seconds(text.get("finished_at")),
+        deadline=_seconds(text.get("deadline")),
+        worker=text.get("worker"),
+        progress=unpack_progress(text.get("progress"), text.get("progress_at")),
         error=reason,
-        leader=leader.decode() if leader else None,
-        replay_of=replay_of.decode() if replay_of else None,
+        leader=text.get("leader"),
+        replay_of=text.get("replay_of"),
         waits_for=waits_for,
-        metadata=_object(metadata),
+        metadata=opened_metadata(found.get("metadata"), job_id),
     )
 
 
@@ -291,22 +323,18 @@ def _seconds(milliseconds: str | bytes | None) -> float | None:
     return int(milliseconds) / 1000 if milliseconds else None
 
 
-def _object(text: bytes | None) -> dict[str, Any] | None:
-    value: dict[str, Any] | None = json.loads(text) if text else None
-    return value
-
-
 def unpack_progress(packed: str | None, updated_at: str | bytes | None) -> Progress:
     """Parse progress as stored in a job's record."""
     if not packed:
         return Progress()
     phase, *counts = packed.split(" ")
-    done, prompt, generated, most = map(int, counts)
+    done, prompt, generated, most, *blocks = map(int, counts)
     return Progress(
         phase=phase,  # type: ignore[arg-type]
         prompt_tokens_done=done,
         prompt_tokens=prompt,
         generated_tokens=generated,
         max_tokens=most,
+        kv_blocks=blocks[0] if blocks else 0,
         updated_at=_seconds(updated_at) or 0.0,
     )

@@ -8,22 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from pagemill.producer.wire.calls.memory import NO_MEMORY_LIMIT, MemoryUse
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.needs import BASE
 from pagemill.producer.wire.schema.outputs import WireModel
 from pagemill.producer.wire.server.scripts import Call
 
 WORKER_TTL_MS = 10_000
-_FIRST_RELEASE = {"id", "models", "state", "url", "host", "pid", "started_at", "running"}
-"""The fields of `WorkerInfo` that its readers know, which refuse others."""
 
 
 class Speed(WireModel):
-    """How fast a worker ends jobs. Fields of later versions are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
+    """How fast a worker ends jobs."""
 
     rows: int
     """Sequences that it runs side by side."""
@@ -34,14 +31,12 @@ class Speed(WireModel):
 
 
 class WorkerInfo(WireModel):
-    """The state that a worker reports with every heartbeat. Fields of later versions are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
+    """The state that a worker reports with every heartbeat."""
 
     id: str
     models: tuple[str, ...]
     state: str = "ready"
-    """loading, ready, draining or unwell."""
+    """loading, ready, paused, draining, drained, quarantined or unwell."""
     url: str | None = None
     """The address of its /metrics."""
     host: str = ""
@@ -59,7 +54,10 @@ class WorkerInfo(WireModel):
     """What it computes: the fingerprint of its results without an adapter, under "", and with each of its adapters."""
 
     revision: str = ""
-    """The revision of its model: a hub's commit, a digest, or the operator's name for it; empty in earlier releases."""
+    """The revision of its model: a hub's commit, a digest, or the operator's name for it; empty while it loads."""
+
+    knows: str = BASE
+    """The words of lanes that it pulls from (`needs.known_words`)."""
 
     def lanes(self) -> list[str]:
         """Return the last parts of the lanes it pulls from (`keys.lane_model`)."""
@@ -108,8 +106,8 @@ class QueueStats:
     followers: int = 0
     """Queued jobs that wait for an equal one to end; they are in no waiting set."""
     memory: MemoryUse = NO_MEMORY_LIMIT
-    pinned: Mapping[str, int] = field(default_factory=dict)
-    """Of those that wait, the ones that name a revision, by `<model>~<revision>`."""
+    lanes: Mapping[str, int] = field(default_factory=dict)
+    """Jobs that wait, by lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +131,7 @@ class RunningPage:
 
 def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call[None]:
     """Register the worker, or keep it registered. After `ttl_ms` without a heartbeat it counts as gone."""
-    first = info.model_dump_json(include=_FIRST_RELEASE)
-    args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), first, *info.lanes())
+    args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), *info.lanes())
     return Call("heartbeat", (keys.prefix(queue),), args, _nothing)
 
 
@@ -153,8 +150,13 @@ def workers(queue: str) -> Call[list[WorkerInfo]]:
     )
 
 
+def served(queue: str) -> Call[list[str]]:
+    """Return the models, and adapters as `<model>#<adapter>`, that workers served within the last day or so."""
+    return Call("served", (keys.prefix(queue),), (), lambda reply: [name.decode() for name in reply])
+
+
 def set_paused(queue: str, paused: bool) -> Call[None]:
-    """Pause or resume a queue. Paused: nothing is pulled, running jobs finish, submits are accepted."""
+    """Pause or resume a queue. Paused: nothing is pulled, running jobs finish, new jobs are accepted."""
     return Call("pause", (keys.prefix(queue),), (int(paused),), _nothing)
 
 
@@ -172,15 +174,13 @@ def stats(run: Callable[[Call[StatsPage]], StatsPage], queue: str) -> QueueStats
         lanes |= page.lanes
     waiting: dict[tuple[str, str, str], int] = {}
     oldest: dict[tuple[str, str, str], float] = {}
-    pinned: dict[str, int] = {}
     for name, (jobs, age_s) in lanes.items():
         _, priority, tenant, model = keys.split_lane(name)
         lane = (priority, tenant, model)
         waiting[lane] = waiting.get(lane, 0) + jobs
         oldest[lane] = max(oldest.get(lane, 0.0), age_s)
-        if (revision := keys.pinned_revision(name)) is not None:
-            pinned[f"{model}~{revision}"] = pinned.get(f"{model}~{revision}", 0) + jobs
-    return replace(page.totals, waiting=waiting, oldest_s=oldest, pinned=pinned)
+    counts = {name: jobs for name, (jobs, _) in lanes.items()}
+    return replace(page.totals, waiting=waiting, oldest_s=oldest, lanes=counts)
 
 
 def running(queue: str, skip: int, limit: int, *, relay: str = "") -> Call[RunningPage]:

@@ -1,4 +1,4 @@
-"""Rollouts: a new revision of a model takes a share of its jobs (docs/rollouts.md; sides.lua and siding.lua)."""
+"""Rollouts: a new revision of a model takes a share of its jobs (docs/rollouts.md, features/rollouts.lua)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ ended: the sides are one again."""
 By = Literal["id", "tenant", "batch"]
 ChangeReply = Literal["ok", "none", "busy", "over"]
 SHARES = 10_000
+MOVED_BACK = 250
+"""Jobs that one call of `move_back` moves."""
 DEFAULT_MARGIN = 0.05
 DEFAULT_LEAST = 20
 MAX_LEAST = 200
@@ -73,7 +75,7 @@ class RolloutStatus:
     started_at: float
     changed_at: float
     halted_for: str | None
-    """`failures` if the canary failed too often; None where somebody halted it, or nobody did."""
+    """`failures` if the canary failed too often; None where an operator halted it, or it is not halted."""
     canary: SideFigures
     stable: SideFigures
     compared: int = 0
@@ -82,13 +84,16 @@ class RolloutStatus:
 
 
 def start(queue: str, model: str, rollout: Rollout) -> Call[ChangeReply]:
-    """Open a rollout. busy: one to another revision, or with another `by`, is open or halted."""
+    """Open a rollout.
+
+    busy: one to another revision, or with another `by`, is open or halted, or jobs of the last canary still wait.
+    """
     shares = _shares(rollout.share), rollout.to, rollout.by, _shares(rollout.margin), rollout.least
     return _change(queue, model, "start", *shares)
 
 
 def set_share(queue: str, model: str, share: float) -> Call[ChangeReply]:
-    """Give the canary another share; a halted rollout goes on."""
+    """Give the canary another share; a halted rollout resumes."""
     return _change(queue, model, "raise", _shares(share))
 
 
@@ -98,7 +103,7 @@ def halt(queue: str, model: str) -> Call[ChangeReply]:
 
 
 def roll_back(queue: str, model: str) -> Call[ChangeReply]:
-    """Give the canary no jobs any more; its waiting ones go to the stable side."""
+    """Give the canary no jobs any more until the next rollout."""
     return _change(queue, model, "back")
 
 
@@ -107,9 +112,17 @@ def end(queue: str, model: str) -> Call[ChangeReply]:
     return _change(queue, model, "end")
 
 
-def forget(queue: str, model: str) -> Call[ChangeReply]:
-    """Remove a rollout and what was counted. Only when no job waits at the canary's side."""
-    return _change(queue, model, "forget")
+def forget(queue: str, ended: RolloutStatus) -> Call[ChangeReply]:
+    """Delete an ended rollout and its counters.
+
+    busy: the rollout has been changed since `ended` was read, or jobs are to be moved back before.
+    """
+    return _change(queue, ended.model, "forget", round(1000 * ended.changed_at))
+
+
+def move_back(queue: str, model: str) -> Call[int]:
+    """Move some jobs of a canary that takes none any more to the other workers. Returns how many are left."""
+    return Call("rollout_back", (keys.prefix(queue),), (model, MOVED_BACK), int)
 
 
 def statuses(queue: str, models: Sequence[str] = ()) -> Call[list[RolloutStatus]]:
@@ -125,25 +138,20 @@ def sample(queue: str, model: str) -> Call[list[str]]:
 
 
 def note_agreement(queue: str, model: str, compared: int, agreed: int) -> Call[list[str]]:
-    """Keep the outcome of a comparison, for the status and the board."""
+    """Keep the outcome of a comparison, for the status and the dashboard."""
     return Call("rollout_sample", (keys.prefix(queue),), (model, compared, agreed), _ids)
 
 
-def add_waiting(found: dict[Side, tuple[int, float]], page: StatsPage, model: str) -> None:
-    """Add the jobs of a model that wait at each side, and the age of the oldest in seconds; pinned jobs left out.
+def add_waiting(found: dict[Side, tuple[int, float]], page: StatsPage, model: str, canary: str) -> None:
+    """Add the jobs of a model that wait at each side, and the age of the oldest in seconds.
 
-    Jobs that have not been told apart yet count as the stable side's.
+    `canary` is its revision: jobs that name it wait in the same lanes and are counted, those of other revisions not.
     """
+    sides: dict[str | None, Side] = {None: "stable", canary: "canary"}
     for lane, (jobs, age_s) in page.lanes.items():
-        side = side_of_lane(lane)
+        side = sides.get(keys.pinned_revision(lane))
         if side is not None and keys.split_lane(lane)[3].partition("#")[0] == model:
             found[side] = (found[side][0] + jobs, max(found[side][1], age_s))
-
-
-def side_of_lane(lane: str) -> Side | None:
-    """Return the side whose jobs wait there; None if they name a revision."""
-    model, mark, revision = lane.partition("~")
-    return None if revision else "canary" if mark and model else "stable"
 
 
 def parse_share(text: str) -> float:
@@ -182,11 +190,13 @@ def _status(
 ) -> RolloutStatus:
     state, share, by, to = text.decode().split()
     counted = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    number = {name: int(float(value)) for name, value in counted.items() if name != "reason"}
+
+    def number(name: str, default: int = 0) -> int:
+        return int(float(counted.get(name, default)))
 
     def side(name: Side, live: int, runs_ms: list[bytes]) -> SideFigures:
         runs = sorted(int(run) / 1000 for run in runs_ms)
-        jobs, failures = number.get(f"{name}:jobs", 0), number.get(f"{name}:failures", 0)
+        jobs, failures = number(f"{name}:jobs"), number(f"{name}:failures")
         return SideFigures(live, jobs, failures, _quantile(runs, 0.5), _quantile(runs, 0.9))
 
     return RolloutStatus(
@@ -195,15 +205,15 @@ def _status(
         to=to,
         share=int(share) / SHARES,
         by=by,  # type: ignore[arg-type]
-        margin=number.get("margin", SHARES) / SHARES,
-        least=number.get("least", 0),
-        started_at=number.get("started_at", 0) / 1000,
-        changed_at=number.get("changed_at", 0) / 1000,
+        margin=number("margin", SHARES) / SHARES,
+        least=number("least"),
+        started_at=number("started_at") / 1000,
+        changed_at=number("changed_at") / 1000,
         halted_for=counted.get("reason"),
         canary=side("canary", canaries, canary_ms),
         stable=side("stable", max(0, workers - canaries), stable_ms),
-        compared=number.get("compared", 0),
-        agreed=number.get("agreed", 0),
+        compared=number("compared"),
+        agreed=number("agreed"),
     )
 
 

@@ -26,6 +26,6 @@ def claim(queue: str, limit: int, claim_ms: int) -> Call[list[str]]:
     )
 
 
-def settle(queue: str, uris: Sequence[str]) -> Call[int]:
+def forget(queue: str, uris: Sequence[str]) -> Call[int]:
     """Forget files that were deleted."""
     return Call("stored_settle", (keys.prefix(queue),), tuple(uris), int)

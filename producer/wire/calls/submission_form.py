@@ -26,6 +26,7 @@ from pagemill.producer.wire.schema.job import (
     too_large,
     work_digest,
 )
+from pagemill.producer.wire.schema.needs import ENVELOPE_VERSION
 from pagemill.producer.wire.schema.text.token_estimates import text_tokens, turn_tokens
 
 MAX_FORMS = 64
@@ -57,7 +58,6 @@ class JobForm:
         "_output_tokens",
         "_settings",
         "_twin",
-        "_version",
         "needs_seed",
         "tenant",
     )
@@ -68,7 +68,6 @@ class JobForm:
         self.tenant = job.tenant
         self.needs_seed = job.needs_seed
         self._adapter = job.adapter
-        self._version = job.version
         self._settings = job.settings_work()
         self._lane = lane_of(job)
         self._options = "".join(f',"{name}":{_json(value)}' for name, value in options.items())
@@ -83,7 +82,7 @@ class JobForm:
     def fill(self, text: Text, job_id: str, key: str, metadata: str | None, seed: int | None) -> Submission:
         """Like `prepare`. `metadata` is JSON. Raises InvalidJob if the job is too large."""
         quoted = encode_basestring_ascii(key)
-        envelope = f'{{"v":{self._version},"key":{quoted},'
+        envelope = f'{{"v":{ENVELOPE_VERSION},"key":{quoted},'
         header = f'{{"id":"{job_id}","lane":"{self._lane}","cost":{text.tokens + self._output_tokens}'
         if (affinity := adapter_affinity(text.affinity, self._adapter)) is not None:
             header += f',"affinity":"{affinity}"'
@@ -142,8 +141,6 @@ class JobForms:
             or job.prompt_token_ids is not None
         ):
             return
-        if not all(message.is_plain for message in job.messages or ()):
-            return  # its version is due to its messages, which are not part of the shape
         if shape in self._forms:
             self._forms[shape] = JobForm(job)
             return

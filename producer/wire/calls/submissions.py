@@ -54,6 +54,10 @@ class Submission:
             return self
         return replace(self, header=self.header[:-1] + f',"api_key":"{api_key}"}}'.encode())
 
+    def listed(self) -> Submission:
+        """Return the same for the list of its tenant's chats."""
+        return replace(self, header=self.header[:-1] + b',"listed":1}')
+
     def uncounted(self) -> Submission:
         """Return the same for neither ledger nor quotas to count: an operator's work on a tenant's data."""
         return replace(self, header=self.header[:-1] + b',"uncounted":1}')
@@ -126,7 +130,7 @@ def prepare(
 
 def lane_of(job: Job) -> str:
     model = keys.lane_model(job.model, job.adapter, job.revision)
-    return keys.lane(job.version, job.priority, job.tenant, model)
+    return keys.lane(job.needs, job.priority, job.tenant, model)
 
 
 def header_options(job: Job) -> dict[str, str | int]:

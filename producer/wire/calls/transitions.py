@@ -7,17 +7,18 @@ nothing. Reads are in reads.py, batches in batches.py, workers in registry.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pagemill.producer.wire.calls.metering.usage import Used
+from pagemill.common.sampling_fields import MAX_TOKEN_ID
+from pagemill.producer.wire.calls.metering.usage import JobUsage
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
+from pagemill.producer.wire.schema.needs import known_words
 from pagemill.producer.wire.schema.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
-from pagemill.producer.wire.schema.tasks import STORED_VERSION, VERSIONS
-from pagemill.producer.wire.server.scripts import Call
-from pagemill.sampling_fields import MAX_TOKEN_ID
+from pagemill.producer.wire.server.scripts import Call, listed
 
 LEASE_MS = 6000
 SWEEP_LIMIT = 64
@@ -57,8 +58,8 @@ class PulledJob:
     """Tokens, as it was submitted with."""
     promise: str = ""
     """What was promised of its end (promises.py); empty if nothing was."""
-    fetched_for: str | None = None
-    """The payload came from a store, under a stub that was checked: of this tenant's job."""
+    received_at: float = field(default_factory=time.monotonic, compare=False)
+    """`time.monotonic()` of the reply."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -81,8 +82,6 @@ class SweepReply:
     """Jobs whose leases lapsed, each with the worker that held it."""
     memory: Literal["ok", "near", "full"] = "ok"
     """Of a sweep alone: whether the server's memory is near the queue's limit of it, or jobs are refused for it."""
-    expired_results: int = 0
-    """Large results that were removed early, to make room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +129,7 @@ def pull(
     longest: int = MAX_TOKEN_ID,
     urgent_only: bool = False,
     has_store: bool = False,
+    lacks: Collection[str] = (),
 ) -> Call[PullReply]:
     """Sweep, then lease up to `max_jobs` jobs that together cost at most `max_cost_tokens`.
 
@@ -137,7 +137,7 @@ def pull(
     sample. `holding` is the number of jobs the worker holds. At 0 the first job is leased regardless of its
     cost (the engine reports never_fits if it has to), and a suspect may be, alone. While a worker holds a
     suspect, none is. `urgent_only`: leave jobs of normal and low priority to others.
-    `has_store`: also pull jobs that lie in a store.
+    `has_store`: also pull jobs that lie in a store. `lacks`: the abilities that the engine does not have.
     """
     limits = (lease_ms, max_jobs, max_cost_tokens, holding)
     classes = "0" if urgent_only else "012"
@@ -145,7 +145,7 @@ def pull(
         worker_id,
         *limits,
         longest,
-        ",".join(map(str, (*VERSIONS, STORED_VERSION) if has_store else VERSIONS)),
+        known_words(has_store=has_store, lacks=lacks),
         classes,
         *models,
     )
@@ -187,7 +187,7 @@ def checkpoint(
             len(delta.token_ids),
             sign(delta.model_dump_json(exclude_defaults=True).encode()),
         ]
-    return Call("checkpoint", (keys.prefix(queue),), tuple(args), _word, plural="checkpoints")
+    return listed("checkpoint", (keys.prefix(queue),), tuple(args), _word)
 
 
 def commit(
@@ -199,20 +199,30 @@ def commit(
     error_json: str | bytes | None = None,
     progress: Progress | None = None,
     stored: str = "",
-    used: Used | None = None,
+    used: JobUsage | None = None,
+    spent: str = "",
 ) -> Call[CommitReply]:
     """End the job. `succeeded` takes a Result as JSON, every other state an ErrorInfo.
 
     `progress` is the job's last: with it a status never lags behind the result (the server dates it).
     `stored` is the URI of a result that lies in a store. A job whose cancel or expiry was recorded before ends that
     way regardless of `state`; the reply says which. `used` is what the ledger counts (usage.py); without it, what
-    `progress` says.
+    `progress` says. `spent`: where the execution's time went (account.py).
     """
     outcome = result_json if state == "succeeded" else error_json
     assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
     packed = _pack_progress(progress) if progress is not None else ""
-    args = (job_id, token, state, outcome, packed, stored, used.packed() if used is not None else "")
-    return Call("commit", (keys.prefix(queue),), args, _word, plural="commits")
+    args = (
+        job_id,
+        token,
+        state,
+        outcome,
+        packed,
+        stored,
+        used.packed() if used is not None else "",
+        *_optional(spent),
+    )
+    return listed("commit", (keys.prefix(queue),), args, _word)
 
 
 def retry(
@@ -223,12 +233,13 @@ def retry(
     delay_s: float,
     *,
     restart: bool = False,
-    used: Used | None = None,
+    used: JobUsage | None = None,
+    spent: str = "",
 ) -> Call[RetryReply]:
     """Count a failed attempt; the job returns after `delay_s` at its old rank, or is dead at its cap.
 
     `restart`: drop the checkpoint, so that the next attempt starts from the prompt. `used`: as in `commit`, counted if
-    it was the last attempt.
+    it was the last attempt. `spent`: as in `commit`.
     """
     last = ErrorInfo(
         code="attempts_exhausted",
@@ -238,18 +249,27 @@ def retry(
     )
     errors = (error.model_dump_json(), last.model_dump_json())
     packed = used.packed() if used is not None else ""
-    args = (job_id, token, round(delay_s * 1000), *errors, int(restart), packed)
+    given = (job_id, token, round(delay_s * 1000), *errors, int(restart), packed)
+    args: tuple[str | int, ...] = (*given, *_optional(spent))
     return Call("retry", (keys.prefix(queue),), args, _word)
 
 
-def release(queue: str, job_id: str, token: int) -> Call[ReleaseReply]:
-    """Hand the job back at its old rank. Counts as neither an attempt nor a crash."""
-    return Call("release", (keys.prefix(queue),), (job_id, token), _word)
+def release(
+    queue: str, job_id: str, token: int, needs: Sequence[str] = (), *, spent: str = "", restart: bool = False
+) -> Call[ReleaseReply]:
+    """Hand the job back at its old rank. Counts as neither an attempt nor a crash.
+
+    `needs`: words that the next worker must know as well (`needs.ABILITIES`). `spent`: as in `commit`. `restart`: drop
+    the checkpoint.
+    """
+    last = (spent, 1) if restart else _optional(spent)
+    args: tuple[str | int, ...] = (job_id, token, "+".join(needs), *last)
+    return Call("release", (keys.prefix(queue),), args, _word)
 
 
 def cancel(queue: str, job_ids: Sequence[str]) -> Call[list[CancelReply]]:
     """End waiting jobs, and request the end of running ones (`requested`)."""
-    return Call("cancel", (keys.prefix(queue),), tuple(job_ids), words)
+    return Call("cancel", (keys.prefix(queue),), tuple(job_ids), parse_words)
 
 
 def sweep(queue: str, limit: int = SWEEP_LIMIT, patience_ms: int = 0) -> Call[SweepReply]:
@@ -269,14 +289,13 @@ def _word(reply: bytes) -> Any:
     return reply.decode()
 
 
-def words(reply: list[bytes]) -> Any:
+def parse_words(reply: list[bytes]) -> Any:
     """Parse a reply of words, one per requested id."""
     return [word.decode() for word in reply]
 
 
 def _sweep_reply(reply: list[Any]) -> SweepReply:
-    reclaimed, dead, cancelled, expired, promoted, due, deaths, lapses, *relief = reply
-    level, freed = relief[0] if relief else (0, 0)
+    reclaimed, dead, cancelled, expired, promoted, due, deaths, lapses, *level = reply
     memory: tuple[Literal["ok", "near", "full"], ...] = ("ok", "near", "full")
     buried = tuple((job_id.decode(), crashes) for job_id, crashes in deaths)
     lapsed = tuple((job_id.decode(), worker.decode()) for job_id, worker in lapses)
@@ -289,8 +308,7 @@ def _sweep_reply(reply: list[Any]) -> SweepReply:
         due if due >= 0 else None,
         buried,
         lapsed,
-        memory[level],
-        freed,
+        memory[level[0] if level else 0],
     )
 
 
@@ -307,29 +325,34 @@ def _pull_reply(reply: list[Any]) -> PullReply:
 
 
 def _pulled_job(words: bytes, payload: bytes, entries: Sequence[bytes] = ()) -> PulledJob:
-    job_id, token, attempt, crashes, alone, created_at, deadline, lost_by, cost, promise, fingerprint = (
-        words.decode(errors="replace").split("\n", 10)
-    )
+    lines = words.decode(errors="replace").split("\n")
+    found = {name: value for name, _, value in (line.partition("=") for line in lines)}
+    deadline = found.get("deadline")
     return PulledJob(
-        job_id=job_id,
-        token=int(token),
+        job_id=found["id"],
+        token=int(found["token"]),
         payload=payload,
-        fingerprint=fingerprint,
+        fingerprint=found.get("fingerprint", ""),
         entries=tuple(entries),
-        attempt=int(attempt),
-        crashes=int(crashes),
-        alone=alone == "1",
-        submitted_at=int(created_at) / 1000,
+        attempt=int(found["attempt"]),
+        crashes=int(found.get("crashes", 0)),
+        alone="alone" in found,
+        submitted_at=int(found["at"]) / 1000,
         deadline=int(deadline) / 1000 if deadline else None,
-        taken_over_from=lost_by,
-        cost=int(float(cost)),
-        promise=promise,
+        taken_over_from=found.get("lost_by", ""),
+        cost=int(float(found["cost"])),
+        promise=found.get("promise", ""),
     )
 
 
 def _renew_reply(reply: list[list[bytes]]) -> RenewReply:
     lost, cancelled = reply
-    return RenewReply(words(lost), words(cancelled))
+    return RenewReply(parse_words(lost), parse_words(cancelled))
+
+
+def _optional(argument: str) -> tuple[str, ...]:
+    """Return an argument that stands last, or none."""
+    return (argument,) if argument else ()
 
 
 def _pack_progress(progress: Progress) -> str:
@@ -339,5 +362,6 @@ def _pack_progress(progress: Progress) -> str:
         progress.prompt_tokens,
         progress.generated_tokens,
         progress.max_tokens,
+        progress.kv_blocks,
     )
     return " ".join((progress.phase, *map(str, counts)))

@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] the command's id  [2] its time to live in ms; then each worker's id and the command for it
 -- Returns how many got it; 0 if it was sent before
--- @include common
 if not redis.call('SET', P .. 'asked:' .. ARGV[1], '1', 'NX', 'PX', ARGV[2]) then
   return 0
 end

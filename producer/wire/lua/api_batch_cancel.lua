@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] batch id
 -- Returns its values {name, value...}, or nothing: the tenant has no such batch
--- @include common
 local key = P .. 'abatch:' .. ARGV[2]
 local found = redis.call('HMGET', key, 'tenant', 'status')
 if found[1] ~= ARGV[1] then

@@ -2,7 +2,7 @@
 -- KEYS[1] prefix
 -- ARGV[1] ms of the lease
 -- Returns {id, token, {name, value...}}, or nothing
--- @include clock
+-- @include core/clock
 local MAX_LEASE = 600000
 bring_near(P .. 'ableases', MAX_LEASE, SOON, 16)
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ableases', '-inf', int(NOW), 'LIMIT', 0, 16)) do

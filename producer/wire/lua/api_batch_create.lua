@@ -3,9 +3,8 @@
 -- ARGV[1] id  [2] tenant  [3] file id  [4] JSON that describes it  [5] ms the record is kept  [6] ms the file is needed
 --   [7] batches that the tenant may have open, this one included
 -- Returns created | no_file | full
--- @include common
 -- @include files
--- @include purged
+-- @include core/purged
 local id, tenant, file_id = ARGV[1], ARGV[2], ARGV[3]
 local key = P .. 'abatch:' .. id
 if redis.call('EXISTS', key) == 1 then

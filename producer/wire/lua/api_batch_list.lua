@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] batch id, '' for all  [3] list on after this id, '' from the first  [4] how many at most
 -- Returns {{id, {name, value...}}...}
--- @include common
 local found = {}
 local function add(id)
   local values = redis.call('HGETALL', P .. 'abatch:' .. id)

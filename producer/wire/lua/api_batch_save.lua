@@ -3,7 +3,6 @@
 -- ARGV[1] id  [2] the token of the claim  [3] ms of the lease from now on; 0: let go; -1: the batch has ended
 -- ARGV[4] and on: names and values. A batch that is being cancelled stays so until it has ended.
 -- Returns the status, or '': somebody else holds it, or it has ended
--- @include common
 local id, lease = ARGV[1], tonumber(ARGV[3])
 local key = P .. 'abatch:' .. id
 local found = redis.call('HMGET', key, 'token', 'status', 'tenant', 'file')

@@ -3,7 +3,7 @@
 -- ARGV[1] batch id  [2] 'e' (order of ends) or 's' (order of submits)  [3] position up to which to free
 -- ARGV[4] jobs at most  [5] position to start from (order of submits only)
 -- Returns {jobs freed, position reached}
--- @include states
+-- @include core/states
 local batch, limit = ARGV[1], tonumber(ARGV[4])
 local ids, reached
 if ARGV[2] == 'e' then

@@ -2,7 +2,7 @@
 -- KEYS[1] prefix
 -- ARGV[1] batch id  [2] position to start from  [3] jobs at most
 -- Returns {jobs cancelled or asked to stop, jobs looked at: fewer where many equal jobs follow them}
--- @include cancelling
+-- @include core/cancelling
 local ids = redis.call('LRANGE', P .. 'bjobs:' .. ARGV[1], ARGV[2], ARGV[2] + ARGV[3] - 1)
 local stopped, followers, last = 0, 0, 0
 while last < #ids and followers < 2048 do

@@ -2,5 +2,4 @@
 -- KEYS[1] prefix
 -- ARGV[1] batch id
 -- Returns the names and counts in turn; nothing for an unknown batch
--- @include common
 return redis.call('HGETALL', P .. 'batch:' .. ARGV[1])

@@ -2,15 +2,17 @@
 -- KEYS[1] prefix
 -- ARGV job ids
 -- Returns how many there were
--- @include states
+-- @include core/states
 local purged = 0
 for _, id in ipairs(ARGV) do
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'batch')
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'batch', 'stored', 'given')
   if redis.call('ZREM', P .. 'dead', id) == 1 and job[1] == 'dead' then
     purged = purged + 1
     if job[2] then
       redis.call('UNLINK', P .. 'in:' .. id)
-      drop_stored(NOW, redis.call('HGET', P .. 'job:' .. id, 'stored'))
+      redis.call('HDEL', P .. 'job:' .. id, 'given')
+      drop_stored(NOW, job[3])
+      let_go_of_outputs({given = job[4]})
     else
       forget(id)
     end

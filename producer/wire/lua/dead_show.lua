@@ -3,10 +3,11 @@
 -- ARGV job ids
 -- Returns per id an empty list (no dead job) or {letter, payload or '', checkpoint entries}
 -- @include letters
+-- @include outputs
 local replies = {}
 for i, id in ipairs(ARGV) do
   local found = letter(id)
   replies[i] = found
-    and {found, redis.call('GET', P .. 'in:' .. id) or '', redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1)} or {}
+    and {found, payload_of(id), redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1)} or {}
 end
 return replies

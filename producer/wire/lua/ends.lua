@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV job ids
 -- Returns 1 (ended, or no such job) or 0 per id
--- @include common
 local replies = {}
 for i, id in ipairs(ARGV) do
   local state = redis.call('HGET', P .. 'job:' .. id, 'state')

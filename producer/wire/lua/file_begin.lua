@@ -1,22 +1,24 @@
--- Reserve room for a file of a tenant. One that is begun and never finished is forgotten.
+-- Reserve room for a file of a tenant. One that is begun and never finished is forgotten. Begun again, it may grow.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id  [3] bytes  [4] chunks  [5] JSON that describes it  [6] ms for the upload
 --   [7] files and [8] bytes that the tenant may have, this one included  [9] 1: it may be refused for want of memory
+--   [10] 1: what was written so far can be read
 -- Returns 1; 0: the tenant has no room, or what it has is being removed; -1: the server's memory has none
--- @include common
--- @include room
+-- @include core/room
 -- @include files
--- @include purged
+-- @include core/purged
 local tenant, id = ARGV[1], ARGV[2]
 local key = P .. 'files:' .. tenant
 local records = redis.call('HGETALL', key)
-local count, bytes = 1, tonumber(ARGV[3])
+local count, bytes, before = 1, tonumber(ARGV[3]), 0
 for i = 1, #records, 2 do
   local file = read_record(records[i + 1])
   if not file or file.expires <= NOW then
     redis.call('HDEL', key, records[i])
   elseif records[i] ~= id then
     count, bytes = count + 1, bytes + file.bytes
+  else
+    before = file.bytes
   end
 end
 if is_purged(tenant) or count > tonumber(ARGV[7]) or bytes > tonumber(ARGV[8]) then
@@ -28,10 +30,10 @@ if ARGV[9] == '1' and memory and memory < tonumber(ARGV[3]) then
   return -1
 end
 if memory then
-  book_memory(tonumber(ARGV[3]), 0)
+  book_memory(math.max(0, ARGV[3] - before), 0)
 end
 write_record(tenant, id, {
-  expires = NOW + ARGV[6], bytes = tonumber(ARGV[3]), chunks = tonumber(ARGV[4]), ready = '0', text = ARGV[5]
+  expires = NOW + ARGV[6], bytes = tonumber(ARGV[3]), chunks = tonumber(ARGV[4]), ready = ARGV[10], text = ARGV[5]
 })
 redis.call('PEXPIRE', key, 34560000000)
 return 1

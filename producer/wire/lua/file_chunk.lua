@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] file id  [2] number, from 0  [3] ms for the upload  [4] bytes  [5] tenant
 -- Returns 1, or 0: the file was deleted meanwhile
--- @include common
 if not redis.call('HGET', P .. 'files:' .. ARGV[5], ARGV[1]) then
   return 0
 end

@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id
 -- Returns deleted | missing | in_use
--- @include common
 -- @include files
 local file = find_file(ARGV[1], ARGV[2])
 if not file then

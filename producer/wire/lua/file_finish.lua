@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id  [3] ms it is kept
 -- Returns {expires, bytes, chunks, JSON}, or nothing: the upload took too long, or it was deleted meanwhile
--- @include common
 -- @include files
 local file = read_record(redis.call('HGET', P .. 'files:' .. ARGV[1], ARGV[2]))
 if not file or file.expires <= NOW then

@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id, '' for all
 -- Returns {{id, expires, bytes, chunks, JSON}...}: those that are whole and have not expired
--- @include common
 -- @include files
 local found = {}
 local function add(id, file)

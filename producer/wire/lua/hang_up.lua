@@ -2,7 +2,7 @@
 -- KEYS[1] prefix
 -- ARGV[1] who it is, as its submits said  [2] and on: ids
 -- Returns one of cancelled | requested | done | missing (as cancel does) | kept (others wait, or may) per id
--- @include cancelling
+-- @include core/cancelling
 
 -- Nobody's leaving ends it, or somebody's did.
 local function as_it_is(state, ending)

@@ -5,7 +5,6 @@
 -- ARGV[5] state, [6] tenant, [7] model, [8] key or idempotency key: only jobs that have it; '' for any
 -- Returns {where to go on, or '' at the end, jobs looked at, {{id, names and values of some fields}...}}.
 --   `all` walks the keyspace of the server with SCAN, so its order is none and a job may come twice.
--- @include common
 local list, start, look, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local state, tenant, model, key = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local FIELDS = {

@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] its address, '' to ask only  [2] ms that it holds for
 -- Returns the address, '' for none
--- @include common
 if ARGV[1] ~= '' then
   redis.call('SET', P .. 'jobs_page', ARGV[1], 'PX', ARGV[2])
 end

@@ -1,6 +1,7 @@
 -- @include records
--- A dead letter: {id, died_at, lane, created_at, attempts, crashes, batch, key, the job it was replayed as,
--- metadata, error}; false for a job that is not dead
+local NAMES = {'id', 'died_at', 'lane', 'created_at', 'attempts', 'crashes', 'batch', 'key', 'replayed_as', 'metadata', 'error'}
+
+-- A dead letter, as names and values in turn; false for a job that is not dead.
 local function letter(id)
   local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at', 'lane', 'at', 'failures', 'crashes',
     'batch', 'key', 'replayed_as', 'shared', 'acked')
@@ -8,10 +9,7 @@ local function letter(id)
     return false
   end
   job[1] = id
-  for i = 2, 9 do
-    job[i] = job[i] or ''
-  end
   job[11] = outcome_of(id, job[10])
-  job[10] = redis.call('GET', P .. 'md:' .. id) or ''
-  return job
+  job[10] = redis.call('GET', P .. 'md:' .. id)
+  return named(NAMES, job)
 end

@@ -4,7 +4,6 @@
 --   rate (jobs a second that may start), burst (how many of them at once), and memory_share (of the server's maxmemory,
 --   up to which jobs are taken)
 -- Returns {limit, max_payload, rate, burst, memory_share}, '' where there is none
--- @include common
 local NAMES = {limit = true, max_payload = true, rate = true, burst = true, memory_share = true}
 for i = 1, #ARGV, 2 do
   local value = tonumber(ARGV[i + 1])

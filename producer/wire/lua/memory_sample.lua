@@ -3,7 +3,6 @@
 -- ARGV[1] how many keys, 64 at most
 -- Returns bytes of payloads that wait or run, results, checkpoints, dead letters, files, records (of jobs and batches,
 --   and the queue's order), and of what is not this queue's. Checkpoints are also what is streamed.
--- @include common
 local PLACES = {['in'] = 1, md = 1, out = 2, ['end'] = 2, output = 2, ckpt = 3, file = 5, files = 5}
 local OF_JOBS = {['in'] = true, md = true, out = true, ckpt = true, job = true, history = true}
 local bytes = {0, 0, 0, 0, 0, 0, 0}

@@ -4,7 +4,7 @@
 -- ARGV[1] how many at most  [2] claim in ms  [3] the relay's name, or '' for webhooks
 -- Returns {URL or the relay's name, tries so far with this one, lane, finished_at, end record} each
 -- @include records
--- @include clock
+-- @include core/clock
 local MAX_BYTES = 1048576
 local box, field = P .. 'outbox', 'webhook'
 if ARGV[3] ~= '' then

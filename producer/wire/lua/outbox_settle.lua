@@ -3,7 +3,7 @@
 -- ARGV[1] id  [2] the try that this is about  [3] ms until the next one, or -1: there is none
 -- ARGV[4] the relay's name, or '' for webhooks
 -- Returns 1, or 0 if somebody else has claimed it since (nothing changed)
--- @include states
+-- @include core/states
 local id = ARGV[1]
 local box, count = P .. 'outbox', 'notified'
 if ARGV[4] ~= '' then

@@ -3,7 +3,7 @@
 -- ARGV[1] id
 -- Returns {id, state or '' (no such job), key, metadata, result or error, id it copied its end from or '',
 --   created_at, finished_at, checkpoint entries unless it succeeded}
--- @include states
+-- @include core/states
 -- @include records
 expire_if_late(ARGV[1])
 local state = redis.call('HGET', P .. 'job:' .. ARGV[1], 'state')

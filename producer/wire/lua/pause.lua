@@ -2,11 +2,13 @@
 -- KEYS[1] prefix
 -- ARGV[1] 1 to pause, 0 to resume
 -- Returns 1
--- @include common
+-- @include spells
 if ARGV[1] == '1' then
   redis.call('HSET', P .. 'meta', 'paused', '1')
+  note_spell(P .. 'spells:paused', NOW)
 else
   redis.call('HDEL', P .. 'meta', 'paused')
+  end_spell(P .. 'spells:paused')
   -- Tenants may be many; workers, and so the models that anybody listens for, are few.
   local models = {}
   for _, worker in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', int(NOW), '+inf', 'LIMIT', 0, 1000)) do

@@ -1,15 +1,15 @@
 -- What decides when a job would end that is submitted to a lane now. Reads only, and a bounded part of the queue.
 -- KEYS[1] prefix
--- ARGV[1] the lane  [2] envelope versions whose lanes count, comma-separated
+-- ARGV[1] the lane
 -- Returns {now in ms, paused (0 or 1), the rate limit in jobs a second or '', jobs that run,
 --   {class, tenant, weight, jobs that wait, costs of some of them, evenly spaced} per lane of the model and of no lower class,
 --   what each of its live workers says as JSON, how promises of a job that starts at once were kept, the same of one that
---   waits}
--- @include common
+--   waits, the tenant's line of quotas as submit returns it, or ''}
+-- @include features/quotas
 local MAX_LANES, MAX_WORKERS, PER_LANE = 256, 64, 16
 local samples = 512
-local _, class, own, model = split_lane(ARGV[1])
-local lanes = {}
+local own_needs, class, own, model = split_lane(ARGV[1])
+local lanes, has_seen = {}, {}
 
 local function sampled(key, jobs)
   local costs, count = {}, math.min(jobs, PER_LANE, samples)
@@ -21,8 +21,12 @@ local function sampled(key, jobs)
   return costs
 end
 
-local function look_at(version, level, tenant)
-  local lane = lane_name(version, level, tenant, model)
+local function look_at(needs, level, tenant)
+  local lane = lane_name(needs, level, tenant, model)
+  if level > class or has_seen[lane] then
+    return
+  end
+  has_seen[lane] = true
   local key = P .. 'wait:' .. lane
   local jobs = redis.call('ZCARD', key)
   if #lanes < MAX_LANES and (jobs > 0 or lane == ARGV[1]) then
@@ -31,24 +35,23 @@ local function look_at(version, level, tenant)
   end
 end
 
-for version in string.gmatch(ARGV[2], '%d+') do
-  for _, level in ipairs({'0', '1', '2'}) do
-    if level <= class then
-      look_at(version, level, own)
-      for _, tenant in ipairs(redis.call('ZRANGE', turns_key(version, level, model), 0, MAX_LANES - 1)) do
-        if tenant ~= own then
-          look_at(version, level, tenant)
-        end
-      end
-    end
+for _, level in ipairs({'0', '1', '2'}) do
+  look_at(own_needs, level, own)
+end
+for _, name in ipairs(redis.call('ZRANGE', needs_key(model), 0, MAX_LANES - 1)) do
+  local level, needs = string.match(name, '^(%w):(.+)$')
+  look_at(needs, level, own)
+  for _, tenant in ipairs(level <= class and redis.call('ZRANGE', turns_key(needs, level, model), 0, MAX_LANES - 1) or {}) do
+    look_at(needs, level, tenant)
   end
 end
 local workers = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'serves:' .. model, int(NOW), '+inf', 'LIMIT', 0, MAX_WORKERS)) do
-  workers[#workers + 1] = redis.call('GET', P .. 'about:' .. id) or nil
+  workers[#workers + 1] = redis.call('GET', P .. 'worker:' .. id) or nil
 end
 local meta = redis.call('HMGET', P .. 'meta', 'paused', 'rate')
 return {
   int(NOW), meta[1] == '1' and 1 or 0, meta[2] or '', redis.call('ZCARD', P .. 'leases'), lanes, workers,
-  redis.call('LRANGE', P .. 'kept:now:' .. model, 0, -1), redis.call('LRANGE', P .. 'kept:later:' .. model, 0, -1)
+  redis.call('LRANGE', P .. 'kept:now:' .. model, 0, -1), redis.call('LRANGE', P .. 'kept:later:' .. model, 0, -1),
+  has_quotas() and new_quotas().line(own) or ''
 }

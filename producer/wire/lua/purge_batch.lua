@@ -1,15 +1,18 @@
 -- Remove jobs of a tenant from a part of a batch. Places of what is removed stay, empty, so that nobody's position in
--- the batch shifts.
+-- the batch shifts. A duplicate may have been removed with its primary job before; ids that a reader has freed
+-- (`backed:<batch>`) are kept.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] 1: also jobs that run  [3] batch id  [4] position to start from  [5] jobs to look at
 --   [6] 1: every job of the batch is the tenant's, rows that are no jobs too
 -- Returns {jobs looked at, ids removed, ids of jobs that run, ids left for the next call}
+-- @include core/states
 -- @include purging
 local key, from = P .. 'bjobs:' .. ARGV[3], tonumber(ARGV[4])
 local ids = redis.call('LRANGE', key, from, from + ARGV[5] - 1)
 for i, id in ipairs(ids) do
   local job = id ~= '' and load(id)
-  if job and (tenant_of(job) == ARGV[1] or ARGV[6] == '1') and remove(id, job, ARGV[2] == '1') then
+  local is_gone = id ~= '' and not job and redis.call('SISMEMBER', P .. 'backed:' .. ARGV[3], id) == 0
+  if is_gone or (job and (tenant_of(job) == ARGV[1] or ARGV[6] == '1') and remove(id, job, ARGV[2] == '1')) then
     redis.call('LSET', key, from + i - 1, '')
   end
 end

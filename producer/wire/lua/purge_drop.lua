@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] batch id
 -- Returns 1, or 0: it has jobs
--- @include common
 local counts = redis.call('HMGET', P .. 'batch:' .. ARGV[1], 'queued', 'delayed', 'running')
 for i = 1, 3 do
   if tonumber(counts[i] or 0) > 0 then

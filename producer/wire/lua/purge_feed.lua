@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] batch id  [2] place in the list to start from  [3] how many to look at
 -- Returns how many were looked at
--- @include common
 local key, from = P .. 'bfeed:' .. ARGV[1], tonumber(ARGV[2])
 local ids = redis.call('LRANGE', key, from, from + ARGV[3] - 1)
 for i, id in ipairs(ids) do

@@ -2,8 +2,7 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] ms from now, 0: take them again
 -- Returns 1
--- @include common
--- @include purged
+-- @include core/purged
 local fences = purged_tenants(redis.call('HGET', P .. 'meta', 'purging'))
 fences[ARGV[1]] = ARGV[2] ~= '0' and int(NOW + ARGV[2]) or nil
 local text = {}

@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant
 -- Returns {ids of the batches, id of the file}: until both are empty
--- @include common
 -- @include files
 local tenant = ARGV[1]
 local index, key = P .. 'abatches:' .. tenant, P .. 'files:' .. tenant

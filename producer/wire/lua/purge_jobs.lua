@@ -3,6 +3,7 @@
 -- ARGV[1] tenant  [2] 1: also jobs that run, whose workers are refused from then on; 0: those are asked to end
 --   [3] and on: ids
 -- Returns {ids removed, ids of jobs that run, ids left for the next call}
+-- @include core/states
 -- @include purging
 for i = 3, #ARGV do
   local job = load(ARGV[i])

@@ -3,7 +3,6 @@
 -- ARGV[1] cursor, '0' for the beginning  [2] keys to look at  [3] tenant  [4] 1: also what is others'
 -- Returns {cursor, '0' at the end, {name without the prefix, ours | theirs | orphan (of a job without a record) | other,
 --   values}...}. Values: of a job of ours its state and batch, of another's what may name jobs; of `idem` and `twin` the id, of `bowner` the tenant
--- @include common
 local PER_JOB = {
   job = true, ['in'] = true, out = true, ckpt = true, md = true, history = true, followers = true, children = true,
   output = true, settling = true, ['end'] = true, sharers = true
@@ -13,19 +12,21 @@ local NAMES_JOBS = {followers = true, children = true, settling = true}
 local tenant, all = ARGV[3], ARGV[4] == '1'
 
 local function of_job(kind, name, rest)
-  local id = (kind == 'end' or kind == 'sharers') and string.match(rest, '^(.*):%d+$') or rest
+  local is_shared = kind == 'end' or kind == 'sharers'
+  local id = is_shared and string.match(rest, '^(.*):%d+$') or rest
   local found = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'batch')
   local _, _, owner = split_lane(found[2] or '')
+  owner = owner or (is_shared and string.match(rest, '^([^:]+):.*:'))
   if not owner then
     return {name, 'orphan'}
   elseif owner == tenant then
-    return {name, 'ours', found[1], found[3] or ''}
+    return {name, 'ours', found[1] or '', found[3] or ''}
   elseif not all then
     return nil
   elseif kind == 'job' then
     local named = redis.call('HMGET', P .. 'job:' .. id, 'leader', 'twin', 'after', 'waits', 'replay_of', 'replayed_as',
-      'shared', 'stored', 'stored_result')
-    for i = 1, 9 do
+      'shared', 'stored', 'stored_result', 'given', 'gave')
+    for i = 1, 11 do
       named[i] = named[i] or ''
     end
     return {name, 'theirs', unpack(named)}

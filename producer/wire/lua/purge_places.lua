@@ -1,9 +1,8 @@
 -- Remove what is left under a tenant's name: keys, lanes, and places in sets.
 -- KEYS[1] prefix
--- ARGV[1] tenant  [2] and on: a word and a name in turn: key <name>, lane <lane>, turn <version>:<class>:<model>,
+-- ARGV[1] tenant  [2] and on: a word and a name in turn: key <name>, lane <lane>, turn <needs>:<class>:<model>, started <minute>,
 --   parked '' (over a quota), settings '' (its weight and quotas). A lane, and a place, in which jobs wait stays.
 -- Returns how many were there
--- @include common
 local removed = 0
 local REMOVE = {
   key = function(name)
@@ -16,9 +15,19 @@ local REMOVE = {
     return redis.call('SREM', P .. 'lanes', lane) + redis.call('HDEL', P .. 'overtaken', lane)
       + redis.call('UNLINK', P .. 'alike:' .. lane)
   end,
+  started = function(minute)
+    local gone = {}
+    for _, field in ipairs(redis.call('HKEYS', P .. 'started:' .. minute)) do
+      local _, _, tenant = split_lane(string.match(field, ' (.+)$'))
+      if tenant == ARGV[1] then
+        gone[#gone + 1] = field
+      end
+    end
+    return #gone > 0 and redis.call('HDEL', P .. 'started:' .. minute, unpack(gone)) or 0
+  end,
   turn = function(name)
-    local version, class, model = string.match(name, '^(%d+):(%w):(.+)$')
-    if not version or redis.call('EXISTS', P .. 'wait:' .. lane_name(version, class, ARGV[1], model)) == 1 then
+    local needs, class, model = string.match(name, '^([^:]+):(%w):(.+)$')
+    if not needs or redis.call('EXISTS', P .. 'wait:' .. lane_name(needs, class, ARGV[1], model)) == 1 then
       return 0
     end
     return redis.call('ZREM', P .. 'turns:' .. name, ARGV[1])

@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] name without the prefix  [2] where to go on, '' for the beginning  [3] how many items  [4] bytes of a string
 -- Returns {where to go on, '' at the end, items}. Parts of a string overlap, so that no word is cut in both
--- @include common
 local OVERLAP = 256
 local key, from, most = P .. ARGV[1], ARGV[2], tonumber(ARGV[3])
 local kind = redis.call('TYPE', key)['ok']

@@ -1,4 +1,6 @@
--- @include states
+-- @include core/hooks
+-- @include core/states
+-- @hooks on_purge
 -- Removing jobs for good, whatever their state. Late writes of their workers find no record, and are fenced.
 local MAX_REMOVED = 48 -- jobs that one script removes
 local gone, running, left = {}, {}, {}
@@ -38,14 +40,11 @@ local function remove_one(id, job)
     redis.call('UNLINK', P .. 'settling:' .. id)
     redis.call('ZREM', P .. 'settling', id)
   end
-  if job.shared then
-    drop_end(job.shared)
-    redis.call('HDEL', P .. 'job:' .. id, 'shared')
+  for name in string.gmatch((job.shared or '') .. ' ' .. (job.given or ''), '%S+') do
+    drop_end(name)
   end
-  if job.side == 'canary' then
-    local _, _, _, name = split_lane(job.lane)
-    redis.call('LREM', P .. 'sampled:' .. string.match(name, '^[^#~]*'), 0, id)
-  end
+  redis.call('HDEL', P .. 'job:' .. id, 'shared', 'given')
+  call_all(on_purge, id, job)
   redis.call('ZREM', P .. 'outbox', id)
   if job.relay then
     redis.call('ZREM', P .. 'outbox:' .. job.relay, id)

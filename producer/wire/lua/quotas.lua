@@ -1,9 +1,8 @@
 -- The quotas of tenants. Without further arguments nothing is changed.
 -- KEYS[1] prefix
 -- ARGV in turn: a tenant, or * for every tenant without quotas of its own, and `<tokens a minute> <jobs a minute> <tokens
---   a day> <jobs a day>`, `-` for each that is unlimited; '' takes the tenant's quotas away
+--   a day> <jobs a day> <jobs that run at once>`, `-` for each that is unlimited; '' takes the tenant's quotas away
 -- Returns tenants and quotas in turn, as given
--- @include common
 local HIGHEST = 1e12
 local function is_sound(quota)
   local parts = 0
@@ -14,7 +13,7 @@ local function is_sound(quota)
     end
     parts = parts + 1
   end
-  return quota == '' or parts == 4
+  return quota == '' or (parts == 4 or parts == 5)
 end
 for i = 1, #ARGV, 2 do
   if not (ARGV[i] == '*' or string.match(ARGV[i], '^[%w._@-]+$')) or not ARGV[i + 1] or not is_sound(ARGV[i + 1]) then
@@ -33,9 +32,18 @@ if #ARGV > 0 then
   for _, tenant in ipairs(redis.call('ZRANGE', P .. 'parked', 0, -1)) do
     redis.call('ZADD', P .. 'parked', int(NOW), tenant)
   end
+  local are_set = redis.call('HGET', P .. 'meta', 'quotas') == '1'
   if redis.call('EXISTS', P .. 'quotas', P .. 'parked') > 0 then
     redis.call('HSET', P .. 'meta', 'quotas', 1)
+    -- From here on pulls add the jobs that start.
+    for _, id in ipairs(are_set and {} or redis.call('ZRANGE', P .. 'leases', 0, -1)) do
+      local tenant = string.match(redis.call('HGET', P .. 'job:' .. id, 'lane') or '', '^[^:]+:%w:([^:]+):')
+      if tenant then
+        redis.call('ZADD', P .. 'runs', 0, tenant .. ' ' .. id)
+      end
+    end
   else
+    redis.call('UNLINK', P .. 'runs')
     redis.call('HDEL', P .. 'meta', 'quotas')
   end
 end

@@ -3,7 +3,6 @@
 -- ARGV[1] the bucket's name  [2] how many a second  [3] how many it holds  [4] how many to take
 --   [5] how many an earlier take took, and are put back first
 -- Returns {1 taken or 0, how many are left, in how many ms there are so many again}
--- @include common
 local rate, burst, count = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local key = P .. 'rate:' .. ARGV[1]
 local found = redis.call('HMGET', key, 'level', 'at')

@@ -3,19 +3,21 @@
 -- ARGV[1] model  [2] start | raise | halt | back | end | forget
 -- Of start: [3] share of 10,000  [4] the canary's revision  [5] what decides the side of a job: id, tenant or batch
 --   [6] margin of 10,000 by which the canary may fail more often  [7] executions of the canary before it is halted for that
--- Of raise: [3] share of 10,000; the rollout is open again if it was halted. Of forget: nothing more
--- Returns ok | none (there is no rollout to change) | busy (another one is open or halted) | over (it was taken back, or ended)
--- @include sides
+-- Of raise: [3] share of 10,000; the rollout is open again if it was halted
+-- Of forget: [3] when it was last changed, in ms
+-- Returns ok | none (there is no rollout to change) | busy (another one is open or halted, or jobs of the last canary are to
+--   be moved back first, see rollout_back.lua; of forget also: it was changed since) | over (it was taken back, or ended)
+-- @include features/rollouts
 local model, action = ARGV[1], ARGV[2]
 local key = P .. 'rollout:' .. model
-local rollout = sides.rollout_of(model)
+local rollout = rollouts.of(model)
 local is_on = rollout and (rollout.state == 'open' or rollout.state == 'halted')
+local has_jobs = redis.call('EXISTS', P .. 'canary:' .. model) == 1
 
 local function save(state, share, by, to)
   redis.call('HSET', P .. 'rollouts', model, table.concat({state, int(share), by, to}, ' '))
   redis.call('HSET', key, 'changed_at', int(NOW))
   redis.call('HDEL', key, 'reason')
-  sides.has_changed(model)
   ring(model)
   ring(model .. '~' .. to)
 end
@@ -28,6 +30,8 @@ end
 
 if action == 'start' then
   if is_on and (rollout.to ~= ARGV[4] or rollout.by ~= ARGV[5]) then
+    return 'busy'
+  elseif has_jobs and not (rollout and rollout.to == ARGV[4]) then
     return 'busy'
   elseif not is_on or rollout.share ~= tonumber(ARGV[3]) or rollout.state ~= 'open' then
     redis.call('UNLINK', key, P .. 'ran:canary:' .. model, P .. 'ran:stable:' .. model)
@@ -45,6 +49,9 @@ elseif action == 'raise' then
     save('open', ARGV[3], rollout.by, rollout.to)
   end
 elseif action == 'forget' then
+  if rollout.state ~= 'ended' or has_jobs or redis.call('HGET', key, 'changed_at') ~= ARGV[3] then
+    return 'busy'
+  end
   redis.call('HDEL', P .. 'rollouts', model)
   redis.call('UNLINK', key, P .. 'ran:canary:' .. model, P .. 'ran:stable:' .. model, P .. 'sampled:' .. model)
 else

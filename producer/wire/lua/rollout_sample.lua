@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] model  [2] jobs that were compared and [3] those that agreed, to be noted; '' to ask for the jobs
 -- Returns ids
--- @include common
 if ARGV[2] ~= '' and redis.call('EXISTS', P .. 'rollout:' .. ARGV[1]) == 1 then
   redis.call('HSET', P .. 'rollout:' .. ARGV[1], 'compared', ARGV[2], 'agreed', ARGV[3])
 end

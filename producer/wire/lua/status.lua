@@ -1,33 +1,54 @@
 -- What jobs are doing.
 -- KEYS[1] prefix
 -- ARGV job ids
--- Returns per id an empty list (no such job) or {state, lane, attempt, crashes, created_at, started_at, finished_at,
---   deadline, worker, progress, progress_at, the equal job it follows or copied, the dead job it replays, position,
---   live workers for its model, last error, metadata, ids of jobs it still waits for, and if it names a revision that nobody
---   serves: those that are served}
--- @include states
+-- Returns per id, until they have a MiB together, an empty list (no such job) or names and values of its fields, and of: position
+--   (jobs before it in its lane), live_workers (for its model), error (the first 4 KiB of the last one), metadata, waits (ids of
+--   jobs it still waits for), revisions (if it names one that no worker serves: those that are served), unmet (1 if none of its
+--   live workers knows all that it needs), held (`quota` or `running`: its tenant has used a quota, or runs as many jobs as it may)
+-- @include core/states
 -- @include records
 -- @include revisions
-local replies = {}
+-- @include features/quotas
+local MAX_BYTES = 1048576
+local MAX_ERROR = 4096
+local FIELDS = {'state', 'lane', 'attempt', 'crashes', 'at', 'started_at', 'finished_at', 'deadline', 'worker', 'progress',
+  'progress_at', 'leader', 'replay_of', 'waits'}
+local NAMES = {unpack(FIELDS)}
+for _, name in ipairs({'position', 'live_workers', 'error', 'metadata', 'revisions', 'unmet', 'held'}) do
+  NAMES[#NAMES + 1] = name
+end
+local quotas = has_quotas() and new_quotas()
+
+-- What holds up a job of a tenant that waits.
+local function holder_of(tenant, lane)
+  return quotas.is_full(tenant) and 'running' or redis.call('SISMEMBER', P .. 'parked:' .. tenant, lane) == 1 and 'quota'
+end
+
+local replies, bytes = {}, 0
 for i, id in ipairs(ARGV) do
+  if bytes >= MAX_BYTES then
+    break
+  end
   expire_if_late(id)
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'attempt', 'crashes', 'at',
-    'started_at', 'finished_at', 'deadline', 'worker', 'progress', 'progress_at', 'leader', 'replay_of', 'seq',
-    'shared', 'waits', 'side')
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'seq', 'shared', unpack(FIELDS))
+  local rank, shared = table.remove(job, 1), table.remove(job, 1)
   if not job[1] then
     replies[i] = {}
   else
-    local waits_for, side = job[16], job[17]
-    local _, _, _, model = split_lane(job[2])
-    local waits = job[1] == 'queued' and not job[12]
-    local failed = job[1] ~= 'succeeded' and outcome_of(id, job[15])
-    job[14] = waits and redis.call('ZCOUNT', P .. 'wait:' .. waiting_lane(sides.sided_lane(job[2], side), job[4]), '-inf', '(' .. job[14])
-    job[15] = redis.call('ZCOUNT', P .. 'serves:' .. model, int(NOW), '+inf')
-    job[16] = failed ~= '' and failed
-    job[17] = redis.call('GET', P .. 'md:' .. id)
-    job[18] = waits_for
-    job[19] = waits and job[15] == 0 and live_revisions(model)
-    replies[i] = job
+    local state, lane = job[1], job[2]
+    local _, _, tenant, model = split_lane(lane)
+    local waits = state == 'queued' and not job[12]
+    local failed = state ~= 'succeeded'
+      and redis.call('GETRANGE', P .. (shared and 'end:' .. shared or 'out:' .. id), 0, MAX_ERROR - 1)
+    job[15] = waits and redis.call('ZCOUNT', P .. 'wait:' .. waiting_lane(lane, job[4]), '-inf', '(' .. rank)
+    job[16] = redis.call('ZCOUNT', P .. 'serves:' .. model, int(NOW), '+inf')
+    job[17] = failed ~= '' and failed
+    job[18] = redis.call('GET', P .. 'md:' .. id)
+    job[19] = waits and job[16] == 0 and live_revisions(model)
+    job[20] = waits and job[16] > 0 and is_unmet(lane) and 1
+    job[21] = waits and quotas and holder_of(tenant, waiting_lane(lane, job[4]))
+    bytes = bytes + #(job[17] or '') + #(job[18] or '')
+    replies[i] = named(NAMES, job)
   end
 end
 return replies

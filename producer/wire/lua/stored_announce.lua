@@ -2,7 +2,6 @@
 -- KEYS[1] prefix
 -- ARGV[1] ms from now  [2] and on: their URIs
 -- Returns 1
--- @include common
 -- A removal, so that the rest passes at maxmemory: a running job's result may come next.
 redis.call('HDEL', P .. 'meta', '')
 for i = 2, #ARGV do

@@ -2,8 +2,7 @@
 -- KEYS[1] prefix
 -- ARGV[1] how many at most  [2] claim in ms
 -- Returns their URIs
--- @include common
--- @include clock
+-- @include core/clock
 -- None is put off for longer: a record lives for two weeks at most.
 local MAX_LIFE = 15 * 86400000
 bring_near(P .. 'stored', MAX_LIFE, 0, 64)

@@ -2,5 +2,4 @@
 -- KEYS[1] prefix
 -- ARGV their URIs
 -- Returns how many were known
--- @include common
 return redis.call('ZREM', P .. 'stored', unpack(ARGV))

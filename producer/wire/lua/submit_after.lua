@@ -5,6 +5,6 @@
 -- Returns the words of submit, and: unknown:<id> | cycle:<id> | crowded:<id> (that job to wait for is none of the
 --   tenant's, waits for this one itself, has too many that wait for it) | again (one to wait for, in this very call,
 --   was not stored). None of them is stored.
--- @include states
--- @include links
--- @include submitting
+-- @include core/states
+-- @include features/links
+-- @include core/submitting

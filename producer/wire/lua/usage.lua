@@ -4,7 +4,7 @@
 -- Returns the days that have rows, oldest first; or of one day rows and sums in turn: `<tenant>:<model>` or
 --   `<tenant>:<model> <API key>`, and `<jobs> <prompt tokens> <of them cached> <generated tokens> <ms of the device>`.
 --   `*:*` is what the day had no more rows for.
--- @include ledger
+-- @include features/ledger
 fold_usage()
 if ARGV[1] then
   return redis.call('HGETALL', P .. 'usage:' .. ARGV[1])

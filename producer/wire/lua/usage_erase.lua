@@ -2,7 +2,7 @@
 -- KEYS[1] prefix
 -- ARGV[1] the tenant  [2] the day, in days since 1970-01-01
 -- Returns how many rows were removed
--- @include ledger
+-- @include features/ledger
 fold_usage()
 local key, cursor, rows = P .. 'usage:' .. ARGV[2], '0', {}
 repeat

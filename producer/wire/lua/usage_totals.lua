@@ -1,7 +1,6 @@
 -- What the jobs took that ended today, of all tenants together. Reads only: an exporter's user may not write.
 -- KEYS[1] prefix
 -- Returns {jobs, prompt tokens, of them cached, generated tokens, ms of the device, tenants whose jobs wait for a quota}
--- @include common
 local day, sums = math.floor(NOW / 86400000), {0, 0, 0, 0, 0}
 local function add(numbers)
   local i = 1

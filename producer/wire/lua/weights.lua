@@ -3,7 +3,6 @@
 -- KEYS[1] prefix
 -- ARGV tenant and weight in turn: a whole number from 1 to 1000
 -- Returns tenants and weights in turn
--- @include common
 for i = 1, #ARGV, 2 do
   local weight = tonumber(ARGV[i + 1])
   if not weight or weight < 1 or weight > 1000 or weight ~= math.floor(weight) then

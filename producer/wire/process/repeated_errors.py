@@ -57,11 +57,11 @@ class RepeatedErrors(logging.Filter):
             seen.count += 1
             if now - seen.told_at < self._every_s:
                 return False
-            self._tell_count(record, seen.count, now - seen.told_at)
+            self._append_count(record, seen.count, now - seen.told_at)
             seen.told_at, seen.count = now, 0
         return True
 
-    def _tell_count(self, record: logging.LogRecord, count: int, seconds: float) -> None:
+    def _append_count(self, record: logging.LogRecord, count: int, seconds: float) -> None:
         error = record.exc_info[1] if record.exc_info else None
         what = record.getMessage() + (f": {error}" if error is not None else "")
         record.msg, record.args = "%s (%d times more in %.0f s)", (what, count, seconds)

@@ -27,7 +27,7 @@ def token_affinity(token_ids: Sequence[int]) -> str | None:
 
 
 def chat_affinity(turns: Iterable[tuple[str, str]]) -> str | None:
-    """Like `prompt_affinity`, for (role, content) pairs: by leading system messages, else the first turn."""
+    """Like `prompt_affinity`, for (role, content) pairs: by leading system messages, or the first turn."""
     system: list[str] = []
     for role, content in turns:
         if role != "system":

@@ -27,7 +27,7 @@ def merge_checkpoint(
 ) -> Checkpoint | None:
     """Merge the entries of a job into samples; None if there are no entries. `job_id` is needed where they are sealed.
 
-    Raises ValueError if an entry is no delta, or does not continue where the one before it ended.
+    Raises ValueError if an entry is not a delta, or does not continue where the one before it ended.
     """
     samples: dict[int, _Sample] = {}
     for delta in read_deltas(job_id, entries):
@@ -49,7 +49,7 @@ def partial_outputs(job_id: str, entries: Iterable[bytes]) -> tuple[Output, ...]
 
 def _output(job_id: str, sample: CheckpointSample) -> Output:
     fields = {name: value for name, value in sample if name != "syntax"}
-    parsed = ParsedText.whole(sample.syntax, job_id, sample.index, sample.text)
+    parsed = ParsedText.parse(sample.syntax, job_id, sample.index, sample.text)
     return Output(**fields | parsed.output_fields())
 
 

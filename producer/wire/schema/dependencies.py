@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from pagemill.bounds import Exact, InvalidParameter, Length, Range
+from pagemill.common.bounds import Exact, InvalidParameter, Length, Range
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.templates import NAME, places
@@ -79,7 +79,7 @@ class DependencyFields(BaseModel):
 
     @field_validator("after", mode="before")
     @classmethod
-    def _named(cls, value: Any) -> Any:
+    def _name_parents(cls, value: Any) -> Any:
         return named_parents(value)
 
     def check_dependencies(self, texts: Iterable[str]) -> None:
@@ -98,8 +98,8 @@ class DependencyFields(BaseModel):
             for name, field in places(text):
                 if name not in self.after:
                     raise InvalidParameter(
-                        f"the prompt has a place for {name}.{field}, and after has no {name}; "
-                        "double the braces of what is no place"
+                        f"the prompt has a place for {name}.{field}, and `after` lacks {name}; "
+                        "double the braces of literal text"
                     )
 
     def dependency_options(self, texts: Iterable[str]) -> dict[str, str | int]:

@@ -14,7 +14,7 @@ PagemillError
 ├── JobNotFound            no such job, or its record has been removed
 ├── ResultExpired          the job ended, its result has been removed
 ├── StoreError             a payload or result that lies outside Redis can't be read or written
-├── Unverifiable           a job can't be replayed, or its replay tells nothing
+├── Unverifiable           a job can't be replayed, or its replay is inconclusive
 └── JobError               the job ended without a result
     ├── JobFailed          final error of the job itself
     ├── JobDead            retryable errors or crashes used up its cap
@@ -24,7 +24,7 @@ PagemillError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pagemill.producer.wire.schema.base_error import InvalidOutput as InvalidOutput
 from pagemill.producer.wire.schema.base_error import PagemillError as PagemillError
@@ -132,12 +132,21 @@ class ResultTimeout(PagemillError, TimeoutError):
 class JobNotFound(PagemillError, LookupError):
     """The queue knows no such job: never submitted, removed after its time to live, or acknowledged."""
 
+    @classmethod
+    def of(cls, job_id: str) -> Self:
+        """Return the error for a job.
+
+        Args:
+            job_id: the job's id.
+
+        Returns:
+            The error with its message.
+        """
+        return cls(f"no job {job_id}: never submitted, or its record has been removed")
+
 
 class ResultExpired(PagemillError):
-    """The job succeeded, but its result has been removed: after its time, or early for want of memory.
-
-    Submit it again, also under the same idempotency key.
-    """
+    """The job succeeded, but its result has been removed after its time to live: submit the job again."""
 
 
 class StoreError(PagemillError):

@@ -18,14 +18,14 @@ def _check_host(text: str) -> str:
         ipaddress.ip_address(text)
     except ValueError:
         if not _NAME.fullmatch(text) or _IPV4_LIKE.fullmatch(text):
-            raise ValueError("it should be a host's name or an IP address") from None
+            raise ValueError("should be a host name or an IP address") from None
     return text
 
 
 def _check_patterns(text: str) -> str:
     for name in filter(None, (part.strip() for part in text.split(","))):
         if not _NAME.fullmatch(name.removeprefix("*.")):
-            raise ValueError("it should be hosts' names with commas between, *.example.com for all below one")
+            raise ValueError("should be host names separated by commas; *.example.com means all below one")
     return text
 
 

@@ -11,10 +11,21 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from pagemill.bounds import ADAPTER_NAME, Exact, InvalidParameter, Length, Range
-from pagemill.json_values import check_json
+from pagemill.common.bounds import ADAPTER_NAME, Exact, InvalidParameter, Length, Range
+from pagemill.common.json_values import check_json
+from pagemill.common.sampling_fields import (
+    DEFAULT_PROMPT_MAX_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_TOKEN_ID,
+    SAMPLING_FIELDS,
+    Bias,
+    SamplingFields,
+    TokenId,
+)
+from pagemill.common.structured_outputs import StructuredOutputs, is_model
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.affinity import (
     adapter_affinity,
@@ -25,7 +36,9 @@ from pagemill.producer.wire.schema.affinity import (
 )
 from pagemill.producer.wire.schema.dependencies import DependencyFields
 from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.images import IMAGE_TOKENS_GUESS, MAX_IMAGES, InvalidImage, texts_of
 from pagemill.producer.wire.schema.job_complaints import invalid_job
+from pagemill.producer.wire.schema.needs import AFTER, ENVELOPE_VERSION, LATER_FIELDS, joined
 from pagemill.producer.wire.schema.outputs import (
     ACTIVE_STATES,
     END_STATES,
@@ -53,37 +66,10 @@ from pagemill.producer.wire.schema.outputs import (
 )
 from pagemill.producer.wire.schema.response_format import structure_of
 from pagemill.producer.wire.schema.signing import split_payload
-from pagemill.producer.wire.schema.tasks import (
-    ADAPTER_VERSION,
-    AFTER_VERSION,
-    LABEL_VERSION,
-    PINNED_VERSION,
-    POOLED_TASKS,
-    REFUSED_FIELDS,
-    TASKS,
-    VERSIONS,
-    TaskName,
-)
-from pagemill.producer.wire.schema.text.chat import (
-    CHAT_FIELDS,
-    CHAT_VERSION,
-    ChatFields,
-    Message,
-    history_tokens_text,
-)
+from pagemill.producer.wire.schema.tasks import POOLED_TASKS, REFUSED_FIELDS, TASKS, TaskName
+from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS, ChatFields, Message, history_tokens_text
 from pagemill.producer.wire.schema.text.token_estimates import text_tokens, turn_tokens
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
-from pagemill.sampling_fields import (
-    DEFAULT_PROMPT_MAX_TOKENS,
-    MAX_LOGIT_BIAS,
-    MAX_N,
-    MAX_TOKEN_ID,
-    SAMPLING_FIELDS,
-    Bias,
-    SamplingFields,
-    TokenId,
-)
-from pagemill.structured_outputs import StructuredOutputs, is_model
 
 __all__ = [
     "Job", "Message", "StructuredOutputs", "SAMPLING_FIELDS", "DEFAULT_PROMPT_MAX_TOKENS", "JobStatus",
@@ -129,6 +115,8 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
 
     `Job.parse` raises `InvalidJob`; the constructor raises pydantic's ValidationError.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     task: TaskName = "generate"
     continuations: Annotated[tuple[_TextOrTokens, ...], Length(1, MAX_N)] | None = None
@@ -193,7 +181,17 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
 
     @classmethod
     def parse(cls, fields: dict[str, Any]) -> Job:
-        """Create a job from its fields. Raises InvalidJob with every reason, and never quotes the input."""
+        """Create a job from its fields.
+
+        Args:
+            fields: the job's fields; `response_format` is accepted too.
+
+        Returns:
+            The validated job.
+
+        Raises:
+            InvalidJob: with every reason; the message never quotes the input.
+        """
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -207,7 +205,18 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
 
     @classmethod
     def from_payload(cls, payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Job:
-        """Create a job from its envelope, without checking a signature in front. Raises InvalidJob."""
+        """Create a job from its envelope, without checking a signature in front.
+
+        Args:
+            payload: the envelope's bytes.
+            max_bytes: size limit of the envelope.
+
+        Returns:
+            The validated job.
+
+        Raises:
+            InvalidJob: the envelope is too large, is not JSON, or is not valid.
+        """
         payload = split_payload(payload).envelope
         if len(payload) > max_bytes:
             raise too_large(len(payload), max_bytes)
@@ -216,17 +225,26 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         except (ValueError, RecursionError):
             raise InvalidJob("the payload is not JSON") from None
         version = fields.pop("v", None) if isinstance(fields, dict) else None
-        if version not in VERSIONS:
-            raise InvalidJob(f"the payload is not an envelope of version {' or '.join(map(str, VERSIONS))}")
-        job = cls.parse(fields)
-        if job.version != version:
-            raise InvalidJob(f"this {job.task} job takes an envelope of version {job.version}, not {version}")
-        return job
+        if version != ENVELOPE_VERSION:
+            raise InvalidJob(f"the payload is not an envelope of version {ENVELOPE_VERSION}")
+        return cls.parse(fields)
 
     def to_payload(
         self, *, key: str | None = None, seed: int | None = None, max_bytes: int = MAX_PAYLOAD_BYTES
     ) -> bytes:
-        """Return the envelope; `key` and `seed` fill in missing ones. Raises InvalidJob over the limit."""
+        """Return the job's envelope.
+
+        Args:
+            key: the key in a batch, if the job has none.
+            seed: the seed, if the job needs one.
+            max_bytes: size limit of the envelope.
+
+        Returns:
+            The envelope as JSON bytes.
+
+        Raises:
+            InvalidJob: the envelope exceeds the limit.
+        """
         # The serializer itself returns bytes; model_dump_json would decode them.
         body = self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
         added = b""
@@ -234,23 +252,17 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
             added += b'"key":%b,' % json.dumps(key).encode()
         if seed is not None and self.needs_seed:
             added += b'"seed":%d,' % seed
-        payload = b'{"v":%d,%b%b' % (self.version, added, body[1:])
+        payload = b'{"v":%d,%b%b' % (ENVELOPE_VERSION, added, body[1:])
         if len(payload) > max_bytes:
             raise too_large(len(payload), max_bytes)
         return payload
 
     @property
-    def version(self) -> int:
-        """The version of the envelope."""
-        if self.revision is not None:
-            return PINNED_VERSION
-        if self.after is not None:
-            return AFTER_VERSION
-        if self.adapter is not None:
-            return ADAPTER_VERSION
-        if self.label_probs is not None:
-            return LABEL_VERSION
-        return CHAT_VERSION if self.is_parsed else TASKS[self.task].version
+    def needs(self) -> str:
+        """What a worker must know to run it, as the first part of its lane."""
+        words = [AFTER] if self.after is not None else []
+        words += [name for name in LATER_FIELDS if name in self.model_fields_set and self._sets(name)]
+        return joined(*words)
 
     @property
     def is_parsed(self) -> bool:
@@ -300,6 +312,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         else:
             prompt_tokens = sum(turn_tokens(message.text.encode()) for message in self.messages or ())
             prompt_tokens += text_tokens(self._more_than_turns().encode()) - 1
+            prompt_tokens += IMAGE_TOKENS_GUESS * len(self.images)
         return prompt_tokens + self.output_tokens()
 
     def output_tokens(self) -> int:
@@ -317,21 +330,26 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         return adapter_affinity(self._prompt_affinity(), self.adapter)
 
     def _prompt_affinity(self) -> str | None:
-        if self.after is not None and has_open_beginning(self.templates()):
+        if self.after is not None and has_open_beginning(self._beginnings()):
             return None
         if self.prompt is not None:
             return prompt_affinity(self.prompt)
         if self.prompt_token_ids is not None:
             return token_affinity(self.prompt_token_ids)
-        if self.messages is None:
-            return None
-        return chat_affinity(self.templates())
+        return None if self.messages is None else chat_affinity(self._beginnings())
+
+    def _beginnings(self) -> Iterator[tuple[str, str]]:
+        """Yield role and text of each turn, with hashes in place of images."""
+        if self.prompt is not None:
+            yield "user", self.prompt
+        yield from ((message.role, message.beginning()) for message in self.messages or ())
 
     def templates(self) -> Iterator[tuple[str, str]]:
         """Yield the texts that may have places for outputs of other jobs, each with its role."""
         if self.prompt is not None:
             yield "user", self.prompt
-        yield from ((message.role, message.text) for message in self.messages or ())
+        for message in self.messages or ():
+            yield from ((message.role, text) for text in texts_of(message.content))
 
     def digest(self) -> str:
         """Return a hash of the job's work: prompt, model and sampling, not schedule, tenant or priority."""
@@ -349,10 +367,17 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
             return b"p" + self.prompt.encode()
         if self.prompt_token_ids is not None:
             return b"t" + ",".join(map(str, self.prompt_token_ids)).encode()
-        turns = ((turn, turn.role.encode(), turn.text.encode()) for turn in self.messages or ())
-        return b"m" + b"".join(
-            b"%b:%d:%b%b" % (role, len(content), content, turn.more().encode())
-            for turn, role, content in turns
+        return b"m" + b"".join(message.work() for message in self.messages or ())
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """The URLs of its images, in order."""
+        return tuple(url for message in self.messages or () for url in message.images)
+
+    def _sets(self, name: str) -> bool:
+        """Return whether a field is not at its default."""
+        return bool(
+            getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True)
         )
 
     def _more_than_turns(self) -> str:
@@ -370,7 +395,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         if data.get("response_format") is None:
             return data
         if data.get("structured_outputs") is not None:
-            raise ValueError("give response_format or structured_outputs, not both")
+            raise ValueError("response_format and structured_outputs exclude each other")
         fields = {name: value for name, value in data.items() if name != "response_format"}
         fields["structured_outputs"] = structure_of(data["response_format"])
         return fields
@@ -405,10 +430,12 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
     def _fields_agree(self) -> Self:
         self.check_together()
         self.check_tools()
+        if len(self.images) > MAX_IMAGES:
+            raise InvalidImage(f"the job has {len(self.images)} images, the limit is {MAX_IMAGES}")
         self.check_dependencies(text for _, text in self.templates())
         for name in self.model_fields_set & REFUSED_FIELDS[self.task]:
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise InvalidParameter(f"a {self.task} job takes no {name}", "unsupported_feature")
+            if self._sets(name):
+                raise InvalidParameter(f"a {self.task} job cannot have {name}", "unsupported_feature")
         if self.stream and self.task != "generate":
             raise InvalidParameter(
                 f"a {self.task} job can't stream: it generates nothing", "unsupported_feature"
@@ -416,7 +443,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         given = (self.prompt, self.messages, self.prompt_token_ids, self.inputs)
         if sum(value is not None for value in given) != 1:
             also = ", inputs" if "inputs" in TASKS[self.task].fields else ""
-            raise ValueError(f"give exactly one of prompt, messages, prompt_token_ids{also}")
+            raise ValueError(f"exactly one of prompt, messages, prompt_token_ids{also} is required")
         self._check_pooled()
         if self.is_parsed and (self.messages is None or self.task != "generate"):
             raise InvalidParameter(
@@ -428,10 +455,10 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
             and self.tool_choice not in (None, "none", "auto")
         ):
             raise InvalidParameter(
-                "a forced tool call takes no structured_outputs: the function's schema is used"
+                "a forced tool call cannot be combined with structured_outputs: the function's schema is used"
             )
         if self.delay is not None and self.run_at is not None:
-            raise ValueError("give delay or run_at, not both")
+            raise ValueError("delay and run_at exclude each other")
         if self.dedupe and not self.is_repeatable:
             raise ValueError("dedupe takes temperature 0 or a seed: other jobs differ each time they run")
         if self.stream and (self.is_ranked or self.label_probs is not None):
@@ -446,7 +473,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
             return
         if self.messages is not None:
             raise InvalidParameter(
-                f"a {self.task} job takes no messages: give a prompt", "unsupported_feature"
+                f"a {self.task} job cannot have messages; set prompt", "unsupported_feature"
             )
         if self.task == "rerank" and self.documents is None:
             raise ValueError("a rerank job takes a prompt, the query, and documents")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 
 from pydantic import ValidationError
 
-from pagemill.bounds import InvalidParameter
+from pagemill.common.bounds import InvalidParameter
 from pagemill.producer.wire.schema.errors import InvalidJob
 
 _CHAT_SHAPE = (
@@ -17,7 +17,7 @@ _CHAT_SHAPE = (
 
 
 def invalid_job(error: ValidationError, known: Iterable[str]) -> InvalidJob:
-    """Return the error that tells every reason, with its place.
+    """Return the error that lists every reason, with its place.
 
     Args:
         known: names of fields that a misspelt one may have meant.
@@ -37,7 +37,17 @@ def _code(error: ValidationError) -> str:
 def _param(error: ValidationError) -> str | None:
     """Return the location of the first validation error that has one."""
     complaints = error.errors(include_input=False, include_url=False, include_context=False)
-    return next((".".join(map(str, item["loc"])) for item in complaints if item["loc"]), None)
+    return next((".".join(_place(item["loc"])) for item in complaints if item["loc"]), None)
+
+
+def _place(loc: Sequence[int | str]) -> Iterator[str]:
+    """Yield the parts of a location, without the names of the alternatives of a message's content."""
+    is_content = False
+    for number, part in enumerate(loc):
+        if is_content and number in (3, 5):
+            continue
+        yield str(part)
+        is_content |= loc[0] == "messages" and number == 2 and part == "content"
 
 
 def _no_such_field(name: str, known: list[str]) -> str:
@@ -48,13 +58,16 @@ def _no_such_field(name: str, known: list[str]) -> str:
 def _reasons(error: ValidationError, known: list[str]) -> str:
     """Return the validation errors with their locations, without quoting the input."""
     reasons = []
-    for item in error.errors(include_input=False, include_url=False, include_context=False)[:8]:
-        place = ".".join(str(part) for part in item["loc"] if isinstance(part, int | str))
+    items = error.errors(include_input=False, include_url=False, include_context=False)
+    # A list without its invalid items may be too short, which is not the cause.
+    causes = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
+    for item in [item for item in items if item["type"] != "too_short" or item["loc"] not in causes][:8]:
+        place = ".".join(_place(item["loc"]))
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             message = _no_such_field(str(item["loc"][-1]), known)
         elif item["type"] == "tuple_type":
-            message = "it should be a list"
+            message = "should be a list"
         if item["loc"][:1] == ("messages",) and item["type"] in ("tuple_type", "model_type"):
             message = _CHAT_SHAPE
         reasons.append(f"{place}: {message}" if place else message)

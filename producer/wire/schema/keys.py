@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, StringConstraints
 
-from pagemill.bounds import (
+from pagemill.common.bounds import (
     ADAPTER_NAME,
     ADAPTER_NAME_RULE,
     MODEL_NAME,
@@ -19,8 +19,9 @@ from pagemill.bounds import (
     REVISION_NAME,
     REVISION_NAME_RULE,
 )
-from pagemill.fingerprint import shortened
+from pagemill.common.fingerprint import shortened
 from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.needs import BASE
 
 QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TENANT_PATTERN = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -34,7 +35,7 @@ MODEL_RULE = MODEL_NAME_RULE
 ID_RULE = "an id is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
 
 
-def _named(pattern: re.Pattern[str], rule: str) -> AfterValidator:
+def _matches(pattern: re.Pattern[str], rule: str) -> AfterValidator:
     def check(text: str) -> str:
         if not pattern.fullmatch(text):
             raise ValueError(rule)
@@ -44,18 +45,18 @@ def _named(pattern: re.Pattern[str], rule: str) -> AfterValidator:
 
 
 # For settings and options.
-QueueName = Annotated[str, _named(QUEUE_PATTERN, QUEUE_RULE)]
-TenantName = Annotated[str, _named(TENANT_PATTERN, TENANT_RULE)]
-ModelName = Annotated[str, _named(MODEL_PATTERN, MODEL_RULE)]
-AdapterName = Annotated[str, _named(ADAPTER_NAME, ADAPTER_NAME_RULE)]
-RevisionName = Annotated[str, _named(REVISION_NAME, REVISION_NAME_RULE)]
+QueueName = Annotated[str, _matches(QUEUE_PATTERN, QUEUE_RULE)]
+TenantName = Annotated[str, _matches(TENANT_PATTERN, TENANT_RULE)]
+ModelName = Annotated[str, _matches(MODEL_PATTERN, MODEL_RULE)]
+AdapterName = Annotated[str, _matches(ADAPTER_NAME, ADAPTER_NAME_RULE)]
+RevisionName = Annotated[str, _matches(REVISION_NAME, REVISION_NAME_RULE)]
 PinnedRevision = Annotated[
     str,
     StringConstraints(strict=True, pattern=f"^{REVISION_NAME.pattern}$"),
     AfterValidator(shortened),
 ]
 """As workers announce it: a whole commit is shortened."""
-Id = Annotated[str, _named(ID_PATTERN, ID_RULE)]
+Id = Annotated[str, _matches(ID_PATTERN, ID_RULE)]
 
 PRIORITY_CLASSES = {"high": "0", "normal": "1", "low": "2"}
 SUSPECT_CLASS = "s"
@@ -69,9 +70,9 @@ def prefix(queue: str) -> str:
     return f"pagemill:{{{queue}}}:"
 
 
-def lane(version: int, priority: str, tenant: str, model: str) -> str:
-    """Return a lane, `<version>:<class>:<tenant>:<model>`. The model may contain colons, so it is last."""
-    return f"{version}:{PRIORITY_CLASSES[priority]}:{tenant}:{model}"
+def lane(needs: str, priority: str, tenant: str, model: str) -> str:
+    """Return a lane, `<needs>:<class>:<tenant>:<model>`. The model may contain colons, so it is last."""
+    return f"{needs}:{PRIORITY_CLASSES[priority]}:{tenant}:{model}"
 
 
 def lane_model(model: str, adapter: str | None, revision: str | None = None) -> str:
@@ -80,14 +81,24 @@ def lane_model(model: str, adapter: str | None, revision: str | None = None) -> 
     return name if revision is None else f"{name}~{revision}"
 
 
-def split_lane(name: str) -> tuple[int, str, str, str]:
-    """Return the version, priority, tenant and model of a lane, without the revision that its jobs may be pinned to.
+def split_lane(name: str) -> tuple[str, str, str, str]:
+    """Return the needs, priority, tenant and model of a lane, without the revision that its jobs may be pinned to.
 
     A suspect's lane counts as high.
     """
-    version, letter, tenant, model = name.split(":", 3)
+    needs, letter, tenant, model = name.split(":", 3)
     names = {letter: priority for priority, letter in PRIORITY_CLASSES.items()}
-    return int(version), names.get(letter, "high"), tenant, model.partition("~")[0]
+    return needs, names.get(letter, "high"), tenant, model.partition("~")[0]
+
+
+def served_name(lane_name: str) -> str:
+    """Return the name under which workers pull from the lane."""
+    return lane_name.split(":", 3)[3]
+
+
+def needed_words(lane_name: str) -> tuple[str, ...]:
+    """Return the words that a worker must know to pull from the lane."""
+    return tuple(word for word in lane_name.partition(":")[0].split("+") if word != BASE)
 
 
 def pinned_revision(lane_name: str) -> str | None:
@@ -106,7 +117,7 @@ def payload(queue: str, job_id: str) -> str:
 
 
 def outcome(queue: str, job_id: str) -> str:
-    """String: the result of a job that succeeded, else its last error."""
+    """String: the result of a job that succeeded, otherwise its last error."""
     return f"{prefix(queue)}out:{job_id}"
 
 
@@ -151,7 +162,7 @@ def feed_channel(queue: str) -> str:
 
 
 def feeds_channel(queue: str) -> str:
-    """Pub/sub: the ids of streaming jobs that got new tokens together, apart by spaces."""
+    """Pub/sub: the ids of streaming jobs that got new tokens together, separated by spaces."""
     return f"{prefix(queue)}feeds"
 
 

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import from_json
 
 from pagemill.producer.wire.schema.base_error import InvalidOutput
 from pagemill.producer.wire.schema.text.chat import ToolCall, ToolCallDelta
@@ -28,10 +29,10 @@ END_STATES: tuple[EndState, ...] = ("succeeded", "failed", "cancelled", "expired
 
 
 class WireModel(BaseModel):
-    """A base that refuses unknown fields, is immutable, and does not quote its input in errors."""
+    """A base that ignores fields of later releases, is immutable, and does not quote its input in errors."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False, protected_namespaces=()
+        extra="ignore", frozen=True, hide_input_in_errors=True, allow_inf_nan=False, protected_namespaces=()
     )
 
 
@@ -67,7 +68,7 @@ class Output(WireModel):
     logprob: float | None = None
     """The sum over the tokens of a scored continuation, or of the label. Left out of the JSON of other outputs."""
     label: str | None = None
-    """The likeliest label of the choice, if the job asked for `label_probs`; else this and the next are left out."""
+    """The most probable label, if the job asked for `label_probs`; otherwise this and the next are left out."""
     label_probs: dict[str, float] | None = None
     """The probability of every label, in the order of the choice. They add up to one."""
     parsed: Any = None
@@ -78,18 +79,48 @@ class Output(WireModel):
     tool_calls: tuple[ToolCall, ...] = ()
 
     def parse(self, model: type[T]) -> T:
-        """Return the text, which is JSON, as an instance of a pydantic class or another type. Raises InvalidOutput."""
+        """Return the text, which is JSON, as an instance of a class.
+
+        Args:
+            model: a pydantic class or another type.
+
+        Returns:
+            The instance.
+
+        Raises:
+            InvalidOutput: the text was cut off at `max_tokens`, or is not valid.
+        """
         try:
             adapter: TypeAdapter[T] = _adapter(model)  # type: ignore[arg-type]  # a class is hashable
             return adapter.validate_json(self.text)
         except ValidationError as error:
             if self.finish_reason == "length":
-                message = "the output was cut off at max_tokens; submit the job again with more"
+                message = _cut_off(self, model)
             else:
                 complaint = error.errors(include_input=False, include_url=False, include_context=False)[0]
                 place = ".".join(map(str, complaint["loc"]))
-                message = f"the output is no {getattr(model, '__name__', model)}: {place}: {complaint['msg']}"
+                message = f"the output is not a valid {getattr(model, '__name__', model)}: {place}: {complaint['msg']}"
             raise InvalidOutput(message) from error
+
+
+_NAMED_KEYS = 3
+
+
+def _cut_off(output: Output, model: Any) -> str:
+    """Say why JSON is incomplete; name the keys that the class does not declare, which is what a loop looks like."""
+    length = f" of {len(output.token_ids)}" if output.token_ids else ""
+    message = f"the output reached max_tokens{length} before its JSON was complete"
+    declared = getattr(model, "model_fields", None)
+    try:
+        begun = from_json(output.text, allow_partial=True)
+    except ValueError:
+        begun = None
+    if declared is not None and isinstance(begun, dict):
+        known = {*declared, *(field.alias for field in declared.values())}
+        if extra := [key for key in begun if key not in known]:
+            names = ", ".join(extra[:_NAMED_KEYS])
+            return f"{message}; it holds keys that {model.__name__} does not declare ({names}): set extra='forbid'"
+    return f"{message}; submit the job again with a higher max_tokens"
 
 
 RowsDtype = Literal["float32", "float16"]
@@ -128,6 +159,7 @@ class Rows(WireModel):
         return {"version": 3, "shape": self.shape, "typestr": kind, "data": self.raw}
 
     def to_lists(self) -> list[list[float]]:
+        """Return the numbers, row by row."""
         count, width = self.shape
         numbers = struct.unpack(f"<{count * width}{_FORMATS[self.dtype]}", self.raw)
         return [list(numbers[width * row : width * (row + 1)]) for row in range(count)]
@@ -170,12 +202,14 @@ class Result(WireModel):
     """The equal job that ran, if this one waited for its end (`dedupe`)."""
     timing: Timing = Timing()
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
-    """One entry per prompt token, if requested; the first is None, since nothing precedes it."""
+    """One entry per prompt token, if requested; the first has no log-probability, since nothing precedes it."""
     metadata: dict[str, Any] | None = None
     rows: Rows | None = None
     """The numbers of an embed, classify or rerank job, a row for each text. Left out of the JSON of others."""
     labels: tuple[str, ...] | None = None
     """What the numbers of a row stand for, if the job classified."""
+    warnings: tuple[str, ...] | None = None
+    """What to know of the output, for instance that it was verified instead of constrained. Left out if empty."""
 
     @property
     def embeddings(self) -> list[list[float]]:
@@ -200,7 +234,7 @@ class Result(WireModel):
     def _given_rows(self) -> Rows:
         if self.rows is None:
             raise ValueError(
-                "the result has no rows of numbers: its job was no embed, classify or rerank job"
+                "the result has no rows of numbers: its job was not an embed, classify or rerank job"
             )
         return self.rows
 
@@ -214,7 +248,17 @@ class Result(WireModel):
         return self.outputs[0].parsed
 
     def parse(self, model: type[T]) -> T:
-        """Return the first output as an instance of a pydantic class; see `Output.parse`."""
+        """Return the first output's text, which is JSON, as an instance of a class.
+
+        Args:
+            model: a pydantic class or another type.
+
+        Returns:
+            The instance.
+
+        Raises:
+            InvalidOutput: the text was cut off at `max_tokens`, or is not valid.
+        """
         return self.outputs[0].parse(model)
 
     @property
@@ -261,6 +305,8 @@ class Progress(WireModel):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     max_tokens: int = 0
+    kv_blocks: int = 0
+    """KV blocks that the job holds at most; 0 while it waits, and once it has ended."""
     updated_at: float = 0.0
 
 
@@ -352,7 +398,7 @@ class BatchInfo(WireModel):
     created_at: float
     counts: BatchCounts
     tenant: str | None = None
-    """The tenant of its first job; None where that is gone."""
+    """The tenant of all of its jobs; None where several tenants have some, or where its jobs are gone."""
 
 
 class BatchItem(WireModel):
@@ -365,6 +411,8 @@ class BatchItem(WireModel):
     state: EndState
     result: Result | None = None
     error: ErrorInfo | None = None
+    superseded: bool = False
+    """A recall replaced the first result: the job comes a second time."""
 
 
 class Delta(WireModel):

@@ -17,6 +17,8 @@ class Promise:
     p90: float | None = None
     deadline: float | None = None
     """The job's own, also where it was given as a `ttl`."""
+    wait_s: float | None = None
+    """Seconds until it starts, the median."""
 
     @property
     def misses_deadline(self) -> bool | None:
@@ -24,3 +26,14 @@ class Promise:
         if self.p50 is None or self.deadline is None:
             return None
         return self.p50 > self.deadline
+
+    def misses_start(self, now: float) -> bool:
+        """Return whether the job will probably expire before it starts.
+
+        Args:
+            now: time of submission, in Unix seconds.
+
+        Returns:
+            False also if the wait or the deadline is unknown.
+        """
+        return self.wait_s is not None and self.deadline is not None and now + self.wait_s > self.deadline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill.structured_outputs import is_model
+from pagemill.common.structured_outputs import is_model
 
 
 def structure_of(response_format: Any) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Optional encryption at rest of what jobs say and generate: AES-256-GCM, by keys of the process.
 
-A sealed value is JSON, so that whoever reads none of it tells it from others:
+A sealed value is JSON, so that a reader without the key recognizes it:
 
     {"sealed":"<key id>","data":"<base64 of nonce, ciphertext and tag>"}
 
@@ -10,6 +10,7 @@ The kind of the value and the name of what it belongs to are authenticated with 
     result   a result, and its file, by the id of the job that computed it
     delta    an entry of a checkpoint, by the job's id
     chunk    a part of a file of the gateway, by the file's id and its number
+    metadata what the caller has put beside a job or a batch of the gateway, by its id
 
 The nonce is the start of an HMAC-SHA256, under a key derived from the same secret, over the name and the plaintext: a
 call that is sent twice must write the same bytes. Different plaintexts share a nonce only by a collision of 96 bits.
@@ -21,12 +22,13 @@ import base64
 import binascii
 import hashlib
 import hmac
+import json
 import os
 import re
 import shlex
 import subprocess
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from pagemill.producer.wire.schema.errors import InvalidJob
 
@@ -40,7 +42,14 @@ _KEY = re.compile(r"([A-Za-z0-9._-]{1,32}):([A-Za-z0-9+/=_-]+)")
 _SEALED = re.compile(rb'\{"sealed":"([A-Za-z0-9._-]{1,32})","data":"([A-Za-z0-9+/=]*)"\}')
 _OPENING = b'{"sealed":"'
 
-Kind = Literal["job", "result", "delta", "chunk"]
+Kind = Literal["job", "result", "delta", "chunk", "metadata"]
+_NAMES: dict[Kind, str] = {
+    "job": "job",
+    "result": "result",
+    "delta": "checkpoint entry",
+    "chunk": "file",
+    "metadata": "metadata",
+}
 
 
 class SealedError(InvalidJob):
@@ -54,7 +63,7 @@ class KeyRing:
     """The keys of a process: the first seals, all of them open. Without any nothing is sealed. Thread-safe."""
 
     def __init__(self, secrets: dict[str, bytes], *, is_required: bool = False) -> None:
-        """`is_required`: jobs that are not sealed are refused. Raises InvalidJob where a package is missing."""
+        """`is_required`: values that are not sealed are refused. Raises InvalidJob where a package is missing."""
         self.is_required = is_required
         self._keys = {key_id: _Key(secret) for key_id, secret in secrets.items()}
         self._first = next(iter(self._keys), "")
@@ -73,8 +82,13 @@ class KeyRing:
         return b'%b%b","data":"%b"}' % (_OPENING, self._first.encode(), data)
 
     def open(self, stored: bytes, kind: Kind, name: str) -> bytes:
-        """Return a stored value in clear; one that is not sealed is returned as it is. Raises SealedError."""
+        """Return the plaintext of a stored value; one that is not sealed is returned as it is, unless that is rejected.
+
+        Raises:
+            SealedError: it can't be opened, or is not encrypted although encryption is required.
+        """
         if not stored.startswith(_OPENING):
+            self.check_clear(kind)
             return stored
         found = _SEALED.fullmatch(stored)
         if found is None:
@@ -82,7 +96,7 @@ class KeyRing:
         key_id = found[1].decode()
         if key_id not in self._keys:
             raise SealedError(
-                f"it is encrypted with key {key_id}, which this process does not have: add it to {KEYS_VARIABLE}, "
+                f"encrypted with key {key_id}, which this process does not have: add it to {KEYS_VARIABLE}, "
                 "behind the key that is in use"
             )
         try:
@@ -91,11 +105,13 @@ class KeyRing:
             raise SealedError("the stored value is damaged: it is sealed, and can't be read") from None
         return self._keys[key_id].decrypt(data, _bound(kind, name))
 
-    def open_job(self, stored: bytes, name: str) -> bytes:
-        """Like `open`, for the envelope of a job that is to run: refused in clear where encryption is required."""
-        if self.is_required and not stored.startswith(_OPENING):
-            raise SealedError(f"the job is not encrypted, and {REQUIRED_VARIABLE} is set where it was to run")
-        return self.open(stored, "job", name)
+    def check_clear(self, kind: Kind) -> None:
+        """Raise SealedError where encryption is required: a value of this kind is not encrypted."""
+        if self.is_required:
+            raise SealedError(
+                f"the {_NAMES[kind]} is not encrypted, and {REQUIRED_VARIABLE} is set here: set {KEYS_VARIABLE} for "
+                "the process that wrote it"
+            )
 
 
 class _Key:
@@ -124,11 +140,22 @@ class _Key:
 
 
 def opened(stored: bytes, kind: Kind, name: str) -> bytes:
-    """Return a stored value in clear. The keys of the environment are looked up only for one that is sealed.
+    """Return the plaintext of a stored value. The keys of the environment are read only if they matter.
 
     Raises SealedError, and InvalidJob for keys that are none.
     """
-    return ring().open(stored, kind, name) if stored.startswith(_OPENING) else stored
+    if stored.startswith(_OPENING) or os.environ.get(REQUIRED_VARIABLE):
+        return ring().open(stored, kind, name)
+    return stored
+
+
+def opened_metadata(stored: bytes | None, name: str) -> dict[str, Any] | None:
+    """Return a job's metadata; None if there is none, or if it can't be read here."""
+    try:
+        value: dict[str, Any] | None = json.loads(opened(stored, "metadata", name)) if stored else None
+    except SealedError:
+        return None
+    return value
 
 
 def ring() -> KeyRing:
@@ -153,8 +180,8 @@ def _ring(text: str, command: str, required: str) -> KeyRing:
             secret = b""
         if found is None or len(secret) != KEY_BYTES:
             raise InvalidJob(
-                f"{KEYS_VARIABLE} has keys as <id>:<base64 of {KEY_BYTES} bytes>, apart by commas; number "
-                f"{len(secrets) + 1} is none"
+                f"{KEYS_VARIABLE} has keys as <id>:<base64 of {KEY_BYTES} bytes>, separated by commas; number "
+                f"{len(secrets) + 1} is invalid"
             )
         secrets[found[1]] = secret
     if required and not secrets:

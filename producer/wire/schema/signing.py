@@ -137,7 +137,7 @@ class Keys:
         return b'{"mac":"%b",%b' % (mac.encode(), command[1:])
 
     def check_command(self, stored: bytes, *, queue: str, worker_id: str) -> bytes:
-        """Return a command without its signature. Raises InvalidJob (`unsigned`): no key of ours signed it."""
+        """Return a command without its signature. Raises InvalidJob (`unsigned`): no known key signed it."""
         match = _ENTRY.match(stored)
         command = unsigned_entry(stored)
         if self._keys and (

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
 
-from pagemill.json_values import parse_output
+from pagemill.common.json_values import parse_output
 from pagemill.producer.wire.schema.errors import InvalidJob
 
 NAME: Final = r"[A-Za-z_][A-Za-z0-9_]{0,31}"
@@ -76,7 +76,14 @@ def first_place(text: str) -> int:
 
 
 def escape_places(text: str) -> str:
-    """Return a text of which nothing is taken for a place."""
+    """Escape a text so that nothing in it is a placeholder.
+
+    Args:
+        text: the text, for instance of a user.
+
+    Returns:
+        The escaped text.
+    """
     return _PLACE.sub(lambda match: f"{{{match[0]}}}", text)
 
 

@@ -130,9 +130,9 @@ def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
 
 
 def open_masters(url: str) -> list[redis.Redis]:
-    """Return a client for every server that may hold queues: each master of a Cluster, else the one server.
+    """Return a client for every server that may hold queues: each master of a Cluster, or the one server.
 
-    A Cluster is asked at once: raises redis' ConnectionError if no node answers, else as `open_client`.
+    A Cluster is asked at once: raises redis' ConnectionError if no node answers, otherwise as `open_client`.
     """
     address = ServerAddress.parse(url)
     locator = address.locator("default")
@@ -155,7 +155,7 @@ def open_async_client(url: str, queue: str, *, max_connections: int, **options: 
     if (locator := address.locator(queue)) is not None:
         secure = parsed.get("connection_class") is async_connection.SSLConnection
         given |= {"connection_class": _AsyncLocatedTLS if secure else _AsyncLocated, "locator": locator}
-    pool = async_connection.BlockingConnectionPool(max_connections=max_connections, timeout=None, **given)
+    pool = _AsyncPool(max_connections=max_connections, timeout=None, **given)
     return redis.asyncio.Redis.from_pool(pool)
 
 
@@ -241,6 +241,24 @@ class _AsyncLocating:
             raise
 
 
+class _AsyncPool(async_connection.BlockingConnectionPool):  # type: ignore[misc]  # the driver is untyped
+    """The driver's pool, which keeps no connections once it is closed.
+
+    A call that is in flight then connects again, and its connection would stay open when the event loop closes.
+    """
+
+    _is_closed = False
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        self._is_closed = self._is_closed or inuse_connections
+        await super().disconnect(inuse_connections)
+
+    async def release(self, connection: Any) -> None:
+        if self._is_closed:
+            await connection.disconnect(nowait=True)
+        await super().release(connection)
+
+
 class _Located(_Locating, connection.Connection):  # type: ignore[misc]  # the driver is untyped
     pass
 
@@ -287,10 +305,10 @@ def _split(url: str) -> SplitResult:
         port = parts.port if "," not in parts.netloc else None
     except ValueError as error:
         # urlsplit's own message may quote part of a password that is not percent-encoded, as the port.
-        message = "the port is no number from 1 to 65535; in a password, percent-encode @ : / # ?"
-        raise InvalidAddress(message if "Port" in str(error) else "its host makes no sense") from None
+        message = "the port should be a number from 1 to 65535; in a password, percent-encode @ : / # ?"
+        raise InvalidAddress(message if "Port" in str(error) else "the host is invalid") from None
     if port == 0:
-        raise InvalidAddress("the port is no number from 1 to 65535")
+        raise InvalidAddress("the port should be a number from 1 to 65535")
     if re.search(r"[\s\x00-\x1f]", parts.hostname or ""):
         raise InvalidAddress("a host's name has no spaces")
     return parts

@@ -20,9 +20,12 @@ SERVER_FILE = "server.json"
 
 
 def state_dir() -> Path:
-    """Return the directory of the embedded server's files."""
-    given = os.environ.get(STATE_DIR_VARIABLE)
-    return Path(given) if given else Path.home() / ".local" / "state" / "pagemill"
+    """Return the directory of the embedded server's files: PAGEMILL_STATE_DIR, or in XDG_STATE_HOME."""
+    if given := os.environ.get(STATE_DIR_VARIABLE):
+        return Path(given)
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    # The XDG specification says that a relative path is ignored.
+    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "pagemill"
 
 
 def find_redis(url: str | None = None, directory: Path | None = None) -> str:

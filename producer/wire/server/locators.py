@@ -70,7 +70,7 @@ class ClusterLocator:
             for first, last, owner in ranges:
                 if first <= self.slot <= last:
                     return owner
-            reasons.append(f"{node[0]}:{node[1]}: nobody serves slot {self.slot}")
+            reasons.append(f"{node[0]}:{node[1]}: no node serves slot {self.slot}")
         raise redis.ConnectionError("no Cluster node can be asked: " + "; ".join(reasons))
 
     def masters(self) -> list[Address]:
@@ -79,7 +79,7 @@ class ClusterLocator:
         for node, ranges in self._answers(reasons):
             if ranges:
                 return list(dict.fromkeys(owner for _, _, owner in ranges))
-            reasons.append(f"{node[0]}:{node[1]}: nobody serves any slot")
+            reasons.append(f"{node[0]}:{node[1]}: no node serves any slot")
         raise redis.ConnectionError("no Cluster node can be asked: " + "; ".join(reasons))
 
     def _answers(self, reasons: list[str]) -> Iterator[tuple[Address, list[SlotRange]]]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -18,7 +17,10 @@ MAX_JOINED = 64
 MAX_JOINED_BYTES = 1 << 20
 """Of their arguments; a single call may have more."""
 
-_INCLUDE = re.compile(r"^-- @include (\w+)\n", re.MULTILINE)
+_INCLUDE = re.compile(r"^-- @(include|hooks) ([\w/ ]+)\n", re.MULTILINE)
+"""A file, or the sections of all files for some hooks."""
+_HOOK = re.compile(r"^-- @hook (\w+)\n", re.MULTILINE)
+"""Begins a section, which is included where its hook is."""
 _LEVEL, _BEGIN, _END = "-- @level\n", "return (function()\n", "end)()\n"
 
 
@@ -30,12 +32,12 @@ class Call(Generic[T]):
     """
 
     script: str
-    """The script's name: `producer/wire/lua/<script>.lua`."""
+    """The script's name: a file of `producer/wire/lua/` or its folder `core/`, without the suffix."""
     keys: tuple[str, ...]
     args: tuple[str | bytes | int | float, ...]
     parse: Callable[[Any], T]
-    plural: str = ""
-    """A script that answers several such calls in one run, or the first of them: see `each.lua`."""
+    is_listed: bool = False
+    """The script answers several such calls in one run, or the first of them: see `listed`."""
 
     @property
     def size(self) -> int:
@@ -43,8 +45,20 @@ class Call(Generic[T]):
         return sum(len(argument) for argument in self.args if isinstance(argument, str | bytes))
 
 
+def listed(
+    script: str, keys: tuple[str, ...], args: tuple[str | bytes | int | float, ...], parse: Callable[[Any], T]
+) -> Call[T]:
+    """Return the call of a script that takes a list, with a list of one (`each.lua`)."""
+    return Call(script, keys, (len(args), *args), lambda reply: parse(reply[0]), is_listed=True)
+
+
+def as_map(reply: Sequence[Any]) -> dict[str, Any]:
+    """Return a reply of names and values in turn. Later releases may add some."""
+    return {name.decode(): value for name, value in zip(reply[::2], reply[1::2], strict=True)}
+
+
 def packed(calls: Sequence[Call[Any]]) -> list[list[Call[Any]]]:
-    """Group calls by the run of a script that answers them: neighbours that have the same plural."""
+    """Group calls by the run of a script that answers them: neighbours of one script that takes a list."""
     packs: list[list[Call[Any]]] = []
     size = 0
     for call in calls:
@@ -58,47 +72,77 @@ def packed(calls: Sequence[Call[Any]]) -> list[list[Call[Any]]]:
 
 
 def _joins(first: Call[Any], call: Call[Any]) -> bool:
-    return call.plural != "" and (first.plural, first.keys) == (call.plural, call.keys)
+    return call.is_listed and (first.script, first.keys) == (call.script, call.keys)
 
 
 def joined(pack: Sequence[Call[Any]]) -> Call[Any]:
     """Return the call that answers the pack; for several calls, with a list of replies to the first ones."""
     if len(pack) == 1:
         return pack[0]
-    args = tuple(argument for call in pack for argument in (len(call.args), *call.args))
-    return Call(pack[0].plural, pack[0].keys, args, list)
+    args = tuple(argument for call in pack for argument in call.args)
+    return Call(pack[0].script, pack[0].keys, args, list)
 
 
 @cache
 def source(name: str) -> str:
-    """Return the script's text, with each included file inlined once."""
-    return expanded(files("pagemill.producer.wire") / "lua", name)
-
-
-def expanded(folder: Traversable, name: str, seen: set[str] | None = None) -> str:
-    """Return a script of that folder; what is in `seen` is included already.
+    """Return the script's text, with `core/common.lua` and each included file inlined once.
 
     What follows a line `-- @level` is a function of its own. For each variable that a new function uses Lua goes
     through those that other functions use on the same level: a script of one long level takes a fifth longer to begin.
     """
-    included = set() if seen is None else seen
+    included: set[str] = set()
+    text = _expanded("core/common", included) + _expanded(
+        name if name in _files() else f"core/{name}", included
+    )
+    return text.replace(_LEVEL, _BEGIN) + _END * text.count(_LEVEL)
+
+
+def _expanded(name: str, included: set[str]) -> str:
+    """Return a file, or its section `<file> <hook>`, with all that it includes."""
     if name in included:
         return ""
     included.add(name)
-    text = (folder / f"{name}.lua").read_text(encoding="utf-8")
-    text = _INCLUDE.sub(lambda match: expanded(folder, match[1], included), text)
-    return text if seen is not None else text.replace(_LEVEL, _BEGIN) + _END * text.count(_LEVEL)
+    file, _, hook = name.partition(" ")
+    text, *sections = _HOOK.split(_files()[file])
+    if hook:
+        text = _expanded(file, included) + dict(zip(sections[::2], sections[1::2], strict=True))[hook]
+
+    def replacement(match: re.Match[str]) -> str:
+        wanted = [match[2]] if match[1] == "include" else _sections(match[2])
+        return "".join(_expanded(one, included) for one in wanted)
+
+    return _INCLUDE.sub(replacement, text)
+
+
+def _sections(hooks: str) -> list[str]:
+    """Return the sections that are for these hooks, as `<file> <hook>`."""
+    texts = sorted(_files().items())
+    return [
+        f"{file} {hook}" for hook in hooks.split() for file, text in texts if f"-- @hook {hook}\n" in text
+    ]
+
+
+@cache
+def _files() -> dict[str, str]:
+    """Return the text of every file, by its path without the suffix."""
+    texts: dict[str, str] = {}
+    folders = [("", files("pagemill.producer.wire") / "lua")]
+    for prefix, folder in folders:
+        for path in folder.iterdir():
+            if path.is_dir():
+                folders.append((f"{prefix}{path.name}/", path))
+            else:
+                texts[prefix + path.name.removesuffix(".lua")] = path.read_text(encoding="utf-8")
+    return texts
 
 
 @cache
 def names() -> tuple[str, ...]:
     """Return every script that can be called, without the files that others include."""
-    texts = {
-        path.name.removesuffix(".lua"): path.read_text(encoding="utf-8")
-        for path in (files("pagemill.producer.wire") / "lua").iterdir()
-    }
-    included = {name for text in texts.values() for name in _INCLUDE.findall(text)}
-    return tuple(sorted(texts.keys() - included))
+    texts = _files()
+    included = {name for text in texts.values() for _, name in _INCLUDE.findall(text)} | {"core/common"}
+    scripts = (name for name in texts.keys() - included if "-- @hook " not in texts[name])
+    return tuple(sorted(name.removeprefix("core/") for name in scripts))
 
 
 @cache

@@ -1,7 +1,7 @@
 """Two small drivers that run `Call`s: one over redis.Redis, one over redis.asyncio.Redis.
 
 Scripts go by EVALSHA. A server that does not know one (NOSCRIPT: new, restarted, failed over) is sent all of
-them and asked again. The driver library's errors become ours here and nowhere else. clients.py finds the
+them and asked again. The driver library's errors become Pagemill's here and nowhere else. clients.py finds the
 server.
 """
 
@@ -59,7 +59,7 @@ _NOT_NOW_ERRORS = (
 
 @contextlib.contextmanager
 def wrap_errors() -> Iterator[None]:
-    """Turn the driver library's errors into ours."""
+    """Turn the driver library's errors into Pagemill's."""
     try:
         yield
     except (exceptions.RedisError, OSError) as error:
@@ -68,7 +68,7 @@ def wrap_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Turn any error of the driver's parsing into ours: the reply did not come from a Redis server."""
+    """Turn any error of the driver's parsing into Pagemill's: the reply did not come from a Redis server."""
     try:
         yield
     except PagemillError:
@@ -78,7 +78,7 @@ def _reading() -> Iterator[None]:
 
 
 def _ours(error: Exception) -> PagemillError:
-    """Return an error of ours for one of the driver's, which is its cause."""
+    """Return Pagemill's error for one of the driver's, which is its cause."""
     if isinstance(error, PagemillError):
         return error
     ours = _translated(error) if isinstance(error, exceptions.RedisError | OSError) else _foreign(error)
@@ -87,7 +87,9 @@ def _ours(error: Exception) -> PagemillError:
 
 
 def _foreign(error: Exception) -> RedisUnavailable:
-    return RedisUnavailable(f"what answers is no Redis server: {type(error).__name__}, {str(error)[:160]!a}")
+    return RedisUnavailable(
+        f"the server does not speak the Redis protocol: {type(error).__name__}, {str(error)[:160]!a}"
+    )
 
 
 def _translated(error: Exception) -> PagemillError:
@@ -131,7 +133,7 @@ class SyncTransport:
                 return self.client.evalsha(*_evalsha(call))
             except exceptions.NoScriptError as error:
                 unknown = error
-                self._teach()
+                self._load_scripts()
         raise unknown
 
     def begin(self, call: Call[T]) -> Pending[T]:
@@ -170,7 +172,7 @@ class SyncTransport:
             unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
             if not unknown:
                 break
-            self._teach()
+            self._load_scripts()
             for i, reply in zip(unknown, self._send([calls[i] for i in unknown]), strict=True):
                 replies[i] = reply
         return replies
@@ -186,7 +188,7 @@ class SyncTransport:
         with wrap_errors():
             durability.sync(self.client, queue)
 
-    def _teach(self) -> None:
+    def _load_scripts(self) -> None:
         # All scripts at once: if a server knew only some, a pipeline's calls would be reordered.
         with self.client.pipeline(transaction=False) as pipeline:
             for name in scripts.names():
@@ -249,7 +251,7 @@ class AsyncTransport:
         """Like SyncTransport.run. Calls made while the event loop handles the same events are sent together."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._waiting, self._loop = [], loop  # nobody waits on a loop that has ended
+            self._waiting, self._loop = [], loop  # no caller waits on a loop that has ended
             loop.call_soon(self._send_waiting)
         answered: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((call, answered))
@@ -293,7 +295,7 @@ class AsyncTransport:
                 return await self.client.evalsha(*_evalsha(call))
             except exceptions.NoScriptError as error:
                 unknown = error
-                await self._teach()
+                await self._load_scripts()
         raise unknown
 
     async def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
@@ -321,7 +323,7 @@ class AsyncTransport:
             unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
             if not unknown:
                 break
-            await self._teach()
+            await self._load_scripts()
             for i, reply in zip(unknown, await self._send([calls[i] for i in unknown]), strict=True):
                 replies[i] = reply
         return replies
@@ -337,7 +339,7 @@ class AsyncTransport:
         with wrap_errors():
             await durability.sync_async(self.client, queue)
 
-    async def _teach(self) -> None:
+    async def _load_scripts(self) -> None:
         async with self.client.pipeline(transaction=False) as pipeline:
             for name in scripts.names():
                 pipeline.script_load(scripts.source(name))
@@ -355,7 +357,7 @@ def _shared(pack: Sequence[Call[Any]], reply: Any) -> list[Any]:
     """Return the replies to the first calls of a pack; the others are to be sent by themselves."""
     if len(pack) == 1:
         return [reply]
-    return reply if isinstance(reply, list) and len(reply) <= len(pack) else []
+    return [[one] for one in reply] if isinstance(reply, list) and len(reply) <= len(pack) else []
 
 
 def _parsed(call: Call[T], reply: Any) -> T | PagemillError:

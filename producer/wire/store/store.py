@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -82,7 +83,7 @@ class Store:
         return data
 
     def delete(self, uri: str) -> None:
-        """Delete a file; one that is gone is no error."""
+        """Delete a file; a missing one is not an error."""
         try:
             self._at(uri, lambda fs, path: fs.rm_file(path))
         except StoreError as error:
@@ -100,7 +101,11 @@ class Store:
             ) from None
         try:
             fs, path = url_to_fs(uri, **_options(self.url))
+            if "file" in fs.protocol:
+                _check_links(url_to_fs(self.url)[1], path)
             return operation(fs, path)
+        except StoreError:
+            raise
         except FileNotFoundError as error:
             raise StoreError("a stored file is missing") from error
         except Exception as error:
@@ -118,7 +123,7 @@ def check_store_url(url: str) -> str:
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise InvalidAddress("the store's URL is none") from None
+        raise InvalidAddress("the store's URL is invalid") from None
     if not parts.scheme or "://" not in url or not (parts.netloc or parts.path.strip("/")):
         raise InvalidAddress(
             "the store's URL is one of fsspec, such as s3://bucket/prefix or file:///mnt/jobs"
@@ -130,6 +135,16 @@ def check_store_url(url: str) -> str:
     if ".." in parts.path.split("/"):
         raise InvalidAddress("the store's URL has no ..")
     return url.rstrip("/")
+
+
+def _check_links(root: str, path: str) -> None:
+    """Raise StoreError if symbolic links lead a local path out of the store's folder."""
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        raise StoreError(
+            "a symbolic link leads a stored file out of the store: replace the link by a folder, or use the "
+            "link's target as the store's URL",
+            "unset",
+        )
 
 
 def _options(url: str) -> dict[str, Any]:

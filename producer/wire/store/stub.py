@@ -1,6 +1,6 @@
 """What stands in Redis for a payload or a result that lies in a store.
 
-A payload's stub is an envelope of `STORED_VERSION`, which is signed like any other: the hash in it covers the content.
+A payload's stub is an envelope with the one member `stored`, signed like any other: the hash in it covers the content.
 A result's has one member, which no Result has first.
 """
 
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
+from pagemill.producer.wire.schema.needs import ENVELOPE_VERSION
 from pagemill.producer.wire.schema.outputs import WireModel
-from pagemill.producer.wire.schema.tasks import STORED_VERSION
 
 MAX_URI = 1024
 _MAX_STUB = 4096
-_PAYLOAD = b'{"v":%d,"stored":' % STORED_VERSION
+_PAYLOAD = b'{"v":%d,"stored":' % ENVELOPE_VERSION
 _RESULT = b'{"stored":'
 
 
 class Reference(WireModel):
     """A file of the store, by its URI, the SHA-256 of its content in hex, and its size in bytes."""
+
+    model_config = ConfigDict(extra="forbid")
 
     uri: str = Field(max_length=MAX_URI)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")

@@ -2,9 +2,9 @@
 
     .venv/bin/python -m tests.adversarial.kills.sweep --kills 1000
 
-prints the table of docs/reliability.md. Three workers at a time, each a process of its own, killed by SIGKILL at
-random moments and replaced at once; jobs keep coming until the last kill. In every second run two of the jobs kill
-their workers by themselves. Exit status 1 if any guarantee was broken.
+prints the results that docs/reliability.md sums up. Three workers at a time, each a separate process, killed by
+SIGKILL at random moments and replaced at once; jobs keep coming until the last kill. In every second run two of the
+jobs kill their workers by themselves. Exit status 1 if any guarantee was broken.
 """
 
 from __future__ import annotations

@@ -52,8 +52,6 @@ class KnownJob:
     """A row that is no job: it ended when it was submitted."""
     is_metered: bool = False
     """A worker said with its end what it took."""
-    may_lack_result: bool = False
-    """The server was short of memory when it had lain there for a while."""
     token: int = 0
     """The last one that was issued."""
     is_held: bool = False
@@ -146,8 +144,7 @@ class Ledger:
                 f"{job.id}: the key {job.idem} is {holder.id}'s, which is {holder.state}"
             )
             kept = BATCH_MS if holder.batch else DAY_MS
-            is_gone = holder.is_freed or holder.may_lack_result
-            is_forgotten = self.latest_ms >= holder.finished_at_ms + kept or is_gone
+            is_forgotten = self.latest_ms >= holder.finished_at_ms + kept or holder.is_freed
             assert holder.state != "succeeded" or is_forgotten, f"{holder.id} succeeded under {job.idem}"
 
     def refused(self, idem: str, digest: str, word: str, other: str) -> None:

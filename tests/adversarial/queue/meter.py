@@ -27,6 +27,8 @@ class Meter:
     max_commands: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     max_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: int = 0
+    killed: list[str] = field(default_factory=list)
+    """Scripts during which the server was killed, and how many calls came before."""
 
     def run(self, call: Call[T]) -> T:
         name = call.script
@@ -44,7 +46,7 @@ class Meter:
         return sum(entry["calls"] for name, entry in stats.items() if name not in NOT_OF_SCRIPTS)
 
     def report(self) -> str:
-        return "\n".join(
+        return f"killed during {self.killed}\n" + "\n".join(
             f"{name:16} {self.max_commands[name]:6} commands {self.max_bytes[name]:10} bytes"
             for name in sorted(self.max_commands)
         )

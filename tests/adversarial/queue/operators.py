@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 from pagemill.producer.wire.calls import registry, rollouts, transitions
@@ -15,8 +14,6 @@ from tests.adversarial.queue.parties import MODELS, TENANTS, WORKERS, names_of, 
 from tests.adversarial.queue.readers import Readers
 
 LARGE = 16_384
-RESULT_MS = 600_000
-"""A large result is kept so long in any case."""
 
 
 class Operators(Readers):
@@ -53,15 +50,13 @@ class Operators(Readers):
             case 6:
                 self.finish_rollout(model)
 
-    def finish_rollout(self, model: str) -> bool:
-        """As `rollout finish` does. False: it is not forgotten, since jobs wait at the canary's side."""
-        if self.send(rollouts.end(self.queue.name, model)) == "none":
-            return True
-        lanes = self.queue.client.smembers(f"{self.queue.prefix}lanes")
-        if any(lane.decode().split(":", 3)[3] == f"{model}~" for lane in lanes):
-            return False
-        self.send(rollouts.forget(self.queue.name, model))
-        return True
+    def finish_rollout(self, model: str) -> None:
+        """As `rollout finish` does."""
+        if self.send(rollouts.end(self.queue.name, model)) != "none":
+            while self.send(rollouts.move_back(self.queue.name, model)):
+                pass
+            (ended,) = self.queue.run(rollouts.statuses(self.queue.name, (model,)))
+            assert self.send(rollouts.forget(self.queue.name, ended)) == "ok"
 
     def announce(self) -> None:
         """A worker lives for ten seconds more, or leaves."""
@@ -72,17 +67,12 @@ class Operators(Readers):
             self.send(registry.leave(self.queue.name, worker))
 
     def squeeze(self) -> None:
-        """The server is nearly full for one sweep: large results of a while ago may go."""
+        """The server is nearly full for one sweep, and keeps all results."""
         client = self.queue.client
         client.config_set("maxmemory", max(1, int(client.info("memory")["used_memory"] * 1.25)))
         self.send(transitions.sweep(self.queue.name))
         client.config_set("maxmemory", 0)
         client.hdel(f"{self.queue.prefix}meta", "memory_at", "memory_looked")
-        self.observe([job_id for job_id, job in self.ledger.jobs.items() if job.state == "succeeded"])
-        for job in self.ledger.jobs.values():
-            is_old = job.has_ended and self.ledger.latest_ms - job.finished_at_ms >= RESULT_MS
-            if is_old and not job.batch and not job.boxes and job.state == "succeeded":
-                job.may_lack_result = True
 
     # What must hold of a pull.
 
@@ -116,10 +106,8 @@ class Operators(Readers):
         others = status.stable.workers if is_canary else status.canary.workers
         if status.state != "open" or others == 0 or pulled.entries:
             return
-        name = {"tenant": job.tenant, "batch": job.batch or job.id}.get(status.by, job.id)
-        point = int(hashlib.sha1(f"{status.to} {name}".encode()).hexdigest()[:8], 16) % rollouts.SHARES
-        is_canarys = point < round(status.share * rollouts.SHARES)
-        assert is_canarys == is_canary, f"{job.id} is on the other side"
+        lane = self.queue.client.hget(f"{self.queue.prefix}job:{job.id}", "lane").decode()
+        assert lane.endswith(f"~{status.to}") == is_canary, f"{job.id} is on the other side"
 
     def served(self, worker: str) -> tuple[str, ...]:
         """The names that a worker pulls by."""

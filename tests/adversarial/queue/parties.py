@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pagemill.producer.wire.calls import rollouts, submissions, transitions
-from pagemill.producer.wire.calls.metering.usage import Used
+from pagemill.producer.wire.calls.metering.usage import JobUsage
 from pagemill.producer.wire.calls.rollouts import RolloutStatus
 from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.calls.transitions import PulledJob
@@ -47,7 +47,7 @@ JUMPED = Pace((2_000, 6_000, 60_000), (1_000, 3_600_000))
 WAITED = Pace((20, 200, 5_000), (5, 400))
 
 
-USED = Used(7, 2, 5, 0.0)
+USED = JobUsage(7, 2, 5, 0.0)
 """What each execution says it took, that ends its job."""
 
 
@@ -116,6 +116,7 @@ class Parties:
     def _kill_after(self, call: Call[Any]) -> None:
         """The server dies with a call on its way or done; whatever it had answered is there when it is back."""
         assert self.clock is not None
+        self.meter.killed.append(f"{call.script} after {self.meter.calls}")
         pending = self.queue.transport.begin(call)
         self.clock.server.kill()
         self.clock.start()
@@ -177,7 +178,7 @@ class Parties:
         lane = f"1:{rng.choice('0112')}:{tenant}:{job.model}"
         if not twin and rng.random() < 0.05:
             job.revision = rng.choice(["r1", "r2"])
-            lane = f"9{lane[1:]}~{job.revision}"
+            lane = f"{lane}~{job.revision}"
         header: dict[str, Any] = {"id": job.id, "lane": lane, "cost": rng.choice([1, 50, 10_000, 10**12])}
         job.max_attempts = rng.choice([1, 3, 3, 3])
         if job.max_attempts != 3:
@@ -218,7 +219,7 @@ class Parties:
         if not job.parents:
             return {}
         job.is_lenient, job.reads = self.rng.random() < 0.4, self.rng.random() < 0.5
-        header: dict[str, Any] = {"after": " ".join(job.parents), "lane": f"7{lane[1:]}"}
+        header: dict[str, Any] = {"after": " ".join(job.parents), "lane": f"1+after{lane[1:]}"}
         header |= {"otherwise": "run"} if job.is_lenient else {}
         return header | ({"reads": 1} if job.reads else {})
 
@@ -296,16 +297,17 @@ class Parties:
             holding=holding,
             longest=100_000,
         )
-        lost = self.send(call) if self.rng.random() < 0.03 else None
+        replies = []
+        if self.rng.random() < 0.03:  # this reply is lost
+            replies.append((self.send(call), self.asked_before_ms + lease_ms))
         found = self.queue.run(rollouts.statuses(self.queue.name))
         reply = self.send(call)
+        replies.append((reply, self.asked_before_ms + lease_ms))
         if not self.is_unsure:
             self.check_pull(worker, reply.jobs, found)
-        for pulled in [*(lost.jobs if lost else ()), *reply.jobs]:
+        for pulled, until_ms in [(job, until_ms) for answer, until_ms in replies for job in answer.jobs]:
             self.observe(list(self.ledger.jobs[pulled.job_id].parents))
-            self.ledger.pulled(
-                pulled.job_id, pulled.token, pulled.payload, pulled.entries, self.asked_before_ms + lease_ms
-            )
+            self.ledger.pulled(pulled.job_id, pulled.token, pulled.payload, pulled.entries, until_ms)
         assert len(reply.jobs) <= count
         assert not (reply.paused and reply.jobs)
         assert not any(job.alone for job in reply.jobs) or len(reply.jobs) == 1

@@ -18,7 +18,11 @@ from tests.engine.adapters.test_exactness import NUM_TOKENS, PROMPTS, assert_as_
 from tests.engine.adapters.trained import Trained, merged_model, save_adapter
 from tests.engine.models.families import remote_cases
 from tests.engine.models.families.mixture_cases import MIXTURE_CASES
+from tests.engine.models.generic.tiny_configs import tiny_config
+from tests.engine.models.generic.trial import build, randomise
 from tests.engine.models.quantized import checkpoints
+
+pytestmark = pytest.mark.slow
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -47,6 +51,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("q_proj", "v_proj", "fc_in", "fc_out"),
     ),
 }  # fmt: skip
+RECURRENT: dict[str, tuple[str, ...]] = {
+    "lfm2": ("in_proj", "out_proj", "q_proj", "w1"),
+    "mamba": ("in_proj", "x_proj"),
+    "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "q_proj", "up_proj"),
+}
+"""Their layers compute rows of several lengths in turns."""
 QUICK = ("phi3", "falcon", "bloom")
 
 
@@ -69,6 +79,21 @@ def test_a_family(kind: str, tmp_path: Path) -> None:
     model = save_tiny(kind, fields, tmp_path / "model")
     adapters = {
         name: save_adapter(model, tmp_path / name, Trained(rank=rank, targets=targets, seed=rank, std=0.8))
+        for name, rank in (("a", 8), ("b", 16))
+    }
+    assert_as_merged(model, adapters)
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_recurrent_model(kind: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    module = build(kind, tiny_config(kind, 0))
+    randomise(module, 5)
+    module.save_pretrained(model)
+    adapters = {
+        name: save_adapter(
+            model, tmp_path / name, Trained(rank=rank, targets=RECURRENT[kind], seed=rank, std=0.8)
+        )
         for name, rank in (("a", 8), ("b", 16))
     }
     assert_as_merged(model, adapters)
@@ -197,5 +222,7 @@ def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
     change = {"A": torch.zeros(8, 64), "B": torch.zeros(32, 8)}
     experts = {f"base_model.model.{path}.lora_{half}.weight": matrix for half, matrix in change.items()}
     save_file({name: tensor.clone() for name, tensor in load_file(weights).items()} | experts, weights)
-    with pytest.raises(AdapterError, match=f"it changes {path}: adapters of experts are not supported"):
+    with pytest.raises(
+        AdapterError, match=f"the adapter changes {path}: adapters of experts are not supported"
+    ):
         LLM(str(model), adapters=(f"a={folder}",), skip_tokenizer_init=True, num_kv_blocks=32, num_threads=1)

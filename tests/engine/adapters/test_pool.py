@@ -139,8 +139,8 @@ def test_a_folder_that_breaks_later_fails_its_requests_alone() -> None:
 
 def test_names() -> None:
     pool, _, _ = pool_of(names="ba")
-    assert [adapter.name for adapter in pool.named()] == ["a", "b"]
-    with pytest.raises(UnknownAdapter, match="no adapter 'z' here; there are: a, b"):
+    assert [adapter.name for adapter in pool.registered()] == ["a", "b"]
+    with pytest.raises(UnknownAdapter, match="unknown adapter 'z'; known: a, b"):
         pool.find("z")
     running = pool.find("a")
     pool.attach("1", running)

@@ -101,7 +101,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         tensors(lambda held: held.update(
             {f"base_model.model.model.layers.7.x.lora_{half}.weight": torch.zeros(8, 8) for half in "AB"}
         )),
-        "which this model has not",
+        "which is not a separate linear layer",
     ),
     "a stray tensor": (
         tensors(lambda held: held.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 8)})),
@@ -136,9 +136,9 @@ def test_one_clear_error(case: str, llm: LLM, model: Path, sound: Path, tmp_path
 def test_ranks_folders_and_names(llm: LLM, model: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="rank of 80 is more than max_adapter_rank"):
         llm.add_adapter("large", str(save_adapter(model, tmp_path / "large", Trained(rank=80))))
-    with pytest.raises(AdapterError, match="there is no folder"):
+    with pytest.raises(AdapterError, match="does not exist"):
         llm.add_adapter("away", str(tmp_path / "away"))
-    with pytest.raises(UnknownAdapter, match="no adapter 'x' here; there are: sound"):
+    with pytest.raises(UnknownAdapter, match="unknown adapter 'x'; known: sound"):
         llm.generate([PROMPT], PARAMS, adapter="x", use_tqdm=False)
 
 
@@ -149,7 +149,7 @@ def test_a_folder_that_changes_after_it_was_added(model: Path, sound: Path, tmp_
     config(lora_alpha=3)(folder)
     first, second = llm.generate([PROMPT, PROMPT[::-1]], PARAMS, adapter=["a", "b"], use_tqdm=False)
     assert first.error_code == "engine_error"
-    assert "have changed since it was added" in (first.error or "")
+    assert "have changed since the adapter was added" in (first.error or "")
     assert second.error is None
     llm.add_adapter("a", str(folder))
     (again,) = llm.generate([PROMPT], PARAMS, adapter="a", use_tqdm=False)
@@ -183,5 +183,5 @@ def test_settings(sound: Path) -> None:
 
 def test_echo_has_none() -> None:
     llm = LLM("echo")
-    with pytest.raises(UnknownAdapter, match="there is no adapter 'a' here: this model takes none"):
+    with pytest.raises(UnknownAdapter, match="unknown adapter 'a': this model takes none"):
         llm.generate("x", PARAMS, adapter="a")

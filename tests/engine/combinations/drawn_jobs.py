@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagemill.common.sampling_fields import SAMPLING_FIELDS
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.text.tokenizer import ByteTokenizer
-from pagemill.structured_outputs import StructuredOutputs
 
 TOKENIZER = ByteTokenizer()
 SHARED = "The quick brown fox jumps over the lazy dog. "
@@ -24,6 +25,8 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
     {"choice": ("yes", "no", "yes!", "maybe not")}, {"choice": ("a",)}, {"regex": "[ab]{1,5}c?"},
     {"regex": "(foo|bar)+"}, {"json": OBJECT},
 )  # fmt: skip
+NOT_DRAWN = {"thinking_token_budget"}
+"""It needs a model that writes reasoning tags."""
 MAX_STEPS = 20_000
 
 
@@ -101,8 +104,9 @@ def _generating(rng: random.Random) -> Drawn:
         "structured_outputs": None if structure is None else StructuredOutputs(**structure),
         "label_probs": some(0.4 if structure else 0.03, "product", "mean", "constrained"),
     }  # fmt: skip
+    drawn |= {"max_tokens": rng.choice([1, 1, 2, 5, 12, 40]), "seed": rng.randrange(1000)}
+    assert drawn.keys() | NOT_DRAWN == set(SAMPLING_FIELDS), "draw the new sampling field too"
     fields = {name: value for name, value in drawn.items() if value is not None}
-    fields |= {"max_tokens": rng.choice([1, 1, 2, 5, 12, 40]), "seed": rng.randrange(1000)}
     return Drawn(_prompt(rng), fields, priority=rng.choice([0, 0, 1, -1]))
 
 

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 
+from pagemill.engine.devices import cuda
 from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.devices.quantized_products import (
     GroupedProduct,
@@ -16,6 +17,7 @@ from pagemill.engine.devices.quantized_products import (
 )
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.experts.matrices import ExpertMatrices
+from pagemill.engine.layers.experts.products import LoopedProduct, TorchGroupedProduct
 from pagemill.engine.layers.linear import DenseProduct, LinearOptions
 from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight, joined
 from pagemill.engine.models.quantized.reader import join_parts
@@ -142,3 +144,29 @@ def test_cuts(name: str) -> None:
         cut = weight.inputs(part)
         assert torch.equal(cut.dense() if isinstance(cut, QuantizedWeight) else cut, numbers[:, part])
     assert isinstance(weight.inputs(slice(3, 50)), torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "capability", "reason"),
+    [
+        (torch.bfloat16, (16, 8), (9, 0), None),
+        (torch.bfloat16, (16, 8), (10, 3), None),
+        (torch.bfloat16, (16, 8), (8, 9), "compute capability 8.9"),
+        (torch.bfloat16, (16, 8), (12, 0), "compute capability 12.0"),
+        (torch.bfloat16, (12, 8), (9, 0), "8 x 12 is not a multiple of 8"),
+        (torch.float16, (16, 8), (9, 0), "torch.float16, not bfloat16"),
+    ],
+)
+def test_experts_without_a_kernel_for_all_of_them_are_reported_once(
+    dtype: torch.dtype, sizes: tuple[int, int], capability: tuple[int, int], reason: str | None,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(CudaBackend, "device", CPU)
+    monkeypatch.setattr(CudaBackend, "_capability", lambda _: capability)
+    cuda._warn_of_loop.cache_clear()
+    matrices = ExpertMatrices.of(torch.zeros(2, *sizes, dtype=dtype))
+    products = [CudaBackend().grouped_product(matrices, LinearOptions()) for _ in range(2)]
+    assert all(
+        isinstance(each, TorchGroupedProduct if reason is None else LoopedProduct) for each in products
+    )
+    assert [reason in record.message for record in caplog.records] == [True] * (reason is not None)

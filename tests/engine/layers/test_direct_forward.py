@@ -79,6 +79,7 @@ def direct_forward(model: Any) -> DirectForward:
     return direct
 
 
+@pytest.mark.slow
 @with_every_product
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_logits_in_every_family(family: str, kind: str) -> None:

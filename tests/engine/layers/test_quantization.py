@@ -124,6 +124,7 @@ def test_fewer_bits_make_more_blocks(dtype: torch.dtype, bytes_per_head: int) ->
     assert num_blocks_for(config, shape, CpuBackend()) == 2**20 // shape.block_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv_cache_dtype",
     [
@@ -182,6 +183,20 @@ def test_fp8_products_need_a_gpu_that_has_them(
     with pytest.raises(ConfigError, match=r"compute capability 8\.9 or newer; use int8") as caught:
         CudaBackend().check(config, torch.bfloat16)
     assert caught.value.setting == "quantization"
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 5)])
+def test_gpus_without_the_kernels_instructions_are_refused(
+    capability: tuple[int, int], directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = f"{capability[0]}.{capability[1]}"
+    with pytest.raises(
+        ConfigError, match=rf"{found} is not supported.* 8\.0 or newer; use device=cpu"
+    ) as caught:
+        CudaBackend().check(EngineConfig(model=directory), torch.float16)
+    assert caught.value.setting == "device"
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.375])

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.cpu.attention import decode_tasks, sharing
-from pagemill.structured_outputs import StructuredOutputs
 
 INSTRUCTIONS = """Decide what a customer wrote to a shop about, and answer with one of the categories alone. A message
 about a parcel that is late, lost or damaged on its way is about delivery. One about an invoice, a refund or a card

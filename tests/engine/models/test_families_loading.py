@@ -50,7 +50,7 @@ class TestDirectory:
             LLM("/nowhere/at/all")
 
     def test_without_config(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        with pytest.raises(ModelLoadError, match=r"config\.json is missing"):
             LLM(str(tmp_path))
 
     @pytest.mark.parametrize("content", ["{", "[1]", "\xff\xfe", ""], ids=["cut", "list", "latin", "empty"])

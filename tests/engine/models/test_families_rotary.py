@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagemill.engine.errors import ConfigError
+from pagemill.engine.errors import ConfigError, ModelLoadError
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
+from tests.engine.models.families.mixture_cases import phi_moe
 from tests.engine.models.families.native_cases import GEMMA3, GEMMA_NORM_MEAN, LLAMA, PHI3
 from tests.engine.models.families.tiny import NUM_OUTPUT_TOKENS, VOCAB_SIZE, TinyCheckpoint, native_checkpoint
 
@@ -64,6 +66,26 @@ def test_types_that_do_not_depend_on_length(rope: dict[str, Any], tmp_path: Path
     assert run(checkpoint.write(tmp_path), [SHORT, LONG]) == expected
 
 
+@pytest.mark.parametrize(
+    ("rope", "name"),
+    [
+        (LINEAR | {"factor": 1e308}, "factor"), (DYNAMIC | {"factor": 1e308}, "factor"),
+        (YARN | {"factor": float("inf")}, "factor"), (LLAMA3 | {"factor": float("nan")}, "factor"),
+        (LINEAR | {"factor": 0.0}, "factor"), (LLAMA3 | {"low_freq_factor": 1e308}, "low_freq_factor"),
+        (LONGROPE | {"long_factor": [1e308] * HALF_HEAD}, "long_factor"),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range_are_named(rope: dict[str, Any], name: str, tmp_path: Path) -> None:
+    directory = llama(LINEAR).write(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key != "rope_parameters"} | {
+        "rope_scaling": rope
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=rf"config\.json.*{name}"):
+        LLM(str(directory), num_threads=1)
+
+
 def test_longrope_takes_the_short_table_where_nothing_can_be_longer(tmp_path: Path) -> None:
     checkpoint = llama(LONGROPE)
     directory = checkpoint.write(tmp_path)
@@ -96,6 +118,23 @@ def test_phi3_longrope(name: str, tmp_path: Path) -> None:
     directory = replace(original, config=config | {"rope_scaling": rope | {"type": name}}).write(tmp_path)
     assert run(directory, [SHORT, LONG]) == [for_long.complete(prompt) for prompt in (SHORT, LONG)]
     assert run(directory, [SHORT], max_model_len=TRAINED) == [original.complete(SHORT)]
+
+
+def test_phi_moe_longrope(tmp_path: Path) -> None:
+    """Its factors are stated, and chosen like the table."""
+
+    def phi(rope: dict[str, Any]) -> TinyCheckpoint:
+        fields = {"original_max_position_embeddings": TRAINED, "max_position_embeddings": STRETCHED}
+        return phi_moe(**fields, rope_scaling=rope)
+
+    rope = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.4}
+    original, for_long = phi(rope), phi(rope | {"short_factor": LONG_FACTOR, "short_mscale": 1.4})
+    directory = original.write(tmp_path)
+    assert run(directory, [SHORT], max_model_len=TRAINED) == [original.complete(SHORT)]
+    expected = [for_long.complete(prompt) for prompt in (SHORT, LONG)]
+    assert run(directory, [SHORT, LONG]) == expected
+    assert run(directory, [SHORT]) == expected[:1], "alone as beside the long one"
+    assert original.complete(SHORT) != expected[0], "the tables must differ enough to tell"
 
 
 def test_dynamic_is_the_identity_up_to_the_trained_length(tmp_path: Path) -> None:

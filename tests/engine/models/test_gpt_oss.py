@@ -18,7 +18,6 @@ from pagemill.engine.models.expert_tensors import ExpertLayout, ExpertTensors
 from pagemill.engine.models.quantized.float4 import Mxfp4
 from pagemill.engine.models.quantized.reader import join_parts
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduling.preemption_cost import PreemptionCost
 from tests.engine.models.families.mixture_cases import MIXTURE_CASES
 from tests.engine.models.families.tiny import NUM_OUTPUT_TOKENS, PROMPTS, TinyCheckpoint
 from tests.engine.models.test_families import SMALL_STEPS, make_llm, run
@@ -69,6 +68,7 @@ def test_log_probabilities_are_transformers(
     assert scores(make_llm(tmp_path, checkpoint, **options, max_num_seqs=1)) == crowd
 
 
+@pytest.mark.slow
 def test_tokens_of_transformers_own_attention(
     checkpoint: TinyCheckpoint, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,24 +95,19 @@ def test_layers_with_a_window_give_up_blocks(tmp_path: Path) -> None:
     assert [layer.window for layer in executor.kv_cache.layers] == [7, None, 7, None]
 
 
-@pytest.mark.parametrize("swaps", [False, True], ids=["recompute", "swap"])
+@pytest.mark.slow
+@pytest.mark.parametrize("host_cache_gib", [0.0, 0.01], ids=["recompute", "host tier"])
 def test_tokens_of_preempted_rows(
-    swaps: bool,
-    checkpoint: TinyCheckpoint,
-    expected: list[list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    host_cache_gib: float, checkpoint: TinyCheckpoint, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    if swaps:
-        monkeypatch.setattr(PreemptionCost, "prefers_swap", lambda *_: True)
     checkpoint.write(tmp_path)
     options = SMALL_STEPS | {"num_kv_blocks": 20, "max_num_batched_tokens": 64, "max_model_len": 40}
-    llm = make_llm(tmp_path, checkpoint, **options, swap_space_gib=0.01 if swaps else 0.0)
+    llm = make_llm(tmp_path, checkpoint, **options, host_cache_gib=host_cache_gib)
     assert run(llm) == expected
     llm.engine.check_integrity()
-    stats = llm.engine.stats().scheduler
-    assert stats.preemptions + stats.swap_preemptions > 0
-    assert bool(stats.swap_preemptions) == swaps
+    stats = llm.engine.stats()
+    assert stats.scheduler.preemptions > 0
+    assert bool(stats.kv.host_loaded_blocks) == bool(host_cache_gib)
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def logits(directory: Path, model: Any, texts: list[Any]) -> torch.Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_classifier(tmp_path: Path, name: str) -> None:
     model = saved(tmp_path, name, 3)
@@ -66,6 +67,7 @@ def test_every_classifier(tmp_path: Path, name: str) -> None:
     assert np.ptp(found, axis=0).max() > 0.001, "the texts' labels differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "mpnet", "modernbert", "electra"])
 def test_every_cross_encoder(tmp_path: Path, name: str) -> None:
     model = saved(tmp_path, name, 1)

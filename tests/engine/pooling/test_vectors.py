@@ -161,7 +161,7 @@ def test_the_real_model(minilm: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"texts": []}, InvalidRequest, "there is no text"),
+        ({"texts": []}, InvalidRequest, "the job has no text"),
         ({"texts": [[]]}, InvalidRequest, "the text has no tokens"),
         ({"texts": ["w1", [10**6]]}, InvalidRequest, r"text 1: token ids must be in \[0, 57\)"),
         ({"texts": [[-1]]}, InvalidRequest, "token ids must be in"),

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from pagemill.engine.beam_search import BeamSearches
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.outputs import FinishReason
 from pagemill.engine.plan import StepPlan, StepResult, TokenLogprobs
@@ -119,6 +120,7 @@ class Harness:
     config: SchedulerConfig
     oracle: HashOracle = field(default_factory=HashOracle)
     scheduler: Scheduler = field(init=False)
+    searches: BeamSearches = field(init=False)
     model: HashModel = field(init=False)
     requests: dict[str, Request] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
@@ -132,22 +134,25 @@ class Harness:
     def __post_init__(self) -> None:
         config = self.config
         self.scheduler = Scheduler(config)
+        self.searches = BeamSearches(self.scheduler, config.eos_token_ids)
         self.model = HashModel(
             config.num_kv_blocks,
             config.block_size,
             self.oracle,
             config.max_num_seqs,
             windows=config.kv_windows,
+            is_recurrent=config.state_bytes > 0,
         )
 
     def add(self, request: Request) -> Request:
+        self.searches.add(request)
         self.scheduler.add_request(request)
         self.requests[request.request_id] = request
         self.check()
         return request
 
     def abort(self, request_id: str) -> list[SequenceUpdate]:
-        updates = self.scheduler.abort(request_id)
+        updates = self.searches.drive(self.scheduler.abort(request_id))
         self.check()
         return updates
 
@@ -172,10 +177,7 @@ class Harness:
 
     def _note_logprobs(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
-            if update.sequence.request.beam_search is not None:  # its sequences are made anew at the end
-                self.logprobs[update.sequence] = list(update.new_logprobs or ())
-            else:
-                self.logprobs.setdefault(update.sequence, []).extend(update.new_logprobs or ())
+            self.logprobs.setdefault(update.sequence, []).extend(update.new_logprobs or ())
 
     def schedule(self) -> StepPlan | None:
         live = [s for request in self.requests.values() for s in request.live_sequences]
@@ -186,7 +188,6 @@ class Harness:
         if plan is not None:
             self.plans.append(plan)
             self._check_plan(plan, waiting)
-            self._check_searches(plan)
         return plan
 
     def retire(self) -> list[SequenceUpdate]:
@@ -196,7 +197,7 @@ class Harness:
         except BadStep:
             self.recover(step.plan)
             return []
-        updates = self.scheduler.update(step.plan, result)
+        updates = self.update(step.plan, result)
         self._note_logprobs(updates)
         self.check()
         for update in updates:
@@ -204,13 +205,17 @@ class Harness:
                 self.errors[update.sequence.request.request_id] = update.error_code
         return updates
 
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        return self.searches.drive(self.scheduler.update(plan, result))
+
     def recover(self, plan: StepPlan) -> None:
         """As the engine does: retry, and fail the request that raises alone a second time."""
         request_ids = self.scheduler.request_ids(plan)
         self.scheduler.recover(plan)
         self.check()
         if len(request_ids) == 1 and self.requests[request_ids[0]].num_step_failures > 1:
-            for update in self.scheduler.fail(request_ids[0], "the step raised", "engine_error"):
+            updates = self.scheduler.fail(request_ids[0], "the step raised", "engine_error")
+            for update in self.searches.drive(updates):
                 self.errors[update.sequence.request.request_id] = "engine_error"
             self.check()
 
@@ -232,9 +237,11 @@ class Harness:
         stats = self.scheduler.kv_cache.stats()
         states = stats.free_blocks, stats.cached_blocks, stats.active_blocks, stats.reserved_blocks
         assert sum(states) == stats.capacity_blocks == self.config.num_kv_blocks
-        pool = self.scheduler.kv_cache.pool
-        leaving = {block_id for block_id, _ in plan.swap_out} if plan is not None else set()
-        leaving.update(self.scheduler.kv_cache.swap_space.outgoing_blocks())
+        pool, running = self.scheduler.kv_cache.pool, self.scheduler.num_running
+        assert running <= self.config.max_num_seqs
+        assert stats.cached_state_slots <= self.config.num_cached_states
+        leaving = {block_id for block_id, _ in plan.host_stores} if plan is not None else set()
+        leaving.update(self.scheduler.kv_cache.host.outgoing_blocks())
         free = {block.block_id for block in pool.free_queue() if block.block_hash is None}
         self.model.poison(sorted(free - leaving))
 
@@ -242,7 +249,6 @@ class Harness:
         stats = self.scheduler.kv_cache.stats()
         assert stats.active_blocks == stats.shared_blocks == stats.block_references == stats.filled_slots == 0
         assert stats.reserved_blocks == 1
-        assert stats.host_used_blocks == self.scheduler.stats().swapped == 0
         assert self.scheduler.capacity().free_rows == self.config.max_num_seqs
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
@@ -264,14 +270,6 @@ class Harness:
             assert all(scheduling_key(s) > last for s in behind), "admitted out of order"
         if self.config.depth == 0:
             running = [s for r in self.requests.values() for s in r.sequences if s.row is not None]
-            running = [s for s in running if not self.scheduler.is_unread(s)]
+            running = [s for s in running if not s.is_held]
             rows = {work.row for work in plan.work}
             assert not running or min(running, key=scheduling_key).row in rows, "the oldest was passed over"
-
-    def _check_searches(self, plan: StepPlan) -> None:
-        """The beams of a search are in a step all together or not at all."""
-        in_step = {work.row for work in plan.work}
-        for request in self.requests.values():
-            if request.beam_search is not None:
-                rows = {beam.row for beam in request.sequences if beam.row is not None}
-                assert rows <= in_step or not rows & in_step, (rows, in_step)

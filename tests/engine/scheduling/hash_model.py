@@ -2,7 +2,8 @@
 
 The KV cache is a real array with one (token, position, group) per slot, written and read only through block tables,
 so any wrong block, missed copy, stale row or early reuse changes the output or trips an assertion. A group of layers
-with a window reads what its window shows, and no more.
+with a window reads what its window shows, and no more. With recurrent layers each row also has a state, all tokens
+that went into it, which must be those before the next token.
 `HashOracle` computes the same tokens from the plain token list.
 """
 
@@ -125,11 +126,14 @@ class HashModel:
     bad_tokens: frozenset[int] = frozenset()
     nan_tokens: frozenset[int] = frozenset()
     windows: tuple[int | None, ...] = (None,)
+    is_recurrent: bool = False
     num_tokens_computed: int = 0
     num_steps: int = 0
     _host: dict[int, list[Slot]] = field(default_factory=dict)
     _cache: list[list[Slot]] = field(init=False)
     _rows: dict[int, _Row] = field(default_factory=dict)
+    _states: dict[int, list[int]] = field(default_factory=dict)
+    """Row -> what its slot holds, whoever wrote it."""
     _launched: deque[HashStep] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -167,7 +171,7 @@ class HashModel:
 
         Except for a step on its way that copies them to the host: it does so before anything is written.
         """
-        leaving = {block_id for step in self._launched for block_id, _ in step.plan.swap_out}
+        leaving = {block_id for step in self._launched for block_id, _ in step.plan.host_stores}
         for block_id in set(block_ids) - leaving:
             self._cache[block_id] = [POISON] * self.block_size
 
@@ -177,13 +181,15 @@ class HashModel:
     def _run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
         self._apply_rows(plan)
-        for block_id, host_id in plan.swap_out:
+        for block_id, host_id in plan.host_stores:
             self._host[host_id] = list(self._cache[block_id])
-        for host_id, block_id in plan.swap_in:
-            self._cache[block_id] = self._host.pop(host_id)
+        for host_id, block_id in plan.host_loads:
+            self._cache[block_id] = list(self._host[host_id])
         copies = [(destination, list(self._cache[source])) for source, destination in plan.block_copies]
         for destination, content in copies:
             self._cache[destination] = content
+        for source, destination in plan.state_copies:
+            self._states[destination] = list(self._states.get(source, ()))  # none if it was void
         last_tokens = self._forward(plan)
         token_ids, logprobs, candidates, invalid = [], {}, {}, set()
         for number, sample in enumerate(plan.samples):
@@ -238,11 +244,20 @@ class HashModel:
                     written.add((block_id, offset))
                     self._cache[block_id][offset] = (token, position, group)
                 where[len(where)] = (work.row, position)
+                if self.is_recurrent:
+                    self._advance(work.row, position)
         if self.windows != (None,):
             for work in plan.work:
                 self._read(work.row, work.start)  # of a chunk's tokens it reads furthest back
         self.num_tokens_computed += len(where)
         return where
+
+    def _advance(self, row: int, position: int) -> None:
+        """Take a token into a row's state; the first one starts a new state."""
+        state = self._states[row] if position else []
+        known = self._rows[row].token_ids
+        assert state == [known[place] for place in range(position)], f"row {row} has another one's state"
+        self._states[row] = [*state, known[position]]
 
     def _slot(self, row: int, position: int, group: int) -> tuple[int, int]:
         """The block and offset of a position; a column of the table is a block for each group."""
@@ -253,7 +268,8 @@ class HashModel:
         """Read what the query at a position sees in every group; returns all tokens up to it."""
         tokens = [self._rows[row].token_ids[position] for position in range(last_position + 1)]
         for group, window in enumerate(self.windows):
-            for position in range(max(0, last_position + 1 - (window or len(tokens))), last_position + 1):
+            reach = len(tokens) if window is None else window if window > 0 else last_position % -window + 1
+            for position in range(max(0, last_position + 1 - reach), last_position + 1):
                 block_id, offset = self._slot(row, position, group)
                 token, *written_for = self._cache[block_id][offset]
                 assert written_for == [position, group], (

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.errors import InvalidRequest, SchemaTooComplex
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.packaged import packaged_model_directory
@@ -22,7 +23,6 @@ from pagemill.engine.structured_output.choice import (
     ChoiceTrie,
 )
 from pagemill.engine.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from pagemill.structured_outputs import StructuredOutputs
 
 EOS = 9
 

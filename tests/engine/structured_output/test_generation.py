@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import pytest
+from pydantic import BaseModel, Field
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
@@ -17,7 +19,6 @@ from pagemill.engine.outputs import RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.structured_output import grammars
 from pagemill.engine.text.tokenizer import ByteTokenizer
-from pagemill.structured_outputs import StructuredOutputs
 from tests.engine.test_resume import Sample, check_every_cut, run
 
 POINT = {
@@ -72,7 +73,7 @@ def test_one_bad_schema_fails_only_its_own_request(llm: LLM) -> None:
         params(structured_outputs=shaped(regex="a+b")),
         params(),
         params(structured_outputs=shaped(regex="(")),
-        params(structured_outputs=shaped(json='{"type":"array","uniqueItems":true}')),
+        params(structured_outputs=shaped(regex="(?=a)a")),
         params(structured_outputs=shaped(regex=RUNS_OUT)),
         params(structured_outputs=shaped(choice=("yes", "no"))),
     )
@@ -84,6 +85,15 @@ def test_one_bad_schema_fails_only_its_own_request(llm: LLM) -> None:
     assert 20 < len(results[5].outputs[0].text) < 60, "it ran until the limit"
     after = llm.engine.stats().requests.structured_outputs
     assert {kind: after[kind] - before[kind] for kind in after} == {"valid": 3, "truncated": 0, "invalid": 3}
+
+
+def test_an_output_that_its_schema_does_not_allow_fails_its_request(llm: LLM) -> None:
+    unique = params(structured_outputs=shaped(json='{"type": "array", "items": {}, "uniqueItems": true}'))
+    overlapping = {"oneOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 7}]}
+    either = params(structured_outputs=shaped(json=json.dumps(overlapping)))
+    results = generate(llm, ["[1, 2]", "[1, 1]", "9", "5"], unique, unique, either, either)
+    assert [result.error_code for result in results] == [None, "schema_mismatch", None, "schema_mismatch"]
+    assert [result.outputs[0].finish_reason for result in results] == ["stop", "error", "stop", "error"]
 
 
 def test_a_known_bad_schema_is_refused_at_once(llm: LLM) -> None:
@@ -299,6 +309,20 @@ def test_a_real_model_writes_what_the_schemas_say(smollm2: LLM) -> None:
         "truncated": 16 - complete,
         "invalid": 0,
     }
+
+
+class Review(BaseModel):
+    label: Literal["good", "bad"]
+    stars: int = Field(ge=1, le=5)
+
+
+def test_a_pydantic_class_ends_with_a_small_model(smollm2: LLM) -> None:
+    """Objects are closed: the model cannot invent properties until it reaches max_tokens."""
+    prompt = "Review: The food was terrible and cold. Answer in JSON."
+    one = params(temperature=0.0, max_tokens=60, structured_outputs=StructuredOutputs.of(Review))
+    [output] = generate(smollm2, [prompt], one)[0].outputs
+    assert output.finish_reason == "stop"
+    assert 1 <= Review.model_validate_json(output.text).stars <= 5
 
 
 @pytest.mark.slow

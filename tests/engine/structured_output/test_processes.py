@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import random
 import signal
@@ -14,20 +15,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.errors import (
     EngineError,
     InvalidRequest,
     SchemaInvalid,
+    SchemaMismatch,
     SchemaTooComplex,
     UnsupportedFeature,
 )
+from pagemill.engine.llm import LLM
 from pagemill.engine.outputs import Histogram
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.structured_output import compiler as compiler_module
 from pagemill.engine.structured_output import served_grammar
 from pagemill.engine.structured_output.compiler import SchemaCompiler
 from pagemill.engine.structured_output.matcher import compile_schema
+from pagemill.engine.structured_output.messages import Answer
 from pagemill.engine.structured_output.nursery import Nursery
 from pagemill.engine.structured_output.schema_process import SchemaProcess
 from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedGrammar
@@ -81,22 +88,37 @@ def allowed(mask: bytes) -> list[int]:
     return [token for token in range(264) if mask[token >> 3] >> (token & 7) & 1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [("regex", "(ab|cd)+e{3}"), ("json", '{"type": "array", "items": {"enum": ["one", "two"]}}')],
-)
-def test_it_says_what_the_library_says(compiler: SchemaCompiler, kind: str, text: str) -> None:
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are listed there")
+def test_outputs_go_on_exactly_when_processes_are_killed_at_any_moment() -> None:
     assert VOCABULARY is not None
-    served, own = start(compiler, kind, text), compile_schema(VOCABULARY.build(), kind, text).start()
-    rng = random.Random(4)
-    for _ in range(30):
-        assert served.token_mask() == own.token_mask()
-        token = rng.choice(allowed(own.token_mask()))
-        assert take(compiler, served, token) == own.advance(token)
-        assert served.failure is None
-        assert served.is_complete == own.is_complete
-        if own.is_complete:
-            break
+    compiler, tokenizer, rng = make(), VOCABULARY.build(), random.Random(4)
+    texts = [
+        ("regex", "(ab|cd)+e{3}|[^x]+"),
+        ("json", '{"type": "array", "items": {"enum": ["one", "two"]}}'),
+        ("grammar", 'start: e\ne: e "+" e | /[0-9]+/'),
+    ]
+    rows = [(start(compiler, *text), compile_schema(tokenizer, *text).start()) for text in texts * 3]
+    for step in range(40):
+        rows = [row for row in rows if not row[1].is_complete]
+        tokens = [rng.choice(allowed(own.token_mask())) for _, own in rows]
+        for (served, _), token in zip(rows, tokens, strict=True):
+            served.prepare(token)
+        if step % 2:
+            compiler.pump(rng.choice([0.0, 0.001]))
+            for pid in rng.sample(children(compiler), 2):
+                os.kill(pid, signal.SIGKILL)
+        pump_until(compiler, lambda: all(served.is_ready for served, _ in rows))  # noqa: B023
+        for (served, own), token in zip(rows, tokens, strict=True):
+            assert served.advance(token) == own.advance(token)
+            assert served.failure is None
+            assert served.is_complete == own.is_complete
+            assert own.is_complete or served.token_mask() == own.token_mask()
+
+
+def children(compiler: SchemaCompiler) -> list[int]:
+    process = compiler._nursery.process
+    assert process is not None
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 INVALID = [
@@ -106,8 +128,7 @@ INVALID = [
     ("json", '{"$defs":{"a":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}'), ("json", '{"type":"string","pattern":"("}'),
 ]  # fmt: skip
 UNSUPPORTED = [
-    ("json", '{"type":"array","uniqueItems":true}'), ("json", '{"not":{"type":"string"}}'),
-    ("json", '{"type":"string","format":"made-up"}'), ("regex", "(?=a)a"), ("regex", r"\ba"),
+    ("json", '{"type":"string","pattern":"\\\\p{L}","not":{"pattern":"a"}}'), ("regex", "(?=a)a"), ("regex", r"\ba"),
 ]  # fmt: skip
 TOO_COMPLEX = [
     ("regex", "(a?){3000}a{3000}"),
@@ -130,6 +151,63 @@ def test_what_can_t_be_used_is_refused_for_what_it_is(
     assert "\n" not in str(refusal.value)
 
 
+def write(compiler: SchemaCompiler, grammar: ServedGrammar, text: str) -> None:
+    data = list(text.encode())
+    while data and grammar.failure is None:
+        token = data.pop(0)
+        assert token in allowed(grammar.token_mask())
+        forced = take(compiler, grammar, token)
+        assert forced == data[: len(forced)]
+        del data[: len(forced)]
+
+
+def test_an_output_of_a_wide_grammar_is_verified_at_its_end(compiler: SchemaCompiler) -> None:
+    unique = '{"type": "array", "items": {"type": "integer"}, "uniqueItems": true}'
+    good, bad = start(compiler, "json", unique), start(compiler, "json", unique)
+    write(compiler, good, "[1, 2]")
+    assert (good.is_complete, good.failure) == (True, None)
+    write(compiler, bad, "[1, 1")
+    assert bad.failure is None
+    write(compiler, bad, "]")
+    assert not bad.is_complete
+    assert isinstance(bad.failure, SchemaMismatch)
+    assert "uniqueItems" in str(bad.failure)
+
+
+def test_an_output_that_ends_with_eos_is_verified_too(compiler: SchemaCompiler) -> None:
+    text = '{"oneOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 7}]}'
+    for number, is_right in (("9", True), ("5", False)):
+        grammar = start(compiler, "json", text)
+        write(compiler, grammar, number)
+        take(compiler, grammar, 256)
+        assert (grammar.is_complete, grammar.failure is None) == (is_right, is_right)
+
+
+def test_a_pattern_that_backtracks_without_end_fails_its_own_output() -> None:
+    compiler = make()
+    text = '{"type": "string", "maxLength": 60, "not": {"pattern": "^(a+)+$"}}'
+    hostile, harmless = start(compiler, "json", text), start(compiler, "json", text)
+    other = start(compiler, "regex", "b+")
+    write(compiler, hostile, '"' + "a" * 45 + "!")
+    began = time.process_time()
+    write(compiler, hostile, '"')
+    assert time.process_time() - began < 2.0, "it runs in another process"
+    assert isinstance(hostile.failure, SchemaTooComplex)
+    assert f"verifying the output, takes more than {TOKEN_LIMIT_S:g} s" in str(hostile.failure)
+    write(compiler, harmless, '"b"')
+    assert harmless.is_complete
+    assert take(compiler, other, ord("b")) == []
+
+
+def test_a_rewritten_schema_tells_how(compiler: SchemaCompiler) -> None:
+    schema = compiler.compile("json", '{"type": "array", "uniqueItems": true}')
+    user = schema.grammar(MaskBudget())
+    pump_until(compiler, lambda: schema.is_done)
+    assert user.failure is None
+    (warning,) = schema.warnings
+    assert "uniqueItems" in warning
+
+
 @pytest.mark.parametrize(
     "text",
     ["(" * 30_000 + "a" + ")" * 30_000, "a" * 60_000, "(a?){5000}a{5000}", "(.*a){30}.{300}"],
@@ -144,16 +222,19 @@ def test_nothing_that_is_compiled_brings_the_caller_down(compiler: SchemaCompile
     start(compiler, "regex", "a+")
 
 
-def test_a_schema_that_takes_too_long_to_compile_is_ended_and_delays_nobody() -> None:
-    impatient = make(time_limit_s=0.2)
-    slow = impatient.compile("json", SLOW)
-    user = slow.grammar(MaskBudget())
+def test_schemas_that_take_too_long_to_compile_are_ended_and_delay_nobody() -> None:
+    impatient = make(time_limit_s=1.0)
+    start(impatient, "regex", "a+")
+    slow = [impatient.compile("json", SLOW + " " * number) for number in range(4)]
+    users = [schema.grammar(MaskBudget()) for schema in slow]
     start(impatient, "regex", "b+")
-    assert not slow.is_done
-    pump_until(impatient, lambda: slow.is_done)
-    assert isinstance(slow.error, SchemaTooComplex)
-    assert "takes more than 0.2 s" in str(slow.error)
-    assert user.failure is None
+    assert sum(schema.is_done for schema in slow) <= 2, "the others wait after their first try"
+    pump_until(impatient, lambda: all(schema.is_done for schema in slow))
+    for schema, user in zip(slow, users, strict=True):
+        assert isinstance(schema.error, SchemaTooComplex)
+        assert "takes more than 1 s" in str(schema.error)
+        assert user.failure is None
+    assert impatient.compile("json", SLOW) is slow[0], "what it ended in is remembered"
 
 
 def test_a_schema_that_takes_too_much_memory_to_compile_is_ended() -> None:
@@ -217,6 +298,18 @@ def test_one_token_that_takes_too_long_ends_its_output_and_the_others_of_the_sch
         assert other.token_ids == [ord("x")] * 10 + [ord("y")]
 
 
+def test_a_token_that_takes_too_long_is_waited_for_once(compiler: SchemaCompiler) -> None:
+    doomed = start(compiler, "grammar", BOMB)
+    doomed.replay([ord("x")] * 39)
+    pump_until(compiler, lambda: doomed.is_ready)
+    doomed.prepare(ord("x"))
+    compiler.wait_for_quick(0.05)
+    compiler.wait_for_quick(math.inf)
+    assert not doomed.is_ready
+    pump_until(compiler, lambda: doomed.is_ready)
+    assert isinstance(doomed.failure, SchemaTooComplex)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_whoever_asks_beside_it_is_answered_by_another_process(compiler: SchemaCompiler, place: int) -> None:
@@ -259,6 +352,31 @@ def test_an_ambiguous_grammar_ends_when_its_request_has_spent_its_time(
         take(compiler, grammar, token)
     assert isinstance(grammar.failure, SchemaTooComplex)
     assert budget.seconds <= served_grammar.REQUEST_LIMIT_S + 0.002 * budget.num_tokens + TOKEN_LIMIT_S
+
+
+def test_a_replay_is_not_charged_to_the_masks_budget(
+    compiler: SchemaCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long output that resumes has no tokens to its account yet: its replay alone would spend the budget."""
+    budget = MaskBudget()
+    grammar = compiler.compile("regex", "[a-z]*").grammar(budget)
+    answers: list[Answer] = []
+
+    def noted(answer: Answer) -> None:
+        answers.append(answer)
+        ServedGrammar.answer(grammar, answer)
+
+    monkeypatch.setattr(grammar, "answer", noted)
+    grammar.replay([ord("x")] * 3000)
+    pump_until(compiler, lambda: grammar.is_ready)
+    take(compiler, grammar, ord("y"))
+    replay, token = answers
+    assert replay.replayed_s > 0
+    assert token.replayed_s == 0
+    assert budget.seconds == max(0.0, replay.seconds - replay.replayed_s) + token.seconds
+    long = served_grammar.REQUEST_LIMIT_S + 9
+    grammar.answer(token._replace(seconds=long, replayed_s=long))
+    assert grammar.failure is None
 
 
 PLAIN: dict[str, tuple[str, str]] = {
@@ -326,23 +444,20 @@ def test_a_process_forgets_outputs_that_are_over_and_ends_when_it_is_dropped() -
     assert not schema.is_used
     take(compiler, start(compiler, "regex", "[ab]+"), ord("b"))
     assert len(schema._known) == 1
-    process = compiler._nursery.process
-    assert process is not None
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    assert len(children.read_text().split()) == 1
+    assert len(children(compiler)) == 1
     schema.close()
     deadline = time.monotonic() + 30
-    while children.read_text().split():
+    while children(compiler):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 ORPHANS = """
-import sys, time
-from tests.engine.structured_output.test_processes import make, start, take
+import json, time
+from tests.engine.structured_output.test_processes import children, make, start
 compiler = make()
 grammars = [start(compiler, "regex", f"[ab]{{{number},}}") for number in range(3)]
-print(compiler._nursery.process.pid, flush=True)
+print(json.dumps([compiler._nursery.process.pid, *children(compiler)]), flush=True)
 time.sleep(600)
 """
 
@@ -351,12 +466,11 @@ time.sleep(600)
 def test_nothing_is_left_of_an_engine_that_was_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
-        nursery = int(engine.stdout.readline())
-        children = Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split()
-        assert len(children) == 3
+        processes = json.loads(engine.stdout.readline())
+        assert len(processes) == 4
         engine.kill()
     deadline = time.monotonic() + 60
-    while any(is_running(pid) for pid in (nursery, *map(int, children))):
+    while any(map(is_running, processes)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -436,3 +550,25 @@ def test_the_largest_ends_when_those_in_use_take_too_much(small: SchemaCompiler)
     small._make_room()
     assert [user.failure is not None for user in users] == [False, True, False]
     assert isinstance(users[1].failure, SchemaTooComplex)
+
+
+def test_closing_an_engine_ends_the_processes() -> None:
+    this = psutil.Process()
+    before = set(this.children(recursive=True))
+    llm = LLM("echo", num_kv_blocks=64)
+    llm.generate("aaa", SamplingParams(max_tokens=4, structured_outputs=StructuredOutputs(regex="a+")))
+    started = set(this.children(recursive=True)) - before
+    assert len(started) == 2, "the first process, and the schema's"
+    llm.close()
+    llm.close()
+
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    give_up = time.monotonic() + 60
+    while any(map(runs, started)):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)

@@ -89,8 +89,8 @@ def test_several_without_a_default(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{% for %}", "line 1: "), (b"\xff\xfe", "can't read"), (b" \n", "is no template"),
-     (b"x" * (2**20 + 1), "is no template")],
+    [(b"{% for %}", "line 1: "), (b"\xff\xfe", "can't read"), (b" \n", "should have 1 to"),
+     (b"x" * (2**20 + 1), "should have 1 to")],
     ids=["syntax", "bytes", "empty", "long"],
 )  # fmt: skip
 def test_a_file_that_is_no_template(content: bytes, message: str, model: Path, tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_a_file_that_is_no_template(content: bytes, message: str, model: Path, t
 
 
 def test_there_is_no_such_file_or_name(model: Path) -> None:
-    with pytest.raises(ConfigError, match="chat_template: there is no file '/no/such'"):
+    with pytest.raises(ConfigError, match="chat_template: file '/no/such' does not exist"):
         LLM(str(model), chat_template="/no/such")
     configure(model, chat_template=[{"name": "rag", "template": "named"}])
-    with pytest.raises(ConfigError, match="no file 'chat'; the model's own are rag"):
+    with pytest.raises(ConfigError, match="file 'chat' does not exist; the model's own are rag"):
         tokens(model, "chat")
 
 
@@ -112,6 +112,13 @@ def test_a_broken_one_of_the_models(model: Path) -> None:
     configure(model, chat_template="{{ own")
     with pytest.raises(ModelLoadError, match=r"can't read the chat template in .*chat_template"):
         tokens(model)
+
+
+def test_the_templates_own_reason_is_told(model: Path) -> None:
+    configure(model, chat_template="{{ raise_exception('roles must alternate' + ' !' * 1000) }}")
+    with pytest.raises(InvalidRequest, match="refuses these messages: roles must alternate") as refused:
+        tokens(model)
+    assert len(str(refused.value)) < 400
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
@@ -13,7 +14,6 @@ from pagemill.engine.outputs import SampleState
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
 from pagemill.engine.text.tokenizer import ByteTokenizer
-from pagemill.structured_outputs import StructuredOutputs
 
 LIMITS = InputLimits(vocab_size=257, max_model_len=32, pool_tokens=24, max_num_seqs=4)
 WITH_TOKENIZER = InputProcessor(ByteTokenizer(), LIMITS)

@@ -8,16 +8,18 @@ from typing import Any, get_args
 
 import pytest
 
-from pagemill.chat.families import TOOLS, ToolParser
-from pagemill.chat.parser import parse_whole
-from pagemill.chat.thinking import THINKING, ReasoningParser
+from pagemill.common.chat.families import TOOLS
+from pagemill.common.chat.thinking import THINKING, ReasoningParser
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError, InvalidRequest
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.text.call_grammar import is_text_schema
 from pagemill.engine.text.chat import ChatFormat, ChatOptions
+from pagemill.engine.text.numbered_calls import number_calls
 from pagemill.engine.text.tokenizer import HuggingFaceTokenizer
+from pagemill.producer.wire.chat.parser import parse_whole
 
 TOOL: Any = {
     "type": "function",
@@ -60,10 +62,11 @@ def templated(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
 
 
 def test_the_names_are_those_of_the_tables() -> None:
-    assert get_args(ToolParser) == (*TOOLS, "none")
+    for name in (*TOOLS, "none"):
+        assert EngineConfig(model="echo", tool_call_parser=name).tool_call_parser == name
     assert get_args(ReasoningParser) == (*THINKING, "none")
     with pytest.raises(ConfigError, match="'hermes'"):
-        EngineConfig(model="echo", tool_call_parser="klingon")  # type: ignore[arg-type]
+        EngineConfig(model="echo", tool_call_parser="klingon")
 
 
 def test_a_template_without_tools_gets_them_explained(tokenizer: HuggingFaceTokenizer) -> None:
@@ -108,19 +111,114 @@ def test_an_effort_that_the_template_does_not_know_is_refused(tokenizer: Hugging
         ChatFormat(tokenizer).prepare(TURNS, ChatOptions(reasoning_effort="low"), SamplingParams())
 
 
+@pytest.mark.parametrize(("is_parallel", "calls"), [(None, 1), (False, 1), (True, 16)])
+def test_one_call_is_forced_unless_several_are_allowed(
+    tokenizer: HuggingFaceTokenizer, is_parallel: bool | None, calls: int
+) -> None:
+    options = ChatOptions(tools=[TOOL], choice="required", is_parallel=is_parallel)
+    shape = (
+        ChatFormat(tokenizer, "hermes").prepare(TURNS, options, SamplingParams()).params.structured_outputs
+    )
+    assert shape is not None
+    assert (f"{{0,{calls - 1}}}" in str(shape.grammar)) == (calls > 1)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [None, "hermes", "mistral_args", "llama3_json", "deepseek_v31"])
+@pytest.mark.parametrize(
+    "name",
+    [None, "hermes", "mistral_args", "llama3_json", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45", "seed_oss",
+     "minimax_m2", "deepseek_v32"],
+)  # fmt: skip
 def test_a_real_model_s_forced_calls_are_valid(name: str | None, llm: LLM) -> None:
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
-    options = ChatOptions(tools=[TOOL], choice="required", is_parallel=False)
-    params = SamplingParams(max_tokens=80, temperature=1.0, seed=7)
+    options = ChatOptions(tools=[TOOL], choice="required")
+    params = SamplingParams(max_tokens=200, temperature=1.0, seed=7)
     chat = ChatFormat(tokenizer, name).prepare(TURNS, options, params)
     (output,) = llm.generate([chat.prompt], chat.params)
     answer = parse_whole(chat.syntax, output.outputs[0].text)
     (call,) = answer.calls
     assert (answer.content, call.name) == ("", "weather")
     assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+
+
+def test_calls_of_kimi_are_numbered(templated: HuggingFaceTokenizer) -> None:
+    def called(*names: str) -> dict[str, Any]:
+        calls = [{"id": f"id-{name}", "function": {"name": name, "arguments": "{}"}} for name in names]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    turns = [
+        called("f", "g"),
+        {"role": "tool", "tool_call_id": "id-g"},
+        called("f"),
+        {"role": "tool", "tool_call_id": "id-f"},
+    ]
+    number_calls(turns)
+    assert [call["id"] for turn in turns for call in turn.get("tool_calls", ())] == [
+        "functions.f:0",
+        "functions.g:1",
+        "functions.f:2",
+    ]
+    assert [turn["tool_call_id"] for turn in turns if turn["role"] == "tool"] == [
+        "functions.g:1",
+        "functions.f:2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_text"),
+    [
+        ({"type": "string"}, True),
+        ({"type": ["string", "null"]}, True),
+        ({"type": "integer"}, False),
+        ({"enum": ["a", "b"]}, True),
+        ({"enum": ["a", 1]}, False),
+        ({"const": "a"}, True),
+        ({"anyOf": [{"type": "null"}, {"type": "string"}]}, True),
+        ({"anyOf": [{"type": "null"}, {"type": "array"}]}, False),
+        ({"$ref": "#/$defs/name"}, True),
+        ({"$ref": "#/$defs/loop"}, False),
+        ({"$ref": "#/$defs/none"}, False),
+        ({"$ref": "https://example.com/x"}, False),
+        ({}, False),
+        (True, False),
+    ],
+)
+def test_texts_are_known_by_their_schema(schema: Any, is_text: bool) -> None:
+    root = {"$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
+    assert is_text_schema(schema, root) == is_text
+
+
+def test_too_many_names_of_parameters_are_refused(templated: HuggingFaceTokenizer) -> None:
+    properties = {f"{number:0>1000}": {"type": "integer"} for number in range(17)}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": properties}},
+    }
+    with pytest.raises(InvalidRequest, match="more than 16384 characters"):
+        ChatFormat(templated, "qwen3_coder").prepare(TURNS, ChatOptions(tools=[tool]), SamplingParams())
+
+
+def test_a_model_in_this_process_takes_tools_and_variables(llm: LLM) -> None:
+    """As a job does: the same prompt, and a forced call that the schema allows."""
+    params = SamplingParams(max_tokens=80, temperature=1.0, seed=7)
+    assert llm.engine.tokenizer is not None
+    chat = ChatFormat(llm.engine.tokenizer).prepare(
+        TURNS, ChatOptions(tools=[TOOL], choice="required"), params
+    )
+    for choice in ("required", "weather"):
+        (output,) = llm.chat(TURNS, params, tools=[TOOL], tool_choice=choice, use_tqdm=False)
+        assert output.prompt_token_ids == llm.engine.tokenizer.encode(chat.prompt, add_special_tokens=False)
+        (call,) = parse_whole(chat.syntax, output.outputs[0].text).calls
+        assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    (output,) = llm.chat(TURNS, SamplingParams(max_tokens=1), chat_template_kwargs={"a": 1}, use_tqdm=False)
+    assert output.error is None
+    with pytest.raises(InvalidRequest):
+        llm.chat(TURNS, params, tools=[TOOL], tool_choice="no_such", use_tqdm=False)
+    with pytest.raises(
+        InvalidRequest, match="reasoning_effort: the model's chat template has no such variable"
+    ):
+        llm.chat(TURNS, params, reasoning_effort="low", use_tqdm=False)
 
 
 @pytest.fixture(scope="module")

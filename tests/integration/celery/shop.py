@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from celery import Celery
 
@@ -19,6 +20,12 @@ def make_prompt(word: str) -> str:
 @app.task(name="shop.shout")  # type: ignore[untyped-decorator]
 def shout(result: dict[str, str]) -> str:
     return result["text"].upper()
+
+
+@app.task(name="shop.nap")  # type: ignore[untyped-decorator]
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
 
 
 @app.task(name="shop.collect")  # type: ignore[untyped-decorator]

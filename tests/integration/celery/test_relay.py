@@ -16,7 +16,7 @@ from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimit
 from celery.signals import task_success
 
 from pagemill import InvalidJob, Producer
-from pagemill.error_codes import END_CODES, FINAL_CODES, RETRYABLE_CODES
+from pagemill.common.error_codes import END_CODES, FINAL_CODES, RETRYABLE_CODES
 from pagemill.producer.celery import generation_task
 from pagemill.producer.celery.progress import ProgressWriter
 from pagemill.producer.celery.relay import Relay
@@ -298,10 +298,10 @@ def test_an_end_is_relayed_to_its_own_box(shop: Any, server: RedisServer) -> Non
     claimed = queue.run(outbox.claim("native", 1000, 60_000, relay="celery"))
     (notice,) = (each for each in claimed if each.outcome.job_id == handle.id)
     assert queue.run(outbox.claim("native", 10, 1000, relay="celery")) == [], "claimed twice"
-    assert not queue.run(outbox.settle("native", handle.id, notice.tries + 1, None, relay="celery")), (
-        "a stale try"
-    )
-    assert queue.run(outbox.settle("native", handle.id, notice.tries, 0, relay="celery"))
+    assert not queue.run(
+        outbox.finish_delivery("native", handle.id, notice.tries + 1, None, relay="celery")
+    ), "a stale try"
+    assert queue.run(outbox.finish_delivery("native", handle.id, notice.tries, 0, relay="celery"))
     assert Relay(shop.app, server.url, "native").relay() == 1
     assert handle.get(timeout=PATIENCE_S)["text"] == "mine"
 

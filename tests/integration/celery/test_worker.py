@@ -84,6 +84,26 @@ def celery_worker(
                 process.wait()
 
 
+@contextmanager
+def plain_worker(url: str, log: Path, queue: str) -> Iterator[None]:
+    """Celery's own worker for the same app, with one thread."""
+    command = [
+        sys.executable, "-m", "celery", "-A", "tests.integration.celery.shop:app", "worker", "-P", "threads", "-c", "1",
+        "-Q", queue, "-n", f"{uuid.uuid4().hex[:8]}@test", "--loglevel", "INFO", "--prefetch-multiplier", "1",
+    ]  # fmt: skip
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, env=os.environ | {"SHOP_BROKER": url}, stdout=file, stderr=file, cwd=ROOT
+        )
+    try:
+        eventually(lambda: process.poll() is not None or " ready." in log.read_text(), "Celery's worker")
+        assert process.poll() is None, log.read_text()
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=PATIENCE_S)
+
+
 @pytest.fixture(scope="module")
 def worker(
     server: RedisServer, engine: Any, shop: Any, tmp_path_factory: pytest.TempPathFactory
@@ -111,6 +131,37 @@ def test_a_task_and_its_result(generate: Callable[..., Any]) -> None:
     assert result["text"] == "hello"
     assert result["usage"]["prompt_tokens"] == 5
     assert result["outputs"][0]["finish_reason"] == "stop"
+
+
+def test_a_generation_does_not_start_after_its_expiry(
+    server: RedisServer, engine: Any, shop: Any, tmp_path: Path
+) -> None:
+    """One thread with another task in it, which is acknowledged early: the generation is received, and waits for it."""
+    options = ("--concurrency", "1", "--queue", "one-thread")
+    with celery_worker(server.url, tmp_path / "worker.log", *options):
+        busy = shop.app.send_task("shop.nap", (3.0,), queue="one-thread")
+        late = shop.app.send_task(TASK, kwargs={"prompt": "late"}, queue="one-thread", expires=1.5)
+        with pytest.raises(TaskRevokedError, match="expired"):
+            late.get(timeout=PATIENCE_S)
+        assert busy.get(timeout=PATIENCE_S) == 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ours", [True, False], ids=["pagemill celery-worker", "celery worker -P threads"])
+def test_own_tasks_end_as_with_celerys_own_threads(
+    is_ours: bool, server: RedisServer, engine: Any, shop: Any, tmp_path: Path
+) -> None:
+    """Neither checks the expiry of a task that waits for a thread, or has time limits: docs/celery.md says so."""
+    queue = f"threads-{is_ours}"
+    with (
+        celery_worker(server.url, tmp_path / "worker.log", "--concurrency", "1", "--queue", queue)
+        if is_ours
+        else plain_worker(server.url, tmp_path / "worker.log", queue)
+    ):
+        busy = shop.app.send_task("shop.nap", (2.0,), queue=queue, soft_time_limit=1, time_limit=1)
+        late = shop.app.send_task("shop.nap", (0.0,), queue=queue, expires=1)
+        assert busy.get(timeout=PATIENCE_S) == 2.0
+        assert late.get(timeout=PATIENCE_S) == 0.0
 
 
 def test_labels_have_probabilities(generate: Callable[..., Any]) -> None:
@@ -236,12 +287,14 @@ def test_time_limits(generate: Callable[..., Any], engine: Any) -> None:
 def test_celerys_own_inspection_answers(generate: Callable[..., Any], shop: Any) -> None:
     handle = generate(prompt="x" * 1000, max_tokens=1000)
     inspect = shop.app.control.inspect(timeout=10)
-    active = eventually(
-        lambda: [t for tasks in (inspect.active() or {}).values() for t in tasks], "active tasks"
+    eventually(
+        lambda: handle.id in {task["id"] for tasks in (inspect.active() or {}).values() for task in tasks},
+        "the task among the active ones",
     )
-    assert {task["id"] for task in active} == {handle.id}
-    stats = next(iter(inspect.stats().values()))
-    assert stats["pool"]["implementation"].endswith("EnginePool")
+    replies = dict[str, Any]()
+    eventually(lambda: replies.update(inspect.stats() or {}) or replies, "the statistics")
+    (stats,) = replies.values()
+    assert stats["pool"]["implementation"].endswith("thread:TaskPool")
     handle.get(timeout=PATIENCE_S)
 
 
@@ -285,7 +338,7 @@ def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
     flower: Callable[..., Any], generate: Callable[..., Any], engine: Any
 ) -> None:
     (found,) = eventually(lambda: flower("workers?refresh=1"), "Flower to find the worker").values()
-    assert found["stats"]["pool"]["implementation"].endswith("EnginePool")
+    assert found["stats"]["pool"]["implementation"].endswith("thread:TaskPool")
     assert [queue["name"] for queue in found["active_queues"]] == ["pagemill"]
     assert TASK in found["registered"]
 
@@ -338,7 +391,10 @@ def received(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_chord(server: RedisServer, engine: Any, shop: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGQUIT, marks=pytest.mark.slow)])
+def test_killed_in_the_middle_of_a_chord(
+    number: int, server: RedisServer, engine: Any, shop: Any, tmp_path: Path
+) -> None:
     """Its messages are delivered again to another worker, and what the engine has done is not done again."""
     header = [
         shop.app.signature(
@@ -350,7 +406,7 @@ def test_killed_in_the_middle_of_a_chord(server: RedisServer, engine: Any, shop:
         result = chord(header)(shop.collect.s())
         # Until it has recorded a message as unacknowledged, Celery's own broker client holds it in memory alone.
         eventually(lambda: received(server.url) and len(engine.table) >= 10, "generations under way")
-        os.killpg(first.pid, signal.SIGKILL)
+        os.killpg(first.pid, number)
         first.wait()
         with celery_worker(server.url, tmp_path / "second.log"):
             texts = result.get(timeout=2 * PATIENCE_S)

@@ -168,8 +168,9 @@ def test_a_model_that_fails_leaves_the_first_answers(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--escalate-below", "0.8"), "--to MODEL beside --escalate-below"),
+        (("--escalate-below", "0.8"), "--escalate-below needs --to MODEL"),
         (("--escalate-below", "0.8", "--to", "no model"), "a served model's name"),
+        (("--escalate-below", "0.8", "--to", "openai:https://host/v1/big.gguf"), "set --api-budget TOKENS"),
         (("--escalate-below", "0.8", "--to", "big", "--label-temperature", "1,x"), "--label-temperature"),
     ],
 )

@@ -149,14 +149,14 @@ def test_a_dry_run_shows_the_prompts_of_each_step(valkey_url: str, queue_name: s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("recipe.yaml",), "give one file of rows, after a recipe"),
-        (("in.jsonl", "recipe.yaml"), "give one file of rows, after a recipe"),
+        (("recipe.yaml",), "one or more files of rows are required, after a recipe"),
+        (("in.jsonl", "recipe.yaml"), "one or more files of rows are required, after a recipe"),
         (("recipe.yaml", "in.jsonl", "--choices", "a,b"), "--choices is for runs of one step"),
         (("recipe.yaml", "in.jsonl", "--temperature", "0"), "--temperature is for runs of one step"),
         (("recipe.yaml", "in.jsonl", "--no-chat"), "--no-chat is for runs of one step"),
         (
             ("bad.yaml", "in.jsonl"),
-            "bad.yaml, line 1: the recipe: there is no key 'stops'; did you mean steps?",
+            "bad.yaml, line 1: the recipe: unknown key 'stops'; did you mean steps?",
         ),
         (("none.yaml", "in.jsonl"), "none.yaml"),
     ],

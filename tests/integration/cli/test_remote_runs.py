@@ -61,14 +61,14 @@ def test_a_run_from_bucket_to_bucket(pagemill: Callable[..., Result], bucket: Bu
         ),
     }
     assert not [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
-    estimate = pagemill(source, "--out", bucket("trial.csv.zst"), "--estimate", "--limit", "5")
+    trial = bucket("trial.csv.zst")
+    estimate = pagemill(source, "--out", trial, "--estimate", "--limit", "5")
     assert "all 31 rows: about" in estimate.stderr
+    assert {"trial.csv.zst.partial"} == bucket.names() & {"trial.csv.zst", "trial.csv.zst.partial"}
+    assert pagemill(source, "--out", trial).exit_code == 4
     local = tmp_path / "local.jsonl"
-    assert (
-        pagemill(bucket("trial.csv.zst"), "--out", f"file://{local}", "--output-column", "again").exit_code
-        == 0
-    )
-    assert len(local.read_text().splitlines()) == 5
+    assert pagemill(trial, "--out", f"file://{local}", "--output-column", "again").exit_code == 0
+    assert len(local.read_text().splitlines()) == 30
 
 
 def test_an_early_stop_keeps_the_journal_here(pagemill: Callable[..., Result], bucket: Bucket) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_failed_rows_have_an_exit_code_of_their_own(
         (("--out", "out.xyz"), ".jsonl"),
         (("--gold", "nope"), "nope"),
         (("--field", "no_such=1"), "no_such"),
-        (("--choices", "a,b", "--regex", "x"), "one of"),
+        (("--choices", "a,b", "--regex", "x"), "exclude each other"),
         (("--json-schema", "{torn"), "JSON"),
         (("--encoding", "utf-16"), "UTF-8"),
     ],
@@ -182,10 +183,18 @@ def test_an_estimate_keeps_what_it_did(
     write_rows(tmp_path / "in.jsonl", 150)
     trial = pagemill(*RUN, "--estimate", "--price-per-hour", "3")
     assert trial.returncode == 0, trial.stderr
-    assert "all 150 rows: about" in trial.stderr
-    assert len(outputs(tmp_path / "out.jsonl")) == 100
+    assert re.search(
+        r"all 150 rows: about (a second|\d+ (seconds|minutes)), [\d.]+ at that price", trial.stderr
+    )
+    assert "no output was written" in trial.stderr
+    assert not (tmp_path / "out.jsonl").exists(), "it would look like a finished output"
     whole = pagemill(*RUN, "--json")
     assert whole.returncode == 0, whole.stderr
+    assert len(outputs(tmp_path / "out.jsonl")) == 150
+    assert json.loads(whole.stdout)["starts"] == 2, "the rows of the trial are not computed again"
+    assert not (tmp_path / "out.jsonl.partial").exists()
+    again = pagemill(*RUN, "--estimate")
+    assert again.returncode == 0, again.stderr
     assert len(outputs(tmp_path / "out.jsonl")) == 150
 
 
@@ -234,7 +243,7 @@ def test_interrupted_and_started_again(
         _, said = first.communicate(timeout=PATIENCE_S)
         assert first.returncode == (130 if ending != signal.SIGKILL else -signal.SIGKILL), said
         if ending != signal.SIGKILL:
-            assert "(--cancel ends them)\nrun the same command again to go on;" in said
+            assert "(--cancel ends them)\nrun the same command again to continue;" in said
         waiting.pause(False)
         waiting.redis.close()
         again = pagemill(*RUN, "--model", "echo")
@@ -252,7 +261,10 @@ def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Fin
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(outputs(tmp_path / "out.jsonl")) == 5
-    assert "starting a worker for echo: loading echo" in done.stderr
+    # A run prints the worker's latest message now and then: an echo model may be loaded between two.
+    assert re.search(r"starting a worker for echo: (loading echo|ready: model echo)", done.stderr), (
+        done.stderr
+    )
     assert not (tmp_path / "state" / "server.json").exists()
 
 

@@ -186,6 +186,24 @@ def test_no_server_is_said_in_one_line(run: Callable[..., Result], tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
 
 
+def test_a_mistyped_model_without_a_server_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PAGEMILL_REDIS_URL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    done = CliRunner().invoke(
+        app,
+        [*RUN, "--out", "out.jsonl", "--model", "smolm2"],
+        env={"PAGEMILL_STATE_DIR": str(tmp_path / "state")},
+    )
+    assert done.exit_code == 3, done.output
+    assert "no Redis server" in done.stderr
+    assert "smolm2" in done.stderr
+    assert "--redis-url" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_a_finished_output_is_taken_up_as_it_was(

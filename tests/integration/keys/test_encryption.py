@@ -6,16 +6,18 @@ import base64
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import APIStatusError, OpenAI, omit
 
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls import outbox, transitions
 from pagemill.producer.wire.calls.gateway import stored_files
 from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
+from pagemill.producer.wire.schema.checkpoints import read_deltas
 from pagemill.producer.wire.schema.errors import InvalidJob, JobFailed
 from pagemill.producer.wire.schema.sealing import (
     COMMAND_VARIABLE,
@@ -26,7 +28,9 @@ from pagemill.producer.wire.schema.sealing import (
     ring,
 )
 from pagemill.producer.wire.schema.signing import unsigned_entry
-from pagemill.worker.webhooks.delivery import DeliveryFailed, body_of
+from pagemill.producer.wire.webhooks.delivery import DeliveryFailed
+from pagemill.worker.webhooks.sender import body_of
+from pagemill.worker.worker import Worker
 from tests.producer.driving import Queue, delta, open_queue, result_json
 from tests.producer.gateway.serving import gateway
 from tests.worker.harness import (
@@ -40,6 +44,7 @@ from tests.worker.harness import (
 
 SENTINEL = "zebra-quagga-okapi"
 MODEL = "echo"
+FILE = StoredFile("file-1", 0.0, 30, 1, "in.jsonl", "batch", 0)
 
 
 def key() -> str:
@@ -95,7 +100,8 @@ def test_nothing_is_readable_and_everything_answers(queue: Queue, keys: str, tmp
         producer.store.over_bytes = 2000
         twice = {"prompt": f"{SENTINEL} twice", "dedupe": True, "temperature": 0, "max_tokens": 30}
         equal = [producer.submit(twice) for _ in range(3)]
-        before = producer.submit(prompt=f"{SENTINEL} waits", max_tokens=40, keep_input=True)
+        about, large_about = {"about": SENTINEL}, {"about": SENTINEL, "more": "x" * 16_000}
+        before = producer.submit(prompt=f"{SENTINEL} waits", max_tokens=40, keep_input=True, metadata=about)
         large = producer.submit(prompt=f"{SENTINEL} " * 150, max_tokens=1000, keep_input=True)
         assert readable(queue, SENTINEL) == []
         with running_worker(config):
@@ -107,9 +113,17 @@ def test_nothing_is_readable_and_everything_answers(queue: Queue, keys: str, tmp
             late = producer.submit(prompt="after: {one.text}", after={"one": equal[2].id}, max_tokens=60)
             for handle in (*equal, before, large, chat, child, late):
                 assert SENTINEL in handle.result(timeout=PATIENCE_S).text, handle.id
-            batch = producer.submit_many([{"prompt": f"{SENTINEL} {n}", "max_tokens": 30} for n in range(3)])
+            assert before.status().metadata == before.result(timeout=0).metadata == about
+            rows = [
+                {"prompt": f"{SENTINEL} {n}", "max_tokens": 30, "metadata": large_about} for n in range(3)
+            ]
+            invalid = {"prompt": "", "metadata": large_about}
+            batch = producer.submit_many([*rows, invalid], on_invalid="record")
             batch.wait(timeout=PATIENCE_S)
-            assert all(item.result is not None and SENTINEL in item.result.text for item in batch.results())
+            items = list(batch.results())
+            assert [item.metadata for item in items] == [large_about] * 4
+            texts = [item.result.text for item in items if item.result is not None]
+            assert [SENTINEL in text for text in texts] == [True] * 3
             assert producer.verify(before.id, timeout=PATIENCE_S).is_reproduced
         assert [event.type for event in stream.stream()][-1] == "end"
         assert readable(queue, SENTINEL, SENTINEL[:12]) == []
@@ -143,9 +157,10 @@ def test_a_sealed_checkpoint_is_taken_over(queue: Queue, keys: str, tmp_path: Pa
 
 def test_a_dead_letter_is_shown_and_replayed(queue: Queue, keys: str) -> None:
     with Producer(queue.url, queue=queue.name, model="m") as producer:
-        handle = producer.submit(prompt=SENTINEL)
+        handle = producer.submit(prompt=SENTINEL, metadata={"about": SENTINEL})
         queue.fail(queue.pull_one(), "dead")
         letter = producer.dead_letters().show(handle.id)
+        assert [found.metadata for found in producer.dead_letters().list()] == [{"about": SENTINEL}]
         assert SENTINEL.encode() not in letter.payload
         done = producer.dead_letters().replay([handle.id])
         assert list(done.jobs) == [handle.id]
@@ -156,12 +171,58 @@ def test_a_dead_letter_is_shown_and_replayed(queue: Queue, keys: str) -> None:
 
 
 def test_files_of_the_gateway(queue: Queue, keys: str) -> None:
-    file = StoredFile("file-1", 0.0, 30, 1, "in.jsonl", "batch", 0)
+    file = FILE
     queue.run(stored_files.begin(queue.name, "t", file, max_files=9, max_bytes=999))
     queue.run(stored_files.write(queue.name, "t", file.id, 0, SENTINEL.encode()))
     queue.run(stored_files.finish(queue.name, "t", file.id, 60.0))
     assert readable(queue, SENTINEL) == []
     assert queue.run(stored_files.read(queue.name, file.id, 0)) == SENTINEL.encode()
+
+
+def test_what_the_gateway_stores_of_requests(
+    queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REQUIRED_VARIABLE, "1")
+    about = {"about": SENTINEL}
+    form: dict[str, Any] = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": [SENTINEL]}}}
+    line = {"custom_id": "a", "body": {"model": MODEL, "prompt": SENTINEL}}
+    worker = running_worker(worker_config(queue.url, queue.name, model=MODEL))
+    with (
+        worker,
+        gateway(queue.url, queue.name) as served,
+        OpenAI(base_url=served.base_url, api_key="none") as client,
+    ):
+        asked: dict[str, Any] = {"model": MODEL, "input": SENTINEL, "metadata": about, "text": form}
+        first = client.responses.create(**asked, instructions=SENTINEL, background=True)
+        done = eventually(
+            lambda: (found := client.responses.retrieve(first.id)).status == "completed" and found, "it"
+        )
+        assert (done.metadata, done.text.format.schema_) == (about, {"enum": [SENTINEL]})
+        after = client.responses.create(**asked, store=True, previous_response_id=first.id)
+        assert SENTINEL in after.output_text
+        chats = client.chat.completions
+        chat: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": SENTINEL}]}
+        stored = [chats.create(**chat, store=True, metadata=about).id for _ in range(2)]
+        chats.update(stored[0], metadata={"now": SENTINEL})
+        assert [found.id for found in chats.list(metadata=about)] == [stored[1]]
+        assert [found.id for found in chats.list(metadata={"now": SENTINEL})] == [stored[0]]
+        assert [message.content for message in chats.messages.list(stored[0])] == [SENTINEL]
+        batch = client.batches.create(
+            input_file_id=omit,  # type: ignore[arg-type]
+            endpoint="/v1/completions",
+            completion_window="24h",
+            metadata=about,
+            extra_body={"requests": [line]},
+        )
+        assert eventually(lambda: client.batches.retrieve(batch.id).output_file_id, "its output")
+        assert client.batches.retrieve(batch.id).metadata == about
+        assert readable(queue, SENTINEL, SENTINEL[:12]) == []
+        monkeypatch.setenv(KEYS_VARIABLE, f"k9:{key()}")
+        assert client.batches.retrieve(batch.id).metadata is None
+        for read in (lambda: client.responses.retrieve(first.id), lambda: chats.retrieve(stored[0])):
+            with pytest.raises(APIStatusError):
+                read()
+        assert list(chats.list()) == []
 
 
 @pytest.mark.slow
@@ -214,7 +275,7 @@ def test_a_webhook_waits_for_a_worker_that_has_the_key(
     (notice,) = queue.run(outbox.claim(queue.name, 1, 1))
     with pytest.raises(DeliveryFailed, match=f"k1.*add it to {KEYS_VARIABLE}"):
         body_of(queue.name, notice)
-    queue.run(outbox.settle(queue.name, "told", notice.tries, 1))
+    queue.run(outbox.finish_delivery(queue.name, "told", notice.tries, 1))
     monkeypatch.setenv(KEYS_VARIABLE, keys)
     (notice,) = eventually(lambda: queue.run(outbox.claim(queue.name, 1, 1)), "the notice")
     assert SENTINEL in body_of(queue.name, notice).decode()
@@ -329,6 +390,44 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InvalidJob, match="no key"):
         ring()
     assert not KeyRing({})
+
+
+def test_results_and_checkpoints_in_clear_are_refused_where_encryption_is_required(
+    queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither may be read, from a worker without the key or forged: a checkpoint starts again from the prompt."""
+    for name in ("ended", "begun"):
+        queue.submit(name)
+    ended, begun = queue.pull_one(), queue.pull_one()
+    queue.commit(ended)
+    queue.checkpoint(begun, delta(0, 7, 8))
+    queue.run(stored_files.begin(queue.name, "t", FILE, max_files=9, max_bytes=999))
+    monkeypatch.delenv(KEYS_VARIABLE)
+    queue.run(stored_files.write(queue.name, "t", FILE.id, 0, b"forged"))
+    monkeypatch.setenv(KEYS_VARIABLE, keys)
+
+    def readers(producer: Producer) -> list[Callable[[], object]]:
+        return [
+            lambda: producer.job("ended").result(timeout=0),
+            lambda: read_deltas("begun", entries(queue, "begun")),
+            lambda: queue.run(stored_files.read(queue.name, FILE.id, 0)),
+        ]
+
+    with Producer(queue.url, queue=queue.name) as producer:
+        assert all(read() for read in readers(producer))
+        monkeypatch.setenv(REQUIRED_VARIABLE, "1")
+        for read in readers(producer):
+            with pytest.raises(SealedError, match="not encrypted"):
+                read()
+
+
+def test_a_worker_does_not_start_without_the_key_that_is_required(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEYS_VARIABLE, raising=False)
+    monkeypatch.setenv(REQUIRED_VARIABLE, "1")
+    with pytest.raises(InvalidJob, match=f"{REQUIRED_VARIABLE} is set, and {KEYS_VARIABLE} has no key"):
+        Worker(worker_config(queue.url, queue.name, model=MODEL), queue.url)
 
 
 def test_conditions_are_refused(queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch) -> None:

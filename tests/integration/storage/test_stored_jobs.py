@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from pagemill import AsyncProducer, InvalidJob, JobFailed, Producer, StoreError
-from pagemill.producer.celery.task_message import whole
+from pagemill.producer.celery.task_message import with_result
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.wire.calls import limits, reads
 from pagemill.producer.wire.calls.limits import QueueLimits
@@ -105,9 +105,9 @@ async def test_every_reader_gets_stored_results(client: QueueClient, files: Test
         assert (outcome.result, outcome.stored is not None) == (None, True)
 
         with producer_of(client, None) as poor:
-            with pytest.raises(StoreError, match="none is configured here: set PAGEMILL_STORE_URL"):
+            with pytest.raises(StoreError, match="no store is configured: set PAGEMILL_STORE_URL"):
                 poor.job(again.id).result(timeout=60)
-            with pytest.raises(StoreError, match="none is configured here"):
+            with pytest.raises(StoreError, match="no store is configured"):
                 list(poor.batch(batch.id).results(ordered=True))
 
         files.remove(stored_at(client, ordered[1].id, "out") or "")
@@ -148,7 +148,7 @@ def test_celery_the_gateway_and_data_sets_read_them(
             handle.result(timeout=60)
             outcome = client.run(reads.outcome(client.queue, handle.id))
             assert outcome.stored is not None
-            result = whole(outcome).result
+            result = with_result(outcome).result
             assert result is not None
             assert result.text == LARGE
         rows = [{"text": f"{row} {LARGE}"} for row in range(3)]

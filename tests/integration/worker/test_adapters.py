@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from pagemill import Producer
 from pagemill.__main__ import app
+from pagemill.producer.wire.calls import account
 from pagemill.producer.wire.schema.errors import JobFailed
 from tests.engine.adapters.trained import Trained, merged_tokens, save_adapter
 from tests.worker.harness import (
@@ -106,7 +107,7 @@ def test_jobs_name_adapters_that_come_and_go(
         assert code == 0
         code, answers = command(valkey_url, client.queue, "remove", "red")
         assert code == 1
-        assert "no adapter 'red' here; there are: blue" in next(iter(answers.values()))["error"]
+        assert "unknown adapter 'red'; known: blue" in next(iter(answers.values()))["error"]
         eventually(lambda: client.workers()[0].adapters == ("blue",), "the registry knows")
         assert producer.submit(**JOB, adapter="blue").result(timeout=120).outputs[0].text == ""
 
@@ -129,6 +130,9 @@ def test_jobs_that_wait_for_a_slot_keep_no_rows_from_others(
         assert not client.status(long).done
         for outcome in client.wait([long, *waiting]):
             assert outcome.value() is not None
+        accounts = [client.run(account.why(client.queue, job_id)) for job_id in waiting]
+        named = {part.cause: part.seconds for found in accounts for part in found.parts if part.seconds > 0.1}
+        assert "adapter" in named
 
 
 def test_a_job_whose_adapter_has_just_gone_fails_alone(
@@ -140,7 +144,7 @@ def test_a_job_whose_adapter_has_just_gone_fails_alone(
         lanes = worker.admission._lanes()
         worker.admission._lanes = lambda: lanes
         worker.engine.engine.adapters.remove("red")
-        with pytest.raises(JobFailed, match="no adapter 'red' here; there are: none") as failed:
+        with pytest.raises(JobFailed, match="unknown adapter 'red'; known: none") as failed:
             producer.submit(**JOB, adapter="red").result(timeout=120)
         assert failed.value.code == "unknown_adapter"
         assert len(producer.submit(**JOB).result(timeout=120).outputs[0].token_ids) == 24

@@ -101,7 +101,8 @@ BAD_PAYLOADS = {
     b'{"v":1,"model":"echo","prompt_token_ids":[1,99999]}': "invalid_job",
     b'{"v":1,"model":"echo","prompt":"p","structured_outputs":{"regex":"("}}': "schema_invalid",
     b'{"v":1,"model":"echo","prompt":"p","structured_outputs":{"json":"{"}}': "schema_invalid",
-    b'{"v":1,"model":"echo","prompt":"p","structured_outputs":{"json":"{\\"not\\":{}}"}}': "unsupported_feature",
+    b'{"v":1,"model":"echo","prompt":"p","structured_outputs":{"json":"{\\"not\\":{}}"}}': "schema_mismatch",
+    b'{"v":1,"model":"echo","prompt":"p","structured_outputs":{"regex":"(?=a)a"}}': "unsupported_feature",
     b'{"v":1,"model":"echo","prompt":"p","structured_outputs":{"regex":"(a?){3000}a{3000}"}}': "schema_too_complex",
     b'{"v":1,"model":"echo","prompt":"' + b"x" * 4000 + b'"}': "prompt_too_long",
     b'{"v":1,"model":"echo","prompt":"' + b"x" * 400 + b'","max_tokens":400}': "never_fits",
@@ -130,8 +131,8 @@ def test_bad_jobs_fail_alone_each_with_its_code(valkey_url: str, client: QueueCl
         assert "xxxx" not in failure.value.message
 
 
-def test_a_later_envelope_version_is_left_for_later_workers(worker: Worker, client: QueueClient) -> None:
-    later = client.submit_raw(b'{"v":99,"from":"the future"}', version=99)
+def test_a_job_with_unknown_needs_is_left_for_later_workers(worker: Worker, client: QueueClient) -> None:
+    later = client.submit_raw(b'{"v":99,"from":"the future"}', needs="99")
     client.wait(client.submit({"prompt": "now", "max_tokens": 3}))
     assert client.status(later).state == "queued"
 
@@ -188,6 +189,13 @@ def test_progress_only_ever_grows(slow_worker: Worker, client: QueueClient) -> N
     assert len(set(generated)) > 5
     assert {step.phase for step in progress} >= {"decode"}
     assert all(step.prompt_tokens in (0, 200) and step.max_tokens in (0, 200) for step in progress)
+    blocks = [step.kv_blocks for step in progress]
+    capacity = slow_worker.engine.capacity
+    assert capacity is not None
+    held = [capacity.blocks_for(200 + step.generated_tokens) for step in progress]
+    assert {*blocks} <= {0, *held}
+    assert max(blocks) > capacity.blocks_for(200)
+    assert blocks[-1] == 0
     (outcome,) = client.wait([job_id])
     assert outcome.result is not None
     assert outcome.result.text == text

@@ -18,7 +18,6 @@ from pagemill import InvalidJob, Job, JobFailed, Producer
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.producer.celery.task import plain_result
 from pagemill.producer.dataset.tables.rows import open_source
-from pagemill.producer.wire.schema.tasks import LABEL_VERSION, VERSIONS
 from tests.chaos.nursery import Nursery
 from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
 
@@ -88,26 +87,7 @@ def test_the_digest_tells_kinds_apart() -> None:
     jobs = [Job.parse(asked(**fields)) for fields in kinds]
     plain = Job.parse({name: value for name, value in asked().items() if name != "label_probs"})
     assert len({job.digest() for job in (*jobs, plain)}) == 4
-    assert LABEL_VERSION == 6
-    assert [job.version for job in (*jobs, plain)] == [6, 6, 6, 1]
     assert Job.from_payload(jobs[0].to_payload()) == jobs[0]
-
-
-@pytest.mark.slow
-def test_a_worker_that_does_not_know_the_version_leaves_the_job(
-    valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    older = tuple(version for version in VERSIONS if version != LABEL_VERSION)
-    with Producer(valkey_url, queue=queue_name) as producer:
-        with monkeypatch.context() as patch:
-            patch.setattr("pagemill.producer.wire.calls.transitions.VERSIONS", older)
-            with running_worker(worker_config(valkey_url, queue_name)):
-                new = producer.submit(**asked(model="echo"))
-                old = producer.submit(prompt="x", model="echo", structured_outputs=SHAPE)
-                assert old.result(timeout=60).label is None
-                assert new.status().state == "queued"
-        with running_worker(worker_config(valkey_url, queue_name)):
-            assert new.result(timeout=60).label in LABELS
 
 
 @pytest.mark.parametrize(
@@ -119,7 +99,7 @@ def test_a_worker_that_does_not_know_the_version_leaves_the_job(
         ({"structured_outputs": {"choice": ["a"] * 1025}}, "at most 1024 items"),
         ({"label_probs": "sum"}, "Input should be 'product', 'mean' or 'constrained'"),
         ({"label_probs": True}, "Input should be 'product', 'mean' or 'constrained'"),
-        ({"n": 2, "logprobs": 1}, "label_probs takes no n, logprobs"),
+        ({"n": 2, "logprobs": 1}, "label_probs cannot be combined with n, logprobs"),
         ({"stream": True}, "label_probs can't stream"),
         ({"task": "score", "structured_outputs": None}, "label_probs"),
     ],

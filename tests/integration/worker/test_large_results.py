@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pagemill.worker.jobs import running_job
 from pagemill.worker.jobs.running_job import MAX_LOGPROBS, MAX_RESULT_BYTES
 from tests.worker.harness import (
     QueueClient,
@@ -45,7 +46,10 @@ def test_what_no_result_has_room_for_is_refused_before_it_runs(
     assert f"{MAX_LOGPROBS:,}" in outcome.error.message
 
 
-def test_a_job_that_outgrows_a_result_ends_alone_with_what_there_is(client: QueueClient) -> None:
+def test_a_job_that_outgrows_a_result_ends_alone_with_what_there_is(
+    client: QueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_job, "MAX_RESULT_BYTES", 1 << 20)  # the next test reaches the real limit
     chat = {"messages": [{"role": "user", "content": "hello"}], "n": 4}
     with running_worker(worker_config(client.url, client.queue)):
         job_id, beside = client.submit(chat | LOGPROBS, {"prompt": "beside", "max_tokens": 6})

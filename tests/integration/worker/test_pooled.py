@@ -125,9 +125,9 @@ def test_equal_ones_run_once(queue: Producer) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": "a", "temperature": 0.5}, "an? embed job takes no temperature"),
+        ({"prompt": "a", "temperature": 0.5}, "an? embed job cannot have temperature"),
         ({"prompt": "a", "stream": True}, "an? embed job can't stream"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "takes no messages"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "cannot have messages"),
         ({"prompt": "a", "inputs": ["b"]}, "exactly one of prompt, messages, prompt_token_ids, inputs"),
         ({"inputs": []}, "at least 1"),
         ({"inputs": ["a"] * 2049}, "at most 2048"),
@@ -135,12 +135,12 @@ def test_equal_ones_run_once(queue: Producer) -> None:
         ({"inputs": [[]]}, "at least 1 item"),
         ({"prompt": "a", "dimensions": 0}, "dimensions"),
         ({"prompt": "a", "rows_dtype": "float64"}, "rows_dtype: Input should be 'float32' or 'float16'"),
-        ({"prompt": "a", "documents": ["b"]}, "takes no documents"),
+        ({"prompt": "a", "documents": ["b"]}, "cannot have documents"),
         ({"task": "rerank", "prompt": "a"}, "takes a prompt, the query, and documents"),
-        ({"task": "rerank", "prompt": "a", "inputs": ["b"]}, "takes no inputs"),
+        ({"task": "rerank", "prompt": "a", "inputs": ["b"]}, "cannot have inputs"),
         ({"task": "classify", "documents": ["b"]}, "exactly one of|documents go with a prompt"),
-        ({"task": "generate", "inputs": ["b"]}, "takes no inputs"),
-        ({"task": "generate", "prompt": "a", "truncate": True}, "takes no truncate"),
+        ({"task": "generate", "inputs": ["b"]}, "cannot have inputs"),
+        ({"task": "generate", "prompt": "a", "truncate": True}, "cannot have truncate"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_submit(
@@ -189,7 +189,7 @@ def test_a_result_that_no_record_can_hold_is_refused_before_it_runs(
     monkeypatch.setattr("pagemill.worker.jobs.intake.MAX_RESULT_BYTES", 5000)
     job = {"task": "embed", "inputs": TEXTS, "model": "embedder"}
     with pytest.raises(
-        JobFailed, match=r"its result would have 6,828 bytes, .* rows_dtype float16"
+        JobFailed, match=r"the result would have 6,828 bytes, .* rows_dtype float16"
     ) as failed:
         queue.submit(job).result(timeout=60)
     assert failed.value.code == "result_too_large"

@@ -26,7 +26,7 @@ def test_ranked_jobs_return_n_outputs(valkey_url: str, queue_name: str) -> None:
     assert [output.index for output in result.outputs] == [0, 1]
     assert result.outputs[0].text == "hello"
     assert result.outputs[1].text != "hello"
-    with pytest.raises(InvalidJob, match="a beam search takes no temperature") as refused:
+    with pytest.raises(InvalidJob, match="a beam search cannot be combined with temperature") as refused:
         client.submit({"prompt": "hello", "max_tokens": 5, "beam_width": 3, "temperature": 0.5})
     assert refused.value.code == "unsupported_feature"
     client.redis.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socketserver
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,27 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pagemill.engine.scheduling.preemption_cost import PreemptionCost
+from pagemill.engine.builder import _ECHO_BLOCK_BYTES
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.worker.job_queue import JobQueue
 from pagemill.worker.jobs.admission import OutputForecast
+from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer
+from tests.engine.images.tiny_checkpoint import write_checkpoint
+from tests.engine.models.generic.tiny_configs import tiny_config
+from tests.engine.models.generic.trial import build
 from tests.engine.tiny_model import save_tiny_llama, save_tiny_ministral
+from tests.integration.test_images import PICTURES, chat, job
 from tests.integration.worker.test_faults import fail_in_the_engine
 from tests.produced_metrics import children
 from tests.worker.harness import QueueClient, eventually, get, running_worker, worker_config
 
 SLOW = "echo:5"
+TWO_ECHO_BLOCKS_GIB = 2 * _ECHO_BLOCK_BYTES / 2**30
 
 
 @pytest.fixture
@@ -57,8 +64,8 @@ def has_counted(worker: Worker, *names: str) -> None:
 
 @pytest.mark.slow
 def test_memory_for_a_fraction_of_the_jobs(client: QueueClient) -> None:
-    """Sequences outgrow the cache: some are moved to the host, others wait."""
-    settings = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 8, "swap_space_gib": 0.001}
+    """Sequences outgrow the cache: some are preempted, others wait."""
+    settings = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 8, "host_cache_gib": 0.001}
     with running_worker(worker_config(client.url, client.queue, model=SLOW, **settings)) as worker:
         jobs = [{"prompt": str(i) * 40, "max_tokens": 150, "ignore_eos": True} for i in range(24)]
         ids = client.submit(*jobs)
@@ -67,24 +74,24 @@ def test_memory_for_a_fraction_of_the_jobs(client: QueueClient) -> None:
             "kv_cache_allocation_failures_total{}",
             "kv_cache_host_blocks{state=used}",
             "kv_cache_host_blocks{state=free}",
-            "kv_cache_swapped_blocks_total{direction=in}",
-            "kv_cache_swapped_blocks_total{direction=out}",
-            "preemptions_total{mode=swap}",
-            "requests_swapped{}",
+            "kv_cache_host_copied_blocks_total{direction=load}",
+            "kv_cache_host_copied_blocks_total{direction=store}",
+            "prefix_cache_tier_hit_tokens_total{source=host}",
+            "preemptions_total{}",
             "requests_waiting{reason=kv}",
         )
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+        has_counted(worker, "job_seconds_total{cause=kv_block}", "job_seconds_total{cause=preempted}")
 
 
 @pytest.mark.slow
 def test_keys_and_values_that_are_moved(
     client: QueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs are longer than forecast, and a model so small would rather compute its tokens again."""
+    """Outputs are longer than forecast."""
     monkeypatch.setattr(OutputForecast, "remaining", lambda *_: 1)
-    monkeypatch.setattr(PreemptionCost, "prefers_swap", lambda *_: True)
     save_tiny_llama(tmp_path)
-    settings = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 8, "swap_space_gib": 0.01}
+    settings = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 8, "host_cache_gib": 0.01}
     config = worker_config(
         client.url, client.queue, model=str(tmp_path), skip_tokenizer_init=True, **settings
     )
@@ -93,10 +100,28 @@ def test_keys_and_values_that_are_moved(
         ids = client.submit(*({**job, "prompt_token_ids": [i + 1] * 40} for i in range(24)))
         has_counted(
             worker,
-            "kv_cache_swapped_bytes_total{direction=in}",
-            "kv_cache_swapped_bytes_total{direction=out}",
+            "kv_cache_host_copied_bytes_total{direction=load}",
+            "kv_cache_host_copied_bytes_total{direction=store}",
         )
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+
+
+def test_a_host_tier_that_is_full_of_blocks_in_use(client: QueueClient) -> None:
+    """A block is evicted, and one step needs to store more than the tier holds."""
+    settings = {"num_kv_blocks": 24, "max_num_seqs": 8, "host_cache_gib": TWO_ECHO_BLOCKS_GIB}
+    with running_worker(worker_config(client.url, client.queue, model=SLOW, **settings)) as worker:
+        ids = client.submit(*({"prompt": str(i) * 150, "max_tokens": 5} for i in range(24)))
+        has_counted(worker, "kv_cache_host_skipped_blocks_total{}")
+        assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+
+
+def test_a_drain_that_lets_jobs_run_on(client: QueueClient) -> None:
+    with running_worker(worker_config(client.url, client.queue, model=SLOW)) as worker:
+        (job_id,) = client.submit({"prompt": "x" * 100, "max_tokens": 100})
+        eventually(lambda: client.generated(job_id), "the first tokens")
+        worker.drain(60.0, SignalFlag(), time.monotonic() + 120)
+        assert client.outcome(job_id).state == "succeeded"
+        has_counted(worker, "admission_blocked_seconds_total{reason=draining}")
 
 
 @pytest.mark.slow
@@ -142,12 +167,31 @@ def test_blocks_that_windows_leave_behind(client: QueueClient, tmp_path: Path) -
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
+def test_slots_of_recurrent_state(client: QueueClient, tmp_path: Path) -> None:
+    build("lfm2", tiny_config("lfm2", 0)).save_pretrained(tmp_path)
+    settings = {"max_num_seqs": 4, "skip_tokenizer_init": True, "verify": False}
+    config = worker_config(client.url, client.queue, model=str(tmp_path), **settings)
+    with running_worker(config) as worker:
+        job = {"prompt_token_ids": [5, 6, 7] * 6, "max_tokens": 120, "ignore_eos": True}
+        ids = client.submit(*[{"model": worker.model, **job}] * 4)
+        has_counted(
+            worker,
+            "kv_cache_state_slots{state=active}",
+            "kv_cache_state_slots{state=cached}",
+            "kv_cache_state_slots{state=free}",
+            "kv_cache_state_bytes{}",
+        )
+        assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+
+
 def test_samples_that_need_every_row(client: QueueClient) -> None:
     with running_worker(worker_config(client.url, client.queue, model=SLOW, max_num_seqs=4)) as worker:
         (first,) = client.submit({"prompt": "x" * 200, "max_tokens": 200})
         eventually(lambda: worker.table.by_job(first), "its start")
-        client.submit({"prompt": "wide", "max_tokens": 4, "n": 4, "temperature": 1.0})
+        wide = client.submit({"prompt": "wide", "max_tokens": 4, "n": 4, "temperature": 1.0})
         has_counted(worker, "requests_waiting{reason=rows}")
+        client.wait(wide)
+        has_counted(worker, "job_seconds_total{cause=sequence_slot}")
 
 
 @pytest.mark.slow
@@ -193,12 +237,30 @@ def test_an_answer_to_a_commit_that_is_lost(client: QueueClient, monkeypatch: py
         has_counted(worker, "result_commits_total{result=already_done}")
 
 
+def test_results_that_cannot_be_written(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pulls still work, so the worker reports that results block them, not that Redis is unavailable."""
+    send, works_again = JobQueue.run_many, threading.Event()
+
+    def reject_results(queue: JobQueue, calls: Sequence[Call[Any]]) -> list[Any]:
+        if not works_again.is_set() and any(call.script == "commit" for call in calls):
+            raise RedisUnavailable("the connection was reset")
+        return send(queue, calls)
+
+    monkeypatch.setattr(JobQueue, "run_many", reject_results)
+    config = worker_config(client.url, client.queue, model=SLOW, max_held_results=2)
+    with running_worker(config) as worker:
+        ids = client.submit(*({"prompt": "x" * length, "max_tokens": length} for length in (2, 2, 400)))
+        has_counted(worker, "admission_blocked_seconds_total{reason=results}")
+        works_again.set()
+        assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+
+
 @pytest.mark.slow
 def test_prompts_longer_than_a_step(client: QueueClient) -> None:
     settings = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
     with running_worker(worker_config(client.url, client.queue, model=SLOW, **settings)) as worker:
         client.submit(*({"prompt": "x" * 400, "max_tokens": 4} for _ in range(3)))
-        has_counted(worker, "requests_waiting{reason=budget}")
+        has_counted(worker, "requests_waiting{reason=budget}", "job_seconds_total{cause=step_budget}")
 
 
 @pytest.mark.slow
@@ -252,9 +314,30 @@ def test_a_start_is_seen_and_counted(client: QueueClient) -> None:
         worker.close()
 
 
-@pytest.mark.slow
-def test_an_engine_whose_figures_cannot_be_read(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_that_cannot_be_read(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_worker(worker_config(client.url, client.queue)) as worker:
         monkeypatch.setattr(type(worker.engine), "stats", property(lambda _: 1 / 0))
-        has_counted(worker, "scrape_source_errors_total{source=engine}")
+        monkeypatch.setattr(worker._queue_reader, "read", lambda: 1 / 0)
+        has_counted(
+            worker, "scrape_source_errors_total{source=engine}", "scrape_source_errors_total{source=queue}"
+        )
         monkeypatch.undo()
+
+
+def test_images(client: QueueClient, tmp_path: Path) -> None:
+    """Three questions about one picture, and a file that is no picture."""
+    write_checkpoint("llava", tmp_path)
+    settings = {"num_kv_blocks": 128, "num_threads": 1, "engine_process": "off"}
+    config = worker_config(client.url, client.queue, model=str(tmp_path), **settings)
+    with running_worker(config) as worker:
+        chats = [*(chat(PICTURES[0], f"{number}?") for number in range(3)), chat(b"<html>", "What?")]
+        ids = client.submit(*(job(each, 2) | {"model": worker.model} for each in chats))
+        assert [outcome.state for outcome in client.wait(ids)] == ["succeeded"] * 3 + ["failed"]
+        has_counted(
+            worker,
+            "images_encoded_total{}",
+            "image_cache_hits_total{}",
+            "image_encoder_seconds_total{}",
+            "image_cache_bytes{}",
+            "job_failures_total{code=invalid_image}",
+        )

@@ -115,12 +115,12 @@ def test_equal_ones_run_once(queue: Producer) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": 0.5}, "a score job takes no temperature"),
-        ({"max_tokens": 5}, "a score job takes no max_tokens"),
+        ({"temperature": 0.5}, "a score job cannot have temperature"),
+        ({"max_tokens": 5}, "a score job cannot have max_tokens"),
         ({"stream": True}, "a score job can't stream"),
         ({"continuations": []}, "continuations: Tuple should have at least 1 item"),
         ({"continuations": ["a"] * 129}, "continuations: Tuple should have at most 128 items"),
-        ({"task": "generate", "continuations": ["a"]}, "a generate job takes no continuations"),
+        ({"task": "generate", "continuations": ["a"]}, "a generate job cannot have continuations"),
         ({"task": "guess"}, "task: Input should be 'generate', 'score', 'embed'"),
     ],
 )

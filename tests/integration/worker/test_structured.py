@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pagemill.json_values import parse_output
+from pagemill.common.json_values import parse_output
 from pagemill.producer.wire.schema.errors import JobFailed
 from pagemill.producer.wire.schema.outputs import Result
 from pagemill.worker.worker import Worker
@@ -99,7 +99,7 @@ def test_regex_and_grammar_results_match(model_client: QueueClient) -> None:
 def test_one_bad_schema_fails_its_own_job_alone(model_client: QueueClient) -> None:
     shapes = {
         "(": "schema_invalid", '{"type": "nonsense"}': "schema_invalid",
-        '{"type": "array", "uniqueItems": true}': "unsupported_feature", "(a?){5000}a{5000}": "schema_too_complex",
+        "(?=a)a": "unsupported_feature", "(a?){5000}a{5000}": "schema_too_complex",
     }  # fmt: skip
     bad = model_client.submit(
         *(chat("x", structured_outputs={"json" if text[0] == "{" else "regex": text}) for text in shapes)
@@ -138,7 +138,8 @@ def test_prompt_logprobs_and_bad_words_reach_the_result(model_client: QueueClien
     assert "Paris" not in other.text
     entries = plain.prompt_logprobs
     assert entries is not None
-    assert entries[0] is None
+    assert entries[0] is not None
+    assert entries[0].chosen.logprob is None
     assert len(entries) == plain.usage.prompt_tokens
     for entry in entries[1:]:
         assert entry is not None
@@ -163,6 +164,26 @@ def test_what_max_tokens_cuts_short_has_no_value(echo: tuple[Worker, QueueClient
     stats = worker.engine.stats
     assert stats is not None
     assert stats.requests.structured_outputs == {"valid": 1, "truncated": 1, "invalid": 0}
+
+
+def test_an_output_of_a_schema_that_is_verified(echo: tuple[Worker, QueueClient]) -> None:
+    _, client = echo
+    schema = {"type": "array", "items": {"type": "string", "format": "color"}, "uniqueItems": True}
+    job = {"max_tokens": 40, "structured_outputs": {"json": schema}}
+    right, wrong = client.submit(job | {"prompt": '["a", "b"]'}, job | {"prompt": '["a", "a"]'})
+    verified, failed = client.wait([right, wrong], patience_s=180)
+    result = verified.value()
+    assert result is not None
+    assert result.outputs[0].parsed == ["a", "b"]
+    assert result.warnings == (
+        "structured_outputs.json: uniqueItems did not constrain the output, which was verified at its end",
+        "structured_outputs.json: the format 'color' is not supported and was not checked",
+    )
+    with pytest.raises(JobFailed) as failure:
+        failed.value()
+    assert (failure.value.code, failure.value.retryable) == ("schema_mismatch", False)
+    (plain,) = results(client, {"prompt": "[1]", "structured_outputs": {"json": {"type": "array"}}})
+    assert plain.warnings is None
 
 
 @pytest.mark.parametrize(

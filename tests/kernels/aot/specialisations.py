@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill.kernels.gpu.tuning import LAUNCHES, MIN_SPLIT_TOKENS, Tile, padded_head_dim
+from pagemill.kernels.gpu.tuning import LAUNCHES, Tile, padded_head_dim
 
 SCALED = ("i8", "fp8e4nv")
 
@@ -30,7 +30,8 @@ def decode_arguments(
     softcap: float = 0.0,
 ) -> dict[str, Any]:
     return {
-        "out_ptr": "*fp32" if split else f"*{element}",
+        "out_ptr": f"*{element}",
+        "partial_ptr": "*fp32" if split else None,
         "lse_ptr": "*fp32" if split else None,
         "query_ptr": f"*{element}",
         "key_cache_ptr": f"*{cache or element}",
@@ -40,20 +41,20 @@ def decode_arguments(
         "block_tables_ptr": "*i32",
         "seq_lens_ptr": "*i32",
         "alibi_slopes_ptr": "*fp32" if alibi else None,
-        "sinks_ptr": "*fp32" if sinks and not split else None,
+        "sinks_ptr": "*fp32" if sinks else None,
         "scale": "fp32",
         "stride_query_row": "i32",
         "stride_query_head": "i32",
         "stride_cache_block": "i32",
         "stride_cache_head": "i32",
         "stride_table_row": "i32",
+        "min_split": "i32",
         "GROUP_SIZE": group_size,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": padded_head_dim(head_dim),
         "BLOCK_SIZE": block_size,
         "SLIDING_WINDOW": sliding_window,
         "SOFTCAP": softcap,
-        "MIN_SPLIT": MIN_SPLIT_TOKENS,
         "SPLIT": split,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

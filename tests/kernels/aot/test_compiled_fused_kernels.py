@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
+from pagemill.kernels.gpu import sampling
 from pagemill.kernels.gpu.norm import rms_norm_kernel
 from pagemill.kernels.gpu.rotary_cache import block_tokens, rotary_cache_kernel
-from pagemill.kernels.gpu.sampling import gumbel_argmax_kernel, sampling_cuts_kernel
+from pagemill.kernels.gpu.sampling import (
+    gumbel_argmax_kernel,
+    sampling_band_kernel,
+    sampling_cuts_kernel,
+    sampling_histogram_kernel,
+)
 from pagemill.kernels.gpu.silu import silu_and_mul_kernel
 from pagemill.kernels.gpu.tuning import LAUNCHES, Tile, next_power_of_2, row_warps
 from pagemill.kernels.types.layer_cache import FP8_LIMIT, INTEGER_LIMIT
@@ -112,18 +118,65 @@ def test_rotation_and_cache(head_dim: int, rotary_dim: int, norm: bool, cache: s
     assert compiled.wide_loads > 0
 
 
+_FILTERED_ROWS = {
+    "logits_ptr": "*fp32",
+    "peaks_ptr": "*fp32",
+    "temperatures_ptr": "*fp32",
+    "top_k_ptr": "*i32",
+    "top_p_ptr": "*fp64",
+}
+
+
+def test_sampling_histogram(capability: int) -> None:
+    arguments: dict[str, Any] = {
+        "histograms_ptr": "*i32",
+        "counters_ptr": "*i32",
+        "sums_ptr": "*i64",
+        **_FILTERED_ROWS,
+        "vocab_size": "i32",
+        "split_size": "i32",
+        "stride_row": "i32",
+        "BLOCK": LAUNCHES["sampling_histogram"].block,
+    }
+    compiled = compile_kernel(
+        sampling_histogram_kernel, arguments, capability, row_tile("sampling_histogram")
+    )
+    check_resources(compiled, capability)
+    assert compiled.wide_loads > 0
+
+
+def test_sampling_band(capability: int) -> None:
+    arguments: dict[str, Any] = {
+        "bands_ptr": "*fp32",
+        "sizes_ptr": "*i32",
+        "counters_ptr": "*i32",
+        "sums_ptr": "*i64",
+        "histograms_ptr": "*i32",
+        **_FILTERED_ROWS,
+        "vocab_size": "i32",
+        "split_size": "i32",
+        "stride_row": "i32",
+        "CAPACITY": sampling._CAPACITY,
+        "SPLITS": sampling._MAX_SPLITS,
+        "BLOCK": LAUNCHES["sampling_band"].block,
+    }
+    compiled = compile_kernel(sampling_band_kernel, arguments, capability, row_tile("sampling_band"))
+    check_resources(compiled, capability)
+    assert compiled.wide_loads > 0
+
+
 @pytest.mark.slow
 def test_sampling_cuts(capability: int) -> None:
     arguments: dict[str, Any] = {
         "cuts_ptr": "*i32",
-        "logits_ptr": "*fp32",
-        "peaks_ptr": "*fp32",
-        "temperatures_ptr": "*fp32",
-        "top_k_ptr": "*i32",
-        "top_p_ptr": "*fp64",
+        "bands_ptr": "*fp32",
+        "sizes_ptr": "*i32",
+        "sums_ptr": "*i64",
+        **_FILTERED_ROWS,
         "log_min_p_ptr": "*fp32",
         "vocab_size": "i32",
         "stride_row": "i32",
+        "CAPACITY": sampling._CAPACITY,
         "BLOCK": LAUNCHES["sampling_cuts"].block,
     }
     compiled = compile_kernel(sampling_cuts_kernel, arguments, capability, row_tile("sampling_cuts"))

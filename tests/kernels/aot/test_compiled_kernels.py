@@ -80,11 +80,12 @@ def test_heads_smaller_than_a_tensor_core_product(capability: int) -> None:
         {"alibi": True, "block_size": 64},
         pytest.param({"alibi": True, "block_size": 80}, marks=slow),
         {"sliding_window": 4096, "softcap": 50.0},
+        {"sliding_window": -8192},
         {"sinks": True, "sliding_window": 128},
         pytest.param({"alibi": True}, marks=slow),
         pytest.param({"block_size": 64}, marks=slow),
     ],
-    ids=lambda options: "-".join(options),
+    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
 def test_options(options: dict[str, object], capability: int) -> None:
     """An option costs registers: where there are fewest to spare. No model with sinks has heads of more than 128."""
@@ -126,10 +127,10 @@ def test_merging_splits(sinks: str | None, capability: int) -> None:
             "seq_lens_ptr": "*i32",
             "sinks_ptr": sinks,
             "num_splits": "i32",
+            "min_split": "i32",
             "HEAD_DIM": head_dim,
             "HEAD_DIM_PADDED": 128 if head_dim == 80 else 256,
             "SLIDING_WINDOW": 0,
-            "MIN_SPLIT": 256,
             "BLOCK_N": 64,
             "MERGE_SPLITS": LAUNCHES["merge_splits"].block,
         }

@@ -18,6 +18,7 @@ from pagemill.kernels.cpu.attention import decode, prefill
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
+from tests.kernels.paged_case import first_key
 
 NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
 SPLIT = 256  # keys; the decode kernel's, so that lengths around it cross the merge
@@ -115,7 +116,7 @@ def dense(
     lens = zip(step.metadata.query_lens_host, step.metadata.seq_lens_host, strict=True)
     for row, (query_len, seq_len) in enumerate(lens):
         for i in range(seq_len - query_len, seq_len) if seq_len else ():
-            first = max(0, i - sliding_window + 1) if sliding_window else 0
+            first = first_key(sliding_window, i)
             keys = step.keys[row][first : i + 1].double().repeat_interleave(group, dim=1)
             values = step.values[row][first : i + 1].double().repeat_interleave(group, dim=1)
             query = step.query[token + i - (seq_len - query_len)].double()
@@ -146,6 +147,9 @@ BIASES = {
     "window": {"sliding_window": 20},
     "window of one": {"sliding_window": 1},
     "long window": {"sliding_window": 270},
+    "chunks": {"sliding_window": -20},
+    "chunks of one": {"sliding_window": -1},
+    "long chunks": {"sliding_window": -128, "sinks": SINKS},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": SINKS},
     "all": {
@@ -188,6 +192,16 @@ def test_a_window_never_reads_the_blocks_before_it():
     tables[1, : (600 - 20) // 16] = NO_BLOCK
     tables[2, : (90 - 3 - 20) // 16] = NO_BLOCK
     assert_exact(step.attend(sliding_window=20), dense(step, sliding_window=20))
+
+
+def test_a_chunk_never_reads_the_blocks_before_it():
+    step = make_step([(1, 97), (1, 600), (4, 98), (40, 130)])
+    tables = step.metadata.block_tables
+    tables[0, : 96 // 16] = NO_BLOCK
+    tables[1, : 576 // 16] = NO_BLOCK
+    tables[2, : 48 // 16] = NO_BLOCK
+    tables[3, : 48 // 16] = NO_BLOCK
+    assert_exact(step.attend(sliding_window=-48), dense(step, sliding_window=-48))
 
 
 def test_large_scores_do_not_overflow():

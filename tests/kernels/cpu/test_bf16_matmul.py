@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numba
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagemill.kernels.cpu.jit.compiler import compiles_for
 from pagemill.kernels.cpu.jit.row import F32, VECTOR
-from pagemill.kernels.cpu.matmul import bf16
+from pagemill.kernels.cpu.matmul import amx_tile, bf16
 from pagemill.kernels.cpu.matmul.bf16_tile import GROUP, PAIR, PAIRS, Dots, make_tile, native_dots, plain_dots
 from pagemill.kernels.cpu.matmul.converted import PackedPanels
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
@@ -52,6 +54,19 @@ def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Ten
     return out
 
 
+def amx_twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The same for AMX: of a group, the first numbers of all pairs one by one, the second ones, and then both sums."""
+    padding = (0, -x.shape[1] % GROUP)
+    x, weight = (torch.nn.functional.pad(operand.bfloat16().float(), padding) for operand in (x, weight))
+    out = bias.expand(len(x), -1).clone()
+    for group in range(0, x.shape[1], GROUP):
+        sums = torch.zeros(PAIR, *out.shape)
+        for i in range(group, group + GROUP):
+            sums[i % PAIR] += x[:, i, None] * weight[:, i]
+        out += sums[0] + sums[1]
+    return out
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     num_rows=st.integers(1, 60),
@@ -64,7 +79,8 @@ def test_equals_the_twin_bit_by_bit(num_rows, in_features, out_features, seed):
     weight, packed, bias = make(in_features, out_features)
     x = activations(num_rows, in_features)
     out = bf16.multiply(x, packed, bias, out_features)
-    assert torch.equal(out, twin(x, weight, bias[:out_features]))
+    expected = amx_twin if amx_tile.IS_NATIVE else twin
+    assert torch.equal(out, expected(x, weight, bias[:out_features]))
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (1536, 64), (8192, 40)])
@@ -172,6 +188,28 @@ def test_every_cpu_computes_the_same(dots, cut):
     run = runner(dots, cut, num_rows)
     run(sums.data_ptr(), rows.data_ptr(), packed.data_ptr(), num_groups)
     assert torch.equal(sums, twin(x, weight, start))
+
+
+REFUSED = """
+import pagemill.kernels.cpu.jit.compiler as compiler
+
+compiler._may_use_amx = lambda: False
+compiler._drop_refused_features()
+from pagemill.kernels.cpu.matmul import amx_tile, bf16
+assert not amx_tile.IS_NATIVE and bf16.is_native()
+import torch
+from tests.kernels.cpu.test_bf16_matmul import activations, make, twin
+torch.manual_seed(3)
+weight, packed, bias = make(100, 40)
+x = activations(17, 100)
+assert torch.equal(bf16.multiply(x, packed, bias, 40), twin(x, weight, bias[:40]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not amx_tile.IS_NATIVE, reason="needs a CPU with AMX")
+def test_amx_is_left_alone_where_the_system_refuses_it():
+    subprocess.run([sys.executable, "-c", REFUSED], check=True)
 
 
 TARGET = (

@@ -98,7 +98,7 @@ def wait_for(child: subprocess.Popen[bytes]) -> None:
 def test_another_process_keeps_what_it_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     with compile_ahead._start() as child:
-        compile_ahead._ask_for([PART], child)
+        compile_ahead._send([PART], child)
         deadline = time.monotonic() + 300
         while not list(tmp_path.rglob("*steps.project*.nbc")):
             assert child.poll() is None
@@ -133,7 +133,7 @@ def test_others_begin_with_different_parts_and_the_early_one_with_the_first(comp
     monkeypatch.setattr(compile_ahead, "_num_cores", lambda: 3)
     run_instead(monkeypatch, "import time; time.sleep(600)")
     asked = []
-    monkeypatch.setattr(compile_ahead, "_ask_for", lambda parts, other: asked.append((other, list(parts))))
+    monkeypatch.setattr(compile_ahead, "_send", lambda parts, other: asked.append((other, list(parts))))
     with compile_ahead.compiling_early():
         assert len(children) == 1
         compile_apart(PARTS, meanwhile=lambda: None)

@@ -18,6 +18,7 @@ from pagemill.kernels.cpu.attention.sharing import shared_blocks, sharing_of
 from pagemill.kernels.types.layer_cache import LayerCache, largest_number
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
+from tests.kernels.paged_case import first_key
 
 NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -162,7 +163,7 @@ def cases(draw: st.DrawFn) -> Case:
 @st.composite
 def scorings(draw: st.DrawFn) -> dict[str, object]:
     return {
-        "sliding_window": draw(st.sampled_from([None, None, 1, 40, 300])),
+        "sliding_window": draw(st.sampled_from([None, None, 1, 40, 300, -1, -40, -256])),
         "softcap": draw(st.sampled_from([None, None, 2.0])),
         "alibi": draw(st.booleans()),
         "sinks": draw(st.booleans()),
@@ -174,6 +175,7 @@ def scoring_of(num_heads: int, *, alibi: bool = False, sinks: bool = False, **op
     return Scoring(0.2, slopes, sinks=torch.linspace(-3.0, 6.0, num_heads) if sinks else None, **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(cases(), scorings(), st.sampled_from([1, 2]))
 def test_rows_get_the_bits_they_get_without_the_others(case: Case, options: dict, num_threads: int) -> None:
@@ -196,7 +198,7 @@ def test_a_group_of_many_rows_over_several_tasks_and_threads(dtype: torch.dtype)
 
 
 @pytest.mark.slow
-@given(cases(), st.sampled_from([0, 1, 40, 300]))
+@given(cases(), st.sampled_from([0, 1, 40, 300, -1, -40, -256]))
 def test_tasks_cover_every_key_of_every_row_once(case: Case, window: int) -> None:
     step = case.step()
     size, tables = case.block_size, step.metadata.block_tables
@@ -221,7 +223,7 @@ def test_tasks_cover_every_key_of_every_row_once(case: Case, window: int) -> Non
         (head, row, key)
         for head in range(2)
         for row, length in enumerate(step.metadata.seq_lens.tolist())
-        for key in range(max(0, length - window) if window else 0, length)
+        for key in range(first_key(window, length - 1) if length else 0, length)
     }
     assert seen == visible
 

@@ -13,7 +13,7 @@ from pagemill.kernels import dispatch, reference
 from pagemill.kernels.gpu.attention_decode import paged_attention_decode
 from pagemill.kernels.gpu.attention_prefill import build_work_list, paged_attention_prefill
 from pagemill.kernels.gpu.attention_tile import INTERPRETED
-from pagemill.kernels.gpu.tuning import Tile
+from pagemill.kernels.gpu.tuning import Splits, Tile
 from pagemill.kernels.types.layer_cache import FP8
 from tests.kernels.paged_case import TOLERANCE, PagedCase, assert_close, make_case
 
@@ -114,7 +114,7 @@ def test_cache_dtypes_in_a_mixed_batch(cache_dtype: torch.dtype, dtype: torch.dt
     )
     _check(case)
     tile = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1)
-    out = _decode(case, tile=tile, num_splits=3, min_split_tokens=64)
+    out = _decode(case, tile=tile, splits=Splits(3, 64))
     assert (out[:2].double() - _truth(case)[:2]).abs().max() <= TOLERANCE[dtype]
 
 
@@ -200,7 +200,7 @@ def test_padded_rows_and_tokens_change_nothing(query_lens: list[int], padded_dec
 def test_a_padded_row_writes_nothing() -> None:
     case = make_case([1], [40], padded_decode_rows=2, **SMALL)
     for num_splits in (1, 2):
-        out = _decode(case, num_splits=num_splits)
+        out = _decode(case, splits=Splits(num_splits, 256))
         assert not out[0].isnan().any()
         assert out[1:].isnan().all()
 
@@ -215,6 +215,8 @@ def test_a_padded_row_writes_nothing() -> None:
         {"sliding_window": 16},
         {"sliding_window": 70},
         {"sliding_window": 1000},
+        {"sliding_window": -16},
+        {"sliding_window": -50},
         {"alibi": True, "softcap": 2.0, "sliding_window": 33},
         {"sinks": True},
         {"sinks": True, "alibi": True, "softcap": 2.0, "sliding_window": 33},
@@ -237,7 +239,7 @@ def test_options(options: dict[str, object], dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("sliding_window", [None, 50])
+@pytest.mark.parametrize("sliding_window", [None, 50, -500])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 20])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_splits_merge_to_the_whole(sinks: bool, num_splits: int, sliding_window: int | None) -> None:
@@ -245,7 +247,7 @@ def test_splits_merge_to_the_whole(sinks: bool, num_splits: int, sliding_window:
     options: dict[str, Any] = {"sliding_window": sliding_window, "sinks": sinks} | SMALL
     case = make_case([1] * 4, [1, 32, 65, 640], padded_decode_rows=1, **options)
     tile = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1)
-    out = _decode(case, tile=tile, num_splits=num_splits, min_split_tokens=32)
+    out = _decode(case, tile=tile, splits=Splits(num_splits, 32))
     assert_close(out, _truth(case), case, TOLERANCE[torch.float32])
 
 
@@ -256,15 +258,15 @@ def test_large_scores_overflow_nothing(sinks: torch.Tensor | None) -> None:
     case.scoring = replace(case.scoring, scale=20.0, sinks=sinks)
     _check(case, tolerance=1e-3)
     tile = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1)
-    out = _decode(case, tile=tile, num_splits=4, min_split_tokens=32)
+    out = _decode(case, tile=tile, splits=Splits(4, 32))
     assert (out[:2] - _truth(case)[:2]).abs().max() < 1e-3
 
 
 def test_a_row_does_not_depend_on_its_batch_at_a_fixed_split_size() -> None:
-    """Enough splits for the longest row: every split is `min_split_tokens` long, so no bit depends on the batch."""
+    """Enough splits for the longest row: every split is `min_tokens` long, so no bit depends on the batch."""
     case = make_case([1, 1, 1], [130, 300, 77], **SMALL)
     tile = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1)
-    plan: dict[str, object] = {"tile": tile, "num_splits": 5, "min_split_tokens": 64}
+    plan: dict[str, object] = {"tile": tile, "splits": Splits(5, 64)}
     together = _decode(case, **plan)
     for row in range(3):
         out = _poisoned(case.query[row : row + 1])
@@ -283,7 +285,7 @@ def test_a_row_does_not_depend_on_its_batch_at_a_fixed_split_size() -> None:
 
 def test_a_group_larger_than_the_tile_is_cut() -> None:
     case = make_case([1, 1], [50, 20], num_heads=71, num_kv_heads=1, head_dim=64)
-    out = _decode(case, tile=Tile(block_m=32, block_n=64, num_warps=4, num_stages=1), num_splits=2)
+    out = _decode(case, tile=Tile(block_m=32, block_n=64, num_warps=4, num_stages=1), splits=Splits(2, 256))
     assert_close(out, _truth(case), case, TOLERANCE[torch.float32])
 
 

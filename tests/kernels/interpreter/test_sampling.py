@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pagemill.engine.execution.sampling.filters import filter_logits
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import dispatch, reference
+from pagemill.kernels.gpu import sampling, tuning
 from pagemill.kernels.noise import gumbel_noise, noise_keys
 from pagemill.kernels.types.sampling_rows import SamplingRows
 from tests.engine.execution.sampling.extreme_cases import CASES, Case, check
@@ -103,6 +104,64 @@ def test_a_row_of_nan_gives_some_token_and_leaves_others_alone() -> None:
     assert 0 <= int(out[1]) < 100
     expected = _sorted_draw(logits[[0, 2]], params[:2], SamplingRows(*(field[[0, 2]] for field in rows)))
     assert out[[0, 2]].tolist() == expected.tolist()
+
+
+def _bits_of_the_cut(row: torch.Tensor, params: SamplingParams) -> int:
+    """By a sort: the largest distance that top-k and top-p keep, as an integer."""
+    distances = ((row.amax() - row) / params.temperature).sort().values
+    if 0 < params.top_k < len(row):
+        distances = distances[distances <= distances[params.top_k - 1]]
+    if params.top_p < 1.0:
+        reached = (-distances).exp().double().cumsum(0)
+        distances = distances[: int((reached < params.top_p * reached[-1]).sum()) + 1]
+    elif not 0 < params.top_k < len(row):
+        distances = torch.tensor([torch.inf])
+    return int(distances[-1].view(torch.int32))
+
+
+def _misleading() -> torch.Tensor:
+    """Logits at the edges of two bins, so that the middles of the bins give another cut for 0.69 of the weight."""
+    row = torch.full((9000,), -40.0)
+    row[0] = 0.0
+    row[1:3001] = -51 / 12 + 1e-5
+    row[3001:6001] = -5.0
+    return row
+
+
+_WIDE = 9000
+_CUT_ROWS: dict[str, tuple[torch.Tensor, dict[str, float], bool]] = {
+    "top-p": (3 * torch.randn(_WIDE), {"top_p": 0.9}, True),
+    "top-k": (3 * torch.randn(_WIDE), {"top_k": 50}, True),
+    "both": (3 * torch.randn(_WIDE), {"top_k": 50, "top_p": 0.95, "temperature": 0.6}, True),
+    "large k": (3 * torch.randn(_WIDE), {"top_k": 4800}, True),
+    "large k, top-p": (3 * torch.randn(_WIDE), {"top_k": 4800, "top_p": 0.99}, False),
+    "hot": (3 * torch.randn(_WIDE), {"top_p": 0.6, "temperature": 5.0}, True),
+    "peaked": (torch.eye(_WIDE)[7] * 30, {"top_p": 0.999}, True),
+    "one": (3 * torch.randn(_WIDE), {"top_p": 1e-9}, True),
+    "ties": (torch.zeros(_WIDE), {"top_p": 0.5}, False),
+    "far ties": (torch.eye(_WIDE)[7] * 60, {"top_k": 2}, False),
+    "nearly all": (8 * torch.randn(_WIDE), {"top_p": 1 - 1e-6}, False),
+    "impossible tokens": (torch.randn(_WIDE).masked_fill(torch.arange(_WIDE) > 90, -torch.inf), {"top_p": 0.8}, True),
+    "misleading": (_misleading(), {"top_p": 0.69}, True),
+    "none": (torch.randn(_WIDE), {}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 32], ids=["one split", "three splits"])
+def test_cuts_are_those_of_a_sort(num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a row has a band, and however many programs share it."""
+    monkeypatch.setattr(tuning, "multiprocessors", lambda device: num_multiprocessors)
+    logits = torch.stack([row for row, _, _ in _CUT_ROWS.values()])
+    params = [SamplingParams(**({"temperature": 1.0} | options)) for _, options, _ in _CUT_ROWS.values()]
+    rows = _rows(params, torch.zeros(len(params), dtype=torch.int64))
+    _, sizes, _ = sampling._bands(logits, logits.amax(dim=-1), rows)
+    for name, in_band, (_, options, has_band) in zip(
+        _CUT_ROWS, sizes[:, 1].tolist(), _CUT_ROWS.values(), strict=True
+    ):
+        assert not options or (in_band >= 0) == has_band, name
+    cuts = sampling._cuts(logits, logits.amax(dim=-1), rows).tolist()
+    expected = [_bits_of_the_cut(row, each) for row, each in zip(logits, params, strict=True)]
+    assert dict(zip(_CUT_ROWS, cuts, strict=True)) == dict(zip(_CUT_ROWS, expected, strict=True))
 
 
 # numpy's word on infinity less infinity; a device says nothing.

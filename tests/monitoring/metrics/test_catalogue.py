@@ -24,7 +24,7 @@ from tests.monitoring.snapshots import engine_stats, metrics, scrape
 ENGINES_OWN = (*KV_CACHE_METRICS, *ENGINE_METRICS)
 BOUNDED_LABELS = {
     "state", "mode", "phase", "kind", "finish_reason", "queue", "priority", "delivery", "outcome", "code",
-    "reason", "result", "direction", "source", "use", "command", "model", "device", "dtype", "tier",
+    "reason", "result", "cause", "direction", "source", "use", "command", "model", "device", "dtype", "tier",
     "fingerprint", "version", "worker", "route", "method", "status", "task", "adapter", "window",
     "side", "quantile",
 }  # fmt: skip

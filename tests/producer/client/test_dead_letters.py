@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagemill import AsyncProducer, JobDead, JobNotFound, Producer
-from pagemill.cli.dead import app
+from pagemill.__main__ import app
 from pagemill.producer.wire.calls import dead_letters, submissions, transitions
 from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
@@ -143,7 +143,7 @@ def test_an_idempotency_key_leads_to_whoever_has_it_now(queue: Queue, producer: 
 
 
 def test_what_can_not_be_read_is_refused_alone(queue: Queue, producer: Producer) -> None:
-    lane = keys.lane(1, "normal", "default", "m")
+    lane = keys.lane("1", "normal", "default", "m")
     header = json.dumps({"id": "bad", "lane": lane, "cost": 1, "max_attempts": 1}).encode()
     queue.run(submissions.submit(queue.name, [Submission("bad", header, b"no job")]))
     queue.retry(queue.pull_one())

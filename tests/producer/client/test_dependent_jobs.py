@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from pagemill import AsyncProducer, Condition, InvalidJob, Job, JobCancelled, JobDead, Producer
 from pagemill.__main__ import app
-from pagemill.producer.wire.calls.rendering import rendered
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.envelope import rendered
 from pagemill.producer.wire.schema.job import Job as WireJob
 from pagemill.producer.wire.schema.signing import split_payload
 from tests.producer.driving import Queue

@@ -45,7 +45,7 @@ def test_a_model_that_nobody_serves_is_what_a_timeout_says(queue: Queue, produce
 
 def test_a_served_job_that_is_late_has_no_such_reason(queue: Queue, producer: Producer) -> None:
     queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w", models=("nope",)), ttl_ms=600_000))
-    with pytest.raises(ResultTimeout, match=r"is queued after 0\.01 s; it goes on") as late:
+    with pytest.raises(ResultTimeout, match=r"is queued after 0\.01 s; it continues") as late:
         producer.submit(JOB).result(timeout=0.01)
     assert late.value.reason is None
 
@@ -75,7 +75,7 @@ def test_a_chat_of_another_shape_is_told_the_right_one(messages: Any, says: str)
 
 
 def test_a_list_is_called_a_list() -> None:
-    with pytest.raises(InvalidJob, match="stop_token_ids: it should be a list"):
+    with pytest.raises(InvalidJob, match="stop_token_ids: should be a list"):
         Job.parse({"model": "m", "prompt": "p", "stop_token_ids": 5})
 
 

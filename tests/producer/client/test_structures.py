@@ -23,6 +23,7 @@ from pagemill import (
     SamplingParams,
     StructuredOutputs,
 )
+from pagemill.common.structured_outputs import closed_objects
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.wire.calls import registry
@@ -40,7 +41,7 @@ class Review(BaseModel):
     authors: list[Author] = []
 
 
-SCHEMA = json.dumps(Review.model_json_schema(), ensure_ascii=False)
+SCHEMA = json.dumps(closed_objects(Review.model_json_schema()), ensure_ascii=False)
 TEXT = '{"label": "good", "written": "2026-11-23", "authors": [{"name": "ü"}]}'
 
 
@@ -99,9 +100,52 @@ def test_a_class_is_the_same_work_as_its_schema() -> None:
     job = {"prompt": "p", "model": "m", "temperature": 0.0}
     digests = {
         Job.parse({**job, "structured_outputs": given}).digest()
-        for given in (Review, {"json": Review}, {"json": Review.model_json_schema()}, {"json": SCHEMA})
+        for given in (Review, {"json": Review}, {"json": json.loads(SCHEMA)}, {"json": SCHEMA})
     }
     assert len(digests) == 1
+
+
+class Anything(BaseModel, extra="allow"):
+    inner: Author
+    tags: dict[str, Author] = {}
+
+
+def test_objects_of_a_class_are_closed_unless_it_allows_more() -> None:
+    schema = json.loads(StructuredOutputs(json=Anything).json or "")  # type: ignore[arg-type]
+    assert schema["additionalProperties"] is True
+    assert schema["$defs"]["Author"]["additionalProperties"] is False
+    assert schema["properties"]["tags"]["additionalProperties"] == {"$ref": "#/$defs/Author"}
+    # An object that is given as a schema keeps its meaning.
+    assert (
+        json.loads(StructuredOutputs(json=Author.model_json_schema()).json or "")
+        == Author.model_json_schema()
+    )  # type: ignore[arg-type]
+
+
+_OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [_OBJECT, {"type": "object", "properties": {"b": {}}}]},
+        {**_OBJECT, "anyOf": [{"required": ["a"]}, {"properties": {"b": {}}}]},
+        {"properties": {"b": {}}, "$ref": "#/$defs/a", "$defs": {"a": _OBJECT}},
+        {"items": {"if": _OBJECT, "then": {"properties": {"c": {}}}}},
+        {**_OBJECT, "required": ["a", "b"]},
+        {"type": "object"},
+        True,
+    ],
+    ids=str,
+)
+def test_composed_objects_stay_open(schema: Any) -> None:
+    assert closed_objects(schema) == schema
+
+
+def test_values_that_look_like_schemas_stay() -> None:
+    schema = {"anyOf": [_OBJECT, {"const": _OBJECT}, {"enum": [_OBJECT], "default": _OBJECT}]}
+    closed = {**_OBJECT, "additionalProperties": False}
+    assert closed_objects(schema) == {"anyOf": [closed, *schema["anyOf"][1:]]}
 
 
 class Odd(BaseModel):
@@ -140,12 +184,19 @@ def test_a_result_parses_into_a_class() -> None:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (result(TEXT[:20], "length"), "cut off at max_tokens; submit the job again with more"),
+        (
+            result(TEXT[:20], "length"),
+            "reached max_tokens before its JSON was complete; submit the job again",
+        ),
+        (
+            result('{"label": "good", "rating": 5, "rating_count": 1, "ra', "length"),
+            r"that Review does not declare \(rating, rating_count\): set extra='forbid'",
+        ),
         (
             result('{"label": "so-so", "written": "2026-11-23"}'),
-            "the output is no Review: label: Input should be",
+            "the output is not a valid Review: label: Input should be",
         ),
-        (result("no JSON"), "the output is no Review"),
+        (result("no JSON"), "the output is not a valid Review"),
     ],
 )
 def test_what_does_not_parse_says_why(found: Result, says: str) -> None:
@@ -184,7 +235,7 @@ def test_defaults_are_checked_at_once(options: dict[str, Any]) -> None:
 
 
 def test_the_model_may_be_left_out_where_one_is_served(queue: Queue, producer: Producer) -> None:
-    with pytest.raises(InvalidJob, match=f"name the job's model: no worker of queue {queue.name} is ready"):
+    with pytest.raises(InvalidJob, match=f"the job needs a model: no worker of queue {queue.name} is ready"):
         producer.submit(prompt="a")
     serve(queue, "m")
     assert producer.submit(prompt="a").status().model == "m"
@@ -193,7 +244,7 @@ def test_the_model_may_be_left_out_where_one_is_served(queue: Queue, producer: P
     assert batch.counts().queued == 2
     assert producer.submit_many([]).counts().total == 0
     serve(queue, "n")
-    with pytest.raises(InvalidJob, match="name the job's model: the live workers serve m, n") as refused:
+    with pytest.raises(InvalidJob, match="the job needs a model: the live workers serve m, n") as refused:
         producer.submit_many([{"prompt": "a"}])
     assert refused.value.param == "model"
 
@@ -208,6 +259,6 @@ async def test_so_it_may_on_asyncio(queue: Queue, aio: AsyncProducer) -> None:
 
 
 def test_a_pipeline_runs_on_what_is_served(queue: Queue, producer: Producer, tmp_path: Any) -> None:
-    with pytest.raises(InvalidJob, match="name the job's model"):
+    with pytest.raises(InvalidJob, match="the job needs a model"):
         Pipeline("{{ text }}").run([{"text": "a"}], out=tmp_path / "out.jsonl", producer=producer)
     assert list(tmp_path.iterdir()) == []

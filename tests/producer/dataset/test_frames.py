@@ -167,7 +167,8 @@ def test_columns_that_no_row_can_have_are_refused() -> None:
         ({"text": ["a", "b"]}, "a mapping is one row"),
         (7, "not int"),
         (b"text", "not bytes"),
-        (["a", "b"], "none of the 2 rows makes a job; row 1: invalid_row: a row must be an object"),
+        (["a", "b"], "a: no such file"),
+        ([7, "b"], "none of the 2 rows makes a job; row 1: invalid_row: a row must be an object"),
         (pandas.Series(["a", "b"]), "none of the 2 rows makes a job"),
         ([{"other": 1}], "the columns are: other"),
     ],
@@ -179,7 +180,7 @@ def test_what_holds_no_rows_raises(rows: Any, says: str, producer: Producer, tmp
 
 
 def test_rows_without_a_frame_need_a_file() -> None:
-    with pytest.raises(DatasetError, match="say where the output goes"):
+    with pytest.raises(DatasetError, match="the output needs a file"):
         simple().run([{"text": "a"}])
 
 

@@ -27,7 +27,7 @@ from pyarrow import parquet
 from pagemill import Producer
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.tables.places import RemotePlace, local_path, shown, uri_of
+from pagemill.producer.dataset.tables.places import RemotePlace, local_path, redacted, uri_of
 from tests.producer.dataset.s3_server import SECRET, Bucket, running_s3
 from tests.producer.dataset.test_run import counting_worker
 from tests.producer.scripted_worker import scripted_worker
@@ -242,7 +242,7 @@ MISSING = [
     ("fsspec", "gs://b/in.jsonl", "gs:// needs fsspec: pip install fsspec"),
     ("s3fs", "s3://b/in.jsonl", "s3:// needs a library that is not installed: pip install 'pagemill[s3]'"),
     ("gcsfs", "gs://b/in.jsonl", "gs:// needs a library that is not installed: Please install gcsfs"),
-    ("none", "nonsense://b/in.jsonl", "nonsense://b/in.jsonl: nonsense is no protocol that fsspec knows"),
+    ("none", "nonsense://b/in.jsonl", "nonsense://b/in.jsonl: nonsense is not a protocol that fsspec knows"),
 ]
 WITHOUT = """
 import json, sys
@@ -350,7 +350,7 @@ def test_uris_and_paths_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "s3:").mkdir()
     (tmp_path / "s3:" / "k.jsonl").touch()
     assert uri_of(Path("s3:/k.jsonl")) is None
-    assert shown("s3://b/k?versionId=x") == "s3://b/k?***"
-    assert shown(f"sftp://me:{SECRET}@host:22/k") == "sftp://***@host:22/k"
+    assert redacted("s3://b/k?versionId=x") == "s3://b/k?***"
+    assert redacted(f"sftp://me:{SECRET}@host:22/k") == "sftp://***@host:22/k"
     first, second = (RemotePlace(f"ftp://me:{word}@host/out.jsonl").path for word in ("old", "new"))
     assert first == second, "a new password finds the old journal"

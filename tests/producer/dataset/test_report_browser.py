@@ -11,9 +11,14 @@ import pytest
 
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.journal import Failure
-from pagemill.producer.dataset.labels.cascade import Answer, Answers, Cascade
+from pagemill.producer.dataset.label_columns import LabelColumns
+from pagemill.producer.dataset.labels.cascade import Answers
 from pagemill.producer.dataset.labels.stages import StageFigures
+from pagemill.producer.dataset.recipe import Recipe
 from pagemill.producer.dataset.record import Totals
+from pagemill.producer.dataset.steps.chain import Chain
+from pagemill.producer.dataset.steps.step import Step
+from pagemill.producer.dataset.steps.walk import StepState
 from pagemill.producer.dataset.summary import Summary
 from tests.worker.browser import DESKTOP, PHONE, Browser, open_browser
 
@@ -32,7 +37,9 @@ HOSTILE = [
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose labels, gold values, error codes and file names all try to be markup."""
     summary = Summary(gold=HOSTILE[0], price_per_hour=2.0, totals=Totals(seconds=90.0), wants_schema=True)
-    summary.stages = StageFigures(Cascade(0.8, (HOSTILE[1],), (1.0, 1.0)), HOSTILE[0])
+    labels = LabelColumns("label")
+    stages = [Step(model, Recipe(model), "label", labels=labels, below=0.8) for model in HOSTILE[:2]]
+    summary.stages = StageFigures(Chain(tuple(stages)))
     for number, label in enumerate(HOSTILE * 4):
         kept: dict[str, Any] = {
             "outputs": [{"text": label, "parsed": label, "finish_reason": "stop"}],
@@ -40,8 +47,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "timing": {"queue_s": 0.1, "ttft_s": 0.2, "e2e_s": 0.1 * number},
         }
         kept["outputs"][0] |= {"label": label, "label_probs": {label: 1 - number / 40, "other": number / 40}}
-        answer = Answer(HOSTILE[0], kept, prob=1 - number / 40)
-        failure = Answer(HOSTILE[1], None, Failure(HOSTILE[2], HOSTILE[0]))
+        answer = StepState(stages[0], kept=kept)
+        failure = StepState(stages[1], failure=Failure(HOSTILE[2], HOSTILE[0]))
         kept["answers"] = Answers((answer,) if answer.prob >= 0.8 else (answer, failure))
         summary.add_success(kept, label, HOSTILE[number % 2], is_merged=False)
     summary.add_failure(21, HOSTILE[1], HOSTILE[2])

@@ -290,7 +290,6 @@ def test_gold_gives_accuracy(producer: Producer, valkey_url: str, queue_name: st
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_memory_does_not_grow_with_the_rows(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     """The run's own process: its peak after 120,000 rows beside its peak after 30,000."""

@@ -164,6 +164,6 @@ def test_time_until_a_kill_counts_too(producer: Producer, out: Path, monkeypatch
 def test_a_broken_record_is_refused(text: str, producer: Producer, out: Path) -> None:
     simple().run(ROWS, out=out, producer=producer)
     out.with_name("out.jsonl.run.json").write_text(text)
-    with pytest.raises(DatasetError, match="is no record of a run"):
+    with pytest.raises(DatasetError, match="is not the record of a run"):
         simple().run(ROWS, out=out, producer=producer)
     simple().run(ROWS, out=out, producer=producer, overwrite=True)

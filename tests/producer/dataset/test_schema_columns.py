@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pagemill import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.pipeline import Pipeline
+from pagemill.producer.dataset.pipeline import Pipeline, RecipePipeline
 from pagemill.producer.dataset.schema_fields import schema_fields
 from pagemill.producer.dataset.summary import MAX_SAMPLE_CHARACTERS, SAMPLES, Summary
 from pagemill.producer.dataset.tables.rows import Row, open_source
@@ -74,14 +74,21 @@ def pipeline(**options: Any) -> Pipeline:
     return Pipeline("{{ text }}", model="m", chat=False, json_schema=Review, **options)
 
 
+def recipe() -> Pipeline:
+    """The same as a recipe of one step."""
+    step = {"name": "output", "prompt": "{{ text }}", "chat": False, "json_schema": Review}
+    return RecipePipeline({"model": "m", "steps": [step]})
+
+
 COLUMNS = [f"output.{name}" for name in Review.model_fields]
 
 
+@pytest.mark.parametrize("made", [pipeline, recipe])
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
-def test_each_field_is_a_column(name: str, producer: Producer, tmp_path: Path) -> None:
+def test_each_field_is_a_column(name: str, made: Any, producer: Producer, tmp_path: Path) -> None:
     out = tmp_path / name
     for adopted in (0, 2):
-        summary = pipeline().run(ROWS, out=out, producer=producer, schema_columns=True)
+        summary = made().run(ROWS, out=out, producer=producer, schema_columns=True)
         assert (summary.succeeded, summary.adopted) == (2, adopted)
     first, second = (row.fields or {} for row in open_source(out).rows())
     assert list(first) == ["text", "output", *COLUMNS, "_pagemill"]

@@ -81,7 +81,7 @@ def test_bad_rows_become_errors() -> None:
     ("recipe", "match"),
     [
         (Recipe("m", "{{ nope }}"), "the columns are: text"),
-        (Recipe("m"), "say what the prompt is"),
+        (Recipe("m"), "the prompt is missing"),
         (Recipe("m", "{{ text }}", fields={"temperature": -1.0}), "temperature"),
         (Recipe("m", "{{ text }}", fields={"no_such_field": 1}), "no_such_field"),
         (Recipe("m", "{{ text }}", "sys", chat=False), "chat"),

@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import redis
 from typer.testing import CliRunner, Result
 
 from pagemill.cli import doctor as cli_doctor
@@ -94,6 +95,16 @@ def test_what_endangers_jobs_is_found(queue: Queue, setting: str, value: str, ch
     assert len(line) == 4, f"it says what to do: {line}"
 
 
+def test_slow_writes_are_found_though_no_fsync_counts_as_late(queue: Queue) -> None:
+    queue.client.config_set("appendfsync", "always")
+    queue.client.client_pause(3000, all=False)  # writes alone
+    document = json.loads(doctor(queue.url, "--queue", queue.name, "--json").stdout)
+    found = {finding["check"]: finding for finding in document["findings"]}
+    assert (found["fsync"]["level"], found["write latency"]["level"]) == ("ok", "warning")
+    assert found["write latency"]["remedy"]
+    assert not queue.client.exists(f"{queue.prefix}doctor")
+
+
 def test_keys_that_were_evicted_are_an_error(queue: Queue) -> None:
     queue.client.config_set("maxmemory-policy", "allkeys-random")
     used = int(queue.client.info("memory")["used_memory"])
@@ -163,6 +174,18 @@ def test_jobs_that_name_a_revision_without_a_worker_are_a_warning(queue: Queue) 
     assert levels(queue)["revisions"] == "ok"
 
 
+def test_jobs_that_need_what_no_worker_knows_are_a_warning(queue: Queue) -> None:
+    queue.submit("p")
+    queue.submit("c", after=["p"])
+    queue.commit(queue.pull_one())
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",))))
+    told = levels(queue)
+    assert (told["features"], told["models"]) == ("warning", "ok")
+    assert "m needs after (1)" in doctor(queue.url, "--queue", queue.name).stdout
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w2", models=("m",), knows="1+after+store")))
+    assert levels(queue)["features"] == "ok"
+
+
 @pytest.mark.parametrize(
     ("info", "level"),
     [
@@ -176,6 +199,73 @@ def test_jobs_that_name_a_revision_without_a_worker_are_a_warning(queue: Queue) 
 )
 def test_versions(info: dict[str, Any], level: str) -> None:
     assert server_checks.version(info).level == level
+
+
+@pytest.fixture
+def admin(queue: Queue) -> Iterator[redis.Redis]:
+    """A client that keeps all permissions whatever becomes of the default user."""
+    queue.client.execute_command("ACL", "SETUSER", "admin", "on", ">secret", "~*", "&*", "+@all")
+    with redis.Redis.from_url(queue.url.replace("redis://", "redis://admin:secret@")) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("rules", "level"),
+    [
+        ("on nopass ~* &* +@all", "ok"),
+        ("off ~* &* +@all", "ok"),
+        ("off ~pagemill:* +@all -@dangerous", "ok"),
+        ("off", "error"),
+        ("on nopass ~* &* +ping", "error"),
+        ("off ~* +@all -select", "error"),
+        ("off ~another:* +@all", "error"),
+        ("off %R~* +@all", "error"),
+    ],
+)
+def test_default_user_must_have_the_permissions_of_a_replay(
+    admin: redis.Redis, rules: str, level: str
+) -> None:
+    admin.execute_command("ACL", "SETUSER", "default", "reset", *rules.split())
+    info = {"redis_version": "7.0.15", "aof_enabled": 1}
+    found = server_checks.default_user(admin, "q", info)
+    assert found.level == level
+    if level == "error":
+        remedy = "ACL SETUSER default off ~* &* +@all"
+        assert remedy in found.remedy
+        admin.execute_command(*remedy.split())
+        assert server_checks.default_user(admin, "q", info).level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("info", "level"),
+    [
+        ({"redis_version": "6.2.14"}, "ok"),
+        ({"redis_version": "7.0.0"}, "error"),
+        ({"redis_version": "8.2.3"}, "error"),
+        ({"redis_version": "8.6.0"}, "ok"),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.7"}, "error"),
+        ({"redis_version": "7.2.4", "valkey_version": "9.1.1"}, "error"),
+        ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, "ok"),
+        ({"redis_version": "7.2.4", "valkey_version": "9.1.1", "aof_enabled": 0}, "ok"),
+        ({}, "error"),
+    ],
+)
+def test_locked_default_user_is_an_error_on_affected_versions(
+    admin: redis.Redis, info: dict[str, Any], level: str
+) -> None:
+    admin.execute_command("ACL", "SETUSER", "default", "reset")
+    found = server_checks.default_user(admin, "q", {"aof_enabled": 1} | info)
+    assert found.level == level
+
+
+def test_default_user_that_cannot_be_checked_is_a_note(queue: Queue) -> None:
+    queue.client.acl_setuser("default", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-acl"])
+    found = server_checks.default_user(
+        queue.client, queue.name, {"redis_version": "7.0.15", "aof_enabled": 1}
+    )
+    assert found.level == "note"
+    assert "ACL GETUSER default" in found.remedy
+    assert "user default off ~* &* +@all" in found.remedy
 
 
 def test_a_clock_that_is_off_is_found(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:

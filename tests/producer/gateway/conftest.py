@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -18,9 +19,15 @@ def queue() -> str:
 
 
 @pytest.fixture(scope="module")
-def served(valkey_url: str, queue: str) -> Iterator[Served]:
-    """An open gateway, and a worker that echoes 2 ms a token."""
-    config = worker_config(valkey_url, queue, model="echo:2", max_num_seqs=64)
+def worker_settings() -> dict[str, Any]:
+    """The worker echoes 2 ms a token. Modules override this."""
+    return {"model": "echo:2", "max_num_seqs": 64}
+
+
+@pytest.fixture(scope="module")
+def served(valkey_url: str, queue: str, worker_settings: dict[str, Any]) -> Iterator[Served]:
+    """An open gateway, and a worker."""
+    config = worker_config(valkey_url, queue, **worker_settings)
     with running_worker(config), gateway(valkey_url, queue) as served:
         yield served
 

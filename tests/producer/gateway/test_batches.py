@@ -14,13 +14,14 @@ import openai
 import pytest
 from openai import OpenAI
 from openai.types import Batch, Completion
+from openai.types.responses import Response
 
 from pagemill.producer.gateway.batches.files import SHORTEST_TTL_S
 from pagemill.producer.wire.calls.gateway import api_batches, stored_files
 from tests.producer.driving import Queue, open_queue
 from tests.producer.gateway.serving import Served, gateway, gateway_process, write_keys
 from tests.producer.scripted_worker import scripted_worker
-from tests.worker.harness import PATIENCE_S, eventually
+from tests.worker.harness import PATIENCE_S, eventually, running_worker, worker_config
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -73,7 +74,7 @@ def test_a_batch_from_its_file_to_its_files(valkey_url: str, queue_name: str) ->
     rows[9]["body"]["tools"] = [{"type": "function"}]
     with (
         scripted_worker(valkey_url, queue_name),
-        gateway(valkey_url, queue_name) as served,
+        gateway(valkey_url, queue_name, models=("m",)) as served,
         connect(served) as client,
     ):
         batch = start(client, rows, metadata={"who": "me"})
@@ -102,6 +103,39 @@ def test_a_batch_from_its_file_to_its_files(valkey_url: str, queue_name: str) ->
         client.files.delete(batch.input_file_id)
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(batch.input_file_id)
+
+
+def test_a_batch_of_responses(valkey_url: str, queue_name: str) -> None:
+    form = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["yes"]}}}
+    asked = [
+        {"input": "one", "instructions": "Be brief.", "metadata": {"row": "1"}},
+        {"input": "two", "text": form},
+        *({"input": "three", name: value} for name, value in (("background", True), ("store", True))),
+        {"input": "four", "previous_response_id": "resp_1"},
+    ]
+    rows = [
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/responses", "body": {"model": "echo"} | body}
+        for n, body in enumerate(asked)
+    ]
+    with (
+        running_worker(worker_config(valkey_url, queue_name, model="echo")),
+        gateway(valkey_url, queue_name) as served,
+        connect(served) as client,
+    ):
+        batch = end_of(client, start(client, rows, endpoint="/v1/responses").id)
+        first, second = (
+            Response.model_validate(row["response"]["body"]) for row in rows_of(client, batch.output_file_id)
+        )
+        refused = rows_of(client, batch.error_file_id)
+    assert (first.status, first.output_text, first.metadata) == (
+        "completed",
+        "Be brief.\none\n",
+        {"row": "1"},
+    )
+    assert first.usage is not None
+    assert first.usage.output_tokens > 0
+    assert second.output_text == '"yes"'
+    assert [row["response"]["body"]["error"]["code"] for row in refused] == ["unsupported_feature"] * 3
 
 
 @pytest.mark.parametrize(
@@ -133,15 +167,18 @@ def test_a_batch_outlives_its_gateways(valkey_url: str, queue_name: str) -> None
     """SIGKILL while it is submitted, while it runs, and while another gateway holds it; each request runs once."""
     queue = open_queue(valkey_url, queue_name)
     rows = lines(600, temperature=1.0)
-    with gateway_process(valkey_url, queue_name) as (served, process), connect(served) as client:
+    with (
+        gateway_process(valkey_url, queue_name, models=("m",)) as (served, process),
+        connect(served) as client,
+    ):
         batch_id = start(client, rows).id
         eventually(lambda: depth(queue) > 0, "the first requests in the queue")
         process.kill()
-    with gateway_process(valkey_url, queue_name) as (served, process):
+    with gateway_process(valkey_url, queue_name, models=("m",)) as (served, process):
         eventually(lambda: depth(queue) == 600, "all requests in the queue")
         process.kill()
     with (
-        gateway(valkey_url, queue_name) as served,
+        gateway(valkey_url, queue_name, models=("m",)) as served,
         connect(served) as client,
         scripted_worker(valkey_url, queue_name),
     ):
@@ -167,8 +204,8 @@ def test_a_cancelled_batch_delivers_what_was_done(valkey_url: str, queue_name: s
         row["body"]["model"] = "nobody-serves-this"
     with (
         scripted_worker(valkey_url, queue_name),
-        gateway(valkey_url, queue_name) as one,
-        gateway(valkey_url, queue_name) as other,
+        gateway(valkey_url, queue_name, models=("m", "nobody-serves-this")) as one,
+        gateway(valkey_url, queue_name, models=("m", "nobody-serves-this")) as other,
         connect(one) as client,
         connect(other) as second,
     ):
@@ -217,14 +254,14 @@ def test_tenants_do_not_meet(valkey_url: str, queue_name: str, tmp_path: Path) -
             )
         theirs = end_of(b, start(b, lines(2)).id)
         errors = rows_of(b, theirs.error_file_id)
-        assert {row["response"]["body"]["error"]["code"] for row in errors} == {"unknown_model"}
+        assert {row["response"]["body"]["error"]["code"] for row in errors} == {"model_not_allowed"}
 
 
 def test_an_output_that_finds_no_room_ends_in_the_error_file(valkey_url: str, queue_name: str) -> None:
     """Results of a few bytes of settings may be large: what a batch writes counts against its tenant's files."""
     with (
         scripted_worker(valkey_url, queue_name),
-        gateway(valkey_url, queue_name, max_tenant_bytes=8_000) as served,
+        gateway(valkey_url, queue_name, max_tenant_bytes=8_000, models=("m",)) as served,
         connect(served) as client,
     ):
         ended = end_of(client, start(client, lines(40)).id)
@@ -330,3 +367,92 @@ def test_a_lease_has_one_holder(valkey_queue: Queue) -> None:
     assert run(api_batches.save(name, held, {"status": "in_progress"})) is None
     assert run(stored_files.delete(name, "t", "f")) == "deleted"
     assert run(again) == "no_file"
+
+
+@pytest.mark.slow
+def test_the_output_grows_from_the_first_answer_on(valkey_url: str, queue_name: str) -> None:
+    """Whole lines only, and nothing that was read is changed by what follows, also not by another gateway."""
+    settings: dict[str, Any] = {"models": ("m", "late"), "batch_lease_s": 0.5}
+    rows = lines(30, prompt="x" * 20_000)
+    for row in rows[:10]:
+        row["body"]["model"] = "late"
+    with (
+        gateway(valkey_url, queue_name, **settings, batch_poll_s=3600) as idle,
+        connect(idle) as client,
+    ):
+        with (
+            scripted_worker(valkey_url, queue_name),
+            gateway_process(valkey_url, queue_name, **settings) as (served, process),
+        ):
+            with connect(served) as owner:
+                batch_id = start(owner, rows).id
+            first = eventually(lambda: client.batches.retrieve(batch_id).output_file_id, "its output file")
+            assert client.batches.retrieve(batch_id).status == "in_progress"
+            early = client.files.content(first).text
+            eventually(lambda: len(rows_of(client, first)) == 20, "what one worker answers")
+            process.kill()
+        part = client.files.content(first).text
+        assert part.startswith(early)
+        assert client.files.retrieve(first).bytes == len(part)
+        with (
+            gateway(valkey_url, queue_name, **settings),
+            scripted_worker(valkey_url, queue_name, models=("late",)),
+        ):
+            eventually(lambda: client.files.retrieve(first).bytes >= len(part), "the same file")
+            batch = end_of(client, batch_id)
+        assert (batch.status, batch.output_file_id) == ("completed", first)
+        whole = client.files.content(first).text
+        assert whole.startswith(part)
+        assert sorted(row["custom_id"] for row in map(json.loads, whole.splitlines())) == sorted(
+            f"r{n}" for n in range(30)
+        )
+
+
+@pytest.mark.slow
+def test_a_batch_of_inline_requests(valkey_url: str, queue_name: str) -> None:
+    asked = [{"custom_id": row["custom_id"], "body": row["body"]} for row in lines(3)]
+    form: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    with (
+        scripted_worker(valkey_url, queue_name),
+        gateway(valkey_url, queue_name, models=("m",), max_tenant_batches=1) as served,
+        connect(served) as client,
+    ):
+        batch = client.batches.create(input_file_id=openai.omit, extra_body={"requests": asked}, **form)  # type: ignore[arg-type]
+        batch = end_of(client, batch.id)
+        assert {row["custom_id"] for row in rows_of(client, batch.output_file_id)} == {"r0", "r1", "r2"}
+        assert [row["custom_id"] for row in rows_of(client, batch.input_file_id)] == ["r0", "r1", "r2"]
+        for wrong in (
+            {"requests": asked, "input_file_id": batch.input_file_id},
+            {"requests": []},
+            {"requests": ["x"]},
+        ):
+            answer = httpx.post(f"{served.base_url}/batches", json=form | wrong, timeout=60)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "requests")
+        # A batch that is refused leaves no file behind.
+        late = [{"custom_id": "a", "body": {"model": "nobody", "prompt": "x"}}]
+        client.batches.create(input_file_id=openai.omit, extra_body={"requests": late}, **form)  # type: ignore[arg-type]
+        files = {file.id for file in client.files.list()}
+        with pytest.raises(openai.RateLimitError):
+            client.batches.create(input_file_id=openai.omit, extra_body={"requests": late}, **form)  # type: ignore[arg-type]
+        assert {file.id for file in client.files.list()} == files
+
+
+@pytest.mark.slow
+def test_running_requests_of_a_cancelled_batch_end(valkey_url: str, queue_name: str) -> None:
+    rows = lines(4, model="echo", max_tokens=2000)
+    for number, row in enumerate(rows):
+        row["body"]["prompt"] = f"{number}" * 2000
+    with (
+        running_worker(worker_config(valkey_url, queue_name, model="echo:5")),
+        gateway(valkey_url, queue_name) as served,
+        connect(served) as client,
+    ):
+        queue = open_queue(valkey_url, queue_name)
+        batch = start(client, rows)
+        eventually(lambda: queue.client.zcard(f"{queue.prefix}leases") == 4, "the running requests")
+        client.batches.cancel(batch.id)
+        assert end_of(client, batch.id).status == "cancelled"
+        assert not queue.client.zcard(f"{queue.prefix}leases")
+        queue.transport.close()
+        errors = rows_of(client, client.batches.retrieve(batch.id).error_file_id)
+        assert [row["error"]["code"] for row in errors] == ["batch_cancelled"] * 4

@@ -20,7 +20,7 @@ from tests.worker.harness import PATIENCE_S, running_worker, worker_config
 
 INSTALL = (
     "pip install --no-deps instructor docstring-parser "
-    "litellm fastuuid 'importlib-metadata<9' zipp h2 hpack hyperframe"
+    "standardwebhooks litellm fastuuid 'importlib-metadata<9' zipp h2 hpack hyperframe"
 )
 CALL = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 

@@ -13,7 +13,7 @@ from starlette.types import Message, Scope
 from pagemill import AsyncProducer
 from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.guard.limits import ClientGone
-from pagemill.producer.gateway.request_parsing import Ask
+from pagemill.producer.gateway.request_parsing import ParsedRequest
 from pagemill.producer.gateway.streaming import CompletionStream, EventStream
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL, is_chat
 from pagemill.producer.wire.schema.job import Job
@@ -103,9 +103,9 @@ POSITION = PositionLogprobs(chosen=TokenLogprob(token_id=5, logprob=-0.5, text="
 TEXT = 'a "quoted"\n\u2028 wörd 😀'
 
 
-def asked(url: str, *, include_usage: bool) -> Ask:
+def asked(url: str, *, include_usage: bool) -> ParsedRequest:
     prompt = {"messages": [{"role": "user", "content": "x"}]} if is_chat(url) else {"prompt": "x"}
-    return Ask(url, (Job.parse({"model": "org/m@1", "n": 2, **prompt}),), True, include_usage, 60.0)
+    return ParsedRequest(url, (Job.parse({"model": "org/m@1", "n": 2, **prompt}),), True, include_usage, 60.0)
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

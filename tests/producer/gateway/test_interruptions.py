@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from pagemill.producer.gateway import bounded_answer
 from pagemill.producer.gateway import gateway as gateway_module
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.gateway import Gateway
@@ -212,6 +213,32 @@ def test_a_server_that_hangs_does_not_hold_the_end_up(own_valkey: RedisServer, q
             assert process.wait(PATIENCE_S) == 0
         finally:
             own_valkey.process.send_signal(signal.SIGCONT)
+    queue.transport.close()
+
+
+def test_a_server_that_hangs_is_a_503_for_each_request(
+    own_valkey: RedisServer, queue_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests wait side by side, not one after the other; afterwards the queue holds none of their jobs."""
+    monkeypatch.setattr(bounded_answer, "ANSWER_S", 0.5)
+    queue = open_queue(own_valkey.url, queue_name)
+    with gateway(own_valkey.url, queue_name, models=["m"]) as served, ThreadPoolExecutor(8) as threads:
+        asked = {"model": "m", "prompt": "x", "max_tokens": 5}
+
+        def post(_: int) -> httpx.Response:
+            return httpx.post(f"{served.base_url}/completions", json=asked, timeout=PATIENCE_S)
+
+        assert own_valkey.process is not None
+        own_valkey.process.send_signal(signal.SIGSTOP)
+        try:
+            answers = list(threads.map(post, range(8)))
+        finally:
+            own_valkey.process.send_signal(signal.SIGCONT)
+        for answer in answers:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_unavailable")
+            assert answer.headers["retry-after"]
+        eventually(served.is_alive, "the queue to answer again")
+        eventually(lambda: not queue.pull(8), "no job to be left")
     queue.transport.close()
 
 

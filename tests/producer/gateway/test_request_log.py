@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pagemill.producer.gateway import completions
 from tests.conftest import ROOT
 from tests.producer.gateway.serving import gateway
 from tests.worker.harness import PATIENCE_S, eventually
@@ -46,6 +47,23 @@ def test_each_request_has_a_line_without_its_prompt(
     assert not any(
         SECRET in repr(vars(record)) for record in caplog.records if record.name.startswith("pagemill")
     )
+
+
+def test_a_bug_is_logged_with_its_traceback(
+    valkey_url: str, queue_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(completions, "answer", broken)
+    with gateway(valkey_url, queue_name) as served:
+        answer = httpx.post(f"{served.base_url}/completions", json={"prompt": SECRET}, timeout=PATIENCE_S)
+        served.is_alive()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    [record] = [record for record in caplog.records if record.name.startswith("pagemill") and record.exc_info]
+    assert answer.headers["x-request-id"] in record.getMessage()
+    assert "in broken" in logging.Formatter().formatException(record.exc_info)  # type: ignore[arg-type]
+    assert SECRET not in logging.Formatter().format(record)
 
 
 @pytest.mark.slow
@@ -102,5 +120,5 @@ def test_a_drain_says_what_is_under_way(
             eventually(lambda: "pagemill_gateway_requests_in_flight 2" in served.metrics(), "the request")
         asking.join(PATIENCE_S)
     told = [record.getMessage() for record in caplog.records if record.msg.startswith("stopping: ")]
-    assert told[0] == "stopping: requests under way: 1; they have 1 s from the start"
+    assert told[0] == "stopping: requests in progress: 1; they have 1 s from the start"
     assert statuses == [503]

@@ -16,7 +16,7 @@ from pagemill import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.openai.batch_file import BatchFile
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
-from pagemill.producer.openai.lines import job_of, success_line
+from pagemill.producer.openai.lines import BatchRequest, job_of, success_line
 from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.producer.scripted_worker import scripted_worker
 
@@ -75,7 +75,8 @@ def test_a_chat_answer_with_logprobs_is_what_the_openai_package_expects() -> Non
     line = request("r", url=CHAT_URL, logprobs=True, top_logprobs=1, max_completion_tokens=4)
     job = job_of(line)
     assert (job.logprobs, job.max_tokens) == (1, 4)
-    body = ChatCompletion.model_validate(success_line("r", CHAT_URL, "k", kept)["response"]["body"])
+    asked = BatchRequest(1, "r", CHAT_URL, job)
+    body = ChatCompletion.model_validate(success_line(asked, "k", kept)["response"]["body"])
     assert body.choices[0].message.content == "hé"
     assert body.choices[0].logprobs is not None
     assert body.choices[0].logprobs.content is not None
@@ -91,9 +92,20 @@ def test_content_in_parts() -> None:
     messages = job_of(line).messages
     assert messages is not None
     assert messages[0].content == "ab"
-    line["body"]["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": "x"}})
-    with pytest.raises(InvalidJob, match="text"):
-        job_of(line)
+    url = "data:image/png;base64,AAAA"
+    line["body"]["messages"][0]["content"].append(
+        {"type": "image_url", "image_url": {"url": url, "detail": "original"}}
+    )
+    job = job_of(line)
+    assert (job.images, job.messages and job.messages[0].text) == ((url,), "ab")
+    for kind, reason in (
+        ("input_audio", "audio is not supported yet"),
+        ("poem", "only texts and images are"),
+    ):
+        line["body"]["messages"][0]["content"][-1]["type"] = kind
+        with pytest.raises(InvalidJob, match=reason) as refused:
+            job_of(line)
+        assert refused.value.code == "unsupported_feature"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ OUTPUTS = st.builds(
     prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=3),
     pooled=st.none() | st.just(PooledRows(2, bytes(16))),
     device_s=FLOATS,
+    let_go=st.sampled_from([None, "released", "lapsed"]),
 )
 REPORTS = st.builds(
     Report,

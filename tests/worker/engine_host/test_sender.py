@@ -73,9 +73,9 @@ def test_adapters_change_when_the_engine_says_so() -> None:
         blue = Adapter("blue", change.directory, "2", 8, 100)
         adapters.take(AdaptersChanged(change.number, answer, [RED] if answer else [blue, RED]))
         adding.join(PATIENCE_S)
-        assert [one.name for one in adapters.named()] == (["red"] if answer else ["blue", "red"])
+        assert [one.name for one in adapters.registered()] == (["red"] if answer else ["blue", "red"])
     assert [str(one) for one in failures] == ["no such folder"]
-    with pytest.raises(UnknownAdapter, match="there is no adapter 'blue' here; there are: red"):
+    with pytest.raises(UnknownAdapter, match="unknown adapter 'blue'; known: red"):
         adapters.find("blue")
 
     adding = threading.Thread(target=add)

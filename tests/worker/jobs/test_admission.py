@@ -7,13 +7,12 @@ from typing import cast
 
 from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, LoadedModel
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.tasks import GENERATE
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
-from pagemill.worker.engine_host.messages import EngineState
+from pagemill.worker.engine_host.messages import AddRequest, EngineState
 from pagemill.worker.engine_host.thread import EngineThread
-from pagemill.worker.jobs.admission import MAX_JOBS_PER_PULL, OutputForecast, credit
-from pagemill.worker.jobs.running_job import RunningJob, sample_records
+from pagemill.worker.jobs.admission import MAX_JOBS_PER_PULL, MAX_MEDIA_BYTES, OutputForecast, credit
+from pagemill.worker.jobs.running_job import RunningJob
 
 BLOCK_SIZE = 16
 
@@ -45,12 +44,11 @@ def job(prompt: int = 32, max_tokens: int = 48, generated: int = 0, done: int = 
     running = RunningJob(
         pulled=PulledJob("j", 1, b"", "", (), 1, 0, False, 0.0, None),
         job=Job.parse({"prompt": "p", "model": "m"}),
-        prompt_token_ids=[0] * prompt,
-        params=SamplingParams(max_tokens=max_tokens, n=n),
-        task=GENERATE,
+        request=AddRequest(
+            request_id="j#1", prompt_token_ids=[0] * prompt, params=SamplingParams(max_tokens=max_tokens, n=n)
+        ),
         started_at=0.0,
         expires_at=None,
-        samples=sample_records(None, n),
     )
     running.prompt_tokens_done = done
     running.samples[0].token_ids = [0] * generated
@@ -88,6 +86,15 @@ def test_where_layers_have_windows_long_jobs_take_fewer_blocks_for_their_tokens(
 def test_every_sample_takes_a_row_and_its_own_output() -> None:
     given = credit_of(EngineFigures(max_num_seqs=8), job(n=3))
     assert (given.jobs, given.tokens) == (5, 1600 - 32 - 3 * 48)
+
+
+def test_images_of_running_jobs_are_bounded() -> None:
+    first, second = job(), job()
+    first.media_bytes, second.media_bytes = MAX_MEDIA_BYTES // 2, MAX_MEDIA_BYTES // 2
+    assert credit_of(EngineFigures(), first).blocked is None
+    assert credit_of(EngineFigures(), first, second).blocked == "rows"
+    second.has_left_engine = True
+    assert credit_of(EngineFigures(), first, second).blocked is None
 
 
 def test_no_row_and_no_block_are_told_apart() -> None:

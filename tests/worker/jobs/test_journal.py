@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.worker.harness import QueueClient, WorkerProcess, eventually, process_settings
+from pagemill.worker.jobs.job_counters import JobCounters
+from tests.worker.harness import (
+    QueueClient,
+    WorkerProcess,
+    eventually,
+    process_settings,
+    running_worker,
+    worker_config,
+)
 
 SECRET = "a-prompt-that-belongs-to-its-owner"
 TRANSITIONS = {"job running", "job succeeded", "job failed", "job cancelled", "job handed back"}
@@ -63,3 +71,18 @@ def test_one_line_per_transition_with_ids_and_no_prompt(lines: dict[str, list[di
     (failed,) = lines[ids["bad"]]
     assert failed["code"] == "prompt_too_long"
     assert SECRET not in json.dumps(lines)
+
+
+def test_a_listener_that_fails_hurts_no_job(
+    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    for name in ("received", "started", "ended"):
+        monkeypatch.setattr(JobCounters, name, broken)
+    with running_worker(worker_config(valkey_url, client.queue)) as worker:
+        ids = client.submit(*({"prompt": f"{i}", "max_tokens": 3} for i in range(20)))
+        assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+        eventually(lambda: not len(worker.table), "all leases to be let go")
+    assert any("JobCounters failed" in record.getMessage() for record in caplog.records)

@@ -10,27 +10,28 @@ import pytest
 
 from pagemill.engine.outputs import CompletionDelta, RequestOutput
 from pagemill.engine.plan import TokenLogprobs
-from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.tasks import GENERATE
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import Checkpoint, CheckpointSample, Output, Result
+from pagemill.producer.wire.schema.outputs import Checkpoint, Output, Result
 from pagemill.worker.config import WorkerConfig
+from pagemill.worker.jobs.intake import request
 from pagemill.worker.jobs.reporter import MAX_STREAMS_OFTEN, is_checkpoint_due
-from pagemill.worker.jobs.running_job import RunningJob, engine_params, sample_records, sample_states
+from pagemill.worker.jobs.running_job import RunningJob
+from tests.worker.jobs.test_intake import echo_engine
 
 
 def running_job(n: int = 1, checkpoint: Checkpoint | None = None, **fields: Any) -> RunningJob:
-    pulled = PulledJob("job", 7, b"", "", (), 1, 0, False, 100.0, None)
+    pulled = PulledJob("job", 7, b"", "", (b"",) if checkpoint else (), 1, 0, False, 100.0, None)
+    job = Job.parse({"prompt": "p", "model": "echo", "n": n} | fields)
+    added, _ = request(job, checkpoint, pulled, echo_engine())
     return RunningJob(
         pulled=pulled,
-        job=Job.parse({"prompt": "p", "model": "echo", "n": n} | fields),
-        prompt_token_ids=[1, 2],
-        params=SamplingParams(n=n, max_tokens=8, seed=3),
-        task=GENERATE,
+        job=job,
+        request=replace(added, prompt_token_ids=[1, 2], params=replace(added.params, max_tokens=8, seed=3)),
         started_at=101.0,
         expires_at=None,
-        samples=sample_records(checkpoint, n),
+        checkpoint=checkpoint,
     )
 
 
@@ -70,7 +71,7 @@ def test_many_streams_are_written_half_as_often_after_their_first_tokens(uptime_
     job = running_job(stream=True)
     job.saved_at = began = uptime_s
     job.apply(news(CompletionDelta(0, [5], "a", 0)))
-    assert is_checkpoint_due(job, config, began + 0.1, streams=64)
+    assert is_checkpoint_due(job, config, began, streams=64), "the first token waits for nothing"
     job.unsaved()
     job.mark_saved(began + 0.1)
     job.apply(news(CompletionDelta(0, [6], "b", 1)))
@@ -170,37 +171,17 @@ def test_an_aborted_sample_has_no_finish_reason() -> None:
     assert outputs(job)[0].finish_reason is None
 
 
-def test_a_checkpoint_becomes_what_the_engine_resumes_from() -> None:
+def test_a_resumed_job_goes_on_where_its_checkpoint_ends() -> None:
     first = running_job(n=2)
     logprobs = [TokenLogprobs(5, -0.5, [(5, -0.5), (6, -1.0)])]
     first.apply(news(CompletionDelta(0, [5], "a", 0, logprobs=logprobs)))
     first.apply(news(CompletionDelta(1, [9], "z", 0, finish_reason="stop")))
-    kept = set(CheckpointSample.model_fields)
-    seqs = tuple(
-        CheckpointSample(**output.model_dump(include=kept & set(Output.model_fields)))
-        for output in outputs(first)
-    )
-    second = running_job(n=2, checkpoint=Checkpoint(fingerprint="f", seqs=seqs))
+    entries = [delta.model_dump_json(exclude_defaults=True).encode() for delta in first.unsaved()]
+    second = running_job(n=2, checkpoint=merge_checkpoint(entries))
     assert not second.has_unsaved
-    states = sample_states(second.samples)
-    assert [(s.index, s.token_ids, s.finish_reason) for s in states] == [(0, [5], None), (1, [9], "stop")]
-    assert outputs(second)[0] == outputs(first)[0]
+    assert outputs(second) == outputs(first)
     second.apply(news(CompletionDelta(0, [6], "b", 1, finish_reason="length"), finished=True))
     assert [output.text for output in outputs(second)] == ["ab", "z"]
-
-
-def test_a_job_without_a_seed_gets_the_same_one_wherever_it_runs() -> None:
-    job = Job.parse({"prompt": "p", "model": "echo"})
-    assert engine_params(job, "one").seed == engine_params(job, "one").seed
-    assert engine_params(job, "one").seed != engine_params(job, "two").seed
-    assert engine_params(Job.parse({"prompt": "p", "model": "echo", "seed": 5}), "one").seed == 5
-
-
-def test_the_shape_of_the_output_reaches_the_engine() -> None:
-    job = Job.parse({"prompt": "p", "model": "echo", "structured_outputs": {"regex": "a+"}})
-    structure = engine_params(job, "one").structured_outputs
-    assert structure is not None
-    assert structure.regex == "a+"
 
 
 def test_only_whole_json_is_parsed() -> None:
@@ -219,6 +200,7 @@ def test_prompt_logprobs_are_told_with_the_end() -> None:
     result = Result.model_validate_json(body)
     assert result.prompt_logprobs is not None
     first, second = result.prompt_logprobs
-    assert first is None
+    assert first is not None
     assert second is not None
+    assert (first.chosen.token_id, first.chosen.logprob) == (job.prompt_token_ids[0], None)
     assert (second.chosen.token_id, second.chosen.logprob, second.top[0].token_id) == (2, -0.5, 3)

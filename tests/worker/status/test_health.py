@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from pagemill.engine.engine import Engine
+from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.worker.jobs import leases
 from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer
@@ -69,9 +71,37 @@ def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
         assert probe(worker, "healthz")[0] == 200, "a long load is no hang"
         may_load.set()
         assert worker.wait_ready(PATIENCE_S)
-        assert [probe(worker, name)[0] for name in ("startupz", "readyz", "healthz")] == [200] * 3
+        assert [probe(worker, name)[0] for name in ("startupz", "healthz")] == [200] * 2
+        eventually(lambda: probe(worker, "readyz")[0] == 200, "its registration")
     finally:
         may_load.set()
+        worker.drain(0.0, SignalFlag(), time.monotonic() + 20)
+        assert worker.close()
+
+
+def test_a_worker_is_not_ready_before_clients_can_find_it(
+    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_register = threading.Event()
+    heartbeat = leases.heartbeat
+
+    def late(queue: str, info: WorkerInfo) -> Any:
+        if info.state == "ready":
+            may_register.wait(PATIENCE_S)
+        return heartbeat(queue, info)
+
+    monkeypatch.setattr(leases, "heartbeat", late)
+    worker = Worker(worker_config(valkey_url, client.queue, lease_s=300.0), valkey_url)
+    try:
+        worker.start()
+        assert worker.wait_ready(PATIENCE_S)
+        status, found = probe(worker, "readyz")
+        assert (status, found["state"], found["registered"]) == (503, "ready", False)
+        may_register.set()
+        eventually(lambda: probe(worker, "readyz")[0] == 200, "its registration")
+        assert [info.models for info in client.workers()] == [("echo",)]
+    finally:
+        may_register.set()
         worker.drain(0.0, SignalFlag(), time.monotonic() + 20)
         assert worker.close()
 
@@ -96,21 +126,6 @@ def test_a_step_that_takes_too_long_fails_the_probe_until_it_ends(
         assert probe(worker, "startupz")[0] == 200, "it did start"
         end.set()
         eventually(lambda: probe(worker, "healthz")[0] == 200, "the step to end")
-
-
-@pytest.mark.slow
-def test_a_worker_that_drains_is_not_ready(client: QueueClient, valkey_url: str) -> None:
-    with running_worker(worker_config(valkey_url, client.queue, model="echo:50")) as worker:
-        (job_id,) = client.submit({"prompt": "x" * 500, "max_tokens": 500})
-        eventually(lambda: client.generated(job_id), "the job to run")
-        hurry = threading.Event()
-        draining = threading.Thread(target=worker.drain, args=(30.0, hurry, time.monotonic() + 40))
-        draining.start()
-        eventually(lambda: probe(worker, "readyz")[0] == 503, "the drain")
-        status, told = probe(worker, "readyz")
-        assert (status, told["state"], probe(worker, "healthz")[0]) == (503, "draining", 200)
-        hurry.set()
-        draining.join()
 
 
 @pytest.mark.slow

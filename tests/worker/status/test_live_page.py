@@ -181,6 +181,23 @@ def test_prompts_are_shown_to_who_asked_for_them(client: QueueClient, valkey_url
         assert all(len(job["prompt"]) == 160 for job in shown)
 
 
+def test_pixels_are_not_shown(client: QueueClient, valkey_url: str) -> None:
+    url = "data:image/png;base64,iVBORw0KGgo="
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "hello " * 20}]
+    with running_worker(
+        worker_config(valkey_url, client.queue, model="echo:20", show_prompts=True)
+    ) as worker:
+        client.submit({"messages": [{"role": "user", "content": parts}]})
+
+        def prompts() -> list[str]:
+            return [
+                job["prompt"][:22] for job in get_json(f"{worker.http_url}/live.json")[1]["jobs"]["shown"]
+            ]
+
+        eventually(prompts, "the job to run")
+        assert prompts() == ["[image/png, 8 bytes]he"]
+
+
 def test_only_so_many_pages_may_be_open(worker: Worker) -> None:
     streams = [ask(worker, "/live/events") for _ in range(MAX_WATCHERS)]
     assert {stream.status for stream in streams} == {200}

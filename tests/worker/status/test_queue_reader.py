@@ -70,7 +70,16 @@ def test_workers_are_counted_by_stage_and_only_ready_ones_serve(
         info = WorkerInfo(id=f"w{number}", models=("echo",), state=state)
         client.run(heartbeat(client.queue, info))
     figures = reader.read()
-    assert figures.workers == {"ready": 2, "loading": 1, "draining": 1, "unwell": 0}
+    stages = {
+        "ready": 2,
+        "loading": 1,
+        "draining": 1,
+        "unwell": 0,
+        "paused": 0,
+        "drained": 0,
+        "quarantined": 0,
+    }
+    assert figures.workers == stages
     assert figures.serving == {"echo": 2}
 
 

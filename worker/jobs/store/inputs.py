@@ -1,36 +1,32 @@
-"""Fetches payloads from the store on threads of its own, so that a slow store delays nobody else's jobs."""
+"""Opens envelopes on threads of its own: a slow store, or images to decode, delay no other job."""
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.schema.errors import StoreError
-from pagemill.producer.wire.store.store import Store
-from pagemill.producer.wire.store.stub import Reference
+from pagemill.producer.wire.schema.errors import JobError
+from pagemill.producer.wire.schema.job import Job
 
 NUM_THREADS = 4
 
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A pulled job with its payload, or why that is not to be had."""
-
-    pulled: PulledJob
-    error: StoreError | None = None
+Opened = tuple[PulledJob, "Future[Job]"]
+"""A pulled job, and what opening its envelope gave."""
 
 
 class StoredInputs:
-    """Jobs whose payloads are on their way. Used by admission's thread alone."""
+    """Jobs whose payloads are being fetched or prepared. Used by admission's thread alone."""
 
-    def __init__(self, store: Store, timeout_s: float) -> None:
-        self._store = store
+    def __init__(self, open_envelope: Callable[[PulledJob], Job], timeout_s: float) -> None:
+        self._open_envelope = open_envelope
         self._timeout_s = timeout_s
-        self._wanted: SimpleQueue[tuple[PulledJob, Reference] | None] = SimpleQueue()
-        self._arrived: SimpleQueue[Fetched] = SimpleQueue()
+        self._wanted: SimpleQueue[PulledJob | None] = SimpleQueue()
+        self._arrived: SimpleQueue[Opened] = SimpleQueue()
         self._pending: dict[int, tuple[PulledJob, float]] = {}
         """By fencing token: the job, and `time.monotonic()` when it is given up."""
         self._threads: list[threading.Thread] = []
@@ -39,36 +35,35 @@ class StoredInputs:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def fetch(self, pulled: PulledJob, reference: Reference) -> None:
-        """Begin to fetch a job's payload."""
+    def fetch(self, pulled: PulledJob) -> None:
+        """Begin to open a job's envelope."""
         if len(self._threads) < NUM_THREADS:
             # A daemon: a store that never answers must not keep the process.
             thread = threading.Thread(target=self._run, name="pagemill-fetch", daemon=True)
             self._threads.append(thread)
             thread.start()
         self._pending[pulled.token] = (pulled, time.monotonic() + self._timeout_s)
-        self._wanted.put((pulled, reference))
+        self._wanted.put(pulled)
 
-    def arrived(self) -> list[Fetched]:
-        """Return the jobs whose payloads are there, failed, or are late."""
-        found: list[Fetched] = []
-        try:
+    def arrived(self) -> Opened | None:
+        """Return the next job whose envelope is open, can't be opened, or is late; None: there is none."""
+        with suppress(Empty):
             while True:
-                one = self._arrived.get_nowait()
-                if self._pending.pop(one.pulled.token, None) is not None:
-                    found.append(one)
-        except Empty:
-            pass
+                pulled, opened = self._arrived.get_nowait()
+                if self._pending.pop(pulled.token, None) is not None:
+                    return pulled, opened
         now = time.monotonic()
-        for token, (pulled, give_up_at) in list(self._pending.items()):
+        for token, (pulled, give_up_at) in self._pending.items():
             if now >= give_up_at:
                 del self._pending[token]
-                late = StoreError(f"the store did not answer within {self._timeout_s:g} s", "away")
-                found.append(Fetched(pulled, late))
-        return found
+                late: Future[Job] = Future()
+                message = f"the store did not answer within {self._timeout_s:g} s"
+                late.set_exception(JobError(message, "store_unavailable", retryable=True))
+                return pulled, late
+        return None
 
     def abandon(self) -> list[PulledJob]:
-        """Return the jobs that are still on their way; they will not arrive."""
+        """Return the jobs that are still being fetched; they will not arrive."""
         pulled = [pulled for pulled, _ in self._pending.values()]
         self._pending.clear()
         for _ in self._threads:
@@ -76,14 +71,10 @@ class StoredInputs:
         return pulled
 
     def _run(self) -> None:
-        while (wanted := self._wanted.get()) is not None:
-            pulled, reference = wanted
+        while (pulled := self._wanted.get()) is not None:
+            opened: Future[Job] = Future()
             try:
-                payload = self._store.read(reference)
-            except StoreError as error:
-                self._arrived.put(Fetched(pulled, error))
+                opened.set_result(self._open_envelope(pulled))
             except Exception as error:
-                problem = StoreError(f"the store fails with {type(error).__name__}", "away")
-                self._arrived.put(Fetched(pulled, problem))
-            else:
-                self._arrived.put(Fetched(replace(pulled, payload=payload, fetched_for=reference.tenant)))
+                opened.set_exception(error)
+            self._arrived.put((pulled, opened))

@@ -1,7 +1,7 @@
 """Writes large results to the store before they are committed, on threads of its own.
 
-A file is announced before it is written, and is nobody's until a commit names it: what a lost race or a dead worker
-leaves behind is deleted by the sweep. Where the store fails, the result goes into Redis as ever.
+A file is announced before it is written, and has no owner until a commit names it: what a lost race or a dead worker
+leaves behind is deleted by the sweep. Where the store fails, the result goes into Redis as without a store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pagemill.producer.wire.schema.errors import PagemillError
 from pagemill.producer.wire.store.store import Store, reference_to
 from pagemill.producer.wire.store.stub import result_stub
 from pagemill.worker.job_queue import JobQueue
-from pagemill.worker.jobs.final_write import FinalWrite, in_store
+from pagemill.worker.jobs.ending import End, end
+from pagemill.worker.jobs.running_job import Outcome
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
@@ -31,12 +32,12 @@ class StoredResults:
     def __init__(self, store: Store, new_queue: Callable[[], JobQueue]) -> None:
         self._store = store
         self._queues = [new_queue() for _ in range(NUM_THREADS)]
-        self._wanted: SimpleQueue[FinalWrite | str | None] = SimpleQueue()
+        self._wanted: SimpleQueue[End | str | None] = SimpleQueue()
         """Results to write, and URIs to delete; None ends a thread."""
-        self._on_written: Callable[[FinalWrite], None] = lambda write: None
+        self._on_written: Callable[[End], None] = lambda end: None
 
-    def start(self, on_written: Callable[[FinalWrite], None]) -> None:
-        """`on_written` gets each write when it may be sent: of a stub, or where the store failed as it was."""
+    def start(self, on_written: Callable[[End], None]) -> None:
+        """`on_written` gets each end when it may be sent: of a stub, or where the store failed as it was."""
         self._on_written = on_written
         for queue in self._queues:
             # A daemon: a store that never answers must not keep the process.
@@ -47,12 +48,12 @@ class StoredResults:
         for _ in self._queues:
             self._wanted.put(None)
 
-    def takes(self, write: FinalWrite) -> bool:
-        """Return whether a write is of a result that belongs into the store."""
-        return write.kind == "succeeded" and self._store.takes(write.size)
+    def takes(self, ended: End) -> bool:
+        """Return whether an end has a result that belongs into the store."""
+        return ended.outcome is Outcome.SUCCEEDED and self._store.takes(len(ended.body))
 
-    def write(self, write: FinalWrite) -> None:
-        self._wanted.put(write)
+    def write(self, ended: End) -> None:
+        self._wanted.put(ended)
 
     def discard(self, uri: str) -> None:
         """Have a result deleted that no commit took."""
@@ -70,12 +71,14 @@ class StoredResults:
                 if not isinstance(wanted, str):
                     self._on_written(wanted)
             except Exception:
-                logger.exception("writing a result to the store failed; going on")
+                logger.exception("writing a result to the store failed; continuing")
                 if not isinstance(wanted, str):
                     self._on_written(wanted)
 
-    def _written(self, queue: JobQueue, write: FinalWrite) -> FinalWrite:
-        uri = self._store.new_uri(queue.queue, "out", write.job_id)
+    def _written(self, queue: JobQueue, ended: End) -> End:
+        assert ended.job is not None, "only a job that ran has a result"
+        uri = self._store.new_uri(queue.queue, "out", ended.job_id)
         queue.run(stored.announce(queue.queue, [uri]))
-        self._store.write(uri, write.body)
-        return in_store(queue.queue, write, uri, result_stub(reference_to(uri, write.body)))
+        self._store.write(uri, ended.body)
+        stub = result_stub(reference_to(uri, ended.body))
+        return end(queue.queue, ended.job, Outcome.SUCCEEDED, result=stub, stored=uri)

@@ -38,7 +38,7 @@ class StoreSweeper(BackgroundThread):
             except StoreError as error:
                 logger.warning("a file of the store was not deleted: %s", error, extra=IN_LOOP)
         if gone:
-            self._queue.run(stored.settle(self._queue.queue, gone))
+            self._queue.run(stored.forget(self._queue.queue, gone))
         return len(uris)
 
     def _run(self) -> None:
@@ -49,5 +49,5 @@ class StoreSweeper(BackgroundThread):
             except PagemillError as error:
                 logger.debug("the store was not swept: %s", error)
             except Exception:
-                logger.exception("sweeping the store failed; going on")
+                logger.exception("sweeping the store failed; continuing")
             self._stop.wait(0.0 if looked == AT_ONCE else LOOK_S)

@@ -1,6 +1,7 @@
 """Files stored in Redis in chunks, as calls: a tenant's uploads and the outputs of batches.
 
-Begin, write every chunk, finish: only then can the file be read. Tenants have quotas of files and bytes.
+Begin, write every chunk, finish: only then can the file be read, unless it grows.
+Tenants have quotas of files and bytes.
 """
 
 from __future__ import annotations
@@ -41,9 +42,18 @@ def num_chunks(size: int) -> int:
 
 
 def begin(
-    queue: str, tenant: str, file: StoredFile, *, max_files: int, max_bytes: int, upload_ms: int = UPLOAD_MS
+    queue: str,
+    tenant: str,
+    file: StoredFile,
+    *,
+    max_files: int,
+    max_bytes: int,
+    upload_ms: int = UPLOAD_MS,
+    is_readable: bool = False,
 ) -> Call[bool]:
     """Reserve room for the file; `expires_at` is ignored. False: the tenant's quota is used up.
+
+    A file that grows is begun again with more bytes, `is_readable` once they are written.
 
     The server's memory is asked for what is uploaded alone, not for the results of batches. Raises QueueFull.
     """
@@ -56,7 +66,7 @@ def begin(
     may_be_refused = int(file.purpose != OUTPUT_PURPOSE)
     text = json.dumps({"filename": file.filename, "purpose": file.purpose, "created_at": file.created_at})
     args = (tenant, file.id, file.size, file.chunks, text, upload_ms, max_files, max_bytes)
-    return Call("file_begin", (keys.prefix(queue),), (*args, may_be_refused), parse)
+    return Call("file_begin", (keys.prefix(queue),), (*args, may_be_refused, int(is_readable)), parse)
 
 
 def write(

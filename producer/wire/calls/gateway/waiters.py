@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pagemill.producer.wire.calls.transitions import words
+from pagemill.producer.wire.calls.transitions import parse_words
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.server.scripts import Call
 
@@ -18,4 +18,4 @@ HangUpReply = Literal["cancelled", "requested", "done", "missing", "kept"]
 
 def hang_up(queue: str, waiter: str, job_ids: Sequence[str]) -> Call[list[HangUpReply]]:
     """Stop waiting for some jobs. A job without another waiter ends as by `cancel`; any other is `kept`."""
-    return Call("hang_up", (keys.prefix(queue),), (waiter, *job_ids), words)
+    return Call("hang_up", (keys.prefix(queue),), (waiter, *job_ids), parse_words)

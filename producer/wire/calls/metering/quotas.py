@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from pagemill.producer.wire.schema import keys
@@ -17,20 +17,28 @@ MAX_QUOTA = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What jobs of a tenant may take; None: as much as there is. The day is UTC."""
+    """What jobs of a tenant may take; None: as much as there is. The day is UTC.
+
+    `running` is the number of jobs that run at once.
+    """
 
     tokens_per_minute: int | None = None
     jobs_per_minute: int | None = None
     tokens_per_day: int | None = None
     jobs_per_day: int | None = None
+    running: int | None = None
 
     @property
     def is_unlimited(self) -> bool:
         return self == Quota()
 
 
+_NAMES = tuple(one.name for one in fields(Quota))
+"""The quotas in the order of replies, where a later release may put others behind them."""
+
+
 @dataclass(frozen=True, slots=True)
-class Left:
+class Remaining:
     """What is left of one quota."""
 
     limit: int
@@ -43,20 +51,38 @@ class Left:
 class QuotaLeft:
     """What a tenant has left of its quotas, jobs that wait not counted; None: no such quota."""
 
-    tokens_per_minute: Left | None = None
-    jobs_per_minute: Left | None = None
-    tokens_per_day: Left | None = None
-    jobs_per_day: Left | None = None
+    tokens_per_minute: Remaining | None = None
+    jobs_per_minute: Remaining | None = None
+    tokens_per_day: Remaining | None = None
+    jobs_per_day: Remaining | None = None
+    running: Remaining | None = None
 
     @property
-    def tokens(self) -> Left | None:
+    def tokens(self) -> Remaining | None:
         """The quota of tokens that has less left."""
         return _scarcer(self.tokens_per_minute, self.tokens_per_day)
 
     @property
-    def jobs(self) -> Left | None:
+    def jobs(self) -> Remaining | None:
         """The quota of jobs that has less left."""
         return _scarcer(self.jobs_per_minute, self.jobs_per_day)
+
+    def pause_s(self, tokens: int) -> float:
+        """Return the seconds until a job of so many tokens may start, jobs that wait not counted; 0.0: now."""
+        amounts = {
+            "tokens_per_minute": tokens,
+            "jobs_per_minute": 1,
+            "tokens_per_day": tokens,
+            "jobs_per_day": 1,
+        }
+        pauses = [0.0]
+        for name, amount in amounts.items():
+            quota: Remaining | None = getattr(self, name)
+            # A job that costs more than the whole quota waits for the whole of it.
+            missing = 0 if quota is None else min(amount, quota.limit) - quota.remaining
+            if quota is not None and missing > 0:
+                pauses.append(60.0 * missing / quota.limit if name.endswith("minute") else quota.reset_s)
+        return max(pauses)
 
 
 def quotas(queue: str) -> Call[dict[str, Quota]]:
@@ -65,7 +91,7 @@ def quotas(queue: str) -> Call[dict[str, Quota]]:
 
 
 def set_quotas(queue: str, wanted: Mapping[str, Quota]) -> Call[dict[str, Quota]]:
-    """Set all quotas of some tenants; a `Quota()` takes them away. Returns everybody's. Raises InvalidJob."""
+    """Set all quotas of some tenants; a `Quota()` takes them away. Returns those of all tenants. Raises InvalidJob."""
     for tenant, quota in wanted.items():
         if tenant != EVERYBODY and not keys.TENANT_PATTERN.fullmatch(tenant):
             raise InvalidJob(keys.TENANT_RULE)
@@ -76,7 +102,7 @@ def set_quotas(queue: str, wanted: Mapping[str, Quota]) -> Call[dict[str, Quota]
     return Call("quotas", (keys.prefix(queue),), args, _quotas)
 
 
-def left(queue: str, tenants: Sequence[str]) -> Call[dict[str, QuotaLeft]]:
+def remaining(queue: str, tenants: Sequence[str]) -> Call[dict[str, QuotaLeft]]:
     """Return what tenants have left; those without quotas are not in it."""
     return Call("quota", (keys.prefix(queue),), tuple(tenants), read_lines)
 
@@ -88,14 +114,17 @@ def read_lines(lines: Sequence[bytes]) -> dict[str, QuotaLeft]:
 
 def _line(line: str) -> tuple[str, QuotaLeft]:
     tenant, *parts = line.split()
-    found = [
-        None if limit == "-" else Left(int(limit), int(remaining), int(reset_ms) / 1000)
-        for limit, remaining, reset_ms in zip(parts[::3], parts[1::3], parts[2::3], strict=True)
-    ]
-    return tenant, QuotaLeft(*found)
+    found = {
+        name: Remaining(int(limit), int(remaining), int(reset_ms) / 1000)
+        for name, limit, remaining, reset_ms in zip(
+            _NAMES, parts[::3], parts[1::3], parts[2::3], strict=False
+        )
+        if limit != "-"
+    }
+    return tenant, QuotaLeft(**found)
 
 
-def _scarcer(*quotas: Left | None) -> Left | None:
+def _scarcer(*quotas: Remaining | None) -> Remaining | None:
     return min((each for each in quotas if each is not None), key=lambda each: each.remaining, default=None)
 
 
@@ -105,9 +134,11 @@ def _packed(quota: Quota) -> str:
     return " ".join("-" if limit is None else str(limit) for limit in astuple(quota))
 
 
+def _unpacked(packed: bytes) -> Quota:
+    limits = zip(_NAMES, packed.split(), strict=False)
+    return Quota(**{name: int(limit) for name, limit in limits if limit != b"-"})
+
+
 def _quotas(reply: Any) -> dict[str, Quota]:
     flat = list(reply)
-    return {
-        tenant.decode(): Quota(*(None if part == b"-" else int(part) for part in packed.split()))
-        for tenant, packed in zip(flat[::2], flat[1::2], strict=True)
-    }
+    return {tenant.decode(): _unpacked(packed) for tenant, packed in zip(flat[::2], flat[1::2], strict=True)}

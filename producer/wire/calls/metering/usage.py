@@ -1,6 +1,6 @@
 """The ledger: what the jobs that ended took, by day, tenant, model and API key.
 
-A job is counted once, in the script that ends it (`producer/wire/lua/ledger.lua`); docs/usage.md has the rule.
+A job is counted once, in the script that ends it (`producer/wire/lua/features/ledger.lua`); docs/usage.md has the rule.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _EPOCH = date(1970, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
-    """What the last execution of a job took, as its worker tells it with the job's end."""
+class JobUsage:
+    """What the last execution of a job took, as its worker reports it with the job's end."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -155,7 +155,7 @@ def _rows(day: date, reply: list[bytes]) -> list[UsageRow]:
     for name, value in zip(reply[::2], reply[1::2], strict=True):
         lane, _, api_key = name.decode().partition(" ")
         tenant, _, model = lane.partition(":")
-        jobs, prompt, cached, completion, device_ms = map(int, value.split())
+        jobs, prompt, cached, completion, device_ms = map(int, value.split()[:5])
         counts = (jobs, prompt, cached, completion, device_ms / 1000)
         found.append(UsageRow(day.isoformat(), tenant, model, api_key, *counts))
     return found

@@ -6,17 +6,25 @@ Forms and names are OpenAI's; `chat_template_kwargs` and `thinking_token_budget`
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from pagemill.bounds import InvalidParameter
-from pagemill.json_values import check_json
-from pagemill.structured_outputs import MAX_SCHEMA, MAX_SCHEMA_DEPTH
+from pagemill.common.bounds import InvalidParameter
+from pagemill.common.json_values import check_json
+from pagemill.common.structured_outputs import MAX_SCHEMA, MAX_SCHEMA_DEPTH
+from pagemill.producer.wire.schema.images import (
+    MAX_TEXT,
+    Content,
+    TextPart,
+    describe_image,
+    image_digest,
+    images_of,
+    texts_of,
+)
 
-MAX_CONTENT_BYTES: Final = 1 << 20
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 128
 """Tool calls in one message of the history."""
@@ -25,14 +33,14 @@ MAX_TEMPLATE_BYTES: Final = 4096
 _MAX_TEMPLATE_DEPTH: Final = 8
 _RESERVED: Final = frozenset(
     {
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+        "chat_template", "continue_final_message", "conversation", "documents", "max_length",
         "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict", "return_tensors",
         "tokenize", "tokenizer_kwargs", "tools", "truncation",
     }
 )  # fmt: skip
 """Arguments of the function that renders templates."""
 
-_Strict = StringConstraints(strict=True, max_length=MAX_CONTENT_BYTES)
+_Strict = StringConstraints(strict=True, max_length=MAX_TEXT)
 FunctionName = Annotated[str, StringConstraints(strict=True, pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 _CallId = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -110,7 +118,8 @@ class Message(ChatModel):
     """One turn of a chat. An assistant's may hold the calls it made; a tool's names the call it answers."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[str, _Strict] | None = None
+    content: Content | None = None
+    """A text. A user's may also be a list of texts and images; a list of texts alone becomes one text."""
     tool_calls: Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=MAX_CALLS)] | None = None
     tool_call_id: _CallId | None = None
     reasoning: Annotated[str, _Strict] | None = None
@@ -124,6 +133,8 @@ class Message(ChatModel):
             raise ValueError("tool_calls and reasoning belong to an assistant's message")
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError("tool_call_id belongs to a tool's message")
+        if self.role != "user" and self.images:
+            raise InvalidParameter("images belong to a user's message", "unsupported_feature")
         return self
 
     @property
@@ -133,7 +144,41 @@ class Message(ChatModel):
 
     @property
     def text(self) -> str:
-        return self.content or ""
+        """Its texts, without its images."""
+        return "".join(texts_of(self.content))
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """The URLs of its images."""
+        return images_of(self.content)
+
+    def description(self) -> str:
+        """Return its text as people read it, with a description in place of each image."""
+        return self.text_with(describe_image)
+
+    def beginning(self) -> str:
+        """Return its text with hashes in place of images, each as long as a prefix of which workers take note."""
+        return self.text_with(lambda url: image_digest(url) * 4)
+
+    def work(self) -> bytes:
+        """Return role, content and the rest in an unambiguous form, with hashes in place of images."""
+        if not self.images:
+            content = self.text.encode()
+            return b"%b:%d:%b%b" % (self.role.encode(), len(content), content, self.more().encode())
+        assert not isinstance(self.content, str | None)
+        parts = [
+            [part.text] if isinstance(part, TextPart) else {"image": image_digest(part.image_url.url)}
+            for part in self.content
+        ]
+        return b"%b+%b%b" % (self.role.encode(), json.dumps(parts).encode(), self.more().encode())
+
+    def text_with(self, name: Callable[[str], str]) -> str:
+        """Return its text, with `name(url)` in place of each image."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(
+            part.text if isinstance(part, TextPart) else name(part.image_url.url) for part in self.content
+        )
 
     def more(self) -> str:
         """Return the members beside role and content as JSON; empty if there are none."""
@@ -148,9 +193,7 @@ CHAT_FIELDS: Final = frozenset(
         "thinking_token_budget", "separate_reasoning",
     }
 )  # fmt: skip
-"""The fields of a job that only workers of `CHAT_VERSION` know."""
-CHAT_VERSION: Final = 4
-"""The envelope version of a chat with any of them. Workers that would ignore `tools` never pull it."""
+"""The fields of a job that make its results have reasoning and tool calls apart from the text."""
 
 
 class ChatFields(BaseModel):
@@ -160,7 +203,7 @@ class ChatFields(BaseModel):
     tool_choice: ToolChoice | None = None
     """None: auto. `required`, or a function by its name, force calls by the functions' schemas."""
     parallel_tool_calls: Annotated[bool, Field(strict=True)] | None = None
-    """False: at most one call."""
+    """False: at most one call. None: several calls are allowed for `auto`, one for `required`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template, such as `enable_thinking`."""
     reasoning_effort: ReasoningEffort | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill.chat.parser import ChatParser, ChatSyntax
-from pagemill.chat.pieces import Answer
+from pagemill.common.chat.syntax import ChatSyntax
+from pagemill.producer.wire.chat.parser import ChatParser
+from pagemill.producer.wire.chat.pieces import Answer
 from pagemill.producer.wire.schema.text.chat import FunctionCall, ToolCall, ToolCallDelta, call_id
 
 
@@ -18,7 +19,7 @@ class ParsedText:
         self._name = job_id, index
 
     @classmethod
-    def whole(cls, syntax: str | None, job_id: str, index: int, text: str) -> ParsedText:
+    def parse(cls, syntax: str | None, job_id: str, index: int, text: str) -> ParsedText:
         parsed = cls(syntax, job_id, index)
         parsed.add(text, is_end=True)
         return parsed

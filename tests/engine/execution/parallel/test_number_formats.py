@@ -40,6 +40,7 @@ def both(directory: Path, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_int8_weights_split_at_whole_groups(tmp_path: Path) -> None:
     """A rank's groups of inputs are those of the whole, so that sums are the same but for their order. A sum that
     falls between two integers may be rounded to the other one, so a few numbers differ by more."""

@@ -29,6 +29,8 @@ from pagemill.engine.layers.share import Share
 from pagemill.engine.plan import StepPlan, StepResult
 from tests.worker.harness import PATIENCE_S, eventually
 
+pytestmark = pytest.mark.slow
+
 
 class Ranks:
     """Processes of which one has died."""

@@ -116,7 +116,8 @@ def check(cases: list[Case], *, draws_on_device: bool = False) -> None:
     draws = sampler.stage(works, VOCAB_SIZE, transfer)
     transfer.send()
     result = StepResult(0, [])
-    sampler.sample(torch.tensor([case.logits for case, _ in accepted]), works, table, draws).fill(result)
+    output = sampler.sample(torch.tensor([case.logits for case, _ in accepted]), works, table, draws)
+    output.fill(result, iter(output.tensors()))
     for number, (case, work) in enumerate(accepted):
         (token,) = result.token_ids[number]
         assert 0 <= token < VOCAB_SIZE, "the token goes into the next step's embedding, valid or not"

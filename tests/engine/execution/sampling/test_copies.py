@@ -67,7 +67,7 @@ def run(kinds: list[str], logits: torch.Tensor) -> tuple[StepResult, Operators, 
     transfer.send()
     with Operators() as operators:
         output = sampler.sample(logits.clone(), work, table, staged)
-    output.fill(result := StepResult(0, []))
+    output.fill(result := StepResult(0, []), iter(output.tensors()))
     return result, operators, transfer.num_copies
 
 
@@ -75,7 +75,7 @@ def run(kinds: list[str], logits: torch.Tensor) -> tuple[StepResult, Operators, 
 def device_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference operator makes tensors of its own; the kernel makes none."""
 
-    def draw(logits: torch.Tensor, draws: Any) -> torch.Tensor:
+    def draw(logits: torch.Tensor, peaks: torch.Tensor, draws: Any) -> torch.Tensor:
         return logits[draws.index].argmax(dim=-1)
 
     monkeypatch.setattr("pagemill.engine.execution.sampling.sampler.draw", draw)
@@ -108,7 +108,7 @@ def test_a_row_in_a_mix_is_what_it_is_alone() -> None:
         )
         alone.sample.token_mask = item.sample.token_mask
         output = sampler.sample(logits[number : number + 1].clone(), [alone], table)
-        output.fill(result := StepResult(0, []))
+        output.fill(result := StepResult(0, []), iter(output.tensors()))
         assert result.token_ids[0] == together.token_ids[number]
         assert result.logprobs.get(0) == together.logprobs.get(number)
         changed[number] = result.token_ids[0] != [int(logits[number].argmax())]

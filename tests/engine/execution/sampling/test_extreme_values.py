@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.execution.sampling.logprobs import TopLogprobs
 from pagemill.engine.execution.sampling.narrow_head import NarrowVocabulary
@@ -20,7 +21,6 @@ from pagemill.engine.execution.sampling.sampler import Sampler
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample, TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.structured_outputs import StructuredOutputs
 from pagemill.worker.jobs.logprob_columns import prompt_logprobs_json
 from tests.engine.execution.sampling.extreme_cases import CASES, Case, check
 from tests.engine.scheduling.harness import Harness, make_config, make_request, result, schedule
@@ -165,8 +165,9 @@ def test_a_beam_search_that_finds_nothing_fails(llm: LLM) -> None:
 
 def test_a_log_probability_is_finite_in_json() -> None:
     logprobs = torch.tensor([[0.0, -math.inf, -math.inf]])
-    (entry,) = TopLogprobs.of(logprobs, torch.tensor([1]), [3]).to_host()
-    (row,) = json.loads(prompt_logprobs_json([entry], str))
+    found = TopLogprobs.of(logprobs, torch.tensor([1]), [3])
+    (entry,) = found.entries(iter(found.tensors()))
+    (row,) = json.loads(prompt_logprobs_json([entry], [1], str))
     assert row["chosen"]["logprob"] == torch.finfo(torch.float32).min
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.execution.sampling import narrow_head
 from pagemill.engine.execution.sampling.narrow_head import NarrowHead, NarrowVocabulary
@@ -22,7 +23,6 @@ from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.cpu.matmul import fp32
-from pagemill.structured_outputs import StructuredOutputs
 from tests.engine.models.families.native_cases import NATIVE_CASES, write_llama
 from tests.engine.models.families.tiny import VOCAB_SIZE
 
@@ -70,6 +70,7 @@ def test_selected_channels_have_the_bits_that_they_have_in_the_whole_product() -
                 assert torch.equal(selected(x), layer(x)[:, channels])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_selected_channels_of_int8_weights_have_their_bits_too(dtype: torch.dtype) -> None:
     rng = random.Random(1)
@@ -210,6 +211,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 @needs_own_kernel
 @pytest.mark.parametrize(
     "case", ["gemma2", "gpt2", "gptj", "bloom", "mpt", "falcon, as its 7b", "phi", "qwen3"]
@@ -244,6 +246,7 @@ def test_a_familys_outputs_are_the_same(
     assert len(widths) == narrow_steps
 
 
+@pytest.mark.slow
 def test_an_int8_models_choices_are_the_same(
     tmp_path: Path, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

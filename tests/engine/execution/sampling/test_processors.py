@@ -23,7 +23,7 @@ from pagemill.engine.execution.sampling.filters import filter_logits
 from pagemill.engine.execution.sampling.processors import LogitsProcessors, SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler
 from pagemill.engine.execution.staging import DirectTransfer
-from pagemill.engine.plan import NewRow, Sample
+from pagemill.engine.plan import NewRow, Sample, StepResult
 from pagemill.engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 40
@@ -238,7 +238,8 @@ def test_candidates_are_the_best_log_probabilities_under_the_constraints() -> No
     output = Sampler(EOS).sample(logits.clone(), [searching, plain], torch.zeros(2, 8, dtype=torch.int64))
     expected = logits[0].log_softmax(0)
     expected[8] += 3.0
-    candidates = output.candidates
+    output.fill(result := StepResult(0, []), iter(output.tensors()))
+    candidates = result.candidates
     assert set(candidates) == {0}
     assert [token for token, _ in candidates[0]] == [
         t for t in expected.argsort(descending=True).tolist() if t != 2

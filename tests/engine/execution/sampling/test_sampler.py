@@ -11,7 +11,7 @@ import torch
 
 from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput, SampleWork
 from pagemill.engine.llm import LLM
-from pagemill.engine.plan import NewRow, Sample
+from pagemill.engine.plan import NewRow, Sample, StepResult, TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import selection
 from tests.engine.models.families.native_cases import write_llama
@@ -43,6 +43,11 @@ def sample(
     for row, row_tokens in enumerate(tokens or []):
         table[row, : len(row_tokens)] = torch.tensor(row_tokens)
     return Sampler((EOS,)).sample(logits.clone(), work, table)
+
+
+def logprobs_of(output: SamplerOutput) -> dict[int, list[TokenLogprobs]]:
+    output.fill(result := StepResult(0, []), iter(output.tensors()))
+    return result.logprobs
 
 
 def greedy(logits: torch.Tensor, tokens: tuple[int, ...] = (0,), prompt: int = 1, **params: Any) -> int:
@@ -149,11 +154,12 @@ def test_bad_row_is_flagged_and_touches_no_other(bad: float, temperature: float)
     logits = LOGITS.repeat(3, 1)
     logits[1, 5] = bad
     output = sample(logits, work)
+    clean_logprobs, logprobs = logprobs_of(clean), logprobs_of(output)
     assert output.is_valid.tolist() == [True, False, True]
     assert clean.is_valid.all()
     for row in (0, 2):
         assert output.token_ids[row] == clean.token_ids[row]
-        assert output.logprobs[row] == clean.logprobs[row]
+        assert logprobs[row] == clean_logprobs[row]
     assert 0 <= int(output.token_ids[1]) < LOGITS.numel(), "the token goes into the next step's embedding"
 
 
@@ -209,7 +215,7 @@ def test_presence_and_frequency_penalties_count_output_only() -> None:
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     params = SamplingParams(temperature=0.0, logprobs=3, logit_bias={6: 100.0}, repetition_penalty=1.3)
-    (entry,) = sample(LOGITS[None], [make_work(params)], [[1]]).logprobs[0]
+    (entry,) = logprobs_of(sample(LOGITS[None], [make_work(params)], [[1]]))[0]
     expected = LOGITS.log_softmax(0)
     assert entry.token_id == 6
     assert entry.logprob == pytest.approx(float(expected[6]), abs=1e-6)
@@ -220,8 +226,9 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 def test_logprobs_zero_gives_the_chosen_token_alone() -> None:
     output = sample(LOGITS.repeat(2, 1), [make_work(SamplingParams(temperature=0.0, logprobs=0)),
                                           make_work(SamplingParams(temperature=0.0))])  # fmt: skip
-    assert set(output.logprobs) == {0}
-    assert output.logprobs[0][0].top == []
+    logprobs = logprobs_of(output)
+    assert set(logprobs) == {0}
+    assert logprobs[0][0].top == []
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])

@@ -198,12 +198,16 @@ def _mixture(config: Config, published: Callable[[Tensors], Tensors] = _new_name
     return replace(checkpoint, tensors=published(tensors))
 
 
+def phi_moe(**fields: Any) -> TinyCheckpoint:
+    return _mixture(_PHI | fields, _phi_names)
+
+
 MIXTURE_CASES: dict[str, Callable[[], TinyCheckpoint]] = {
     "mixtral": lambda: _mixture(_MIXTRAL, _mixtral_names),
     "mixtral, a window shorter than the prompt": lambda: _mixture(_MIXTRAL | {"sliding_window": 7}, _mixtral_names),
     "olmoe": lambda: _mixture(_OLMOE),
     "olmoe, values clipped": lambda: _mixture(_OLMOE | {"clip_qkv": 0.5, "norm_topk_prob": True}),
-    "phimoe": lambda: _mixture(_PHI, _phi_names),
+    "phimoe": phi_moe,
     "granitemoe": lambda: _mixture(_GRANITE, _granite_names),
     "qwen2_moe, an expert for all": lambda: _mixture(_QWEN2),
     "qwen3_moe, a dense layer between": lambda: _mixture(_QWEN3),

@@ -55,11 +55,11 @@ def gguf_folder(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (empty, r"no config\.json; it is empty"),
+        (empty, r"config\.json is missing\): it is empty"),
         (adapter, r"is an adapter of meta-llama/Llama-2-7b-hf, not a model: merge the two"),
-        (training_state, r"no config\.json; it holds the state of a training run \(optimizer\.pt\)"),
-        (one_level_up, r"no config\.json; did you mean .*/final\?"),
-        (loop, r"no config\.json; it holds 1 other files"),
+        (training_state, r"config\.json is missing\): it holds the state of a training run \(optimizer\.pt\)"),
+        (one_level_up, r"config\.json is missing\): did you mean .*/final\?"),
+        (loop, r"config\.json is missing\): it holds 1 other files"),
         (gguf_folder, r"holds GGUF files: give one of them, as .*/model\.Q4_K_M\.gguf"),
     ],
 )  # fmt: skip

@@ -21,6 +21,8 @@ from pagemill.engine.models.checkpoint import read_tensors, weight_files
 from pagemill.engine.models.directory import check_model, model_directory
 from pagemill.engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB = 256, 2, 4, 2, 300
 # One for each matrix of the file: 7 in a layer, the embedding and the head.
 KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K,
@@ -208,7 +210,8 @@ def long_list(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (within_the_header, "ends within its header"), (no_gguf, "is no GGUF file"), (old_version, "version 1 of GGUF"),
+        (within_the_header, "ends within its header"), (no_gguf, "is not a GGUF file"),
+        (old_version, "version 1 of GGUF"),
         (many_tensors, "can't lie in"),
     ],
 )  # fmt: skip
@@ -278,7 +281,7 @@ def test_rope_factors_of_llama_3_are_recognised() -> None:
     apply_rope_factors(config, torch.from_numpy(rope_factors(32.0)))
     assert config.rope_parameters["rope_type"] == "llama3"
     assert config.rope_parameters["factor"] == 32.0
-    with pytest.raises(ModelLoadError, match="no llama3 scaling"):
+    with pytest.raises(ModelLoadError, match="not llama3 scaling"):
         apply_rope_factors(config, torch.linspace(1, 2, 32))
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
+import signal
 import struct
+import subprocess
 import sys
+import threading
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 import torch
@@ -247,7 +254,7 @@ HOSTILE = (
     (zip_bomb, "far more memory|is damaged"), (huge_string, "is damaged|far more memory"),
     (nested, "is damaged|far more memory"), (repeated, "larger than the file"), (truncated, "is damaged"),
     (truncated_legacy, "is damaged"), (text, "is damaged"), (no_tensors, "no tensors by name"),
-    (other_values, "'epoch' is no plain tensor"),
+    (other_values, "'epoch' is not a plain tensor"),
 )  # fmt: skip
 
 QUICK = (system, evaluated, zip_bomb, huge_storage, repeated)
@@ -282,16 +289,83 @@ def test_what_has_no_end_is_not_read(kind: str, model: Path) -> None:
         os.mkfifo(file)
     else:
         file.symlink_to("/dev/zero")
-    with pytest.raises(ModelLoadError, match="no regular file"):
+    with pytest.raises(ModelLoadError, match="not a regular file"):
         weight_files(model)
 
 
-def test_one_that_takes_too_long_is_ended(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that never comes to an end; the limit grows with the file's size."""
+@pytest.fixture
+def reader(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Replaces the program that converts pickles."""
     torch.save({"a": torch.zeros(1)}, model / "pytorch_model.bin")
-    monkeypatch.setattr(process, "_CHILD", "this_never_ends")
-    monkeypatch.setattr(process, "_START_S", 0.5)
-    (model / "this_never_ends").with_suffix(".py").write_text("while True: pass")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(model)])
-    with pytest.raises(ModelLoadError, match=r"took more than \d s"):
+
+    def replace(program: str) -> None:
+        monkeypatch.setattr(process, "_CHILD", "replaced_reader")
+        (model / "replaced_reader").with_suffix(".py").write_text(program)
+        monkeypatch.setattr(sys, "path", [*sys.path, str(model)])
+
+    return replace
+
+
+def test_reader_that_exceeds_its_cpu_time_is_killed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], None]
+) -> None:
+    reader("while True: pass")
+    monkeypatch.setattr(process, "_START_CPU_S", 0.5)
+    with pytest.raises(
+        ModelLoadError, match=r"took more than \d s of CPU time; it may be damaged or hostile"
+    ):
         weight_files(model)
+
+
+def test_reader_that_writes_too_much_is_killed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], None]
+) -> None:
+    reader(
+        "import sys\nwith open(sys.argv[2] + '/a', 'wb', 0) as file:\n while True: file.write(bytes(1024))"
+    )
+    monkeypatch.setattr(process, "_SPARE_OUTPUT_BYTES", 2**20)
+    with pytest.raises(ModelLoadError, match=r"wrote more than 1 MiB; it may be damaged or hostile"):
+        weight_files(model)
+
+
+def test_reader_that_makes_no_progress_is_killed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], None]
+) -> None:
+    reader("import time\ntime.sleep(3600)")
+    monkeypatch.setattr(process, "_IDLE_S", 1.0)
+    with pytest.raises(ModelLoadError, match=r"made no progress for 1 s; check whether its disk responds"):
+        weight_files(model)
+
+
+@pytest.mark.slow
+def test_conversion_on_a_busy_machine_is_not_limited_by_wall_clock_time(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reader is stopped most of the time, as if other processes had the CPU, and reports why it is slow."""
+    torch.save({"a": torch.zeros(3)}, model / "pytorch_model.bin")
+    spawn, skipped = process._spawn, 0.0
+
+    def slow(words: list[str], said: IO[bytes]) -> subprocess.Popen[bytes]:
+        child = spawn(words, said)
+        threading.Thread(target=hinder, args=(child,), daemon=True).start()
+        return child
+
+    def hinder(child: subprocess.Popen[bytes]) -> None:
+        nonlocal skipped
+        with suppress(ProcessLookupError):
+            while child.returncode is None:
+                os.kill(child.pid, signal.SIGSTOP)
+                skipped += 20.0  # as if it had waited so long for a CPU
+                time.sleep(0.1)
+                os.kill(child.pid, signal.SIGCONT)
+                time.sleep(0.1)
+
+    monkeypatch.setattr(process, "_spawn", slow)
+    monkeypatch.setattr(process, "_IDLE_S", math.inf)
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + skipped)
+    monkeypatch.setattr(process, "time", clock)
+    with caplog.at_level("INFO", logger=process.logger.name):
+        files = weight_files(model)
+    assert torch.equal(load_file(files[0])["a"], torch.zeros(3))
+    assert skipped > 2 * process._START_CPU_S
+    assert "the machine is slow or busy" in caplog.text

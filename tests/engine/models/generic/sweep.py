@@ -18,6 +18,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from pagemill.engine.models.families.multimodal import MULTIMODAL
 from pagemill.engine.models.families.refusals import kind_of
 from pagemill.engine.models.families.registry import SUPPORTED_MODEL_TYPES
 from tests.conftest import ROOT
@@ -39,6 +40,13 @@ def stored_outcomes() -> tuple[str, dict[str, Outcome]]:
     return content["transformers"], {kind: Outcome(**fields) for kind, fields in content["types"].items()}
 
 
+def multimodal_outcomes() -> dict[str, str | None]:
+    """Return why the text of each multimodal type is refused; None: it is as exact as its text type."""
+    _, outcomes = stored_outcomes()
+    refusals = {kind: outcomes[kind].refusal for kind in outcomes if kind not in SUPPORTED_MODEL_TYPES}
+    return {kind: refusals.get(row.loaded_type) for kind, row in MULTIMODAL.items()}
+
+
 def section(version: str, outcomes: dict[str, Outcome]) -> str:
     """Return the lists of docs/models.md."""
     exact = {kind: outcome for kind, outcome in outcomes.items() if outcome.refusal is None}
@@ -58,6 +66,12 @@ def section(version: str, outcomes: dict[str, Outcome]) -> str:
         f"| exact | | {', '.join(dense)} |",
         f"| exact, with experts | | {', '.join(mixed)} |",
     ]
+    texts = [
+        f"{kind} ({MULTIMODAL[kind].loaded_type})"
+        for kind, why in multimodal_outcomes().items()
+        if why is None
+    ]
+    lines.append(f"| exact, the text of {len(texts)} multimodal types | | {', '.join(texts)} |")
     for (name, reason), group in groupby(refused, key=lambda entry: entry[:2]):
         lines.append(f"| refused: {name} | {reason} | {', '.join(kind for _, _, kind in group)} |")
     return "\n".join(lines) + "\n"
@@ -76,6 +90,10 @@ def page() -> str:
     return before + _BEGIN + section(*stored_outcomes()) + _END + after
 
 
+def _without_registered(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    return {kind: outcome for kind, outcome in outcomes.items() if kind not in SUPPORTED_MODEL_TYPES}
+
+
 def main(chosen: list[str]) -> None:
     transformers_logging.set_verbosity_error()
     version, outcomes = stored_outcomes() if STORED.exists() and chosen else (transformers.__version__, {})
@@ -88,6 +106,7 @@ def main(chosen: list[str]) -> None:
                 sys.stderr.write(f"{kind}: {error!r}\n")
                 continue
         sys.stderr.write(f"{kind}: {outcomes[kind].refusal or 'exact'}\n")
+    outcomes = _without_registered(outcomes)
     types = {kind: asdict(outcomes[kind]) for kind in sorted(outcomes)}
     STORED.write_text(json.dumps({"transformers": version, "types": types}, indent=1) + "\n")
     PAGE.write_text(page())

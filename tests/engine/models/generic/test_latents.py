@@ -18,7 +18,6 @@ from pagemill.engine.models.families import generic
 from pagemill.engine.outputs import SampleState
 from pagemill.engine.plan import StepPlan
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduling.preemption_cost import PreemptionCost
 from tests.engine.models.generic.tiny_configs import VOCAB_SIZE, tiny_config
 from tests.engine.models.generic.trial import build, write_checkpoint
 
@@ -132,7 +131,7 @@ def poison_free_blocks(llm: LLM) -> None:
     scheduler, launch = llm.engine._scheduler, executor.launch
 
     def poisoned(plan: StepPlan) -> Any:
-        leaving = {block for block, _ in plan.swap_out}
+        leaving = {block for block, _ in plan.host_stores}
         free = [block.block_id for block in scheduler.kv_cache.pool.free_queue() if block.block_hash is None]
         for layer in executor.kv_cache.layers:
             for tensor in layer.tensors():
@@ -160,6 +159,7 @@ def test_logits_are_transformers(case: Case) -> None:
     assert llm.engine.stats().kv.prefix_hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_token_takes_the_bytes_of_its_latents(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="pagemill.engine"):
         llm = case.load()
@@ -183,6 +183,7 @@ def test_a_token_takes_the_bytes_of_its_latents(case: Case, caplog: pytest.LogCa
     assert (figures.block_bytes, figures.expanded_block_bytes) == (kv.block_bytes, 4 * expanded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["V2 Lite", "V3"])
 def test_tokens_are_those_of_a_cache_of_keys_and_values(
     name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
@@ -201,22 +202,19 @@ def test_tokens_are_those_of_a_cache_of_keys_and_values(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("swap_space_gib", [0.0, 0.01], ids=["recompute", "swap"])
+@pytest.mark.parametrize("host_cache_gib", [0.0, 0.01], ids=["recompute", "host tier"])
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
-def test_tokens_stay_through_preemption(
-    swap_space_gib: float, cache_dtype: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PreemptionCost, "prefers_swap", lambda *_: True)
+def test_tokens_stay_through_preemption(host_cache_gib: float, cache_dtype: str, cases: Cases) -> None:
     case, options = cases["wide"], {"kv_cache_dtype": cache_dtype}
     ample = case.load(**options)
-    tight = case.load(**options, num_kv_blocks=40, swap_space_gib=swap_space_gib)
+    tight = case.load(**options, num_kv_blocks=40, host_cache_gib=host_cache_gib)
     if cache_dtype == "float32":
         poison_free_blocks(tight)
     for settings in (params(max_tokens=40), params(n=2, temperature=1.0, seed=5, max_tokens=40)):
         assert outputs(tight, settings) == outputs(ample, settings)
-    stats = tight.engine.stats().scheduler
-    assert stats.preemptions + stats.swap_preemptions > 0
-    assert bool(stats.swap_preemptions) == bool(swap_space_gib)
+    stats = tight.engine.stats()
+    assert stats.scheduler.preemptions > 0
+    assert bool(stats.kv.host_loaded_blocks) == bool(host_cache_gib)
 
 
 def test_a_resumed_request_goes_on(case: Case) -> None:
@@ -232,6 +230,7 @@ def test_a_resumed_request_goes_on(case: Case) -> None:
         assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"quantization": "int8"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ def start(directory: Path, **fields: Any) -> LLM:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"s_aux": torch.ones(4)}, "its attention takes s_aux"),
-        ({"position_bias": torch.ones(1)}, "its attention takes position_bias"),
-        ({"is_causal": False}, "it attends in both directions"),
+        ({"s_aux": torch.ones(4)}, "the attention takes s_aux"),
+        ({"position_bias": torch.ones(1)}, "the attention takes position_bias"),
+        ({"is_causal": False}, "the attention is bidirectional"),
     ],
     ids=["sink", "bias", "both ways"],
 )
@@ -50,14 +51,28 @@ def test_a_mask_of_the_models_own_is_refused() -> None:
 
 
 def test_chunks_longer_than_any_comparison_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chunks_of_8192(config: Any, **request: Any) -> Any:
+        chunked = copy.copy(config)
+        chunked.attention_chunk_size = 8192
+        return create_chunked_causal_mask(config=chunked, **request)
+
     start(tmp_path)
+    monkeypatch.setattr(modeling_olmo2, "create_causal_mask", chunks_of_8192)
+    start(tmp_path, attention_chunk_size=8192)
+    for fields in ({}, {"attention_chunk_size": 4096}, {"sliding_window": 8192}):
+        with pytest.raises(
+            ModelLoadError, match="'olmo2' is not supported: the attention mask is neither causal nor"
+        ):
+            start(tmp_path, **fields)
+
+
+def test_chunks_have_blocks_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_olmo2, "create_causal_mask", create_chunked_causal_mask)
-    with pytest.raises(ModelLoadError, match="'olmo2' is not supported: its mask is neither causal nor"):
-        start(tmp_path, attention_chunk_size=8192)
+    assert start(tmp_path, attention_chunk_size=24).engine.stats().kv.groups == ((-24, 0),)
 
 
 def test_attention_in_both_directions_is_seen(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="'olmo2' is not supported: it attends in both directions"):
+    with pytest.raises(ModelLoadError, match="'olmo2' is not supported: the attention is bidirectional"):
         start(tmp_path, is_causal=False)
 
 
@@ -75,5 +90,5 @@ def test_an_encoder_is_refused_by_its_architecture(tmp_path: Path) -> None:
 def test_a_decoder_of_the_bert_kind_that_is_none_is_refused(tmp_path: Path) -> None:
     config = tiny_config("bert", 0) | {"model_type": "bert", "is_decoder": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match="'bert' is not supported: it attends in both directions"):
+    with pytest.raises(ModelLoadError, match="'bert' is not supported: the attention is bidirectional"):
         LLM(str(tmp_path), load_format="dummy", num_threads=1, num_kv_blocks=8)

@@ -47,7 +47,9 @@ def test_only_the_adapter_arrives_and_a_copy_has_to_do(tmp_path: Path) -> None:
 
 def test_what_names_neither_a_folder_nor_a_repository(tmp_path: Path) -> None:
     for source in ("lora", "/no/such/folder", "./lora"):
-        assert obtain("http://127.0.0.1:9", tmp_path, source) == f"AdapterError there is no folder {source!r}"
+        assert (
+            obtain("http://127.0.0.1:9", tmp_path, source) == f"AdapterError folder {source!r} does not exist"
+        )
     assert "neither a folder nor a repository" in obtain(
         "http://127.0.0.1:9", tmp_path, "modelscope:org/lora"
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from pagemill.engine.devices import cpu
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.cpu.matmul import fp32
@@ -27,6 +28,7 @@ def answers(directory: Path, **options: Any) -> list[Any]:
     return [(output.token_ids, output.logprobs) for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_as_the_plain_numbers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     form, kept_as = FORMATS[name]
@@ -60,11 +62,27 @@ def test_as_transformers_computes_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_widens_on_a_cpu(dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_half_precision_widens_without_our_kernels(
+    dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_has_own_products", lambda: False)
     stored, plain = write_pair(tmp_path, FORMATS["gptq"][0])
     with caplog.at_level(logging.INFO, logger="pagemill.engine"):
         assert answers(stored, dtype=dtype) == answers(plain, dtype=dtype)
     assert any(f"linear layers as widened to {dtype}" in line for line in caplog.messages)
+
+
+def test_float16_keeps_the_file_s_integers_with_our_kernels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not cpu._has_own_products():
+        pytest.skip("this CPU has neither AVX2 nor AVX-512")
+    stored, _ = write_pair(tmp_path, FORMATS["gptq"][0])
+    with caplog.at_level(logging.INFO, logger="pagemill.engine"):
+        answers(stored, dtype="float16")
+    assert any("linear layers as 4-bit integers, lossless" in line for line in caplog.messages), (
+        caplog.messages
+    )
 
 
 def test_int8_on_top_is_int8_of_the_plain_numbers(tmp_path: Path) -> None:

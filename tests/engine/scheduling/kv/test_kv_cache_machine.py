@@ -1,4 +1,4 @@
-"""The KV cache as a state machine: random sequences come, fork, swap and go, beside a naive cache.
+"""The KV cache as a state machine: random sequences come, fork, are preempted and go, next to a naive cache.
 
 With one group of layers, and with groups whose layers have windows.
 """
@@ -6,12 +6,13 @@ With one group of layers, and with groups whose layers have windows.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
+from pagemill.engine.scheduling.blocks import KVBlock
 from pagemill.engine.scheduling.kv.block_groups import BlockGroups
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.request import Sequence
@@ -20,6 +21,7 @@ from tests.engine.scheduling.harness import make_request
 Windows = tuple[int | None, ...]
 Key = tuple[int, tuple[int, ...]]
 """Group and prefix."""
+NUM_HOST_BLOCKS, MAX_HOST_COPIES = 6, 4
 
 
 class NaiveCache:
@@ -35,17 +37,27 @@ class NaiveCache:
         self.prefixes: dict[Key, int] = {}
         self.busy_until: dict[int, int] = {}
         self.retired = -1
+        self.host: dict[Any, int | None] = {}
+        """Prefixes, and entries of preempted sequences, that the host tier has, least recently used first; the
+        step of their copy."""
+        self.in_use: set[Any] = set()
+        self.num_stores = 0
+        self.num_discarded = 0
+        """Host blocks that are free once the next plan is made."""
 
     def is_read(self, column: int, group: int, position: int) -> bool:
         """Whether a query at a position, or after it, sees any of a column's tokens."""
         window = self.windows[group]
         last = (column + 1) * self.block_size - 1
-        return window is None or last > position - window
+        return window is None or last >= position - (window - 1 if window > 0 else position % -window)
 
-    def hit(self, tokens: list[int]) -> list[int]:
+    def find(self, key: Key) -> int | Key | None:
+        return self.prefixes.get(key, key if key in self.host else None)
+
+    def hit(self, tokens: list[int]) -> list[int | Key]:
         for columns in reversed(range((len(tokens) - 1) // self.block_size + 1)):
             table = [
-                self.prefixes.get((group, tuple(tokens[: (column + 1) * self.block_size])))
+                self.find((group, tuple(tokens[: (column + 1) * self.block_size])))
                 if self.is_read(column, group, columns * self.block_size)
                 else 0
                 for column in range(columns)
@@ -67,10 +79,48 @@ class NaiveCache:
 
     def take(self) -> int:
         block = (self.free or self.cached).pop(0)
+        for prefix, other in self.prefixes.items():
+            if other == block:
+                self.store(prefix)
         self.prefixes = {prefix: other for prefix, other in self.prefixes.items() if other != block}
         self.references[block] = 1
         self.busy_until[block] = -1
         return block
+
+    def store(self, key: Any) -> None:
+        if key in self.host:
+            self.use(key)
+            return
+        if self.num_stores == MAX_HOST_COPIES:
+            return
+        if self.is_full:
+            oldest = next(iter(self.host), None)
+            if oldest is None or oldest in self.in_use:
+                return
+            del self.host[oldest]
+        self.host[key] = None
+        self.in_use.add(key)
+        self.num_stores += 1
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.host) + self.num_discarded == NUM_HOST_BLOCKS
+
+    def use(self, key: Any) -> None:
+        self.host[key] = self.host.pop(key)
+        self.in_use.add(key)
+
+    def discard(self, keys: list[Any]) -> None:
+        for key in keys:
+            del self.host[key]
+        self.num_discarded += len(keys)
+
+    def discard_own(self, owner: int) -> None:
+        self.discard([key for key in self.host if key[0] == owner])
+
+    def plan(self, step: int) -> None:
+        self.host = {key: step if stored is None else stored for key, stored in self.host.items()}
+        self.in_use, self.num_stores, self.num_discarded = set(), 0, 0
 
     def hold(self, block: int) -> None:
         self.references[block] += 1
@@ -107,9 +157,6 @@ class NaiveCache:
             self.free.insert(0, block)
 
 
-NUM_HOST_BLOCKS = 6
-
-
 class KVCacheMachine(RuleBasedStateMachine):
     """Random sequences over a small pool; after every rule the manager must agree with `NaiveCache`.
 
@@ -126,9 +173,10 @@ class KVCacheMachine(RuleBasedStateMachine):
             num_blocks,
             self.block_size,
             num_host_blocks=NUM_HOST_BLOCKS,
+            max_host_copies=MAX_HOST_COPIES,
             groups=BlockGroups(self.block_size, self.windows),
         )
-        self.swapped: list[Sequence] = []
+        self.preempted: list[Sequence] = []
         self.host: dict[int, list[tuple[int, int, int]]] = {}
         """Contents of host blocks."""
         self.naive = NaiveCache(num_blocks, self.block_size, self.windows)
@@ -144,14 +192,51 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sequences) < 6)
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def admit(self, prompt: list[int]) -> None:
-        sequence = make_request("r", prompt).sequences[0]
+        self.enter(make_request("r", prompt).sequences[0])
+
+    def enter(self, sequence: Sequence) -> bool:
+        """Give a sequence what is cached of it. False: the pool has no blocks for what is on the host."""
+        tokens, count = sequence.token_ids(), len(self.windows)
+        entries: list[Any] = self.naive.hit(tokens)
+        num_columns, end = len(entries) // count, min(sequence.num_kept_tokens, len(tokens) - 1)
+        tail = [(id(sequence), index) for index in range(len(entries), self.kv.num_entries(end))]
+        if not self.naive.host.keys() >= set(tail):
+            tail = []
+        entries += tail
         hits = self.kv.match_prefix(sequence)
-        expected = self.naive.hit(prompt)
-        assert [block.block_id for block in hits] == expected
-        self.kv.admit(sequence, hits)
-        for block in filter(None, expected):
-            self.naive.hold(block)
+        assert [entry.block_id if isinstance(entry, KVBlock) else -1 for entry in hits.entries] == [
+            entry if isinstance(entry, int) else -1 for entry in entries
+        ]
+        assert (hits.num_columns, hits.num_tokens) == (
+            num_columns,
+            end if tail else num_columns * self.block_size,
+        )
+        on_host = [entry for entry in entries if not isinstance(entry, int)]
+        needed = len(on_host) + sum(entry in self.naive.cached for entry in entries)
+        assert self.kv.num_blocks_taken(hits, hits.num_tokens) == needed
+        if needed > len(self.naive.free) + len(self.naive.cached):
+            return False
+        for entry in entries:
+            if entry and isinstance(entry, int):
+                self.naive.hold(entry)
+        for key in on_host:
+            self.naive.use(key)
+        for index, key in enumerate(entries):
+            if not isinstance(key, int):
+                entries[index] = self.naive.take()
+                if key not in tail:
+                    self.naive.prefixes[key] = entries[index]
+                    self.registered.append((self.step, entries[index], key))
+        self.naive.discard_own(id(sequence))
+        self.kv.admit(sequence, hits, self.step)
+        assert sequence.block_ids == entries
+        self.copy()
         self.sequences.append(sequence)
+        if on_host:
+            sequence.last_step_id = self.step
+        self.kv.register_full_blocks(sequence)
+        self.settle(sequence, entries, num_columns, num_columns)
+        return True
 
     @precondition(lambda self: self.sequences)
     @rule(index=st.integers(0, 5), num_tokens=st.integers(1, 5), token=st.integers(0, 1))
@@ -175,6 +260,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         others = [self.naive.take() for _ in range(needed)]
         assert slots.block_copies == [(table[i], new) for i, new in zip(shared, copies, strict=True)]
         assert slots.replaced_blocks == list(zip(shared, copies, strict=True))
+        self.copy()
         for index, new in zip(shared, copies, strict=True):
             self.naive.drop(table[index], self.step)
             self.contents[new] = list(self.contents[table[index]])
@@ -228,94 +314,52 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.naive.drop(block, sequence.last_step_id)
         self.kv.free(sequence)
 
-    @precondition(lambda self: any(s.block_ids for s in self.sequences))
+    @precondition(lambda self: any(s.block_ids for s in self.sequences) and len(self.preempted) < 6)
     @rule(index=st.integers(0, 5))
-    def swap_out(self, index: int) -> None:
+    def preempt(self, index: int) -> None:
         holders = [sequence for sequence in self.sequences if sequence.block_ids]
         sequence = holders[index % len(holders)]
-        space = self.kv.swap_space
-        own = [block for block in sequence.block_ids if self.naive.references[block] == 1]
-        quote = space.quote([sequence])
-        assert quote.num_blocks == len(own)
-        in_own = Counter(group for b, _, _, group in self.slots(sequence) if b in own)
-        assert quote.num_tokens == max(in_own.values(), default=0)
-        if len(own) > space.num_free:
-            return
         self.sequences.remove(sequence)
-        self.swapped.append(sequence)
-        last_step = sequence.last_step_id
-        for block in reversed(sequence.block_ids):
-            if block in own:
-                self.naive.drop(block, last_step)
-        space.swap_out([sequence])
-        kept = [entry.block_id for entry in sequence.swapped_blocks if isinstance(entry, KVBlock)]
-        assert not kept.count(0) or self.windows != (None,)
-        assert len(kept) + len(own) == len(sequence.swapped_blocks)
-        assert not set(kept) & set(own)
+        self.preempted.append(sequence)
+        for entry in range(sequence.num_registered_blocks * len(self.windows), len(sequence.block_ids)):
+            self.naive.store((id(sequence), entry))
+        for block in filter(None, reversed(sequence.block_ids)):
+            self.naive.drop(block, sequence.last_step_id)
+        self.kv.preempt(sequence)
         self.copy()
 
-    @precondition(lambda self: self.swapped and len(self.sequences) < 6)
+    @precondition(lambda self: self.preempted and len(self.sequences) < 6)
     @rule(index=st.integers(0, 5))
-    def swap_in(self, index: int) -> None:
-        sequence = self.swapped[index % len(self.swapped)]
-        tokens, size = sequence.token_ids(), self.block_size
-        if sequence.num_computed_tokens == sequence.num_known_tokens:
+    def resume(self, index: int) -> None:
+        sequence = self.preempted[index % len(self.preempted)]
+        if sequence.num_kept_tokens == sequence.num_known_tokens:
             sequence.output_token_ids.append(0)  # as sampled before it was preempted
-        found, missing = {}, []
-        for number, entry in enumerate(sequence.swapped_blocks):
-            if isinstance(entry, HostBlock):
-                column, group = divmod(number, len(self.windows))
-                end = (column + 1) * size
-                block = (
-                    self.naive.prefixes.get((group, tuple(tokens[:end])))
-                    if end <= sequence.num_computed_tokens
-                    else None
-                )
-                found |= {number: block} if block is not None else {}
-                missing += [number] if block is None else []
-        idle = {block for block in found.values() if block in self.naive.cached}
-        available = len(self.naive.free) + len(self.naive.cached)
-        assert self.kv.swap_space.num_blocks_taken([sequence]) == len(missing) + len(idle)
-        if len(missing) + len(idle) > available:
-            return
-        for block in found.values():
-            self.naive.hold(block)
-        taken = {number: self.naive.take() for number in missing}
-        kept = [entry.block_id if isinstance(entry, KVBlock) else None for entry in sequence.swapped_blocks]
-        self.kv.swap_space.swap_in([sequence])
-        expected = [block if block is not None else (found | taken)[i] for i, block in enumerate(kept)]
-        assert sequence.block_ids == expected
-        self.copy()
-        self.swapped.remove(sequence)
-        self.sequences.append(sequence)
-        sequence.last_step_id = self.step
-        self.kv.register_full_blocks(sequence)
-        self.settle(sequence, expected, 0, 0)
+        if self.enter(sequence):
+            self.preempted.remove(sequence)
 
     @precondition(lambda self: len(self.sequences) < 6 and any(s.block_ids for s in self.sequences))
     @rule(index=st.integers(0, 5))
-    def swap_out_and_in(self, index: int) -> None:
-        """Sequences of events that rarely follow each other by chance."""
-        self.swap_out(index)
+    def preempt_and_resume(self, index: int) -> None:
+        """A sequence of events that is rare by chance."""
+        self.preempt(index)
         self.launch()
-        if self.swapped:
-            self.swap_in(len(self.swapped) - 1)
+        self.resume(len(self.preempted) - 1)
 
-    @precondition(lambda self: self.swapped)
+    @precondition(lambda self: self.preempted)
     @rule(index=st.integers(0, 5))
-    def drop_swapped(self, index: int) -> None:
-        sequence = self.swapped.pop(index % len(self.swapped))
-        for entry in reversed(sequence.swapped_blocks):
-            if isinstance(entry, KVBlock) and entry.block_id:
-                self.naive.drop(entry.block_id, sequence.last_step_id)
-        self.kv.swap_space.drop(sequence)
+    def end_preempted(self, index: int) -> None:
+        sequence = self.preempted.pop(index % len(self.preempted))
+        self.naive.discard_own(id(sequence))
+        self.kv.drop_kept(sequence)
 
     def copy(self) -> None:
         """Carry out the copies that the next plan would bring, in its order."""
-        outgoing, incoming = self.kv.swap_space.take_copies(self.step)
-        for block, host in outgoing:
+        self.naive.plan(self.step)
+        stores, loads = self.kv.host.take_copies(self.step)
+        assert len(stores) <= MAX_HOST_COPIES
+        for block, host in stores:
             self.host[host] = list(self.contents[block])
-        for host, block in incoming:
+        for host, block in loads:
             self.contents[block] = list(self.host[host])
 
     @rule()
@@ -339,8 +383,9 @@ class KVCacheMachine(RuleBasedStateMachine):
                 self.naive.forget(block)
         for sequence in [s for s in self.sequences if s.last_step_id >= failed]:
             self.free(self.sequences.index(sequence))
-        for sequence in [s for s in self.swapped if s.last_step_id >= failed]:
-            self.drop_swapped(self.swapped.index(sequence))
+        self.naive.discard(
+            [key for key, step in self.naive.host.items() if step is not None and step >= failed]
+        )
         self.step += 1
         for step in range(failed, self.step):
             self.kv.retire(step)
@@ -348,7 +393,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_naive_cache(self) -> None:
-        self.kv.check_integrity(self.sequences + self.swapped)
+        self.kv.check_integrity(self.sequences + self.preempted)
         queue = [block.block_id for block in self.kv.pool.free_queue()]
         assert queue == self.naive.free + self.naive.cached
         stats = self.kv.stats()
@@ -357,15 +402,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert stats.active_blocks == sum(count > 0 for count in self.naive.references.values())
         assert stats.reserved_blocks == 1 + len(self.naive.waiting)
         used = {(block, offset) for s in self.sequences for block, offset, _, _ in self.slots(s)}
-        for sequence in self.swapped:
-            for number, entry in enumerate(sequence.swapped_blocks):
-                start = number // len(self.windows) * self.block_size
-                filled = min(self.block_size, sequence.num_computed_tokens - start)
-                if isinstance(entry, KVBlock) and entry.block_id:
-                    used.update((entry.block_id, offset) for offset in range(filled))
-        assert stats.host_used_blocks == len(
-            {entry for s in self.swapped for entry in s.swapped_blocks if isinstance(entry, HostBlock)}
-        )
+        assert stats.host_used_blocks == len(self.naive.host)
         assert stats.filled_slots == len(used)
 
     @invariant()
@@ -405,11 +442,11 @@ class OneWindowMachine(KVCacheMachine):
 
 
 class TwoGroupsMachine(KVCacheMachine):
-    windows, num_blocks = (None, 4), 19
+    windows, num_blocks = (None, -4), 19
 
 
 class ThreeGroupsMachine(KVCacheMachine):
-    windows, num_blocks = (2, None, 5), 25
+    windows, num_blocks = (2, None, -5), 25
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase

@@ -19,7 +19,7 @@ def compute(kv: KVCacheManager, sequence: Sequence, num_tokens: int, step_id: in
 
 def admit(kv: KVCacheManager, prompt: list[int]) -> Sequence:
     sequence = make_request("r", prompt).sequences[0]
-    kv.admit(sequence, kv.match_prefix(sequence))
+    kv.admit(sequence, kv.match_prefix(sequence), step_id=0)
     return sequence
 
 
@@ -84,14 +84,14 @@ def test_a_prefix_is_found_while_the_step_that_computes_it_is_being_planned() ->
 def test_the_last_token_is_always_left_to_compute() -> None:
     kv = KVCacheManager(num_blocks=16, block_size=4)
     compute(kv, admit(kv, list(range(8))), 8)
-    assert len(kv.match_prefix(make_request("r", range(8)).sequences[0])) == 1
-    assert len(kv.match_prefix(make_request("r", range(9)).sequences[0])) == 2
+    assert len(kv.match_prefix(make_request("r", range(8)).sequences[0]).entries) == 1
+    assert len(kv.match_prefix(make_request("r", range(9)).sequences[0]).entries) == 2
 
 
 def test_equal_tokens_after_another_prefix_are_another_block() -> None:
     kv = KVCacheManager(num_blocks=16, block_size=4)
     compute(kv, admit(kv, [0, 0, 0, 0, 1, 2, 3, 4, 9]), 9)
-    assert kv.match_prefix(make_request("r", [1, 2, 3, 4, 9]).sequences[0]) == []
+    assert kv.match_prefix(make_request("r", [1, 2, 3, 4, 9]).sequences[0]).entries == []
 
 
 def test_tokens_still_in_flight_are_not_findable() -> None:
@@ -100,11 +100,11 @@ def test_tokens_still_in_flight_are_not_findable() -> None:
     compute(kv, sequence, 3)
     sequence.num_pending_tokens = 1
     compute(kv, sequence, 1, step_id=1)
-    assert kv.match_prefix(make_request("r", [1, 2, 3, 4, 5]).sequences[0]) == []
+    assert kv.match_prefix(make_request("r", [1, 2, 3, 4, 5]).sequences[0]).entries == []
     sequence.num_pending_tokens = 0
     sequence.output_token_ids.append(4)
     kv.register_full_blocks(sequence)
-    assert len(kv.match_prefix(make_request("r", [1, 2, 3, 4, 5]).sequences[0])) == 1
+    assert len(kv.match_prefix(make_request("r", [1, 2, 3, 4, 5]).sequences[0]).entries) == 1
 
 
 def test_a_failed_step_takes_back_what_it_promised() -> None:
@@ -114,7 +114,7 @@ def test_a_failed_step_takes_back_what_it_promised() -> None:
     late = admit(kv, list(range(8)))
     compute(kv, late, 4, step_id=1)
     kv.drop_unproven(1)
-    assert len(kv.match_prefix(make_request("r", range(20)).sequences[0])) == 1
+    assert len(kv.match_prefix(make_request("r", range(20)).sequences[0]).entries) == 1
 
 
 def test_allocation_is_refused_whole_and_counted() -> None:
@@ -130,7 +130,7 @@ def test_without_prefix_caching_nothing_is_found_or_counted() -> None:
     kv = KVCacheManager(num_blocks=16, block_size=4, enable_prefix_caching=False)
     sequence = admit(kv, list(range(9)))
     compute(kv, sequence, 9)
-    assert kv.match_prefix(make_request("r", range(9)).sequences[0]) == []
+    assert kv.match_prefix(make_request("r", range(9)).sequences[0]).entries == []
     kv.free(sequence)
     kv.retire(0)
     assert (kv.stats().free_blocks, kv.stats().cached_blocks, kv.stats().prefix_queried_tokens) == (15, 0, 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagemill.engine.llm import LLM
+from pagemill.engine.media import MediaItem, PromptMedia
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.request import Request
@@ -54,8 +55,8 @@ def test_the_least_recently_used_goes_first() -> None:
     harness.add(make_request("c", range(40, 64), max_tokens=1))
     harness.run()
     lookup = harness.scheduler.kv_cache.match_prefix
-    assert len(lookup(make_request("x", range(9)).sequences[0])) == 2
-    assert len(lookup(make_request("y", range(20, 29)).sequences[0])) < 2
+    assert len(lookup(make_request("x", range(9)).sequences[0]).entries) == 2
+    assert len(lookup(make_request("y", range(20, 29)).sequences[0]).entries) < 2
 
 
 class TestSalts:
@@ -78,13 +79,13 @@ class TestSalts:
         """A salt is hashed, so that one who knows a block's digest can't begin where that block ends."""
         kv = KVCacheManager(num_blocks=16, block_size=4)
         victim = make_request("victim", range(9)).sequences[0]
-        kv.admit(victim, kv.match_prefix(victim))
+        kv.admit(victim, kv.match_prefix(victim), step_id=0)
         assert kv.allocate_slots(victim, 9, 0) is not None
         victim.num_computed_tokens, victim.last_step_id = 9, 0
         kv.register_full_blocks(victim)
         for digest in victim.block_hashes:
             for salt in (digest.hex(), digest.decode("latin-1")):
-                assert kv.match_prefix(salted("thief", [4, 5, 6, 7, 8], salt).sequences[0]) == []
+                assert kv.match_prefix(salted("thief", [4, 5, 6, 7, 8], salt).sequences[0]).entries == []
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["depth 0", "depth 1"])
@@ -139,3 +140,18 @@ def test_a_prompt_of_eight_thousand_tokens_runs_in_chunks_beside_short_ones(tmp_
         llm.engine.check_integrity()
         assert llm.engine.stats().kv.active_blocks == 0
     assert outputs[0] == outputs[1]
+
+
+def test_equal_tokens_of_different_media_share_only_what_precedes_them() -> None:
+    harness = Harness(make_config())
+
+    def asked(name: str, digest: bytes, offset: int = 6) -> int:
+        request = make_request(name, range(19), max_tokens=1)
+        request.media = PromptMedia((MediaItem(offset, 5, digest * 32, {}),))
+        return cached_tokens(harness, request)
+
+    assert asked("first", b"a") == 0
+    assert asked("same", b"a") == 16
+    assert asked("other picture", b"b") == 4  # the first block has no placeholder
+    assert asked("other place", b"a", offset=7) == 4
+    assert cached_tokens(harness, make_request("text", range(19), max_tokens=1)) == 4

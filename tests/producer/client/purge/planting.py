@@ -134,7 +134,7 @@ def _gateway_things(queue: Queue, tmp_path: Path, planted: dict[str, Planted]) -
         tmp_path / "keys.json",
         **{f"key{i}": {"tenant": tenant, "rate": 0.01, "burst": 100} for i, tenant in enumerate(TENANTS)},
     )
-    served = gateway(queue.url, queue.name, keys_path=tmp_path / "keys.json")
+    served = gateway(queue.url, queue.name, keys_path=tmp_path / "keys.json", models=("m",))
     with scripted_worker(queue.url, queue.name), served as gate:
         for i, tenant in enumerate(TENANTS):
             with OpenAI(base_url=gate.base_url, api_key=keys[f"key{i}"], max_retries=0) as client:
@@ -155,7 +155,10 @@ def _gateway_things(queue: Queue, tmp_path: Path, planted: dict[str, Planted]) -
                     ),
                     "its batch",
                 )
-                planted[tenant].ids |= {file.id, spare.id, batch.id}
+                chat = client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "x"}], store=True
+                )
+                planted[tenant].ids |= {file.id, spare.id, batch.id, chat.id.removeprefix("chatcmpl-")}
 
 
 def _ended(producer: Producer, planted: Planted) -> None:

@@ -10,18 +10,21 @@ import pytest
 
 from pagemill.producer.client.purge.report import PurgeOptions
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls import batches, transitions
 from pagemill.producer.wire.calls.metering import usage
 from pagemill.producer.wire.schema.errors import QueueFull
+from pagemill.producer.wire.schema.signing import split_payload
+from pagemill.producer.wire.schema.templates import ParentOutput
 from tests.producer.client.purge.planting import TENANTS, contents, everything, scene, traces
 from tests.producer.driving import Queue, delta, result_json
 
 FIRST, SECOND = TENANTS
 NOW = PurgeOptions(wait_s=0.3, also=frozenset({"settings", "ledger"}))
 SHARED = frozenset({
-    "counts", "meta", "lanes", "overtaken", "dead", "leases", "delayed", "retrying", "deadlines", "outbox",
+    "counts", "meta", "lanes", "overtaken", "started", "dead", "leases", "delayed", "retrying", "deadlines", "outbox",
     "awaited", "settling", "bexpiry", "ableases", "abopen", "fileuses", "stored", "turns", "weights",
-    "backed", "batch", "bjobs", "bfeed", "suspects", "quotas", "usage", "parked"
+    "backed", "batch", "bjobs", "bfeed", "suspects", "quotas", "usage", "parked",
+    "runs", "did"
 })  # fmt: skip
 
 
@@ -158,6 +161,67 @@ def test_others_may_write_the_name(valkey_queue: Queue) -> None:
         report = operator.purge_tenant(FIRST, NOW)
     assert report.remains == []
     assert queue.state("theirs") == queue.state("row") == "queued"
+
+
+def test_outputs_of_jobs_that_are_forgotten_are_removed(valkey_queue: Queue) -> None:
+    """A failed job's input stays a day, and so does what it was given, whatever becomes of the records."""
+    queue = valkey_queue
+    with producer(queue) as operator:
+        for tenant in TENANTS:
+            queue.submit(f"parent-{tenant}", tenant=tenant)
+            queue.submit(f"child-{tenant}", tenant=tenant, prompt="{parent.text}", after=[f"parent-{tenant}"])
+            queue.commit(queue.pull_one(), f"a text with the name {FIRST}")
+            queue.fail(queue.pull_one())
+            for name in (f"parent-{tenant}", f"child-{tenant}"):
+                queue.client.delete(*(f"{queue.prefix}{kind}:{name}" for kind in ("job", "in", "out")))
+        report = operator.purge_tenant(FIRST, NOW)
+    assert report.remains == []
+    (output,) = (name for name in queue.names() if name.startswith("end:"))
+    assert output.startswith(f"end:{SECOND}:parent-{SECOND}:")
+
+
+def test_a_shared_batch_keeps_no_id_of_a_duplicate_that_went_with_its_primary_job(
+    valkey_queue: Queue,
+) -> None:
+    """The primary job is first in the batch: its removal takes its duplicates, before their places are reached."""
+    queue = valkey_queue
+    queue.submit("first", "second", "third", tenant=FIRST, batch_id="b", dedupe=True, seed=1)
+    queue.submit("theirs", tenant=SECOND, batch_id="b")
+    with producer(queue) as operator:
+        operator.purge_tenant(FIRST, NOW)
+    assert queue.client.lrange(f"{queue.prefix}bjobs:b", 0, -1) == [b"", b"", b"", b"theirs"]
+
+
+def test_ids_that_a_reader_has_freed_stay_known(valkey_queue: Queue) -> None:
+    """An acknowledged job has no record, and may be another tenant's: its id keeps its place."""
+    queue = valkey_queue
+    queue.submit("theirs", tenant=SECOND, batch_id="b")
+    queue.commit(queue.pull_one())
+    queue.run(batches.ack(queue.name, "b", "s1", 0))
+    queue.submit("ours", tenant=FIRST, batch_id="b")
+    with producer(queue) as operator:
+        operator.purge_tenant(FIRST, NOW)
+    assert queue.client.lrange(f"{queue.prefix}bjobs:b", 0, -1) == [b"theirs", b""]
+
+
+@pytest.mark.parametrize("told", ["together", "later"])
+def test_children_of_an_invalid_row_keep_their_outputs_when_another_tenant_goes(
+    valkey_queue: Queue, told: str
+) -> None:
+    """A row of a batch that is not a job may be a parent of jobs of several tenants."""
+    queue = valkey_queue
+    with producer(queue) as operator:
+        batch = operator.submit_many([{"prompt": "", "model": "m", "key": "bad"}], batch_id="b")
+        (row,) = (item.id for item in batch.results())
+        for tenant in (FIRST, SECOND):
+            options = {"prompt": "{row.text}", "after": {"row": row}, "on_parent_failure": "run"}
+            queue.submit(f"child-{tenant}", tenant=tenant, batch_id="b", **options)
+            if told == "later":
+                queue.client.delete(f"{queue.prefix}output:{row}")
+        operator.purge_tenant(FIRST, NOW)
+    (child,) = queue.pull()
+    (line,) = split_payload(child.payload).outputs
+    assert ParentOutput.model_validate_json(line).state == "failed"
 
 
 def test_submits_wait_for_the_end_of_a_purge(valkey_queue: Queue) -> None:

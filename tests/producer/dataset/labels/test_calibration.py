@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pagemill.producer.dataset.label_columns import scaled
 from pagemill.producer.dataset.labels.calibration import (
     BINS,
     COLDEST,
@@ -16,7 +17,6 @@ from pagemill.producer.dataset.labels.calibration import (
     Reliability,
     macro_f1,
 )
-from pagemill.producer.dataset.labels.columns import scaled
 
 
 def drawn(count: int, temperature: float, seed: int = 1) -> list[tuple[str, dict[str, float]]]:

@@ -24,7 +24,7 @@ from pagemill import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.labels.columns import scaled
+from pagemill.producer.dataset.label_columns import scaled
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from pagemill.producer.dataset.work import Tally, TooManyErrors
@@ -357,8 +357,8 @@ def test_the_report_tells_stages_and_curve(producer: Producer, tmp_path: Path) -
     [
         ({"label_probs": None}, {}, "add --choices a,b,c and --label-probs product"),
         ({"label_probs": None, "choices": None}, {}, "add --choices a,b,c and --label-probs product"),
-        ({}, {"to": ()}, "--to MODEL beside --escalate-below"),
-        ({}, {"escalate_below": None}, "--escalate-below 0.8 beside --to"),
+        ({}, {"to": ()}, "--escalate-below needs --to MODEL"),
+        ({}, {"escalate_below": None}, "--to needs --escalate-below, such as 0.8"),
         ({}, {"escalate_below": 0.0}, "above 0 and at most 1"),
         ({}, {"escalate_below": float("nan")}, "above 0 and at most 1"),
         ({}, {"to": ["big", "small"]}, "small is a stage twice"),

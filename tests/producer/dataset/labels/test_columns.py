@@ -16,7 +16,7 @@ from pyarrow import parquet
 from pagemill import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.labels.columns import scaled
+from pagemill.producer.dataset.label_columns import scaled
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from pagemill.producer.wire.calls import transitions

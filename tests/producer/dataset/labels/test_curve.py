@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.producer.dataset.journal import Failure, Journal
-from pagemill.producer.dataset.labels.cascade import Cascade
+from pagemill.producer.dataset.labels.cascade import chain_of
 from pagemill.producer.dataset.labels.curve import Curve, Step
 from pagemill.producer.dataset.labels.stages import StageFigures
+from pagemill.producer.dataset.recipe import Recipe
+from pagemill.producer.dataset.row_lines import RowLines
+from pagemill.producer.dataset.steps.chain import Chain
+from pagemill.producer.dataset.steps.walk import Walk
+from pagemill.producer.dataset.tables.rows import Row
 from pagemill.producer.dataset.work import Work, stage_key
 from pagemill.producer.wire.schema.job import Job
 
 MODELS = ("small", "middle", "big")
+LABELS = {"structured_outputs": {"choice": ["a", "b"]}, "label_probs": "product", "temperature": 0.0}
 PROBS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.5 + 1e-12, 0.75, 0.8, 0.9, 1.0])
 
 
@@ -93,6 +99,17 @@ def result(prob: float, label: str) -> dict[str, Any]:
     }
 
 
+@dataclass
+class DatasetOptions:
+    """The options of a run that make a cascade."""
+
+    label_temperature: tuple[float, ...]
+    escalate_below: float | None
+    output_column: str = ""
+    gold: str | None = None
+    to: Any = MODELS[1:]
+
+
 @given(st.integers(0, 10**9), st.sampled_from([0.6, 0.8, 1.0]), st.sampled_from([1.0, 0.5, 2.0]))
 @settings(max_examples=15)
 def test_followers_yield_what_the_answers_ask_for_in_whatever_order_they_come(
@@ -100,8 +117,14 @@ def test_followers_yield_what_the_answers_ask_for_in_whatever_order_they_come(
 ) -> None:
     """Also over a restart in the middle, and at another margin afterwards."""
     chance = random.Random(seed)
-    jobs = [Job.parse({"prompt": f"{i % 12}", "model": "small", "temperature": 0.0}) for i in range(15)]
-    keys = [job.digest() for job in jobs]
+    recipe = Recipe("small", "{{ text }}", chat=False, fields=LABELS)
+    chain, lower = (
+        chain_of(recipe, DatasetOptions((temperature, 1.0, temperature), margin))
+        for margin in (below, below - 0.1)
+    )
+    rows = [Row(i, {"text": f"{i % 12}"}) for i in range(15)]
+    jobs = [recipe.job(row) for row in rows]
+    keys = [job.digest() for job in jobs if isinstance(job, Job)]
     says = {
         stage_key(key, model) if model != "small" else key: None
         if chance.random() < 0.15
@@ -109,28 +132,27 @@ def test_followers_yield_what_the_answers_ask_for_in_whatever_order_they_come(
         for key in keys
         for model in MODELS
     }
-    cascade = Cascade(below, MODELS[1:], (temperature, 1.0, temperature))
     done: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             with Journal(Path(folder) / "j") as journal:
                 pending = [key for key in dict.fromkeys(keys) if key not in done]
-                followers = [follower() for follower in cascade.followers(journal, lambda: jobs)]
+                followers = [follower() for follower in Walk(chain, journal).followers(lambda: rows)]
                 for _ in range(chance.randrange(5, 30)):
                     submit(pending, followers, done)
                     finish(pending, says, done, journal, chance)
         with Journal(Path(folder) / "j") as journal:
             pending = [key for key in dict.fromkeys(keys) if key not in done]
-            followers = [follower() for follower in cascade.followers(journal, lambda: jobs)]
+            followers = [follower() for follower in Walk(chain, journal).followers(lambda: rows)]
             submit(pending, followers, done)
             while pending:
                 finish(pending, says, done, journal, chance)
                 submit(pending, followers, done)
             assert all(next(follower, "end") == "end" for follower in followers)
-            wanted = {key for job_key in keys for key, _ in walk(says, job_key, cascade)}
+            wanted = {key for job_key in keys for key, _ in walk(says, job_key, chain)}
             assert done == wanted
-            check(journal, says, keys, cascade)
-            check(journal, says, keys, replace(cascade, below=below - 0.1))
+            check(journal, says, rows, keys, chain)
+            check(journal, says, rows, keys, lower)
 
 
 def submit(pending: list[str], followers: list[Any], done: set[str]) -> None:
@@ -154,48 +176,52 @@ def finish(pending: list[str], says: Any, done: set[str], journal: Journal, chan
         journal.record(key, says[key], Failure("no", "no good") if says[key] is None else None)
 
 
-def walk(says: dict[str, Any], key: str, cascade: Cascade) -> list[tuple[str, Any]]:
+def walk(says: dict[str, Any], key: str, chain: Chain) -> list[tuple[str, Any]]:
     """What is asked for a row, by the definition."""
     asked = []
-    for stage, model in enumerate(MODELS):
-        name = key if stage == 0 else stage_key(key, model)
+    below = chain.steps[-1].below
+    for model, step in zip(MODELS, chain.steps, strict=True):
+        assert below is not None
+        assert step.labels is not None
+        name = key if model == "small" else stage_key(key, model)
         asked.append((name, says[name]))
         if says[name] is None:
             break
         probs = says[name]["outputs"][0]["label_probs"]
-        powers = {label: prob ** (1 / cascade.temperatures[stage]) for label, prob in probs.items()}
-        if powers[says[name]["outputs"][0]["label"]] / sum(powers.values()) >= cascade.below:
+        powers = {label: prob ** (1 / step.labels.temperature) for label, prob in probs.items()}
+        if powers[says[name]["outputs"][0]["label"]] / sum(powers.values()) >= below:
             break
     return asked
 
 
-def check(journal: Journal, says: dict[str, Any], keys: list[str], cascade: Cascade) -> None:
-    figures = StageFigures(cascade, "small")
-    right = rows = tokens = 0
+def check(journal: Journal, says: dict[str, Any], rows: list[Row], keys: list[str], chain: Chain) -> None:
+    figures = StageFigures(chain)
+    right = count = tokens = 0
     seen: set[str] = set()
-    for key in keys:
-        asked = walk(says, key, cascade)
+    for row, key in zip(rows, keys, strict=True):
+        asked = walk(says, key, chain)
         answered = [end for _, end in asked if end is not None]
-        kept = cascade.kept(journal, key, "small")
+        states = list(Walk(chain, journal).states(row))
+        assert not any(state.is_open for state in states)
         if not answered:
-            assert kept is None
+            assert all(state.kept is None for state in states)
             continue
-        assert kept is not None
+        kept = RowLines(chain, Path()).result(states)
         assert kept["outputs"] == answered[-1]["outputs"]
         assert kept["answers"].stage == len(answered) - 1
         assert kept["usage"]["prompt_tokens"] == 10 * len(answered)
         figures.add(kept["answers"], "a", is_merged=key in seen)
         tokens += 0 if key in seen else 11 * len(answered)
         seen.add(key)
-        rows += 1
+        count += 1
         right += answered[-1]["outputs"][0]["label"] == "a"
-    if not rows:
+    if not count:
         return
     facts = figures.as_json()
-    used = next(point for point in facts["curve"] if point["below"] == cascade.below)
+    used = next(point for point in facts["curve"] if point["below"] == chain.steps[-1].below)
     assert used["covered"] == 1.0
-    assert used["accuracy"] == pytest.approx(right / rows)
-    assert used["tokens"] * rows == pytest.approx(tokens)
-    assert sum(stage["final"] for stage in facts["stages"]) == rows == facts["stages"][0]["rows"]
+    assert used["accuracy"] == pytest.approx(right / count)
+    assert used["tokens"] * count == pytest.approx(tokens)
+    assert sum(stage["final"] for stage in facts["stages"]) == count == facts["stages"][0]["rows"]
     assert sum(stage["prompt_tokens"] + stage["completion_tokens"] for stage in facts["stages"]) == tokens
-    assert used["share"] * rows == pytest.approx(facts["stages"][1]["rows"])
+    assert used["share"] * count == pytest.approx(facts["stages"][1]["rows"])

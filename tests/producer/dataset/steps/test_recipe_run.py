@@ -25,8 +25,8 @@ from pagemill.producer.dataset.pipeline import RecipePipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from pagemill.producer.dataset.work import Tally, TooManyErrors
 from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.rendering import rendered
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.envelope import rendered
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result, Timing, Usage
 from pagemill.producer.wire.schema.signing import split_payload
@@ -234,6 +234,23 @@ def test_a_failed_step_fails_the_later_ones_and_is_tried_again(
     assert not out.with_name("out.jsonl.errors.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"gold": "g"}, "gold is not for a recipe: each step names"),
+        ({"output_column": "o"}, "output_column is not for a recipe: each step names"),
+        ({"label_temperature": 2.0}, "label_temperature is not for a recipe: the queue"),
+        ({"escalate_below": 1.0}, "escalate_below is not for a recipe: `when` says"),
+        ({"to": "big"}, "to is not for a recipe: each step names"),
+    ],
+)
+def test_an_option_that_a_recipe_cannot_have_is_refused_with_the_reason(
+    option: dict[str, Any], says: str, producer: Producer, tmp_path: Path
+) -> None:
+    with pytest.raises(DatasetError, match=says):
+        RecipePipeline(RECIPE).run(rows(2), out=tmp_path / "out.jsonl", producer=producer, **option)
+
+
 def test_a_row_without_any_output_is_a_failed_row(producer: Producer, model: Model, tmp_path: Path) -> None:
     model.failing = "r1 "
     given = [*rows(3), {"text": None, "gold": "good"}]
@@ -324,12 +341,11 @@ def test_detached_the_whole_chain_runs_without_its_producer(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:
     from pagemill.producer.dataset.frames import source_of
-    from pagemill.producer.dataset.recipe_run import RecipeRun
+    from pagemill.producer.dataset.run import DatasetRun
 
     model = Model()
-    chain = RecipePipeline(RECIPE).chain
     with Producer(valkey_url, queue=queue_name) as producer:
-        run = RecipeRun(source_of(rows(10)), tmp_path / "out.jsonl", chain=chain)
+        run = DatasetRun(source_of(rows(10)), tmp_path / "out.jsonl", RecipePipeline(RECIPE).recipe)
         assert run.detach(producer).submitted == 30
     good = sum(is_good(f"r{n}") for n in range(10))
     with scripted_worker(valkey_url, queue_name, model):

@@ -119,11 +119,12 @@ def test_keys_name_adapters_as_they_name_models(
     ):
         assert [model.id for model in client.models.list()] == ["red"]
         assert client.completions.create(model="red", prompt="x", max_tokens=2).model == "red"
+        begun = client.responses.create(model="red", input="x", max_output_tokens=2, background=True)
+        assert client.responses.retrieve(begun.id).model == "red"
         with pytest.raises(openai.PermissionDeniedError):
             client.completions.create(model="blue", prompt="x")
 
 
-@pytest.mark.slow
 def test_a_batch_file(client: OpenAI) -> None:
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
     lines = [

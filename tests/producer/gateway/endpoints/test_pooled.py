@@ -159,11 +159,21 @@ def test_the_client_sees_openai_s_error(client: OpenAI) -> None:
     assert refused.value.code == "prompt_too_long"
 
 
+BATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/embeddings": ({"model": "embedder"}, "input"),
+    "/v1/completions": ({"model": "echo", "max_tokens": 3}, "prompt"),
+    "/v1/rerank": (
+        {"model": "judge", "documents": ["w1", "w2 w3", "w4"], "top_n": 2, "return_documents": True},
+        "query",
+    ),
+}
+"""Bodies by URL, and the field that differs from line to line."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/completions"])
-def test_batches(client: OpenAI, models: Path, url: Any) -> None:
-    body = {"model": "embedder"} if url == "/v1/embeddings" else {"model": "echo", "max_tokens": 3}
-    name = "input" if url == "/v1/embeddings" else "prompt"
+@pytest.mark.parametrize("url", BATCHES)
+def test_batches(client: OpenAI, served: Served, models: Path, url: Any) -> None:
+    body, name = BATCHES[url]
     rows = [
         {"custom_id": f"row-{number}", "method": "POST", "url": url, "body": body | {name: text}}
         for number, text in enumerate(TEXTS)
@@ -178,10 +188,17 @@ def test_batches(client: OpenAI, models: Path, url: Any) -> None:
     assert (done.request_counts.completed, done.request_counts.failed) == (len(TEXTS), 1)
     assert done.output_file_id is not None
     lines = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+    lines.sort(key=lambda line: int(line["custom_id"].removeprefix("row-")))  # they come as they end
     assert [line["custom_id"] for line in lines] == [row["custom_id"] for row in rows[:-1]]
     bodies = [line["response"]["body"] for line in lines]
     if url == "/v1/embeddings":
         wanted = run(engine_of(models / "embedder"), "embed", TEXTS)
         assert np.abs(np.array([body["data"][0]["embedding"] for body in bodies]) - wanted).max() < 1e-5
+    elif url == "/v1/rerank":
+        for row, found in zip(rows, bodies, strict=False):
+            alone = ask(served, url, **row["body"]).json()["results"]
+            assert [one["document"] for one in found["results"]] == [one["document"] for one in alone]
+            scores = [one["relevance_score"] for one in alone]
+            assert [one["relevance_score"] for one in found["results"]] == pytest.approx(scores, abs=1e-5)
     else:
         assert all(body["choices"][0]["text"] for body in bodies)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,18 +10,9 @@ import pytest
 from openai import OpenAI
 
 from tests.producer.gateway.serving import Served, gateway
-from tests.worker.harness import PATIENCE_S, running_worker, worker_config
+from tests.producer.gateway.weather import ANSWER, FLAT, PARAMETERS, WEATHER
+from tests.worker.harness import PATIENCE_S
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
-FLAT: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-ANSWER = f"<think>\nWhere?\n</think>\n\nLet me look.\n{CALL}\n{CALL}"
 ASK: dict[str, Any] = {
     "model": "echo",
     "messages": [{"role": "user", "content": ANSWER}],
@@ -34,17 +23,8 @@ ASK: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def queue() -> str:
-    return f"q-{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture(scope="module")
-def served(valkey_url: str, queue: str) -> Iterator[Served]:
-    config = worker_config(
-        valkey_url, queue, model="echo", tool_call_parser="hermes", reasoning_parser="think"
-    )
-    with running_worker(config), gateway(valkey_url, queue) as served:
-        yield served
+def worker_settings() -> dict[str, Any]:
+    return {"model": "echo", "tool_call_parser": "hermes", "reasoning_parser": "think"}
 
 
 def test_calls_and_thinking_are_fields_of_the_message(client: OpenAI) -> None:
@@ -91,7 +71,7 @@ def test_a_stream_adds_up_to_the_answer(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_forced_call_is_valid(client: OpenAI, choice: Any) -> None:
-    ask = ASK | {"messages": [{"role": "user", "content": "words"}], "parallel_tool_calls": False}
+    ask = ASK | {"messages": [{"role": "user", "content": "words"}]}
     answer = client.chat.completions.create(**ask, tool_choice=choice).choices[0]
     assert answer.finish_reason == "tool_calls"
     assert answer.message.content is None
@@ -116,7 +96,6 @@ def test_a_conversation_goes_on_with_what_was_answered(client: OpenAI) -> None:
     ("fields", "param", "hint"),
     [
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
-        ({"store": True}, "store", "send false"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"tools": [WEATHER, WEATHER]}, None, "two functions have one name"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, None, "tools lack"),
@@ -207,15 +186,42 @@ def test_a_response_with_a_schema_and_one_that_is_cut(client: OpenAI) -> None:
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
+def test_a_response_has_all_fields_of_the_specification(client: OpenAI) -> None:
+    """Required by the Open Responses schema, in events too; a tool has its fields whether or not they were sent."""
+    asked = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "include": ["reasoning.encrypted_content"]}
+    bare = {"type": "function", "name": "time"}
+    raw = client.responses.with_raw_response.create(**RESPOND | {"tools": [bare], "extra_body": asked})
+    whole = json.loads(raw.content)
+    with client.responses.stream(**RESPOND) as stream:
+        begun = next(iter(stream)).response.model_dump()  # type: ignore[union-attr]
+    assert whole["completed_at"] >= whole["created_at"]
+    assert begun["completed_at"] is None
+    assert (whole["presence_penalty"], whole["frequency_penalty"]) == (0.5, 0.25)
+    assert (begun["presence_penalty"], begun["frequency_penalty"], begun["top_p"]) == (0.0, 0.0, 1.0)
+    assert whole["tools"] == [{**bare, "description": None, "parameters": None, "strict": True}]
+    for body in (whole, begun):
+        assert (body["background"], body["service_tier"], body["top_logprobs"]) == (False, "default", 0)
+        nothing = {"max_tool_calls", "safety_identifier", "prompt_cache_key", "previous_response_id", "error"}
+        assert {name for name in nothing if name in body and body[name] is None} == nothing
+
+
+def test_a_forced_call_next_to_a_text_format(client: OpenAI) -> None:
+    """As instructor's RESPONSES_TOOLS sends it: the function's schema is what counts."""
+    shape: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["yes"]}}}
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        response = client.responses.create(**RESPOND | {"input": "words"}, text=shape, tool_choice=choice)
+        (call,) = response.output
+        assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "hint"),
     [
-        ({"store": True}, "store", "send false"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "earlier input and output items"),
+        ({"conversation": "conv_1"}, "conversation", "send previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools", "offer a function"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "send the item itself"),
-        ({"background": True}, "background", "submit a job"),
-        ({"include": ["reasoning.encrypted_content"]}, "include", "comes by itself"),
+        ({"background": True, "store": False}, "store", "background needs store: true"),
+        ({"include": ["file_search_call.results"]}, "include", "comes by itself"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "json_schema"),
     ],
 )
@@ -236,3 +242,34 @@ def test_every_chat_s_thinking_can_be_apart(valkey_url: str, served: Served, que
     ):
         message = client.chat.completions.create(**ask, temperature=0.0).choices[0].message  # type: ignore[call-overload]
     assert (message.content, message.model_extra["reasoning"]) == ("b\n", "a")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "hello"},
+        {
+            "input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "instructions": "c",
+        },
+        {"input": ANSWER, "tools": [FLAT], "reasoning": {"effort": "low"}},
+        {"input": "words", "tools": [FLAT], "tool_choice": "required"},
+        {"input": "words", "text": {"format": {"type": "json_schema", "name": "s", "schema": PARAMETERS}}},
+    ],
+    ids=["text", "turns", "tools", "forced", "schema"],
+)
+def test_the_input_tokens_of_a_response_are_those_of_its_usage(
+    client: OpenAI, fields: dict[str, Any]
+) -> None:
+    counted = client.responses.input_tokens.count(model="echo", **fields)
+    assert counted.object == "response.input_tokens"
+    response = client.responses.create(model="echo", max_output_tokens=40, temperature=0.0, **fields)
+    assert response.usage is not None
+    assert counted.input_tokens == response.usage.input_tokens > 0
+
+
+def test_input_tokens_of_what_is_refused(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.responses.input_tokens.count(model="other", input="a")
+    with pytest.raises(openai.NotFoundError, match="no response 'resp_1'"):
+        client.responses.input_tokens.count(model="echo", input="a", previous_response_id="resp_1")

@@ -139,6 +139,11 @@ def test_a_job_s_timeline_metadata_and_errors_are_text(scene: Scene) -> None:
     scene.go("job/runs-1")
     eventually(lambda: scene.browser.text("#job-title") == "runs-1", "the job")
     assert [row[2] for row in scene.browser.rows("timeline")] == ["submitted", "started"]
+    assert "running" in scene.browser.text("#parts")
+    widths = scene.browser.run(
+        "return [...document.querySelectorAll('#parts-bar i')].map(part => parseFloat(part.style.width))"
+    )
+    assert sum(widths) == pytest.approx(100)
     assert MARKUP in scene.browser.text("#metadata").replace('\\"', '"')
     assert MARKUP in scene.browser.text("#job-facts")
     scene.go("job/failed-1")

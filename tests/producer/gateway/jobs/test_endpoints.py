@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pagemill.producer.wire.calls import batches as batch_calls
 from pagemill.producer.wire.calls.job_lists import jobs_page
 from tests.producer.driving import Queue, open_queue
 from tests.producer.gateway.serving import Served, gateway, write_keys
@@ -51,6 +52,7 @@ def keyed(
         acme={"tenant": "acme"},
         boss={"tenant": "boss", "operator": True},
         slow={"tenant": "acme", "rate": 0.001, "burst": 2},
+        third={"tenant": "third"},
         narrow={"tenant": "acme", "models": ("else",)},
     )
     with gateway(valkey_url, jobs.name, keys_path=path) as served:
@@ -140,6 +142,11 @@ def test_a_job_is_told_without_its_prompt(acme: Asker) -> None:
     answer = acme.get("job/acme-failed")
     assert answer.headers["cache-control"] == "no-store"
     assert [event["event"] for event in answer.json()["timeline"]] == ["submitted", "started", "failed"]
+    job, parts = answer.json()["job"], answer.json()["parts"]
+    assert sum(part["seconds"] for part in parts) == pytest.approx(
+        job["finished_at"] - job["created_at"], abs=2e-3
+    )
+    assert all(part["meaning"] for part in parts)
     waits = acme.get("job/acme-waits").json()
     assert waits["metadata"] == {"note": MARKUP}
     assert "no live worker" in waits["note"]
@@ -161,6 +168,46 @@ def test_what_waits_is_cancelled_and_what_died_replayed_once(acme: Asker, jobs: 
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_replayed")
     jobs.submit("acme-c1", "acme-c2", tenant="acme", batch_id="acme-to-go")
     assert acme.post("batches/acme-to-go/cancel").json()["stopped"] == 2
+
+
+@pytest.fixture
+def mixed(acme: Asker, jobs: Queue) -> Iterator[str]:
+    """A batch of both tenants, longer than a page of the cancel; the first job is of `acme`."""
+    batch_id = f"mixed-{uuid.uuid4().hex[:8]}"
+    for tenant, count in (("acme", 1), ("other", 150), ("acme", 2)):
+        ids = [f"{batch_id}-{tenant}-{count}-{number}" for number in range(count)]
+        jobs.submit(*ids, batch_id=batch_id, tenant=tenant)
+    yield batch_id
+    jobs.run(batch_calls.cancel(jobs.name, batch_id, 0))
+
+
+def test_a_tenant_key_cancels_only_its_own_jobs_of_a_mixed_batch(
+    acme: Asker, boss: Asker, jobs: Queue, mixed: str
+) -> None:
+    assert acme.post(f"batches/{mixed}/cancel").json() == {"id": mixed, "stopped": 3}
+    counts = jobs.run(batch_calls.counts(jobs.name, mixed))
+    assert counts is not None
+    assert (counts.cancelled, counts.queued) == (3, 150)
+    assert acme.post(f"batches/{mixed}/cancel").json()["stopped"] == 0
+    assert boss.post(f"batches/{mixed}/cancel").json()["stopped"] == 150
+
+
+def test_a_tenant_key_without_jobs_in_a_mixed_batch_gets_404(
+    keyed: tuple[Served, dict[str, str]], jobs: Queue, mixed: str
+) -> None:
+    third = Asker(keyed, "third")
+    assert third.post(f"batches/{mixed}/cancel").status_code == 404
+    assert third.post("batches/no-such-batch/cancel").status_code == 404
+    counts = jobs.run(batch_calls.counts(jobs.name, mixed))
+    assert counts is not None
+    assert counts.cancelled == 0
+
+
+def test_counts_of_a_mixed_batch_are_shown_to_operators_only(acme: Asker, boss: Asker, mixed: str) -> None:
+    assert mixed not in {batch["id"] for batch in acme.get("batches").json()["batches"]}
+    (shown,) = (batch for batch in boss.get("batches").json()["batches"] if batch["id"] == mixed)
+    assert (shown["counts"]["total"], shown["tenant"]) == (153, None)
+    assert len(acme.ids(batch=mixed)) == 3
 
 
 def test_a_key_s_models_and_rate_hold_here_too(keyed: tuple[Served, dict[str, str]]) -> None:

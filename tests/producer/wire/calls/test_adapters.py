@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pagemill.producer.wire.calls import adapters, registry, submissions
-from pagemill.producer.wire.calls.adapters import AdapterAnswer, AdapterCommand
+from pagemill.producer.wire.calls.adapters import AdapterAnswer, WorkerCommand
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -19,15 +19,11 @@ from tests.producer.driving import Queue
 WORKER = WorkerInfo(id="w1", models=("m", "alias"), adapters=("red", "blue"))
 
 
-def test_the_envelope_is_one_that_earlier_workers_leave_alone() -> None:
+def test_its_lane_names_the_adapter() -> None:
     job = Job.parse({"prompt": "x", "model": "m", "adapter": "red"})
-    assert json.loads(job.to_payload()) == {"v": 5, "prompt": "x", "model": "m", "adapter": "red"}
+    assert json.loads(job.to_payload()) == {"v": 1, "prompt": "x", "model": "m", "adapter": "red"}
     assert Job.from_payload(job.to_payload()) == job
-    assert submissions.lane_of(job) == "5:1:default:m#red"
-    with pytest.raises(InvalidJob, match="takes an envelope of version 5, not 1"):
-        Job.from_payload(b'{"v":1,"prompt":"x","model":"m","adapter":"red"}')
-    score = Job.parse({"task": "score", "prompt": "x", "model": "m", "adapter": "red"})
-    assert score.version == 5
+    assert submissions.lane_of(job) == "1:1:default:m#red"
     for fields in ({"adapter": "a#b"}, {"adapter": ""}, {"adapter": "red", "task": "embed"}):
         with pytest.raises(InvalidJob):
             Job.parse({"prompt": "x", "model": "m"} | fields)
@@ -62,11 +58,11 @@ def test_adapters_take_turns(queue: Queue) -> None:
 
 def test_commands_and_answers(queue: Queue) -> None:
     queue.run(registry.heartbeat(queue.name, WORKER))
-    command = AdapterCommand(id="c1", action="add", name="red", source="/x")
-    assert queue.run(adapters.ask(queue.name, ["w1", "w2"], command, Keys())) == 2
-    assert queue.run(adapters.ask(queue.name, ["w1", "w2"], command, Keys())) == 0, "sent twice"
+    command = WorkerCommand(id="c1", action="add", name="red", source="/x")
+    assert queue.run(adapters.send_command(queue.name, ["w1", "w2"], command, Keys())) == 2
+    assert queue.run(adapters.send_command(queue.name, ["w1", "w2"], command, Keys())) == 0, "sent twice"
     (stored,) = queue.client.lrange(keys.commands(queue.name, "w1"), 0, -1)
-    assert AdapterCommand.model_validate_json(stored).source == "/x"
+    assert WorkerCommand.model_validate_json(stored).source == "/x"
     assert queue.client.pttl(keys.commands(queue.name, "w1")) > 0
     queue.run(adapters.answer(queue.name, "c1", "w2", AdapterAnswer(error="no")))
     queue.run(adapters.answer(queue.name, "c1", "w1", AdapterAnswer()))
@@ -75,7 +71,7 @@ def test_commands_and_answers(queue: Queue) -> None:
     assert queue.client.pttl(f"{queue.prefix}answers:c1") > 0
     for number in range(100):
         again = command.model_copy(update={"id": f"d{number}"})
-        queue.run(adapters.ask(queue.name, ["w1"], again, Keys()))
+        queue.run(adapters.send_command(queue.name, ["w1"], again, Keys()))
     assert queue.client.llen(keys.commands(queue.name, "w1")) == 64
 
 

@@ -171,7 +171,9 @@ def test_a_batch_whose_time_is_over_leaves_nothing(queue: Queue, producer: Produ
     queue.client.zadd(f"{queue.prefix}bexpiry", {batch.id: 1})
     for _ in range(3):
         queue.run(transitions.sweep(queue.name))
-    assert {name for name in queue.names() if not name.startswith(("bell:", "puller:", "usage"))} == {
+    assert {
+        name for name in queue.names() if not name.startswith(("bell:", "puller:", "started:", "usage"))
+    } == {
         "meta",
         "counts",
     }

@@ -94,7 +94,7 @@ def test_a_webhook_that_failed_is_tried_again(server: ClockedServer, queue: Queu
     queue.submit("a", webhook="https://example.com/x")
     queue.commit(queue.pull_one())
     (notice,) = claim()
-    queue.run(outbox.settle(queue.name, "a", notice.tries, 1_800_000))
+    queue.run(outbox.finish_delivery(queue.name, "a", notice.tries, 1_800_000))
     server.set(-2 * HOUR)
     assert soon(claim)
 

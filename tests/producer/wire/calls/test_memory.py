@@ -1,18 +1,21 @@
-"""A server that runs out of memory: what is refused before, what still passes, and what is let go of."""
+"""A server that runs out of memory: what is refused before, what still passes, and that results are kept."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pagemill import Producer, QueueFull, ResultExpired
-from pagemill.producer.wire.calls import limits, memory, reads, registry, rollouts, stored, transitions
+from pagemill import Producer, QueueFull
+from pagemill.producer.wire.calls import limits, memory, reads, registry, stored, transitions
 from pagemill.producer.wire.calls.gateway import stored_files
 from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
 from pagemill.producer.wire.calls.memory import MemoryUse
 from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.signing import split_payload
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 from tests.producer.small_server import MOST, PROMPT, flood, small_server
@@ -31,7 +34,7 @@ def use(queue: Queue) -> MemoryUse:
     return registry.stats(queue.run, queue.name).memory
 
 
-def look_again(queue: Queue) -> None:
+def recheck(queue: Queue) -> None:
     """Have the next submit look at the server's memory, as it does a second after the last look."""
     queue.client.hdel(f"{queue.prefix}meta", "memory_at", "memory_looked")
 
@@ -74,7 +77,7 @@ def test_running_jobs_end_and_then_submits_go_on(small_queue: Queue) -> None:
         assert [queue.commit(job, job.job_id) for job in jobs] == ["committed"] * len(jobs)
         ended += len(jobs)
     assert ended == len(taken), "nothing that was taken is lost"
-    look_again(queue)
+    recheck(queue)
     assert queue.submit("later", prompt=PROMPT) == ["created"]
 
 
@@ -98,7 +101,7 @@ def test_at_maxmemory_itself_running_jobs_end(small_queue: Queue) -> None:
     assert queue.run(transitions.sweep("q")).memory == "full"
     assert "batch:b" not in queue.names()
     queue.client.config_set("maxmemory", 0)
-    look_again(queue)
+    recheck(queue)
     assert queue.submit("d") == ["created"]
 
 
@@ -126,114 +129,25 @@ def large_result(queue: Queue, job_id: str, size: int = LARGE, age_s: float = 70
     queue.client.hset(f"{queue.prefix}job:{job_id}", "finished_at", finished)
 
 
-def results(queue: Queue) -> set[str]:
-    return {name.removeprefix("out:") for name in queue.names() if name.startswith("out:")}
+def press(queue: Queue, share: float) -> None:
+    """Set maxmemory so that this share of it is in use."""
+    queue.client.config_set("maxmemory", int(use(queue).used / share))
 
 
-def press(queue: Queue, above: int) -> None:
-    """Have the server's memory be `above` bytes more than where it lets go of results."""
-    allowed = max(1000, use(queue).used - above)
-    queue.client.config_set("maxmemory", int(allowed / (memory.DEFAULT_SHARE - memory.WARNING)))
-
-
-def test_the_largest_results_go_first_and_only_what_is_needed(small_queue: Queue) -> None:
+def test_results_are_kept_while_memory_is_short(small_queue: Queue) -> None:
     queue = small_queue
-    for i in range(6):
-        large_result(queue, f"r{i}", LARGE + 100_000 * i)
-    assert queue.run(transitions.sweep("q")).memory == "ok"
-    press(queue, above=700_000)
-    assert queue.run(transitions.sweep("q")).expired_results == 2
-    assert results(queue) == {"r0", "r1", "r2", "r3"}
-    assert queue.state("r5") == "succeeded", "the record stays"
-    assert queue.run(reads.outcome("q", "r5")).result is None
-    assert use(queue).expired == 2
-
-
-def test_results_that_somebody_may_want_stay(small_queue: Queue) -> None:
-    queue = small_queue
-    large_result(queue, "batch", batch_id="b")
-    large_result(queue, "notice", webhook="https://example.com/x")
-    large_result(queue, "kept", keep_input=True)
-    large_result(queue, "young", age_s=590)
-    large_result(queue, "small", size=1000)
     large_result(queue, "old")
-    press(queue, above=MOST)
-    assert queue.run(transitions.sweep("q")).expired_results == 1
-    assert results(queue) == {"batch", "notice", "kept", "young", "small"}
-    queue.client.config_set("maxmemory", 0)
-    queue.client.hset(f"{queue.prefix}job:young", "finished_at", 1)
-    press(queue, above=MOST)
-    assert queue.run(transitions.sweep("q")).expired_results == 1
-    assert "young" not in results(queue)
-    assert "large" not in queue.names()
-
-
-def test_work_whose_result_was_removed_is_done_again_under_its_key(small_queue: Queue) -> None:
-    queue = small_queue
-    large_result(queue, "first", idempotency_key="k")
-    assert queue.submit("other", idempotency_key="k") == ["same"]
-    press(queue, above=MOST)
-    assert queue.run(transitions.sweep("q")).expired_results == 1
-    queue.client.config_set("maxmemory", 0)
-    look_again(queue)
-    with Producer(queue.url, queue="q") as producer:
-        handle = producer.job("first")
-        for read in (handle.result, lambda: list(handle.stream())):
-            with pytest.raises(ResultExpired, match="submit the job again"):
-                read()
-    assert queue.submit("again", idempotency_key="k") == ["created"]
-    assert queue.submit("twice", idempotency_key="k") == ["same"]
-
-
-def test_a_job_that_needs_a_removed_result_says_what_to_do(small_queue: Queue) -> None:
-    queue = small_queue
-    large_result(queue, "parent")
-    queue.submit("early", prompt="{p.text}", after={"p": "parent"})
-    press(queue, above=MOST)
-    queue.run(transitions.sweep("q"))
-    queue.client.config_set("maxmemory", 0)
-    look_again(queue)
-    queue.submit("reads", prompt="{p.text}", after={"p": "parent"})
-    queue.submit("waits", prompt="nothing of it", after={"p": "parent"})
-    assert sorted(job.job_id for job in queue.pull()) == ["early", "waits"]
-    error = queue.run(reads.outcome("q", "reads")).error
-    assert error is not None
-    assert error.code == "payload_lost"
-    assert "job parent, whose result has been removed: submit that job again" in error.message
-
-
-def test_what_a_comparison_needs_is_not_removed(small_queue: Queue) -> None:
-    """The sides of a rollout are compared by results of the canary, and their inputs."""
-    queue = small_queue
-    info = registry.WorkerInfo(id="w1", models=("m",), revision="r2")
-    queue.run(registry.heartbeat("q", info))
-    assert queue.run(rollouts.start("q", "m", rollouts.Rollout("r2", 1.0))) == "ok"
-    queue.submit("sampled")
-    (job,) = queue.pull(1, models=("m", "m~r2"))
-    queue.commit(job, "y" * LARGE)
-    queue.client.hset(f"{queue.prefix}job:sampled", "finished_at", 1)
-    press(queue, above=MOST)
-    assert queue.run(transitions.sweep("q")).expired_results == 0
-    assert queue.run(rollouts.sample("q", "m")) == ["sampled"]
-
-
-def test_one_sweep_removes_a_bounded_number(small_queue: Queue) -> None:
-    queue = small_queue
-    for i in range(70):
-        large_result(queue, f"r{i}", 20_000)
-    press(queue, above=MOST)
-    assert queue.run(transitions.sweep("q")).expired_results == 64
-    assert queue.run(transitions.sweep("q")).expired_results == 6
-
-
-def test_results_that_expired_by_themselves_are_forgotten(small_queue: Queue) -> None:
-    queue = small_queue
-    for i in range(3):
-        large_result(queue, f"r{i}", 20_000)
-        queue.client.delete(f"{queue.prefix}out:r{i}")
-    for _ in range(20):
-        queue.run(transitions.sweep("q"))
-    assert "large" not in queue.names()
+    large_result(queue, "young", age_s=0)
+    large_result(queue, "in-batch", batch_id="b")
+    assert queue.run(transitions.sweep("q")).memory == "ok"
+    for share, level in ((0.8, "near"), (0.9, "full"), (1.1, "full")):
+        press(queue, share)
+        assert use(queue).is_near
+        assert queue.run(transitions.sweep("q")).memory == level
+    for job_id in ("old", "young", "in-batch"):
+        result = queue.run(reads.outcome("q", job_id)).result
+        assert result is not None
+        assert len(result.text) == LARGE
 
 
 def test_uploads_are_refused_and_outputs_of_batches_are_not(small_queue: Queue) -> None:
@@ -262,6 +176,37 @@ def checkpoints(queue: Queue) -> None:
     queue.submit(*(f"j{i}" for i in range(30)))
     for job in queue.pull(30):
         queue.checkpoint(job, delta(0, 1, text="y" * LARGE))
+
+
+@pytest.mark.parametrize("binary", ["valkey-server", "redis-server"])
+@pytest.mark.parametrize(
+    ("number", "most"), [(1_000, MOST), pytest.param(4_000, 150_000_000, marks=pytest.mark.slow)]
+)
+def test_children_share_a_large_output(number: int, most: int, binary: str, tmp_path: Path) -> None:
+    """Jobs that need one output of 200 kB, more than five times the server's memory if each had a copy."""
+    text = "y" * 200_000
+    with small_server(tmp_path, binary, most) as queue:
+        queue.submit("parent")
+        for start in range(0, number, 500):
+            ids = [f"child-{i}" for i in range(start, start + 500)]
+            queue.submit(*ids, prompt="{parent.text}", after=["parent"])
+        (parent,) = queue.pull()
+        before = use(queue).used
+        assert queue.commit(parent, text) == "committed"
+        queue.client.delete(f"{queue.prefix}job:parent", f"{queue.prefix}out:parent")
+        ended: set[str] = set()
+        while len(ended) < number:
+            jobs = queue.pull(50)
+            assert use(queue).used < before + 2_000_000 + 1_500 * number
+            assert queue.submit(f"other-{len(ended)}", tenant="other", model="n") == ["created"]
+            for job in jobs:
+                (output,) = split_payload(job.payload).outputs
+                assert json.loads(output) == {"id": "parent", "state": "succeeded", "text": text}
+                assert queue.commit(job) == "committed"
+                ended.add(job.job_id)
+        assert registry.stats(queue.run, queue.name).counts["succeeded"] == number + 1
+        kinds = Counter(name.partition(":")[0] for name in queue.names() if ":other-" not in name)
+        assert kinds.keys().isdisjoint(("end", "sharers", "output", "children", "in"))
 
 
 def letters(queue: Queue) -> None:

@@ -37,7 +37,7 @@ def test_acknowledging_a_batch_loses_no_notice(queue: Queue) -> None:
     }
     assert queue.submit("a", batch_id="B") == ["exists"]
     for job_id, notice in told.items():
-        assert queue.run(outbox.settle(queue.name, job_id, notice.tries, None))
+        assert queue.run(outbox.finish_delivery(queue.name, job_id, notice.tries, None))
         assert queue.run(reads.outcome(queue.name, job_id)).state is None, "now it is gone"
     assert not {name for name in queue.names() if name.startswith(("job:", "out:", "outbox"))}
 
@@ -46,7 +46,7 @@ def test_a_notice_outlives_a_failed_try_and_the_acknowledgement_after_it(queue: 
     queue.submit("a", batch_id="B", **HOOK)
     queue.commit(queue.pull_one(), "text")
     (first,) = notices(queue)
-    queue.run(outbox.settle(queue.name, "a", first.tries, 5000))
+    queue.run(outbox.finish_delivery(queue.name, "a", first.tries, 5000))
     queue.run(batches.ack(queue.name, "B", "s1", 0))
     queue.client.zadd(f"{queue.prefix}outbox", {"a": 1})
     (second,) = notices(queue)
@@ -59,10 +59,10 @@ def test_a_webhook_and_a_relay_are_both_told(queue: Queue) -> None:
     queue.commit(queue.pull_one(), "text")
     queue.run(batches.ack(queue.name, "B", "e1", 0))
     (hook,) = notices(queue)
-    assert queue.run(outbox.settle(queue.name, "a", hook.tries, None))
+    assert queue.run(outbox.finish_delivery(queue.name, "a", hook.tries, None))
     (relayed,) = notices(queue, "celery")
     assert relayed.outcome.result is not None
-    assert queue.run(outbox.settle(queue.name, "a", relayed.tries, None, relay="celery"))
+    assert queue.run(outbox.finish_delivery(queue.name, "a", relayed.tries, None, relay="celery"))
     assert queue.run(reads.outcome(queue.name, "a")).state is None
 
 
@@ -75,7 +75,7 @@ def test_purging_a_dead_letter_loses_no_notice(queue: Queue, batch: str | None) 
     assert queue.run(dead_letters.open_letters(queue.name, ["a"])) == [None] if batch is None else True
     (notice,) = notices(queue)
     assert notice.outcome.error is not None
-    queue.run(outbox.settle(queue.name, "a", notice.tries, None))
+    queue.run(outbox.finish_delivery(queue.name, "a", notice.tries, None))
     assert queue.run(reads.outcome(queue.name, "a")).state == (None if batch is None else "dead")
 
 
@@ -85,7 +85,7 @@ def test_an_end_stays_a_week_for_its_notice_and_a_day_after_it(queue: Queue) -> 
     queue.commit(queue.pull_one())
     assert queue.client.pttl(f"{queue.prefix}out:a") > 6 * day
     (notice,) = notices(queue)
-    queue.run(outbox.settle(queue.name, "a", notice.tries, None))
+    queue.run(outbox.finish_delivery(queue.name, "a", notice.tries, None))
     assert day - 60_000 < queue.client.pttl(f"{queue.prefix}out:a") <= day
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from pagemill.producer.wire.calls import limits, registry, submissions, transitions
 from pagemill.producer.wire.calls.promises import (
-    Asked,
     Estimate,
-    Outlook,
+    EstimateInputs,
+    JobDemand,
     WaitingLane,
     estimate,
-    outlook,
+    estimate_inputs,
 )
 from pagemill.producer.wire.calls.registry import Speed, WorkerInfo
 from pagemill.producer.wire.schema.job import Job
@@ -28,9 +28,11 @@ def worker(*, rows: int = 4, busy: float = 10.0, free: float = 20.0) -> WorkerIn
     return WorkerInfo(id="w", models=("m",), speed=Speed(rows=rows, busy_rate=busy, free_rate=free))
 
 
-def seen(*lanes: WaitingLane, running: int = 0, workers: tuple[WorkerInfo, ...] = (), **more: Any) -> Outlook:
+def seen(
+    *lanes: WaitingLane, running: int = 0, workers: tuple[WorkerInfo, ...] = (), **more: Any
+) -> EstimateInputs:
     fields = {"is_paused": False, "rate": None, "kept": {"now": (), "later": ()}} | more
-    return Outlook(
+    return EstimateInputs(
         NOW, fields["is_paused"], fields["rate"], running, lanes, workers or (worker(),), fields["kept"]
     )
 
@@ -39,8 +41,8 @@ def lane(jobs: int, priority: str = "normal", tenant: str = "default", weight: f
     return WaitingLane(priority, tenant, weight, jobs, 100.0)
 
 
-def seconds(found: Outlook, cost: int = 100, due: int = 0, rows: int = 1) -> float:
-    made = estimate(found, Asked(LANE, cost, due, None, rows))
+def seconds(found: EstimateInputs, cost: int = 100, due: int = 0, rows: int = 1) -> float:
+    made = estimate(found, JobDemand(LANE, cost, due, None, rows))
     assert made is not None
     return made.estimate / 1000
 
@@ -48,7 +50,7 @@ def seconds(found: Outlook, cost: int = 100, due: int = 0, rows: int = 1) -> flo
 def test_a_job_that_starts_at_once_takes_its_own_time() -> None:
     assert seconds(seen()) == 5.0
     assert seconds(seen(), rows=2) == 2.5
-    made = estimate(seen(running=3), Asked(LANE, 100, 0, None))
+    made = estimate(seen(running=3), JobDemand(LANE, 100, 0, None))
     assert made is not None
     assert made.kind == "now"
 
@@ -72,25 +74,25 @@ def test_tenants_have_turns_in_an_estimate_too() -> None:
 def test_limits_and_delays_count() -> None:
     assert seconds(seen(lane(8), running=4, rate=0.1)) == 80 + 10
     due = NOW + 15_000
-    made = estimate(seen(lane(8), running=4), Asked(LANE, 100, due, None))
+    made = estimate(seen(lane(8), running=4), JobDemand(LANE, 100, due, None))
     assert made is not None
     assert (made.start, made.estimate) == (due, 5_000 + 10_000), "what is before it runs meanwhile"
 
 
 @pytest.mark.parametrize("found", [seen(workers=(WorkerInfo(id="w", models=("m",)),)), seen(is_paused=True)])
-def test_what_is_not_known_is_not_promised(found: Outlook) -> None:
-    assert estimate(found, Asked(LANE, 100, 0, None)) is None
+def test_what_is_not_known_is_not_promised(found: EstimateInputs) -> None:
+    assert estimate(found, JobDemand(LANE, 100, 0, None)) is None
 
 
 def test_promises_are_as_wide_as_earlier_ones_were_kept() -> None:
-    first = estimate(seen(), Asked(LANE, 100, 0, None))
+    first = estimate(seen(), JobDemand(LANE, 100, 0, None))
     assert first is not None
     assert (first.p50, first.p90) == (5_000, 9_000)
     kept = {"now": (2.0,) * 100 + (4.0,) * 20, "later": ()}
-    later = estimate(seen(kept=kept), Asked(LANE, 100, 0, None))
+    later = estimate(seen(kept=kept), JobDemand(LANE, 100, 0, None))
     assert later is not None
     assert (later.p50, later.p90) == (10_000, 20_000)
-    waits = estimate(seen(running=4, kept=kept), Asked(LANE, 100, 0, None))
+    waits = estimate(seen(running=4, kept=kept), JobDemand(LANE, 100, 0, None))
     assert waits is not None
     assert waits.p50 == 10_000, "jobs that wait are scored apart"
 
@@ -105,7 +107,7 @@ def test_an_estimate_is_read_back() -> None:
 
 def test_a_header_says_when_a_job_is_due_and_has_to_end() -> None:
     header = {"id": "a", "lane": LANE, "cost": 7, "delay": 50, "ttl": 90, "deadline": NOW + 80, "n": 3}
-    assert Asked.of(json.dumps(header).encode(), NOW) == Asked(LANE, 7, NOW + 50, NOW + 80, 3)
+    assert JobDemand.of(json.dumps(header).encode(), NOW) == JobDemand(LANE, 7, NOW + 50, NOW + 80, 3)
 
 
 def announce(queue: Queue, info: WorkerInfo) -> None:
@@ -122,7 +124,7 @@ def test_the_queue_tells_what_an_estimate_needs(queue: Queue) -> None:
     queue.run(limits.set_limits(queue.name, limits.QueueLimits(rate=2.5)))
     announce(queue, worker())
     queue.pull(1)
-    found = queue.run(outlook(queue.name, LANE))
+    found = queue.run(estimate_inputs(queue.name, LANE))
     assert (found.running, found.rate, found.is_paused) == (1, 2.5, False)
     assert [one.speed for one in found.workers] == [worker().speed]
     cost = Job.parse({"prompt": "hello", "model": "m"}).cost_tokens()
@@ -149,9 +151,9 @@ def test_jobs_with_a_promise_teach_those_to_come(queue: Queue) -> None:
     queue.commit(first)
     queue.commit(third)
     queue.fail(second)
-    (ratio,) = queue.run(outlook(queue.name, LANE)).kept["later"]
+    (ratio,) = queue.run(estimate_inputs(queue.name, LANE)).kept["later"]
     assert ratio > 1.8
-    assert queue.run(outlook(queue.name, LANE)).kept["now"] == ()
+    assert queue.run(estimate_inputs(queue.name, LANE)).kept["now"] == ()
     assert queue.client.pttl(f"{queue.prefix}kept:later:m") > 0
 
 
@@ -166,7 +168,7 @@ def test_what_was_learnt_is_bounded(valkey_queue: Queue) -> None:
                 for job in jobs
             ]
         )
-    assert len(queue.run(outlook(queue.name, LANE)).kept["now"]) == 128
+    assert len(queue.run(estimate_inputs(queue.name, LANE)).kept["now"]) == 128
 
 
 def test_a_promise_of_another_form_is_refused(valkey_queue: Queue) -> None:

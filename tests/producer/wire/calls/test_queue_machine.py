@@ -24,7 +24,7 @@ from pagemill.producer.wire.calls import (
 )
 from pagemill.producer.wire.calls.metering import quotas, usage
 from pagemill.producer.wire.calls.metering.quotas import Quota
-from pagemill.producer.wire.calls.metering.usage import Used
+from pagemill.producer.wire.calls.metering.usage import JobUsage
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.affinity import prompt_affinity
 from pagemill.producer.wire.schema.job import Job
@@ -237,7 +237,7 @@ class QueueMachine(RuleBasedStateMachine):
         calls = []
         for job in jobs:
             used, body = (
-                Used(2 * job.token + 5, 0, 3 * job.token, 0.001),
+                JobUsage(2 * job.token + 5, 0, 3 * job.token, 0.001),
                 result_json(job.job_id, str(job.token)),
             )
             calls.append(
@@ -259,7 +259,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(job=held)
     def retry(self, job: PulledJob) -> None:
         used = (2 * job.token + 3, job.token)
-        reply = self.queue.retry(job, 60, used=Used(used[0], 0, used[1], 0.001))
+        reply = self.queue.retry(job, 60, used=JobUsage(used[0], 0, used[1], 0.001))
         if reply not in ("already_done", "fenced", "retrying"):
             self.told[job.job_id] = used
 
@@ -386,7 +386,7 @@ class QueueMachine(RuleBasedStateMachine):
             sum(self.counted[job_id]) if job_id in self.counted else cost
             for job_id, cost in self.charges.items()
         )
-        left = self.queue.run(quotas.left(self.queue.name, ["a"]))["a"]
+        left = self.queue.run(quotas.remaining(self.queue.name, ["a"]))["a"]
         assert left.jobs_per_day is not None
         assert left.tokens_per_day is not None
         assert left.jobs_per_day.remaining == max(0, left.jobs_per_day.limit - len(self.charges))
@@ -429,13 +429,15 @@ class QueueMachine(RuleBasedStateMachine):
             "job", "in", "out", "ckpt", "idem", "meta", "counts", "dead", "bell",
             "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "puller", "end", "sharers",
             "usage", "quotas", "spent", "parked", "bowner", "large",
+            "started", "spells", "over",
         }  # fmt: skip
         for name in self.queue.names():
             if name.startswith("end:"):
                 is_counted = self.queue.client.exists(f"{self.queue.prefix}sharers:{name[4:]}")
                 assert is_counted or self.queue.client.pttl(f"{self.queue.prefix}{name}") > 0
         for name in self.queue.names():
-            assert not name.startswith("puller:") or self.queue.client.pttl(f"{self.queue.prefix}{name}") > 0
+            if name.startswith(("puller:", "started:", "spells:", "over:")):
+                assert self.queue.client.pttl(f"{self.queue.prefix}{name}") > 0
         for job_id in set(self.jobs) - self.in_batch:
             assert self.queue.client.pttl(f"{self.queue.prefix}job:{job_id}") > 0
         self.queue.client.delete(*(f"{self.queue.prefix}{name}" for name in self.queue.names()), "none")
@@ -461,7 +463,6 @@ def run_machine(url: str, examples: int, steps: int) -> None:
     )
 
 
-@pytest.mark.slow
 def test_the_invariants_hold_in_short(valkey_url: str) -> None:
     run_machine(valkey_url, examples=5, steps=20)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from pagemill.producer.wire.calls import batches, reads, registry, submissions
+from dataclasses import replace
+
+from pagemill import Producer
+from pagemill.producer.wire.calls import batches, reads, registry, submissions, transitions
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
+from pagemill.producer.wire.schema.outputs import ErrorInfo, JobStatus, Output
 from tests.producer.driving import DECODE, Queue, delta
 
 
@@ -14,7 +18,8 @@ def test_nothing_but_the_record_is_left_of_an_ended_job(queue: Queue) -> None:
     queue.commit(job)
     queue.pull()
     queue.run(registry.leave(queue.name, "w1"))
-    assert queue.names() == {"job:a", "out:a", "md:a", "idem:default:k", "meta", "counts", "usage:new"}
+    kept = {name for name in queue.names() if not name.startswith("started:")}
+    assert kept == {"job:a", "out:a", "md:a", "idem:default:k", "meta", "counts", "usage:new"}
 
 
 def test_an_input_is_kept_as_long_as_its_result_where_the_job_asks(queue: Queue) -> None:
@@ -41,11 +46,14 @@ def test_of_an_equal_job_that_shares_an_end_the_input_is_kept_too(queue: Queue) 
 
 
 def test_what_has_not_ended_has_no_recorded_end(queue: Queue) -> None:
-    queue.submit("a", keep_input=True)
-    for job_id, state in (("a", "queued"), ("nobody", None)):
-        found = queue.run(reads.recorded(queue.name, job_id))
-        assert found.outcome is not None
-        assert (found.outcome.state, found.payload) == (state, b"")
+    queue.submit("a")
+    waiting, unknown = (queue.run(reads.recorded(queue.name, job_id)) for job_id in ("a", "nobody"))
+    assert waiting.outcome is not None
+    assert (waiting.outcome.state, waiting.outcome.value()) == ("queued", None)
+    assert Job.from_payload(waiting.payload).model == "m"
+    assert waiting.submitted_at > 0
+    assert unknown.outcome is not None
+    assert (unknown.outcome.state, unknown.payload) == (None, b"")
 
 
 def test_a_sample_of_a_batch_leaves_out_what_is_gone(queue: Queue) -> None:
@@ -87,3 +95,34 @@ def test_a_payload_at_the_limit_goes_through(queue: Queue) -> None:
     job = Job.parse({"prompt": "x" * (MAX_PAYLOAD_BYTES - 100), "model": "m"})
     queue.run(submissions.submit(queue.name, [submissions.prepare(job, "a")]))
     assert Job.from_payload(queue.pull_one(cost=0).payload) == job
+
+
+def test_a_reply_of_statuses_is_bounded(queue: Queue) -> None:
+    """Errors with a MiB of partial output are not sent, and what would be too long comes in several replies."""
+    ids = [f"j{number}" for number in range(100)]
+    queue.submit(*ids, metadata={"text": "m" * 16_000})
+    for job in queue.pull(100):
+        output = Output(index=0, text="x" * (1_000_000 if job.job_id < "j2" else 1))
+        error = ErrorInfo(code="engine_error", message="\u00e9" * 3_000, partial=(output,))
+        queue.run(
+            transitions.commit(
+                queue.name, job.job_id, job.token, "failed", error_json=error.model_dump_json()
+            )
+        )
+    sizes = []
+    found: list[JobStatus | None] = []
+    while len(found) < len(ids):
+        call = reads.statuses(queue.name, ids[len(found) :])
+        rows = queue.transport.run(replace(call, parse=list))
+        sizes.append(sum(len(value) for row in rows for value in row if isinstance(value, bytes)))
+        found += call.parse(rows)
+    assert len(sizes) == 2
+    assert max(sizes) < 1.1 * 2**20
+    assert [status.id for status in found if status is not None] == ids
+    for status in found:
+        assert status is not None
+        assert status.error is not None
+        assert 2_000 < len(status.error) < 2_048
+        assert set(status.error) == {"\u00e9"}
+    with Producer(queue.url, queue=queue.name) as producer:
+        assert [status.id for status in producer.statuses(ids)] == ids

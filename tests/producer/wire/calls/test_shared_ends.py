@@ -37,7 +37,8 @@ def test_a_large_result_is_stored_once_for_all_that_share_it(valkey_queue: Queue
     assert queue.run(transitions.commit(queue.name, "lead", job.token, "succeeded", body)) == "committed"
     assert commands(queue) - calls < 4000, "a script ends some of them, sweeps the others"
     settle(queue)
-    assert queue.client.info("memory")["used_memory"] - before < 2 * len(body)
+    # Two copies, and the scripts that this run was the first to load.
+    assert queue.client.info("memory")["used_memory"] - before < 2.1 * len(body)
     counts = queue.run(batches.counts(queue.name, "b"))
     assert counts is not None
     assert counts.succeeded == 256

@@ -9,7 +9,6 @@ import pytest
 from pagemill.producer.wire.calls import batches, dead_letters, stored, submissions, transitions
 from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.tasks import STORED_VERSION
 from tests.producer.driving import Queue, result_json
 
 URI = "s3://bucket/in/a"
@@ -18,7 +17,7 @@ HOUR_MS, DAY_MS = 3_600_000, 86_400_000
 
 def submission(job_id: str, uri: str = URI, **fields: object) -> Submission:
     item = submissions.prepare(Job.parse({"prompt": "hello", "model": "m", **fields}), job_id)
-    header = item.header.replace(b'"lane":"1:', b'"lane":"8:').replace(b'"lane":"5:', b'"lane":"8:')
+    header = item.header.replace(b'"lane":"1:', b'"lane":"1+store:')
     return replace(item, header=b'%b,"stored":"%b"}' % (header[:-1], uri.encode()))
 
 
@@ -138,7 +137,7 @@ def test_what_is_claimed_comes_again_unless_it_is_settled(queue: Queue) -> None:
     assert set(queue.run(stored.claim(queue.name, 2, 60_000))) == set(uris[:2])
     assert queue.run(stored.claim(queue.name, 2, 60_000)) == uris[2:]
     assert queue.run(stored.claim(queue.name, 2, 60_000)) == []
-    assert queue.run(stored.settle(queue.name, uris[:1])) == 1
+    assert queue.run(stored.forget(queue.name, uris[:1])) == 1
     queue.run(stored.announce(queue.name, uris[1:], within_ms=0))
     assert set(queue.run(stored.claim(queue.name, 64, 0))) == set(uris[1:])
 
@@ -153,4 +152,3 @@ def test_a_stored_job_with_an_adapter_is_pulled_from_its_lane(queue: Queue) -> N
     assert queue.pull(models=("m",), has_store=True) == []
     (job,) = queue.pull(models=("m", "m#red"), has_store=True)
     assert job.job_id == "a"
-    assert STORED_VERSION == 8

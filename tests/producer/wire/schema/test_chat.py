@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagemill import InvalidJob, Job
-from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS, CHAT_VERSION
+from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS
 
 TURNS: list[Any] = [{"role": "user", "content": "x"}]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -37,22 +37,19 @@ def test_every_field_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_any_of_the_fields_makes_the_later_version_and_another_digest(name: str) -> None:
+def test_any_of_the_fields_makes_another_form_of_results_and_another_digest(name: str) -> None:
     plain, asked = job(), job(**{name: FIELDS[name]})
-    assert (plain.version, asked.version) == (1, CHAT_VERSION)
+    assert (plain.is_parsed, asked.is_parsed) == (False, True)
     assert plain.digest() != asked.digest()
     assert Job.from_payload(asked.to_payload()) == asked
-    early = asked.to_payload().replace(b'{"v":4,', b'{"v":1,')
-    with pytest.raises(InvalidJob, match="takes an envelope of version 4"):
-        Job.from_payload(early)
 
 
 @pytest.mark.parametrize("turn", HISTORY)
 def test_so_does_a_message_of_the_later_form(turn: dict[str, Any]) -> None:
     asked = job(messages=[*TURNS, turn])
-    assert asked.version == CHAT_VERSION
+    assert asked.is_parsed
     bare = job(messages=[*TURNS, {"role": turn["role"], "content": turn["content"] or ""}])
-    assert bare.version == 1
+    assert not bare.is_parsed
     assert asked.digest() != bare.digest()
     assert asked.cost_tokens() > bare.cost_tokens()
     assert Job.from_payload(asked.to_payload()) == asked
@@ -76,7 +73,7 @@ def test_so_does_a_message_of_the_later_form(turn: dict[str, Any]) -> None:
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "assistant's"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "tool's message"),
         ({"task": "score", "temperature": 1.0, "messages": [*TURNS, HISTORY[0]]}, "generate job"),
-        ({"task": "score", "temperature": 1.0, "tools": [TOOL]}, "score job takes no tools"),
+        ({"task": "score", "temperature": 1.0, "tools": [TOOL]}, "score job cannot have tools"),
         ({"messages": None, "prompt": "x", "tools": [TOOL]}, "need messages"),
         ({"beam_width": 2, "temperature": 1.0, "thinking_token_budget": 3}, "beam search"),
     ],

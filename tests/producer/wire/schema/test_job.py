@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from pagemill.common.sampling_fields import MAX_SEED
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
-from pagemill.sampling_fields import MAX_SEED
 
 BASE = {"prompt": "SECRET", "model": "m"}
 

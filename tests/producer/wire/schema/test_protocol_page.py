@@ -1,34 +1,30 @@
-"""docs/protocol.md says what the code does; `python -m` with this module's name rewrites its rows."""
+"""docs/protocol.md says what the code does; `python -m` with this module's name rewrites docs/submit.lua."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from pagemill.error_codes import END_CODES, FINAL_CODES, RETRYABLE_CODES, ErrorCode
+from pagemill.common.error_codes import END_CODES, FINAL_CODES, RETRYABLE_CODES, ErrorCode
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.server import scripts
 from tests.conftest import ROOT
 from tests.producer.driving import Queue
 
 PAGE = ROOT / "docs" / "protocol.md"
-SCRIPT = re.compile(r"(<!-- submit.lua begins -->\n```lua\n)(.*?)(```\n<!-- submit.lua ends -->)", re.DOTALL)
+SCRIPT = ROOT / "docs" / "submit.lua"
 
 
-def printed_script() -> str:
-    found = SCRIPT.search(PAGE.read_text(encoding="utf-8"))
-    assert found is not None
-    return found[2]
-
-
-def test_the_page_prints_the_submit_script() -> None:
-    assert printed_script() == scripts.source("submit")
+def test_the_script_next_to_the_page_is_current() -> None:
+    assert SCRIPT.read_text(encoding="utf-8") == scripts.source("submit"), f"run python -m {__name__}"
 
 
 def test_the_printed_example_works(queue: Queue) -> None:
     text = PAGE.read_text(encoding="utf-8")
     header, payload = re.findall(r"^     (\{.*\})$", text, re.MULTILINE)
-    reply = queue.client.eval(printed_script(), 1, queue.prefix, "", 1000000, header, payload)
+    reply = queue.client.eval(
+        SCRIPT.read_text(encoding="utf-8"), 1, queue.prefix, "", 1000000, header, payload
+    )
     assert reply == b"created"
     (job,) = queue.pull(models=("smollm2",))
     assert job.payload == payload.encode()
@@ -66,12 +62,11 @@ def test_the_rows_are_the_names_that_are_spelled() -> None:
 def test_every_field_of_a_record_is_named() -> None:
     text = PAGE.read_text(encoding="utf-8")
     written = "".join(scripts.source(name) for name in scripts.names())
-    listed = re.search(r"local OPTIONAL = \{(.*?)\}", written, re.DOTALL)
-    assert listed is not None
-    fields = set(re.findall(r"'([a-z_]+)'", listed[1]))
+    kept = " ".join(re.findall(r"^keep_fields\((.*?)\)$", written, re.DOTALL | re.MULTILINE))
+    fields = {name for names in re.findall(r"'([^']*)'", kept) for name in names.split()}
     for arguments in re.findall(r"'HSET', P \.\. 'job:' \.\. [\w.]+, ([^()]+)", written):
         fields |= {name.strip("'") for name in arguments.split(", ")[::2] if name.startswith("'")}
-    assert {"relay", "crashes", "replayed_as"} <= fields
+    assert {"relay", "crashes", "replayed_as", "after", "promise"} <= fields
     described = text[text.index("Fields of `job:<id>`") : text.index("Names: a queue is")]
     assert [name for name in sorted(fields) if f"`{name}`" not in described] == []
 
@@ -83,5 +78,4 @@ def test_every_error_code_is_of_one_kind() -> None:
 
 
 if __name__ == "__main__":
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(SCRIPT.sub(lambda m: m[1] + scripts.source("submit") + m[3], page), encoding="utf-8")
+    SCRIPT.write_text(scripts.source("submit"), encoding="utf-8")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pagemill import InvalidJob, Job, escape_places
 from pagemill.producer.client.preparer import Preparer, item_id
 from pagemill.producer.wire.calls import submissions
-from pagemill.producer.wire.calls.rendering import rendered
+from pagemill.producer.wire.envelope import rendered
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.schema.templates import ParentOutput, places, render
 
@@ -107,8 +107,11 @@ def test_lists_and_handles_are_named() -> None:
         ({"after": ["x"], "when": {"parent": {"prob_below": 2}}}, "prob_below"),
         ({"after": ["x"], "when": {"parent": {"text": ["y" * 4000] * 3}}}, "8192 bytes"),
         ({"after": ["x"], "on_parent_failure": "ignore"}, "cancel"),
-        ({"after": ["x"], "prompt": "{lable.text}"}, "after has no lable"),
-        ({"after": ["x"], "prompt": None, "messages": [{"role": "user", "content": "{y.text}"}]}, "no y"),
+        ({"after": ["x"], "prompt": "{lable.text}"}, "`after` lacks lable"),
+        (
+            {"after": ["x"], "prompt": None, "messages": [{"role": "user", "content": "{y.text}"}]},
+            "`after` lacks y",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(fields: dict[str, Any], reason: str) -> None:
@@ -117,16 +120,15 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, Any], reason: str) -> 
 
 
 def test_a_prompt_of_another_kind_of_job_is_not_read() -> None:
-    assert job(prompt="{a.text}").version == 1
+    assert job(prompt="{a.text}").needs == "1"
 
 
-def test_the_envelope_is_of_a_version_of_its_own() -> None:
+def test_its_lane_says_that_it_waited() -> None:
     waits = job(after={"a": "x"}, when={"a": {"label": "y"}}, adapter="z", prompt="{a.text}")
-    assert waits.version == 7
     assert Job.from_payload(waits.to_payload()) == waits
     assert Job.from_payload(waits.to_payload() + b'\x1e{"id":"x"}') == waits
     header = json.loads(submissions.prepare(waits, "j").header)
-    assert header["lane"] == "7:1:default:m#z"
+    assert header["lane"] == "1+after:1:default:m#z"
     assert (header["after"], header["reads"]) == ("x", 1)
     assert json.loads(header["when"]) == {"x": {"label": ["y"]}}
 

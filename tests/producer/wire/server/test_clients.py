@@ -1,13 +1,17 @@
-"""Addresses of servers: what is understood, and what is never repeated."""
+"""Addresses of servers: what is understood, and what is never repeated. The end of a client."""
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from urllib.parse import quote_plus
 
 import pytest
+import redis
 
-from pagemill.producer.wire.server.clients import ServerAddress, has_password, redacted
+from pagemill.producer.wire.server.clients import ServerAddress, has_password, open_async_client, redacted
 from pagemill.producer.wire.server.discovery import find_redis, with_credentials
+from tests.worker.harness import eventually
 
 
 def test_a_plain_address_is_the_drivers() -> None:
@@ -67,3 +71,17 @@ def test_credentials_may_come_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PAGEMILL_REDIS_USERNAME", "me")
     assert with_credentials("redis+cluster://a,b") == "redis+cluster://me:p%40ss@a,b"
     assert with_credentials("redis://own:word@h") == "redis://own:word@h"
+
+
+async def test_a_call_in_flight_leaves_no_connection_behind(valkey_url: str) -> None:
+    """It connects only after the pool was closed, which therefore knew nothing to close."""
+    name = uuid.uuid4().hex
+    client = open_async_client(valkey_url, "q", max_connections=1, client_name=name)
+    call = asyncio.create_task(client.ping())
+    await asyncio.sleep(0)
+    await client.aclose()
+    await call
+    with redis.Redis.from_url(valkey_url) as admin:
+        eventually(
+            lambda: name not in {each["name"] for each in admin.client_list()}, "the connection's end", 10
+        )

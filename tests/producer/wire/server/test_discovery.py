@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pagemill import Producer, RedisUnavailable
+from pagemill.producer.wire.server import discovery
 from pagemill.producer.wire.server.discovery import find_redis
 
 
@@ -35,6 +36,18 @@ def test_a_given_url_wins_over_the_environment_and_that_over_the_file(
     monkeypatch.setenv("PAGEMILL_REDIS_URL", "redis://env:1/0")
     assert find_redis() == "redis://env:1/0"
     assert find_redis("redis://given:1/0") == "redis://given:1/0"
+
+
+def test_the_state_directory_follows_the_xdg_specification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert discovery.state_dir() == tmp_path
+    monkeypatch.delenv("PAGEMILL_STATE_DIR")
+    assert discovery.state_dir() == Path("/state/pagemill")
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_STATE_HOME", ignored)
+        assert discovery.state_dir() == Path.home() / ".local/state/pagemill"
 
 
 def test_the_unix_socket_is_preferred_while_it_is_there(state_dir: Path) -> None:

@@ -169,7 +169,6 @@ async def test_all_streams_of_a_step_are_told_and_read_at_once(
                 queue.transport.run_many, [checkpoint(queue, job, delta(token, 1, text=text)) for job in jobs]
             )
             assert {event.text for event in await asyncio.gather(*waits)} == {text}
-            assert ["feeds"] in sent
             assert sum(len(names) for names in sent) < len(jobs), "a few joined ones, and late polls"
 
 
@@ -250,7 +249,7 @@ def test_a_reply_of_another_shape_is_asked_for_again(
 
     def odd(transport: SyncTransport, calls: Sequence[Call[Any]]) -> list[Any]:
         replies = send(transport, calls)
-        return [[] if call.script == "feeds" else reply for call, reply in zip(calls, replies, strict=True)]
+        return [[] if len(call.args) > 5 else reply for call, reply in zip(calls, replies, strict=True)]
 
     monkeypatch.setattr(SyncTransport, "_send", odd)
     feeds = valkey_queue.transport.run_many([reads.feed(valkey_queue.name, job.job_id, 0, 0) for job in jobs])

@@ -36,6 +36,8 @@ def test_what_was_acknowledged_survives_kill_9(own_valkey: RedisServer, own_queu
 
 @pytest.mark.slow
 def test_an_unlimited_wait_survives_a_restart(own_valkey: RedisServer, own_queue: Queue) -> None:
+    with redis.Redis.from_url(own_valkey.url) as client:
+        client.config_set("appendfsync", "always")  # on a busy disk, the default may write seconds later
     with Producer(own_valkey.url, queue="q") as producer:
         handle = producer.submit(prompt="p", model="m")
         batch = producer.submit_many([{"prompt": "p", "model": "m"}])

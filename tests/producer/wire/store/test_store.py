@@ -54,6 +54,39 @@ def test_what_lies_elsewhere_is_not_opened(tmp_path: Path, name: str) -> None:
     assert (tmp_path.parent / "secret").read_bytes() == b"x"
 
 
+def test_a_link_out_of_the_store_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "store" / "real").mkdir(parents=True)
+    (tmp_path / "secret").write_bytes(b"x")
+    (tmp_path / "store" / "out").symlink_to(tmp_path)
+    (tmp_path / "store" / "file").symlink_to(tmp_path / "secret")
+    store = Store(f"file://{tmp_path}/store")
+    for name in ("out/secret", "file"):
+        uri = f"{store.url}/{name}"
+        for operation in (
+            lambda uri=uri: store.read(reference_to(uri, b"x")),
+            lambda uri=uri: store.write(uri, b"y"),
+            lambda uri=uri: store.delete(uri),
+        ):
+            with pytest.raises(StoreError, match="symbolic link") as refused:
+                operation()
+            assert not refused.value.retryable
+    with pytest.raises(StoreError, match="symbolic link"):
+        store.write(f"{store.url}/out/new/file", b"y")
+    assert (tmp_path / "secret").read_bytes() == b"x"
+    assert not (tmp_path / "new").exists()
+
+
+def test_links_within_the_store_and_to_it_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "real").mkdir(parents=True)
+    (tmp_path / "disk" / "alias").symlink_to(tmp_path / "disk" / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    store = Store(f"file://{tmp_path}/link")
+    uri = f"{store.url}/alias/a"
+    store.write(uri, b"x")
+    assert store.read(reference_to(uri, b"x")) == b"x"
+    assert (tmp_path / "disk" / "real" / "a").read_bytes() == b"x"
+
+
 def test_another_place_with_the_same_beginning_is_another(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/jobs/")
     assert store.url.endswith("/jobs")

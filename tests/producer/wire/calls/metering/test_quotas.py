@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
 import pytest
 
-from pagemill.producer.wire.calls import submissions, transitions
+from pagemill.producer.wire.calls import registry, submissions, transitions
 from pagemill.producer.wire.calls.metering import quotas, usage
-from pagemill.producer.wire.calls.metering.quotas import EVERYBODY, Left, Quota, QuotaLeft
-from pagemill.producer.wire.calls.metering.usage import Used
+from pagemill.producer.wire.calls.metering.quotas import EVERYBODY, Quota, QuotaLeft, Remaining
+from pagemill.producer.wire.calls.metering.usage import JobUsage
+from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.transitions import PulledJob, PullReply
 from pagemill.producer.wire.schema.errors import InvalidJob, RedisRefused
 from pagemill.producer.wire.schema.job import Job
@@ -30,19 +32,23 @@ def submit(queue: Queue, *job_ids: str, tenant: str = "a", **fields: Any) -> Non
     assert set(queue.submit(*job_ids, tenant=tenant, max_tokens=100, **fields)) <= {"created"}
 
 
+def names(count: int, kind: str = "job") -> list[str]:
+    return [f"{kind}{number}" for number in range(count)]
+
+
 def ids(jobs: list[PulledJob]) -> list[str]:
     return [job.job_id for job in jobs]
 
 
 def commit(queue: Queue, job: PulledJob, tokens: int = 10) -> str:
-    used = Used(tokens, 0, 0, 0.0)
+    used = JobUsage(tokens, 0, 0, 0.0)
     return queue.run(
         transitions.commit(queue.name, job.job_id, job.token, "succeeded", result_json(job.job_id), used=used)
     )
 
 
 def left(queue: Queue, tenant: str = "a") -> QuotaLeft | None:
-    return queue.run(quotas.left(queue.name, [tenant])).get(tenant)
+    return queue.run(quotas.remaining(queue.name, [tenant])).get(tenant)
 
 
 def pass_minutes(queue: Queue, minutes: float, tenant: str = "a") -> None:
@@ -52,6 +58,14 @@ def pass_minutes(queue: Queue, minutes: float, tenant: str = "a") -> None:
     queue.client.set(f"{queue.prefix}spent:{tenant}", b" ".join(parts))
     if queue.client.zscore(f"{queue.prefix}parked", tenant) is not None:
         queue.client.zincrby(f"{queue.prefix}parked", -minutes * MINUTE_MS, tenant)
+
+
+def test_quotas_of_a_later_release_are_read(queue: Queue) -> None:
+    queue.client.hset(f"{queue.prefix}quotas", "a", "7 - - 9 - 11")
+    assert queue.run(quotas.quotas(queue.name)) == {"a": Quota(tokens_per_minute=7, jobs_per_day=9)}
+    assert quotas.read_lines([b"a 7 6 5 - - - - - - 9 8 1 - - - 11 10 0"]) == {
+        "a": QuotaLeft(tokens_per_minute=Remaining(7, 6, 0.005), jobs_per_day=Remaining(9, 8, 0.001))
+    }
 
 
 def test_a_tenant_over_its_quota_waits_and_others_go_on(queue: Queue) -> None:
@@ -203,6 +217,65 @@ def test_every_class_and_model_of_the_tenant_waits_and_comes_back(queue: Queue) 
     assert {name.split("-")[1] for name in found[:2]} == {"high"}
 
 
+def test_several_workers_never_run_more_jobs_of_a_tenant_than_its_cap(queue: Queue) -> None:
+    """Jobs stop in every way that there is, and start again as soon as one has stopped."""
+    cap, rng = 3, random.Random(7)
+    limit(queue, running=cap)
+    submit(queue, *names(60))
+    submit(queue, *names(40, "other"), tenant="b")
+    running: dict[str, PulledJob] = {}
+    most = {"a": 0, "b": 0}
+    ended = 0
+    while ended < 100:
+        for worker in ("w1", "w2", "w3"):
+            running |= {job.job_id: job for job in queue.pull(rng.randint(1, 4), worker=worker)}
+        ours = [job_id for job_id in running if not job_id.startswith("other")]
+        most = {"a": max(most["a"], len(ours)), "b": max(most["b"], len(running) - len(ours))}
+        assert len(ours) <= cap
+        assert running, "something may always run"
+        found = left(queue)
+        assert found is not None
+        assert found.running is not None
+        assert found.running.remaining == cap - len(ours)
+        job = running.pop(rng.choice(sorted(running)))
+        match rng.randrange(5):
+            case 0:
+                queue.release(job)
+            case 1:
+                queue.lapse(job.job_id)
+            case 2:
+                assert queue.fail(job) == "committed"
+                ended += 1
+            case _:
+                assert queue.commit(job) == "committed"
+                ended += 1
+    assert most["a"] == cap
+    assert most["b"] > cap
+    assert not queue.client.exists(f"{queue.prefix}runs")
+
+
+def test_a_cap_counts_jobs_that_ran_before_it_was_set_and_says_why_others_wait(queue: Queue) -> None:
+    submit(queue, *names(4))
+    first, second = queue.pull(2)
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",))))
+    limit(queue, running=2)
+    assert queue.pull() == []
+    waiting = names(4)[2]
+    assert queue.status(waiting).error == (
+        "tenant a already runs as many jobs as it may; see pagemill queue quota a"
+    )
+    assert queue.cancel(first.job_id) == "requested"
+    assert queue.pull() == [], "until its worker has stopped it"
+    queue.commit(first)
+    assert ids(queue.pull()) == [waiting]
+    limit(queue, running=3)
+    assert ids(queue.pull()) == [names(4)[3]]
+    limit(queue, running=2)
+    queue.commit(second)
+    limit(queue)
+    assert not queue.client.exists(f"{queue.prefix}runs")
+
+
 def test_parked_lanes_cost_a_pull_nothing(queue: Queue) -> None:
     """A pull makes as many calls of the server with 300 parked tenants as with one."""
     limit(queue, EVERYBODY, jobs_per_day=1)
@@ -286,7 +359,7 @@ def test_submit_says_what_is_left(queue: Queue) -> None:
     assert send(0) == [None, None]
     limit(queue, jobs_per_minute=5, tokens_per_day=10_000)
     assert send(1) == [
-        QuotaLeft(jobs_per_minute=Left(5, 5, 0.0), tokens_per_day=Left(10_000, 10_000, 0.0)),
+        QuotaLeft(jobs_per_minute=Remaining(5, 5, 0.0), tokens_per_day=Remaining(10_000, 10_000, 0.0)),
         None,
     ]
     for pulled in queue.pull(10):
@@ -359,3 +432,13 @@ def test_neither_ledger_nor_quotas_count_an_operators_copy(queue: Queue) -> None
     assert found is not None
     assert found.jobs_per_day is not None
     assert found.jobs_per_day.remaining == 0
+
+
+def test_a_job_over_the_quota_is_looked_at_once_in_a_call(own_queue: Queue) -> None:
+    queue = own_queue
+    limit(queue, jobs_per_minute=1)
+    submit(queue, "a1", "a2")
+    assert ids(queue.pull(1)) == ["a1"]
+    queue.client.config_resetstat()
+    assert queue.pull(50) == []
+    assert queue.client.info("commandstats")["cmdstat_hgetall"]["calls"] == 1

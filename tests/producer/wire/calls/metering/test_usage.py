@@ -12,13 +12,13 @@ from pagemill import Producer
 from pagemill.producer.client.purge.report import PurgeOptions
 from pagemill.producer.wire.calls import submissions, transitions
 from pagemill.producer.wire.calls.metering import usage
-from pagemill.producer.wire.calls.metering.usage import UsageFilter, UsageRow, UsageSums, Used
+from pagemill.producer.wire.calls.metering.usage import JobUsage, UsageFilter, UsageRow, UsageSums
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import DECODE, Queue, delta, error_json, result_json
 
-USED = Used(10, 4, 3, 0.25)
+USED = JobUsage(10, 4, 3, 0.25)
 
 
 def rows(queue: Queue) -> list[UsageRow]:
@@ -38,7 +38,7 @@ def sums(queue: Queue) -> tuple[int, int, int, int, float]:
     return every[0] if every else (0, 0, 0, 0, 0.0)
 
 
-def commit(queue: Queue, job: PulledJob, used: Used | None = USED, **options: Any) -> str:
+def commit(queue: Queue, job: PulledJob, used: JobUsage | None = USED, **options: Any) -> str:
     body = result_json(job.job_id)
     return queue.run(
         transitions.commit(queue.name, job.job_id, job.token, "succeeded", body, used=used, **options)
@@ -74,6 +74,31 @@ def test_every_end_by_a_worker_counts(queue: Queue, state: Any) -> None:
     call = transitions.commit(queue.name, "a", job.token, state, error_json=error_json(), used=USED)
     assert queue.run(call) == "committed"
     assert sums(queue) == (1, 10, 4, 3, 0.25)
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        f"{10**9} 0 5 0", f"1 0 {10**9} 0", f"1 0 1 {10**12}", "9" * 57 + " 0 0 0", "5 6 1 0", "5 0 1 0 ", "-5 0 5 0",
+        "1.5 0 1 0", "1e9 0 1 0", "5 0 1 0" + " " * 60,
+    ],
+)  # fmt: skip
+def test_figures_that_cannot_be_true_are_not_counted(queue: Queue, used: str) -> None:
+    queue.submit("a")
+    job = queue.pull_one()
+    call = transitions.commit(queue.name, "a", job.token, "succeeded", result_json("a"), progress=DECODE)
+    assert queue.run(replace(call, args=(*call.args[:-1], used))) == "committed"
+    assert sums(queue) == (1, DECODE.prompt_tokens_done, 0, DECODE.generated_tokens, 0.0)
+
+
+def test_progress_that_cannot_be_true_is_counted_up_to_the_limits(queue: Queue) -> None:
+    queue.submit("a")
+    job = queue.pull_one()
+    absurd = dict.fromkeys(("prompt_tokens_done", "prompt_tokens", "generated_tokens"), 10**30)
+    progress = DECODE.model_copy(update=absurd)
+    call = transitions.commit(queue.name, "a", job.token, "succeeded", result_json("a"), progress=progress)
+    assert queue.run(call) == "committed"
+    assert sums(queue) == (1, 10**8, 0, 10**8, 0.0)
 
 
 def test_an_end_that_was_asked_for_counts_what_the_commit_says(queue: Queue) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pagemill.fingerprint import revision_of
+from pagemill.common.fingerprint import revision_of
 from pagemill.producer.wire.calls import registry, submissions
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema import keys
@@ -18,14 +18,14 @@ OLD = WorkerInfo(id="old", models=("m",), adapters=("red",), revision="r1")
 NEW = WorkerInfo(id="new", models=("m",), adapters=("red",), revision="r2")
 
 
-def test_the_envelope_is_one_that_earlier_workers_leave_alone() -> None:
+def test_its_lane_names_the_revision() -> None:
     job = Job.parse({"prompt": "x", "model": "m", "revision": "r1"})
-    assert json.loads(job.to_payload()) == {"v": 9, "prompt": "x", "model": "m", "revision": "r1"}
+    assert json.loads(job.to_payload()) == {"v": 1, "prompt": "x", "model": "m", "revision": "r1"}
     assert Job.from_payload(job.to_payload()) == job
-    assert submissions.lane_of(job) == "9:1:default:m~r1"
+    assert submissions.lane_of(job) == "1:1:default:m~r1"
     adapted = Job.parse({"prompt": "x", "model": "m", "adapter": "red", "revision": "r1"})
-    assert submissions.lane_of(adapted) == "9:1:default:m#red~r1"
-    assert keys.split_lane("9:1:default:m#red~r1") == (9, "normal", "default", "m#red")
+    assert submissions.lane_of(adapted) == "1:1:default:m#red~r1"
+    assert keys.split_lane("1:1:default:m#red~r1") == ("1", "normal", "default", "m#red")
     for revision in ("a~b", "", "x" * 65):
         with pytest.raises(InvalidJob):
             Job.parse({"prompt": "x", "model": "m", "revision": revision})

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pagemill.producer.wire.calls import registry, submissions, transitions
+from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.submissions import Submission
 from tests.producer.driving import Queue, delta
 
@@ -71,11 +72,63 @@ def test_each_pull_issues_a_new_token_and_a_lease(queue: Queue) -> None:
     assert queue.client.zcard(f"{queue.prefix}leases") == 1
 
 
-def test_an_envelope_of_a_newer_version_is_left_alone(queue: Queue) -> None:
-    header = b'{"id":"new","lane":"9:1:default:m","cost":1}'
-    queue.run(submissions.submit(queue.name, [Submission("new", header, b'{"v":9}')]))
-    assert queue.pull() == []
-    assert queue.state("new") == "queued"
+def submit_needing(queue: Queue, job_id: str, needs: str, lane_model: str = "m") -> None:
+    header = f'{{"id":"{job_id}","lane":"{needs}:1:default:{lane_model}","cost":1}}'
+    queue.run(submissions.submit(queue.name, [Submission(job_id, header.encode(), b'{"v":1}')]))
+
+
+@pytest.mark.parametrize("needs", ["2", "1+after+wings", "1+wings"])
+def test_a_job_that_needs_what_the_worker_does_not_know_waits_and_says_why(queue: Queue, needs: str) -> None:
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w", models=("m",), knows="1+after+store")))
+    submit_needing(queue, "new", needs)
+    queue.submit("old")
+    assert [job.job_id for job in queue.pull()] == ["old"]
+    status = queue.status("new")
+    words = needs.removeprefix("1+").replace("+", ", ")
+    assert status.state == "queued"
+    assert status.error == f"no live worker of model m knows all that the job needs: {words}"
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="x", models=("m",), knows="1+after+wings+2")))
+    assert queue.status("new").error is None
+
+
+def test_a_job_released_for_an_ability_goes_to_a_worker_that_has_it(queue: Queue) -> None:
+    queue.submit("scored")
+    first = queue.pull_one()
+    needs = ("score", "pool")
+    assert queue.run(transitions.release(queue.name, "scored", first.token, needs)) == "released"
+    assert queue.run(transitions.release(queue.name, "scored", first.token, needs)) == "already_done"
+
+    def pull(*lacks: str) -> list[str]:
+        call = transitions.pull(queue.name, "w", ["m"], 10, 1000, lacks=lacks)
+        return [job.job_id for job in queue.run(call).jobs]
+
+    assert pull("score") == []
+    assert pull("pool", "tools") == []
+    (second,) = queue.run(transitions.pull(queue.name, "w", ["m"], 10, 1000, lacks=["tools"])).jobs
+    assert (
+        queue.run(transitions.release(queue.name, "scored", second.token, ("score", "tools"))) == "released"
+    )
+    assert pull("tools") == []
+    assert pull() == ["scored"]
+
+
+def test_many_needs_hold_up_no_plain_job(queue: Queue) -> None:
+    """A call checks some of them; what is unknown costs the others nothing but that."""
+    for number in range(200):
+        submit_needing(queue, f"new{number}", f"1+a{number}")
+    queue.submit("old")
+    assert [job.job_id for job in queue.pull()] == ["old"]
+    queue.submit(*(f"high{number}" for number in range(3)), priority="high")
+    assert len(queue.pull()) == 3
+
+
+def test_needs_without_jobs_are_forgotten(queue: Queue) -> None:
+    queue.submit("a")
+    assert queue.client.zrange(f"{queue.prefix}needs:m", 0, -1) == [b"1:1"]
+    queue.pull()
+    assert not queue.client.exists(f"{queue.prefix}needs:m")
+    queue.submit("b")
+    assert [job.job_id for job in queue.pull()] == ["b"]
 
 
 def test_a_job_whose_payload_is_gone_fails_alone(queue: Queue) -> None:

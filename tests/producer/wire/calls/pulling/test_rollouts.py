@@ -7,12 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
+from pagemill.common.error_codes import FINAL_CODES, RETRYABLE_CODES
+from pagemill.producer.client.rollout import flow as flows
 from pagemill.producer.wire.calls import registry, rollouts, transitions
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.rollouts import Rollout, RolloutStatus
 from pagemill.producer.wire.calls.transitions import PulledJob
-from tests.golden.released import released_pull, released_script
+from pagemill.producer.wire.schema.errors import RolloutRefused
+from pagemill.producer.wire.schema.outputs import ErrorInfo
 from tests.producer.driving import Queue, delta
+from tests.producer.wire.calls.pulling.test_pull import submit_needing
 
 OLD, NEW = ("m", "m~r1"), ("m", "m~r2")
 
@@ -21,7 +25,8 @@ def alive(queue: Queue, *workers: str) -> None:
     """`old` and `new` are workers of the two revisions."""
     for worker in workers:
         revision = "r2" if worker.startswith("new") else "r1"
-        queue.run(registry.heartbeat(queue.name, WorkerInfo(id=worker, models=("m",), revision=revision)))
+        info = WorkerInfo(id=worker, models=("m",), revision=revision)
+        queue.run(registry.heartbeat(queue.name, info, ttl_ms=300_000))
 
 
 def start(queue: Queue, share: float = 0.5, **more: object) -> None:
@@ -66,71 +71,137 @@ def test_the_canary_gets_its_share_and_nobody_else_gets_it(queue: Queue, share: 
     assert not any(name.startswith(("wait:", "alike:")) for name in queue.names())
 
 
-def test_a_job_belongs_to_one_side_however_it_waits(queue: Queue) -> None:
-    """Those that waited before the rollout, or came from a release that knows of none, are told apart in the pull."""
+def test_a_submit_decides_the_side_of_a_job(queue: Queue) -> None:
+    """What waited before the rollout is not the canary's, and the same id is decided in the same way again."""
     alive(queue, "old", "new")
-    queue.submit(*names(300))
+    queue.submit(*names(100, "before"))
     start(queue, 0.3)
-    first = set(drained(queue, "new"))
-    assert not first
-    stable = drained(queue, "old")
+    queue.submit(*names(300))
     canary = drained(queue, "new")
-    assert sorted(stable + canary) == names(300)
     assert 50 < len(canary) < 130
+    stable = drained(queue, "old")
+    assert stable[:100] == names(100, "before")
+    assert sorted(stable[100:] + canary) == names(300)
     for name in names(300):
         queue.client.delete(f"{queue.prefix}job:{name}")
     queue.submit(*names(300))
-    assert set(taken(queue, "new")) == set(canary)
-    assert set(taken(queue, "old")) == set(stable)
+    assert taken(queue, "new") == canary
+    assert taken(queue, "old") == stable[100:]
 
 
 def test_a_pull_moves_a_bounded_number_of_jobs(queue: Queue) -> None:
     alive(queue, "old", "new")
+    start(queue, 1.0)
     queue.submit(*names(500))
+    assert queue.run(rollouts.halt(queue.name, "m")) == "ok"
+    assert taken(queue, "new", 1) == []
+    assert queue.client.zcard(f"{queue.prefix}wait:1:1:default:m") == 64
+    assert queue.run(rollouts.move_back(queue.name, "m")) == 500 - 64 - rollouts.MOVED_BACK
+    assert taken(queue, "old", 1000) == names(64 + rollouts.MOVED_BACK + 64)
+
+
+@pytest.mark.parametrize("able", ["old", "new"])
+def test_a_job_goes_to_the_side_that_knows_its_words(queue: Queue, able: str) -> None:
+    """Whatever the share: the other side could never run it."""
+    for worker, models in (("old", OLD), ("new", NEW)):
+        knows = "1+after+wings" if worker == able else "1+after"
+        info = WorkerInfo(id=worker, models=("m",), revision=models[1].partition("~")[2], knows=knows)
+        queue.run(registry.heartbeat(queue.name, info, ttl_ms=300_000))
+    start(queue, 1.0 if able == "old" else 0.0)
+    submit_needing(queue, "needs", "1+wings")
+    lane = "m" if able == "old" else "m~r2"
+    assert queue.names() >= {f"wait:1+wings:1:default:{lane}"}
+
+
+def test_a_canary_that_is_replaced_by_one_that_knows_less_strands_no_job(queue: Queue) -> None:
+    def beat(worker: str, revision: str, knows: str) -> None:
+        info = WorkerInfo(id=worker, models=("m",), revision=revision, knows=knows)
+        queue.run(registry.heartbeat(queue.name, info, ttl_ms=300_000))
+
+    beat("old", "r1", "1+store")
+    beat("new", "r2", "1+store")
     start(queue, 1.0)
-    assert taken(queue, "old", 10) == []
-    assert queue.client.zcard(f"{queue.prefix}wait:1:1:default:m~") == 10 + 64
-    assert taken(queue, "new", 1000) == names(74)
+    submit_needing(queue, "needs", "1+store")
+    queue.submit("plain")
+    submit_needing(queue, "pinned", "1+store", lane_model="m~r2")
+    assert taken(queue, "old") == [], "while its worker knows the word, the canary keeps its job"
+    queue.run(registry.leave(queue.name, "new"))
+    beat("new2", "r2", "1")
+    found = queue.pull(worker="old", models=OLD, has_store=True)
+    assert [job.job_id for job in found] == ["needs"]
+    assert taken(queue, "new2") == ["plain"]
+    assert queue.state("pinned") == "queued", "a job that names the revision waits for it"
+    assert not queue.client.zscore(f"{queue.prefix}canary:m", "needs")
 
 
-def test_whoever_has_waited_longest_is_asked_once_while_jobs_are_moved(queue: Queue) -> None:
-    """No job is given away meanwhile, so that the turn of the longest waiting is not over."""
-    others = tuple(f"other-{number}" for number in range(30))
+def test_a_job_that_moves_back_keeps_its_affinity(queue: Queue) -> None:
     alive(queue, "old", "new")
-    queue.submit(*names(200))
     start(queue, 1.0)
-    for name in names(200):
-        queue.client.hincrby(f"{queue.prefix}job:{name}", "at", -120_000)
-    for other in others:
-        queue.submit(*names(8, other), model=other)
-        for name in names(8, other):
-            queue.client.hincrby(f"{queue.prefix}job:{name}", "at", -60_000)
-    assert len(queue.pull(7, worker="old", models=others)) == 7
-    queue.client.config_resetstat()
-    queue.pull(1000, worker="old", models=OLD + others)
-    assert queue.client.info("commandstats")["cmdstat_hget"]["calls"] < 1000
+    queue.submit("a", prompt="the same long beginning of all prompts " * 40)
+    stable, canary = (f"{queue.prefix}wait:1:1:default:{name}" for name in ("m", "m~r2"))
+    members = queue.client.zrange(canary, 0, -1)
+    assert b" " in members[0]
+    assert queue.run(rollouts.roll_back(queue.name, "m")) == "ok"
+    assert queue.run(rollouts.move_back(queue.name, "m")) == 0
+    assert queue.client.zrange(stable, 0, -1) == members
+
+
+def test_a_canary_that_a_pulls_own_sweep_halts_gets_no_job(queue: Queue) -> None:
+    alive(queue, "old", "new", "new2")
+    start(queue, 1.0, least=1)
+    queue.submit(*names(5))
+    (lost,) = pull(queue, "new", 1)
+    queue.checkpoint(lost)
+    queue.lapse(lost.job_id)
+    assert pull(queue, "new2") == []
+    assert status(queue).state == "halted"
+    assert len(drained(queue, "old")) == 5
+
+
+def test_jobs_that_name_the_canary_stay_with_it(queue: Queue) -> None:
+    alive(queue, "old", "new")
+    start(queue, 1.0)
+    queue.submit("named", revision="r2")
+    queue.submit("other")
+    assert queue.run(rollouts.roll_back(queue.name, "m")) == "ok"
+    assert taken(queue, "new") == ["named"]
+    assert taken(queue, "old") == ["other"]
+
+
+def test_delayed_jobs_of_a_halted_canary_go_to_the_stable_side(queue: Queue) -> None:
+    alive(queue, "old", "new")
+    start(queue, 1.0)
+    queue.submit("later", delay=60)
+    queue.run(rollouts.halt(queue.name, "m"))
+    assert queue.run(rollouts.move_back(queue.name, "m")) == 0
+    queue.make_due("later")
+    assert taken(queue, "new") == []
+    assert taken(queue, "old") == ["later"]
 
 
 def test_a_larger_share_keeps_what_the_smaller_one_had(queue: Queue) -> None:
     alive(queue, "old", "new")
-    start(queue, 0.2)
-    queue.submit(*names(400))
-    small = {name for name in names(400) if queue.client.hget(f"{queue.prefix}job:{name}", "side")}
-    assert queue.run(rollouts.set_share(queue.name, "m", 0.6)) == "ok"
-    stable = drained(queue, "old")
-    large = set(drained(queue, "new"))
+    found = []
+    for share in (0.2, 0.6):
+        start(queue, share)
+        queue.submit(*names(400))
+        found.append(set(taken(queue, "new")))
+        taken(queue, "old")
+        for name in names(400):
+            queue.client.delete(f"{queue.prefix}job:{name}")
+    small, large = found
     assert small < large
-    assert set(stable) | large == set(names(400))
     assert 200 < len(large) < 280
 
 
-def test_a_smaller_share_gives_jobs_back(queue: Queue) -> None:
+def test_another_share_holds_for_new_jobs(queue: Queue) -> None:
     alive(queue, "old", "new")
     start(queue, 1.0)
     queue.submit(*names(100))
     assert queue.run(rollouts.set_share(queue.name, "m", 0.0)) == "ok"
-    assert drained(queue, "new") == []
-    assert drained(queue, "old") == names(100)
+    queue.submit("later")
+    assert drained(queue, "new") == names(100)
+    assert drained(queue, "old") == ["later"]
 
 
 @pytest.mark.parametrize("by", ["tenant", "batch"])
@@ -152,8 +223,8 @@ def test_a_side_that_nobody_serves_is_served_by_the_other(queue: Queue) -> None:
     start(queue, 0.5)
     queue.submit(*names(100))
     assert sorted(taken(queue, "old")) == names(100)
-    queue.submit(*names(100, "more"))
     alive(queue, "new")
+    queue.submit(*names(100, "more"))
     some = taken(queue, "new", 10)
     assert len(some) == 10
     queue.run(registry.leave(queue.name, "new"))
@@ -184,8 +255,9 @@ def test_a_halted_canary_gets_nothing_until_its_share_is_set_again(queue: Queue)
     assert taken(queue, "new") == []
     assert taken(queue, "old", 5) == names(5)
     assert queue.run(rollouts.set_share(queue.name, "m", 1.0)) == "ok"
-    assert taken(queue, "old") == []
-    assert taken(queue, "new") == names(20)[5:]
+    queue.submit("later")
+    assert taken(queue, "new") == ["later"]
+    assert taken(queue, "old") == names(20)[5:]
 
 
 def test_a_rollback_is_for_good(queue: Queue) -> None:
@@ -208,8 +280,38 @@ def test_after_the_end_all_workers_take_all_jobs(queue: Queue) -> None:
     queue.submit(*names(100))
     assert queue.run(rollouts.end(queue.name, "m")) == "ok"
     assert sorted(taken(queue, "old", 50) + taken(queue, "new")) == names(100)
-    assert queue.run(rollouts.forget(queue.name, "m")) == "ok"
+    assert queue.run(rollouts.forget(queue.name, status(queue))) == "ok"
     assert queue.run(rollouts.statuses(queue.name)) == []
+
+
+@pytest.mark.parametrize("other", ["start", "start and finish"])
+@pytest.mark.parametrize("calls_before", range(4))
+def test_finish_keeps_a_rollout_that_another_operator_starts_meanwhile(
+    queue: Queue, calls_before: int, other: str
+) -> None:
+    """The other operator's commands come between any two calls of `finish`; no job is left without a worker."""
+    alive(queue, "old", "new")
+    start(queue)
+    flow = flows.finish(queue.name, "m")
+    reply, refused = None, False
+    for number in range(10):
+        if number == calls_before:
+            time.sleep(0.002)  # a person's commands do not come within a millisecond
+            start(queue)
+            queue.submit(*names(40))
+            if other == "start and finish":
+                assert queue.run(rollouts.end(queue.name, "m")) == "ok"
+        try:
+            reply = queue.run(flow.send(reply))
+        except StopIteration:
+            break
+        except RolloutRefused:
+            refused = True
+            break
+    if other == "start" and calls_before > 0:
+        assert refused
+        assert status(queue).state == "open"
+    assert sorted(drained(queue, "old") + drained(queue, "new")) == names(40)
 
 
 def test_priorities_tenants_and_places_hold_on_each_side(queue: Queue) -> None:
@@ -310,7 +412,7 @@ def test_followers_and_delayed_jobs_are_sided_as_well(queue: Queue) -> None:
 def finish(queue: Queue, jobs: Sequence[PulledJob], failures: int) -> None:
     for number, job in enumerate(jobs):
         if number < failures:
-            queue.fail(job)
+            queue.fail(job, code="engine_error")
         else:
             queue.commit(job)
 
@@ -354,7 +456,7 @@ def test_a_canary_that_fails_more_often_is_halted(queue: Queue) -> None:
     finish(queue, canary[:19], 19)
     assert status(queue).state == "open"  # too few to tell
     queue.commit(canary[19])
-    queue.fail(canary[20])
+    queue.fail(canary[20], code="engine_error")
     found = status(queue)
     assert (found.state, found.halted_for) == ("halted", "failures")
     queue.submit(*names(20, "more"))
@@ -362,8 +464,31 @@ def test_a_canary_that_fails_more_often_is_halted(queue: Queue) -> None:
     assert len(taken(queue, "old")) == 20
     assert queue.run(rollouts.set_share(queue.name, "m", 0.5)) == "ok"
     assert status(queue).halted_for is None
-    queue.fail(canary[21])
+    queue.fail(canary[21], code="engine_error")
     assert status(queue).state == "open"  # counted anew
+
+
+@pytest.mark.parametrize("code", sorted(FINAL_CODES | {"store_unavailable"}))
+def test_errors_of_the_jobs_halt_no_canary(queue: Queue, code: str) -> None:
+    alive(queue, "old", "new")
+    start(queue, 1.0, margin=0.1, least=2)
+    queue.submit(*names(4))
+    for job in pull(queue, "new"):
+        queue.fail(job, code=code)
+    assert (status(queue).state, status(queue).canary.jobs) == ("open", 0)
+
+
+@pytest.mark.parametrize("code", sorted(RETRYABLE_CODES - {"store_unavailable"}))
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_errors_of_the_worker_or_the_model_halt_a_canary(queue: Queue, code: str, attempts: int) -> None:
+    """In the last attempt too, which ends the job with another code."""
+    alive(queue, "old", "new")
+    start(queue, 1.0, margin=0.1, least=2)
+    queue.submit(*names(2), max_attempts=attempts)
+    for job in pull(queue, "new"):
+        error = ErrorInfo(code=code, message="no", retryable=True)  # type: ignore[arg-type]
+        queue.run(transitions.retry(queue.name, job.job_id, job.token, error, 60.0))
+    assert (status(queue).state, status(queue).canary.failures) == ("halted", 2)
 
 
 def test_a_canary_within_the_margin_goes_on(queue: Queue) -> None:
@@ -388,7 +513,7 @@ def test_a_canary_that_becomes_bad_late_is_halted_soon(queue: Queue) -> None:
         finish(queue, pull(queue, "new"), 0)
     queue.submit(*names(300, "bad"))
     for number, job in enumerate(pull(queue, "new")):
-        queue.fail(job)
+        queue.fail(job, code="engine_error")
         if status(queue).state == "halted":
             assert number < 200
             return
@@ -407,18 +532,3 @@ def test_changes_may_be_sent_twice_and_say_what_they_met(queue: Queue) -> None:
     assert [queue.run(rollouts.roll_back(queue.name, "m")) for _ in range(2)] == ["ok", "ok"]
     assert queue.run(rollouts.halt(queue.name, "m")) == "over"
     assert queue.run(rollouts.start(queue.name, "m", Rollout("r3", 0.1))) == "ok"
-
-
-def test_a_released_worker_takes_the_stable_side(queue: Queue) -> None:
-    """It knows of no lanes but the old ones, and what it hands back is told apart again."""
-    alive(queue, "old", "new")
-    start(queue, 0.5)
-    queue.submit(*names(60))
-    first = released_pull(queue, "released", 100)
-    canary = pull(queue, "new")
-    assert sorted(first + [job.job_id for job in canary]) == names(60)
-    for job in canary:
-        queue.lapse(job.job_id)
-    queue.client.eval(released_script("sweep"), 1, queue.prefix, 100, 0)  # to the old lanes
-    assert drained(queue, "old") == []
-    assert drained(queue, "new") == [job.job_id for job in canary]

@@ -7,7 +7,7 @@ from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls import registry, rollouts, transitions
 from pagemill.producer.wire.calls.metering import quotas, usage
 from pagemill.producer.wire.calls.metering.quotas import Quota
-from pagemill.producer.wire.calls.metering.usage import Used
+from pagemill.producer.wire.calls.metering.usage import JobUsage
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.rollouts import Rollout
 from pagemill.producer.wire.calls.transitions import PulledJob
@@ -33,7 +33,7 @@ def end(queue: Queue, job: PulledJob) -> None:
         job.token,
         "succeeded",
         result_json=result_json(job.job_id),
-        used=Used(prompt_tokens=3, completion_tokens=2),
+        used=JobUsage(prompt_tokens=3, completion_tokens=2),
     )
     assert queue.run(call) == "committed"
 

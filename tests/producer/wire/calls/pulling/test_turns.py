@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from pagemill.producer.wire.calls import limits, registry, transitions
+from pagemill.producer.wire.calls import limits, registry, submissions, transitions
+from pagemill.producer.wire.calls.submissions import Submission
+from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.affinity import prompt_affinity
 from pagemill.producer.wire.schema.errors import InvalidJob
-from tests.golden.released import released_pull
+from pagemill.producer.wire.schema.needs import joined
 from tests.producer.driving import Queue
 from tests.producer.queue_sets import check_indexes
 
@@ -85,12 +86,24 @@ def test_the_turns_of_a_model_without_jobs_go_to_all_others(queue: Queue) -> Non
     assert Counter(pulled) == {"m": 5, "n": 5}
 
 
-def test_tasks_take_turns_and_change_nothing_of_the_models_turns(queue: Queue) -> None:
+def test_needs_take_turns_and_change_nothing_of_the_models_turns(queue: Queue) -> None:
     for model in ("m", "n"):
-        queue.submit(*(f"{model}-generate-{i}" for i in range(10)), model=model)
-    queue.submit(*(f"n-score-{i}" for i in range(10)), model="n", task="score")
+        queue.submit(*(f"{model}-plain-{i}" for i in range(10)), model=model)
+    lane = keys.lane(joined("after"), "normal", "default", "n")
+    headers = (f'{{"id":"n-after-{i}","lane":"{lane}","cost":1}}'.encode() for i in range(10))
+    items = [Submission(f"n-after-{i}", header, b"{}") for i, header in enumerate(headers)]
+    queue.run(submissions.submit(queue.name, items))
     pulled = Counter(job.job_id.rpartition("-")[0] for job in queue.pull(16, models=("m", "n")))
-    assert pulled == {"m-generate": 8, "n-generate": 4, "n-score": 4}
+    assert pulled == {"m-plain": 8, "n-plain": 4, "n-after": 4}
+
+
+def test_all_tasks_of_a_tenant_come_in_the_order_of_their_submits(queue: Queue) -> None:
+    for i in range(4):
+        queue.submit(f"generate{i}")
+        queue.submit(f"score{i}", task="score")
+        queue.submit(f"label{i}", label_probs="mean", structured_outputs={"choice": ["a", "b"]})
+    names = [f"{kind}{i}" for i in range(4) for kind in ("generate", "score", "label")]
+    assert [job.job_id for job in queue.pull(12)] == names
 
 
 def test_a_worker_that_serves_fewer_models_takes_no_turns_from_another(queue: Queue) -> None:
@@ -255,14 +268,14 @@ def test_workers_keep_to_prefixes_of_their_own(queue: Queue) -> None:
 
 
 def test_index_entries_of_jobs_that_left_unseen_do_no_harm(queue: Queue) -> None:
-    """A worker of the first release knows no index."""
     queue.submit("warm-up", prompt=f"a {LONG}")
     queue.pull_one()
     queue.submit("b", prompt=f"b {LONG}")
     queue.submit(*(f"a{i}" for i in range(6)), prompt=f"a {LONG}")
     assert queue.pull_one().job_id == "a0"
     affinity = prompt_affinity(f"a {LONG}")
-    assert released_pull(queue, "old", 3) == ["b", "a1", "a2"]
+    for entry in (f"b {prompt_affinity(f'b {LONG}')}", f"a1 {affinity}", f"a2 {affinity}"):
+        queue.client.zrem(f"{queue.prefix}wait:1:1:default:m", entry)
     queue.client.zrem(f"{queue.prefix}wait:1:1:default:m", f"a3 {affinity}")
     queue.client.zadd(f"{queue.prefix}wait:1:s:default:m", {f"a3 {affinity}": 99})
     assert [job.job_id for job in queue.pull(9)] == ["a4", "a5"]
@@ -280,33 +293,6 @@ def test_what_a_worker_wants_of_many_lanes_is_forgotten_in_time(queue: Queue) ->
     assert set(queue.client.hkeys(record)) == {b"turn", b"cursor", b"1:1:other:m", b"changes"}
     assert queue.client.hget(record, "turn") == b"2"
     assert queue.client.pttl(record) > 0
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_workers_of_two_releases_share_a_lane(queue: Queue, seed: int) -> None:
-    """Every job comes once, whoever pulls, and what is left of the index goes by itself."""
-    rng = random.Random(seed)
-    for i in range(80):
-        queue.submit(f"j{i}", prompt=f"{rng.choice('abcd')} {LONG}")
-    came: list[str] = []
-    while len(came) < 80:
-        if rng.random() < 0.4:
-            pulled = released_pull(queue, "old", rng.randint(1, 6))
-        else:
-            jobs = queue.pull(rng.randint(1, 6), worker=rng.choice(("w1", "w2")))
-            if jobs and rng.random() < 0.3:
-                queue.release(jobs.pop())
-            pulled = [job.job_id for job in jobs]
-        came += pulled
-        if (left := sorted({f"j{i}" for i in range(80)} - set(came))) and rng.random() < 0.3:
-            came.append(rng.choice(left))
-            assert queue.cancel(came[-1]) == "cancelled"
-    assert sorted(came) == sorted(f"j{i}" for i in range(80))
-    index = f"{queue.prefix}alike:1:1:default:m"
-    assert not queue.client.exists(index) or queue.client.pttl(index) > 0
-    queue.submit("next", prompt=f"b {LONG}")
-    assert queue.pull_one(worker="w1").job_id == "next"
-    assert not queue.client.exists(index)
 
 
 def test_jobs_that_came_back_unseen_wait_for_their_turn(queue: Queue) -> None:
@@ -393,8 +379,8 @@ def test_queues_of_one_server_are_apart(queue: Queue) -> None:
 def test_a_job_behind_many_idle_tenants_is_found_in_several_short_calls(valkey_queue: Queue) -> None:
     queue = valkey_queue
     turns = {f"t{number}": number for number in range(5000)}
-    queue.client.zadd(f"{queue.prefix}turns:1:1:m", turns)
     queue.submit("one", tenant="last")
+    queue.client.zadd(f"{queue.prefix}turns:1:1:m", turns)
     queue.client.zadd(f"{queue.prefix}turns:1:1:m", {"last": 5000})
     calls = 1
     while not queue.pull(1):
@@ -485,3 +471,25 @@ def test_the_oldest_is_overtaken_64_times_by_those_whose_parents_ran_here(queue:
         "of-first",
         *(f"of-j{n}" for n in range(64, 70)),
     ]
+
+
+@pytest.mark.parametrize("lost", ["needs:m", "turns:1:1:m"])
+def test_a_lane_whose_entry_was_lost_is_found_after_the_next_submit(queue: Queue, lost: str) -> None:
+    queue.submit("a1", tenant="a")
+    assert queue.client.delete(queue.prefix + lost) == 1
+    assert queue.pull() == []
+    queue.submit("a2", tenant="a")
+    assert [job.job_id for job in queue.pull()] == ["a1", "a2"]
+
+
+def test_a_lane_that_a_pull_opens_wakes_the_next_one(queue: Queue) -> None:
+    """The first follower of a job that is lost waits in another class."""
+    equal = {"dedupe": True, "temperature": 0.0}
+    queue.submit("lead", priority="high", **equal)
+    queue.submit("follow", **equal)
+    queue.client.delete(f"{queue.prefix}in:lead")
+    assert queue.pull() == []
+    assert queue.client.llen(f"{queue.prefix}bell:m") > 0
+    assert queue.pull_one().job_id == "follow"
+    assert queue.pull() == []
+    assert queue.client.llen(f"{queue.prefix}bell:m") == 0

@@ -1,0 +1,35 @@
+"""Triton's cache of compiled kernels, kept between machines that start with none."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+_LARGEST_BYTES = 16 << 20
+"""Of a file that is saved. Compiled kernels and their launchers; the stages before them would be ten times as many."""
+_SUFFIXES = {".cubin", ".json", ".so"}
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+def save(out: Path, part: str) -> None:
+    """Write `triton-PART.tgz`; none if there is nothing to save or it would be too large."""
+    cache, target = cache_directory(), out / f"triton-{part}.tgz"
+    files = sorted(path for path in cache.rglob("*") if path.suffix in _SUFFIXES)
+    if not files:
+        return
+    with tarfile.open(target, "w:gz") as archive:
+        for path in files:
+            archive.add(path, path.relative_to(cache))
+    if target.stat().st_size > _LARGEST_BYTES:
+        target.unlink()
+
+
+def restore(out: Path) -> None:
+    """Unpack what earlier runs saved there."""
+    for source in sorted(out.glob("triton-*.tgz")):
+        with tarfile.open(source) as archive:
+            archive.extractall(cache_directory(), filter="data")

@@ -1,1 +1,0 @@
-"""What the KV cache holds, and how much of it is of use."""

@@ -1,0 +1,27 @@
+"""The echo model's inputs: a word in place of each image, so that clients can be tested without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from pagemill.engine.text.input_processor import InputProcessor
+from pagemill.engine.text.tokenizer import Message
+
+IMAGE: Final = "[image]"
+
+
+class EchoInputs(InputProcessor):
+    def __reduce__(self) -> Any:
+        """Leave out what is remembered of requests."""
+        make, arguments = super().__reduce__()
+        return partial(EchoInputs, **make.keywords), arguments
+
+    def read_images(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages that are texts."""
+        return [{**message, "content": _as_text(message.get("content"))} for message in messages]
+
+
+def _as_text(content: Any) -> Any:
+    return "".join(part.get("text", IMAGE) for part in content) if isinstance(content, list) else content

@@ -1,0 +1,90 @@
+"""Checks finished outputs with `jsonschema`, where a grammar allows more than its schema.
+
+Runs in the schema's process alone: a pattern may take any time in Python's `re`, and an alarm ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import referencing
+from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend, validator_for
+
+from pagemill.engine.errors import SchemaMismatch, UnsupportedFeature
+from pagemill.engine.structured_output.json_schema import VERIFIED_FORMATS
+
+_MAX_REASON = 200
+_LATER = (
+    "const",
+    "contains",
+    "dependentRequired",
+    "dependentSchemas",
+    "if",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+"""Keywords that the first drafts lack."""
+
+
+class Verifier:
+    """A schema that complete outputs are compared with. References are followed in the schema itself only."""
+
+    def __init__(self, text: str) -> None:
+        """Raises UnsupportedFeature: the schema can't be checked this way."""
+        schema = json.loads(text)
+        for pattern in _patterns(schema):
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError):
+                raise UnsupportedFeature(
+                    "structured_outputs.json: outputs of this schema have to be verified, and Python can't read its "
+                    f"pattern {pattern[:_MAX_REASON]!r}"
+                ) from None
+        base: Any = validator_for(schema, default=Draft202012Validator)
+        # Keywords of other drafts apply as well: a client that writes them means them.
+        more = {name: Draft202012Validator.VALIDATORS[name] for name in _LATER}
+        more["dependencies"] = Draft7Validator.VALIDATORS["dependencies"]
+        every: Any = extend(base, {**more, **base.VALIDATORS})
+        self._validator: Validator = every(
+            schema, registry=referencing.Registry(), format_checker=FormatChecker(VERIFIED_FORMATS)
+        )
+
+    def check(self, output: bytes) -> None:
+        """Raise SchemaMismatch unless the schema allows the output."""
+        try:
+            error = next(self._validator.iter_errors(json.loads(output)), None)
+        except (
+            Exception
+        ) as raised:  # numbers and nesting beyond Python's limits; references that lead nowhere
+            raise SchemaMismatch(_message(type(raised).__name__, "the output can't be verified")) from None
+        if error is not None:
+            raise SchemaMismatch(
+                _message(
+                    "/".join(map(str, error.absolute_schema_path)),
+                    "the grammar allows more than the schema, and the output does not match it",
+                )
+            )
+
+
+def _message(place: str, reason: str) -> str:
+    return f"structured_outputs.json: {reason}: {place[:_MAX_REASON]}"
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """Yield all that may be patterns, wherever they are."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _patterns(part)
+    elif isinstance(schema, dict):
+        if isinstance(pattern := schema.get("pattern"), str):
+            yield pattern
+        if isinstance(several := schema.get("patternProperties"), dict):
+            yield from several
+        for part in schema.values():
+            yield from _patterns(part)

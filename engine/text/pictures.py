@@ -1,0 +1,134 @@
+"""Pictures in messages: parts `{"type": "image", "image": ...}` with bytes, and then with a prepared `Picture`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pagemill.engine.errors import InvalidRequest, UnsupportedFeature
+from pagemill.engine.media import MediaItem
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A prepared picture."""
+
+    digest: bytes
+    """As a `MediaItem` has it."""
+    text: str
+    """What the prompt has in its place."""
+    num_placeholders: int
+    """Tokens of the text whose embeddings are replaced by the encoder's vectors."""
+    inputs: Mapping[str, npt.NDArray[Any]]
+    """The encoder's arguments."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory, about."""
+        return len(self.text) + sum(array.nbytes for array in self.inputs.values()) + 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """The tokens of pictures in prompts."""
+
+    token: str
+    """What a chat template writes for a picture."""
+    placeholder_id: int
+    bos: str
+    """The beginning of a text, if the tokenizer has a token for it."""
+    sees_others: bool
+    """A picture is prepared differently if the prompt has others."""
+
+
+class ImageReader(Protocol):
+    """Prepares pictures, as `engine/images/processor.py` does."""
+
+    @property
+    def markers(self) -> Markers: ...
+
+    def read(self, images: Sequence[bytes]) -> Iterator[Picture]:
+        """Prepare the pictures of one prompt one by one. Raises InvalidRequest."""
+        ...
+
+
+def image_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts with images, in their order. Raises InvalidRequest for malformed parts."""
+    for message in messages:
+        for part in _parts(message):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in ("text", "image") or kind not in part:
+                raise InvalidRequest("the parts of a message must be texts and images")
+            if kind == "image":
+                if message["role"] != "user":
+                    raise UnsupportedFeature(f"images in a message of the role {message['role']}; use user")
+                yield part
+
+
+def with_pictures(
+    messages: Sequence[Mapping[str, Any]], pictures: Sequence[Picture]
+) -> list[Mapping[str, Any]]:
+    """Return messages with prepared pictures in place of the images."""
+    left = iter(pictures)
+    return [_replaced(message, lambda: {"image": next(left)}) for message in messages]
+
+
+def as_shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages as chat templates read them, without the images themselves."""
+    return [_replaced(message, dict) for message in messages]
+
+
+def expanded(text: str, pictures: Sequence[Picture], markers: Markers) -> str:
+    """Return a rendered chat with each picture's placeholders in the place where the template shows it.
+
+    Raises:
+        InvalidRequest: the chat does not have as many marks as pictures.
+    """
+    pieces = text.split(markers.token)
+    if len(pieces) != len(pictures) + 1:
+        raise InvalidRequest(
+            f"the rendered chat has {markers.token} {len(pieces) - 1} times for {len(pictures)} images: texts must not "
+            "contain it, and the chat template must show every image once"
+        )
+    return pieces[0] + "".join(
+        picture.text + piece for picture, piece in zip(pictures, pieces[1:], strict=True)
+    )
+
+
+def place(
+    token_ids: Sequence[int], pictures: Sequence[Picture], placeholder_id: int
+) -> tuple[MediaItem, ...]:
+    """Return the media of a prompt's tokens.
+
+    Raises:
+        InvalidRequest: the tokens do not have all placeholders of the pictures, or have others.
+    """
+    places = [position for position, token in enumerate(token_ids) if token == placeholder_id]
+    if len(places) != sum(picture.num_placeholders for picture in pictures):
+        raise InvalidRequest(
+            "the prompt's tokens do not match its images: truncate_prompt_tokens must not cut an image, and texts must "
+            "not contain image tokens"
+        )
+    items, begin = [], 0
+    for picture in pictures:
+        own = places[begin : begin + picture.num_placeholders]
+        begin += len(own)
+        items.append(MediaItem(own[0], own[-1] - own[0] + 1, picture.digest, picture.inputs))
+    return tuple(items)
+
+
+def _parts(message: Mapping[str, Any]) -> Sequence[Any]:
+    """Return a message's parts; a text has none. What is not a message is left to the chat template's checks."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, list | tuple) else ()
+
+
+def _replaced(message: Mapping[str, Any], image: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
+    if not (parts := _parts(message)):
+        return message
+    content = [{"type": "image"} | image() if part["type"] == "image" else dict(part) for part in parts]
+    return {**message, "content": content}

@@ -1,0 +1,34 @@
+"""The interface of a library's paged attention on a GPU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pagemill.kernels.types.layer_cache import LayerCache
+from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.types.scoring import Scoring
+
+
+class Unavailable(Exception):
+    """A library can't run here; the message is the reason and what to install."""
+
+
+class PagedAttentionBackend(Protocol):
+    """A library's paged attention. It loads on first use."""
+
+    def require(self, device: torch.device) -> None:
+        """Load the library for this device. Raises `Unavailable`."""
+
+    def unsupported(self, query: torch.Tensor, cache: LayerCache, scoring: Scoring) -> str | None:
+        """Return the part of a layer that the library does not compute; None: it computes the layer."""
+
+    def attend(
+        self, query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `pagemill.kernels.dispatch.paged_attention`.
+
+        A call can be captured in a graph: it reads lengths and block tables on the device, and its launches depend on
+        shapes and on the metadata's bounds alone.
+        """

@@ -1,0 +1,16 @@
+"""What a layer with a window reads. Plain Python, which numba compiles too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def first_visible(window: int, position: Any) -> Any:
+    """Return the first key that the query at a position reads; it may be below 0. It never falls as positions rise.
+
+    Args:
+        window: above 0: a query reads as many keys, its own included; below 0: keys come in chunks of `-window`
+            tokens, and a query reads those of its own chunk; 0: every key.
+        position: at least 0; an integer, or a tensor of integers.
+    """
+    return position + 1 - window if window > 0 else position // -window * -window if window < 0 else 0

@@ -1,0 +1,166 @@
+"""Command-line options that are generated from classes of settings.
+
+A setting is declared once: as a field of `EngineConfig`, `WorkerConfig` or `UpSettings`, with a docstring under it.
+A field `max_num_seqs` of the first two yields:
+
+- the flag `--max-num-seqs` of `pagemill worker`, whose help text is the docstring and the default value,
+- the variable `PAGEMILL_MAX_NUM_SEQS`, read by `WorkerConfig.load`,
+- the key `max_num_seqs` in the table `[worker]` of a file for `pagemill up`.
+
+A field of `UpSettings` yields the same for `pagemill up`. Commands list only what the command line adds to a setting,
+such as another metavar, and which flags their help shows first.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+from pydantic import BaseModel
+
+from pagemill.cli.terminal.checked import checked
+
+FURTHER = "Further options"
+MAX_CHOICES_WIDTH = 48
+"""Longer lists of choices are left to the error message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of a class of settings."""
+
+    name: str
+    kind: Any
+    """Its annotation, with metadata."""
+    default: Any
+    doc: str
+
+
+def settings_of(*classes: type, without: Collection[str] = ()) -> dict[str, Setting]:
+    """Return the fields of the classes by name, in the order of their declaration."""
+    found: dict[str, Setting] = {}
+    for kind in classes:
+        hints, docs = get_type_hints(kind, include_extras=True), _docstrings(kind)
+        for name, default in _defaults(kind).items():
+            found[name] = Setting(name, hints[name], default, docs.get(name, ""))
+    return {name: setting for name, setting in found.items() if name not in without}
+
+
+def option(
+    setting: Setting, flag: str = "", *, kind: Any = None, is_checked: bool = False, **more: Any
+) -> Any:
+    """Return the annotation of a command's parameter for a setting.
+
+    Args:
+        flag: the option's name, if it is not the setting's.
+        kind: the parameter's type; by default a text, which the class of settings validates.
+        is_checked: validate and convert the text by the setting's annotation.
+        more: arguments of `typer.Option` that replace the generated ones.
+    """
+    flag = flag or f"--{setting.name.replace('_', '-')}"
+    leaves = _leaves(setting.kind)
+    if bool in leaves:
+        if setting.default is not False:
+            flag = f"{flag}/--no-{flag[2:]}"
+        kind, metavar, is_checked = bool, None, False
+    else:
+        metavar = _metavar(leaves)
+    generated: dict[str, Any] = {"metavar": metavar, "help": _help(setting)}
+    if is_checked:
+        generated["callback"] = checked(setting.kind)
+    return Annotated[(kind or str) | None, typer.Option(flag, **generated | more)]
+
+
+def options(
+    settings: Mapping[str, Setting],
+    special: Mapping[str, Mapping[str, Any]],
+    *,
+    first: Sequence[str],
+    is_checked: bool = False,
+) -> dict[str, Any]:
+    """Return the parameters of all settings, `first` ahead of the others, which help shows under `FURTHER`.
+
+    `special`: further arguments of `option` by setting.
+    """
+    found = {name: option(settings[name], is_checked=is_checked, **special.get(name, {})) for name in first}
+    for name in (name for name in settings if name not in first):
+        found[name] = option(
+            settings[name], is_checked=is_checked, rich_help_panel=FURTHER, **special.get(name, {})
+        )
+    return found
+
+
+class SettingsHelp:
+    """Makes the help of a command group options by panel, as plain text; a base ahead of typer's class."""
+
+    def format_options(self: Any, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
+        for title, records in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+        if hasattr(self, "format_commands"):
+            self.format_commands(ctx, formatter)
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """Return the docstrings under the fields of a class; none where its source is not installed."""
+    try:
+        module = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
+    except OSError:
+        return {}
+    (body,) = (
+        node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+    )
+    return {
+        field.target.id: " ".join(text.value.value.replace("`", "").split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(text.value.value, str)
+    }
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    if issubclass(kind, BaseModel):
+        return {name: field.default for name, field in kind.model_fields.items()}
+    return {field.name: None if field.default is MISSING else field.default for field in fields(kind)}
+
+
+def _help(setting: Setting) -> str:
+    """Return the docstring, followed by the default value unless the docstring states one or there is none."""
+    default = setting.default
+    if "Default" in setting.doc or default is None or default is False or default in ("", ()):
+        return setting.doc
+    shown = "on" if default is True else f"{default:g}" if isinstance(default, float) else default
+    return f"{setting.doc} Default: {shown}."
+
+
+def _leaves(kind: Any) -> set[Any]:
+    """Return the members of a union, without None and metadata."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return set[Any]().union(*map(_leaves, get_args(kind))) - {NoneType}
+    if origin is Annotated:
+        return _leaves(get_args(kind)[0])
+    return {kind}
+
+
+def _metavar(leaves: set[Any]) -> str:
+    for kind in leaves:
+        if get_origin(kind) is Literal:
+            choices = "|".join(map(str, get_args(kind)))
+            return choices if len(choices) <= MAX_CHOICES_WIDTH else "NAME"
+    names = {int: "INTEGER", float: "FLOAT", Path: "PATH"}
+    return next((names[kind] for kind in leaves if kind in names), "TEXT")

@@ -1,0 +1,1 @@
+"""What every part shares: bounds, sampling fields, JSON values, error codes. Imports nothing else of Pagemill."""

@@ -1,0 +1,60 @@
+"""Reasoning tags: the text between two tags at the start of an output, separate from what follows.
+
+The names are vLLM's reasoning parsers'. Some templates open the tag in the prompt, others let the model do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+ReasoningParser = Literal["harmony", "think", "seed_oss", "magistral", "gemma4", "none"]
+"""The names of THINKING; `none` leaves the thinking in the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingTags:
+    opening: str
+    closing: str
+    word: str = ""
+    """What chat templates contain, if not `closing`."""
+    after: str = ""
+    """What stands between the thinking and the header of the next message, in a format of messages with headers."""
+    answer: str = ""
+    """The header of an answer, in such a format. One that is constrained follows thinking, which the prompt opens."""
+    stops: tuple[str, ...] = ()
+    """Special tokens that end an output, beside the model's EOS."""
+    efforts: tuple[str, ...] = ()
+    """The values of `reasoning_effort` that the models know; empty: any."""
+
+    def is_open_after(self, prompt: str) -> bool:
+        """Return True if a prompt ends within the thinking, as some templates do."""
+        return prompt.rfind(self.opening) > prompt.rfind(self.closing) and prompt.rstrip().endswith(
+            self.opening
+        )
+
+
+HARMONY: Final = "harmony"
+"""The format of gpt-oss, for reasoning and calls together: its messages have channels."""
+THINKING: Final[Mapping[str, ThinkingTags]] = {
+    HARMONY: ThinkingTags(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        word="<|channel|>",
+        after="<|start|>assistant",
+        answer="<|channel|>final<|message|>",
+        stops=("<|return|>", "<|call|>"),
+        efforts=("low", "medium", "high"),
+    ),
+    "think": ThinkingTags("<think>", "</think>"),
+    "seed_oss": ThinkingTags("<seed:think>", "</seed:think>"),
+    "magistral": ThinkingTags("[THINK]", "[/THINK]"),
+    "gemma4": ThinkingTags("<|channel>thought", "<channel|>"),
+}
+"""By name. `think` is the form of Qwen3, DeepSeek R1 to V3.2, QwQ, GLM-4.5, MiniMax M2, Kimi K2 and SmolLM3."""
+
+
+def detect_thinking(template: str) -> str | None:
+    """Return the name of the tags that a chat template writes; None if it writes none."""
+    return next((name for name, tags in THINKING.items() if (tags.word or tags.closing) in template), None)

@@ -1,0 +1,295 @@
+"""What a run writes: one file, or a folder of files that appears complete.
+
+A folder is written beside its place, as `.NAME.tmp`, and renamed at the end. So its place holds an earlier output, the
+whole new one, or, for the moment between two renames, nothing. `_SUCCESS` in it lists the files and their rows, as
+Spark's committers write it; tools that read folders leave it out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+from pagemill.producer.dataset.errors import DatasetError, EmptyFile
+from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.tables.compressed import compression, data_suffix
+from pagemill.producer.dataset.tables.places import LocalPlace, Place, local_path, place_of, uri_of
+from pagemill.producer.dataset.tables.rows import SUFFIXES, Row, Source, open_source
+from pagemill.producer.dataset.tables.shards import ShardedSource
+from pagemill.producer.dataset.tables.writers import (
+    Form,
+    NoWriter,
+    Writer,
+    check_output,
+    disk_errors,
+    replacing,
+    sync_directory,
+)
+
+PLACE = "{shard}"
+"""In the name of an output, the number of its file."""
+COMPLETE = "_SUCCESS"
+INCOMPLETE = "_INCOMPLETE"
+"""The list of files of an output that lacks rows."""
+
+
+class FileOutput:
+    """An output of one file."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.path = place.path
+
+    def check(self) -> None:
+        """Raise DatasetError early for what could not be written at the end."""
+        check_output(self.path, self.place.name)
+
+    def lines(self) -> Iterator[tuple[Path, Row]]:
+        """Yield the lines of an earlier run, and the file of each."""
+        try:
+            yield from ((self.path, row) for row in open_source(self.path).rows())
+        except EmptyFile:
+            return
+
+    @contextmanager
+    def writing(self, form: Callable[[Path], Form]) -> Iterator[_FileWriter]:
+        """Replace the output at the end of the block. `form` is called with a file's name."""
+        with replacing(self.path, form) as writer:
+            yield _FileWriter(writer)
+
+
+class _FileWriter:
+    def __init__(self, writer: Writer) -> None:
+        self.write = writer.write
+
+    def reach(self, row: Row) -> None:
+        """Note that this row comes next, whether or not it has a line."""
+
+    def end(self, summary: Summary, *, is_limited: bool) -> None:
+        """Note that all lines are written."""
+
+
+class FolderOutput:
+    """An output of several files: one for each file of the source or, with `rows_per_file`, of that many rows each."""
+
+    def __init__(self, folder: Path, name: str, source: Source, rows_per_file: int | None) -> None:
+        """`name`: the name of each file with `{shard}`; empty: as the source's files are called."""
+        self.place: Place = LocalPlace(folder.resolve() if folder.is_symlink() else folder)
+        self.path = self.place.path
+        self.source = source
+        self.rows_per_file = rows_per_file
+        inputs = source.shards if isinstance(source, ShardedSource) else ()
+        self.inputs = [shard.name for shard in inputs] or [source.name]
+        self._name = name
+        if not name and not (inputs and all(data_suffix(shard.path) in SUFFIXES for shard in inputs)):
+            raise DatasetError(f"the files need a name: --out {folder}/part-{PLACE}.jsonl (or .parquet, ...)")
+        if not name and rows_per_file:
+            self._name = f"part-{PLACE}{''.join(_suffixes(self.inputs[0]))}"
+
+    def file_name(self, number: int) -> str:
+        """Return the name of a file of the output, counted from 0."""
+        if self._name:
+            return self._name.replace(PLACE, f"{number:05}")
+        stem, suffix, packed = _stem(self.inputs[number]), *_suffixes(self.inputs[number])
+        return f"{stem}{suffix}{packed}"
+
+    def check(self) -> None:
+        """Raise DatasetError early for what could not be written at the end."""
+        check_output(
+            self.path.with_name(PurePath(self.file_name(0)).name), str(self.path / self.file_name(0))
+        )
+        if os.path.ismount(self.path):
+            raise DatasetError(
+                f"{self.path} is a mount point and cannot be replaced at once; name a folder in it"
+            )
+        if not self.path.is_dir() and self.path.exists():
+            raise DatasetError(f"{self.path} is a file; name a folder, or a file with its suffix")
+        self._recover()
+        if self.path.is_dir():
+            known = {COMPLETE, INCOMPLETE, *self._listed()}
+            for file in sorted(self.path.rglob("*")):
+                if not file.is_dir() and file.relative_to(self.path).as_posix() not in known:
+                    raise DatasetError(f"{file} was not written by a run; choose another --out")
+
+    def lines(self) -> Iterator[tuple[Path, Row]]:
+        """Yield the lines of an earlier run, and the file of each."""
+        for name in self._listed():
+            try:
+                yield from ((self.path / name, row) for row in open_source(self.path / name).rows())
+            except EmptyFile:
+                continue
+
+    @contextmanager
+    def writing(self, form: Callable[[Path], Form]) -> Iterator[_FolderWriter]:
+        """Replace the output at the end of the block. `form` is called with a file's name."""
+        temporary = self._beside("tmp")
+        with disk_errors(self.path):
+            shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+            temporary.mkdir()
+            try:
+                with ExitStack() as stack:
+                    yield _FolderWriter(self, form(self.path / self.file_name(0)), temporary, stack)
+                for directory in {file.parent for file in temporary.rglob("*")}:
+                    sync_directory(directory)
+                if self.path.exists():
+                    self.path.rename(self._beside("old"))
+                temporary.rename(self.path)
+                sync_directory(self.path.parent)
+                shutil.rmtree(self._beside("old"), ignore_errors=True)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _recover(self) -> None:
+        """Finish what a run left that was killed between the two renames."""
+        old = self._beside("old")
+        if old.is_dir() and self.path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.is_dir():
+            old.rename(self.path)
+
+    def _beside(self, kind: str) -> Path:
+        return self.path.with_name(f".{self.path.name}.{kind}")
+
+    def _listed(self) -> list[str]:
+        """Return the files that the run which wrote the folder has listed."""
+        for name in (COMPLETE, INCOMPLETE):
+            try:
+                listed = [file["name"] for file in json.loads((self.path / name).read_text("utf-8"))["files"]]
+            except FileNotFoundError:
+                continue
+            except (ValueError, KeyError, TypeError):
+                listed = [""]
+            if not all(isinstance(one, str) and _is_inside(one) for one in listed):
+                raise DatasetError(f"{self.path / name} is not the list of a run; choose another --out")
+            return listed
+        return []
+
+
+class _FolderWriter:
+    """Writes the files of a folder one after another."""
+
+    def __init__(self, output: FolderOutput, form: Form, folder: Path, stack: ExitStack) -> None:
+        self._output = output
+        self._form = form
+        self._folder = folder
+        self._outer = stack
+        self._open = stack.enter_context(ExitStack())
+        self._writer: Writer | None = None
+        self._files: list[dict[str, Any]] = []
+        self._read: Counter[int] = Counter()
+
+    def reach(self, row: Row) -> None:
+        """Note that this row comes next, whether or not it has a line."""
+        self._read[row.shard] += 1
+        while not self._output.rows_per_file and len(self._files) <= row.shard:
+            self._next()
+
+    def write(self, line: Any) -> None:
+        """Add one row."""
+        if self._writer is None or self._files[-1]["rows"] == self._output.rows_per_file:
+            self._next()
+        assert self._writer is not None
+        self._writer.write(line)
+        self._files[-1]["rows"] += 1
+
+    def end(self, summary: Summary, *, is_limited: bool) -> None:
+        """Write the list of files. Raises DatasetError if the rows that were read and written do not add up.
+
+        `is_limited`: further rows were not read, nor were the source's later files.
+        """
+        while (
+            not self._output.rows_per_file and not is_limited and len(self._files) < len(self._output.inputs)
+        ):
+            self._next()
+        if not self._files:
+            self._next()
+        self._open.close()
+        read, written = self._read.total(), sum(file["rows"] for file in self._files)
+        ended = summary.succeeded + summary.failed + summary.skipped + summary.unfinished
+        if not read == summary.rows == ended or written != summary.succeeded:
+            raise DatasetError(
+                f"{read:,} rows were read, {written:,} written, {summary.failed:,} failed and {summary.skipped:,} "
+                "skipped, which does not add up; run the same command again"
+            )
+        inputs = [{"name": name, "rows": self._read[index]} for index, name in enumerate(self._output.inputs)]
+        counts = {"rows": summary.rows, "succeeded": summary.succeeded, "failed": summary.failed}
+        counts |= {"skipped": summary.skipped, "unfinished": summary.unfinished}
+        listed = {"files": self._files, "inputs": inputs, **counts}
+        marker = self._folder / (INCOMPLETE if summary.unfinished else COMPLETE)
+        with marker.open("w", encoding="utf-8") as file:
+            json.dump(listed, file, ensure_ascii=False, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _next(self) -> None:
+        """Begin the next file."""
+        self._open.close()
+        name = self._output.file_name(len(self._files))
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._writer = self._open.enter_context(self._form.open(path))
+        self._files.append({"name": PurePath(name).as_posix(), "rows": 0})
+
+
+Output = FileOutput | FolderOutput
+LineWriter = _FileWriter | _FolderWriter
+
+
+def no_lines() -> LineWriter:
+    """Return a writer that drops all lines."""
+    return _FileWriter(NoWriter())
+
+
+def base_of(out: str | Path) -> str | Path:
+    """Return the path that the files beside an output are named after: the folder's for `DIR/part-{shard}.jsonl`."""
+    return os.path.dirname(str(out)) or out if PLACE in os.path.basename(str(out)) else out
+
+
+def output_of(out: str | Path, source: Source, rows_per_file: int | None = None) -> Output:
+    """Return the output of a run. Raises DatasetError."""
+    name = os.path.basename(str(out))
+    is_folder = PLACE in name or not PurePath(name).suffix
+    if uri_of(out) is not None:
+        if is_folder or rows_per_file:
+            raise DatasetError(
+                f"{place_of(base_of(out)).name}: several files can be written to a local folder only"
+            )
+        return FileOutput(place_of(out))
+    if PLACE in name:
+        folder = os.path.dirname(str(out))
+        if PLACE in folder:
+            raise DatasetError(f"{out}: only the last part of the name can have {PLACE}")
+        if folder in ("", ".", ".."):
+            raise DatasetError(f"{out}: the files need a folder of their own, such as out/{name}")
+        return FolderOutput(local_path(folder), name, source, rows_per_file)
+    if is_folder or local_path(out).is_dir():
+        return FolderOutput(local_path(out), "", source, rows_per_file)
+    if rows_per_file:
+        raise DatasetError(
+            f"rows_per_file gives several files: name a folder, or out/part-{PLACE}.jsonl, not {out}"
+        )
+    return FileOutput(place_of(out))
+
+
+def _suffixes(name: str) -> tuple[str, str]:
+    """Return the suffix of an output like this input, and that of its compression."""
+    path = PurePath(name)
+    suffix = data_suffix(path)
+    return ".parquet" if suffix == ".arrow" else suffix, compression(path) or ""
+
+
+def _stem(name: str) -> str:
+    return re.sub(
+        r"\.[^./]*$", "", name.removesuffix(PurePath(name).suffix if compression(PurePath(name)) else "")
+    )
+
+
+def _is_inside(name: str) -> bool:
+    return bool(name) and not os.path.isabs(name) and ".." not in PurePath(name).parts

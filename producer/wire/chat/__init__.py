@@ -1,0 +1,1 @@
+"""Incremental parsers of reasoning and tool calls in a generated text."""

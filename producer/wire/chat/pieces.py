@@ -1,0 +1,100 @@
+"""The parts that a generated text falls into, and the answer they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A fragment of a sample: reasoning, content, or the arguments of a tool call."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str
+    number: int = 0
+    """Which call, from 0."""
+    name: str | None = None
+    """The function's name, in a call's first fragment."""
+
+
+class ContentWriter:
+    """Writes the content around calls, without the white space that separates it from them."""
+
+    def __init__(self) -> None:
+        self._space = ""
+        """White space that is content only if more follows."""
+        self._has_calls = False
+        self._has_content = False
+
+    def write(self, pieces: list[Piece], text: str) -> None:
+        """Write content, except white space at its end, and after a call at its beginning."""
+        if self._has_calls and not self._has_content:
+            text = text.lstrip()
+        ready = text.rstrip()
+        if ready:
+            pieces.append(Piece("content", self._space + ready))
+            self._space, self._has_content = "", True
+        self._space += text[len(ready) :]
+
+    def begin_call(self) -> None:
+        """Drop the white space before a call."""
+        self._space, self._has_calls = "", True
+
+    def finish(self, pieces: list[Piece]) -> None:
+        """Write white space at the end of a text without calls."""
+        if not self._has_calls and self._space:
+            pieces.append(Piece("content", self._space))
+
+
+class TextFinder:
+    """A state machine that splits one sample's text, which comes in any chunks, into content and calls.
+
+    A state takes what it can from the buffer, and returns True if another step may follow.
+    """
+
+    _state: Callable[[list[Piece]], bool]
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._text = ContentWriter()
+        self._num_calls = 0
+        self._is_final = False
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return the pieces that the text adds."""
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._state(pieces):
+            pass
+        return pieces
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call so far. `arguments` is JSON as the model wrote it: not checked, and cut where the output is."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """The sum of one sample's pieces."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            match piece.kind:
+                case "reasoning":
+                    self.reasoning += piece.text
+                case "content":
+                    self.content += piece.text
+                case "call":
+                    if piece.name is not None:
+                        self.calls.append(Call(piece.name))
+                    self.calls[piece.number].arguments += piece.text

@@ -1,0 +1,23 @@
+-- What a worker has to know of canaries. From the first call on, the jobs that it commits are listed.
+-- KEYS[1] prefix
+-- ARGV[1] worker  [2] what it computes  [3] bytes of inputs that may be kept until its next clean canary
+--   [4] 1: with the answers so far
+-- Returns {its state: quarantined | disputed | kept | '', why, 1 if its answer is wanted now, the position up to which jobs are
+--   committed, 1 if there is more to do and the call is to be repeated, the answers}
+-- @include audits
+-- @include trails
+redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
+local worker, what = ARGV[1], ARGV[2]
+local key, agreed = P .. 'audit:' .. worker, P .. 'agreed:' .. what
+redis.call('HSET', key, 'what', what, 'room', ARGV[3])
+local position, has_more = trails.trim(worker)
+audits.keep_worker(worker)
+local known = redis.call('HMGET', key, 'state', 'reason')
+local asked = redis.call('HMGET', agreed, 'disputed', 'answers', 'w:' .. worker)
+local answers = {}
+if ARGV[4] == '1' then
+  for i = 1, tonumber(asked[2] or 0) do
+    answers[i] = redis.call('HGET', agreed, 'a' .. i)
+  end
+end
+return {known[1] or '', known[2] or '', asked[1] and not asked[3] and 1 or 0, position, has_more and 1 or 0, answers}

@@ -1,0 +1,41 @@
+-- Canaries: prompts whose output the fleet agrees on. `agreed:<what>` has what workers answered that compute the same:
+-- `answers` (how many there are), `a<n>`, the number of each worker's answer as `w:<worker>`, and `agreed` once two workers
+-- gave the same. `audit:<worker>` has what is known of a worker, and `did:<worker>` the jobs that it committed since the
+-- canary before its last clean one (features/trails.lua). `accused` has those that deviate or disagree, by time.
+local audits = {}
+do
+  local AGREED_TTL = 30 * 86400000
+  local WORKER_TTL = 86400000
+  local ACCUSED_TTL = 14 * 86400000
+
+  -- Extend the life of what is known of a worker.
+  function audits.keep_worker(worker)
+    local ttl = redis.call('HGET', P .. 'audit:' .. worker, 'state') == 'quarantined' and ACCUSED_TTL or WORKER_TTL
+    redis.call('PEXPIRE', P .. 'audit:' .. worker, ttl)
+    redis.call('PEXPIRE', P .. 'did:' .. worker, ttl)
+  end
+
+  function audits.keep_agreed(what)
+    redis.call('PEXPIRE', P .. 'agreed:' .. what, AGREED_TTL)
+  end
+
+  -- `state`: quarantined or disputed. A quarantine is not taken back here.
+  function audits.accuse(worker, what, state, reason)
+    local key = P .. 'audit:' .. worker
+    if redis.call('HGET', key, 'state') ~= 'quarantined' then
+      redis.call('HSET', key, 'state', state, 'reason', reason, 'accused_at', NOW_TEXT, 'what', what)
+      redis.call('ZADD', P .. 'accused', NOW_TEXT, worker)
+    end
+    redis.call('ZREMRANGEBYSCORE', P .. 'accused', '-inf', int(NOW - ACCUSED_TTL))
+    redis.call('PEXPIRE', P .. 'accused', ACCUSED_TTL)
+    audits.keep_worker(worker)
+  end
+
+  -- A dispute was decided in the worker's favor.
+  function audits.acquit(worker)
+    if redis.call('HGET', P .. 'audit:' .. worker, 'state') == 'disputed' then
+      redis.call('HDEL', P .. 'audit:' .. worker, 'state', 'reason', 'accused_at')
+      redis.call('ZREM', P .. 'accused', worker)
+    end
+  end
+end

@@ -1,0 +1,29 @@
+-- @include core/choosing
+-- A released job is left to the worker that ran its parent while there is something else to take in its class. It may be
+-- passed over 64 times, as the oldest job of any lane.
+
+-- Whether the oldest job of a lane, and all that this worker would prefer to it, is another worker's to take.
+local function is_anothers(lane)
+  if is_urgent or not have_waited(lane) or overtakes(lane) >= OVERTAKES then
+    return false
+  end
+  local name, rank = oldest(lane)
+  local _, affinity = split_member(name)
+  return affinity and #affinity == #near and affinity ~= near and not first_alike(lane, near, rank)
+end
+
+-- The lane to take from instead of that one.
+local function or_another(lane)
+  if is_anothers(lane) then
+    local _, class, _, model = split_lane(lane)
+    for _, place in ipairs(places_of(class, model)) do
+      local other = not have_waited(place.needs) and next_lane(place, class, model)
+      if other then
+        overtaken[lane] = overtakes(lane) + 1
+        touched[lane] = true
+        return other
+      end
+    end
+  end
+  return lane
+end

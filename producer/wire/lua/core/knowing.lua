@@ -1,0 +1,14 @@
+-- Whether all words of a lane's needs are among the known ones, both joined by +.
+local function knows(known, needs)
+  for word in string.gmatch(needs, '[^+]+') do
+    if not string.find('+' .. known .. '+', '+' .. word .. '+', 1, true) then
+      return false
+    end
+  end
+  return true
+end
+
+-- The same of what a live worker's record says that it knows.
+local function record_knows(info, needs)
+  return knows(string.match(info or '', '"knows":"([^"]*)"') or '1', needs)
+end

@@ -1,0 +1,16 @@
+-- @include records
+-- @include revisions
+-- What `history` returns of a job, or nil.
+local function executions_of(id)
+  local key = P .. 'job:' .. id
+  local job = redis.call('HMGET', key, 'lane', 'state', 'shared')
+  if not job[1] then
+    return nil
+  end
+  local _, _, _, model = split_lane(job[1])
+  return {
+    redis.call('HGETALL', key), redis.call('LRANGE', P .. 'history:' .. id, 0, -1),
+    job[2] ~= 'succeeded' and outcome_of(id, job[3]) or '',
+    redis.call('ZCOUNT', P .. 'serves:' .. model, int(NOW), '+inf'), job[2] == 'queued' and is_unmet(job[1]) and 1 or 0
+  }
+end

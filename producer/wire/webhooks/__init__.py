@@ -1,0 +1,1 @@
+"""Requests to webhooks: which addresses they may go to, and how they are signed and sent."""

@@ -1,0 +1,63 @@
+"""docs/architecture.md shows the path of a job through the worker as the job takes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from types import FrameType
+
+from tests.conftest import ROOT
+from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
+
+MAX_STOPS, MAX_FILES = 20, 9
+ROW = re.compile(r"\| \d+ \| `([\w/.]+)` \| `([\w.]+)` \|")
+LISTENERS = {"worker/jobs/job_counters.py", "worker/jobs/journal.py"}
+MEASURES = {"worker/jobs/speed.py", "worker/jobs/leases.py"}
+"""Files of worker/jobs that the same threads call while no job is on its path."""
+
+
+def documented() -> list[tuple[str, str]]:
+    """The stops that the page shows, as file and function."""
+    return ROW.findall((ROOT / "docs" / "architecture.md").read_text())
+
+
+def traced(client: QueueClient) -> list[tuple[str, str]]:
+    """The calls, as file and function, of a worker's threads while it runs one job."""
+    calls: list[tuple[str, str]] = []
+    is_on = False
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if is_on and event == "call":
+            calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    threading.setprofile(note)
+    try:
+        config = worker_config(client.url, client.queue, model="echo:50", checkpoint_tokens=1)
+        with running_worker(config) as worker:
+            is_on = True
+            client.wait(client.submit({"prompt": "hello", "max_tokens": 20}))
+            eventually(lambda: worker.counters.jobs_finished.read()["succeeded"], "the job to be counted")
+            is_on = False
+    finally:
+        threading.setprofile(None)
+        client.redis.close()
+    names = {file: os.path.relpath(os.path.realpath(file), ROOT) for file, _ in calls}
+    return [(names[file], function) for file, function in calls]
+
+
+def test_the_page_shows_the_path_of_a_job(valkey_url: str, queue_name: str) -> None:
+    stops = documented()
+    files = {file for file, _ in stops}
+    assert 0 < len(stops) <= MAX_STOPS
+    assert len(files) <= MAX_FILES
+    calls = traced(QueueClient(valkey_url, queue_name))
+    place = -1
+    for stop in stops:
+        assert stop in calls, f"{stop} is not called"
+        assert stop in calls[place + 1 :], f"{stop} comes before the stop that the page has above it"
+        place = calls.index(stop, place + 1)
+    journal = calls.index(("worker/jobs/journal.py", "Journal.ended"))
+    assert journal > place, "a job is reported before the server has replied"
+    visited = {file for file, _ in calls if file.startswith("worker/jobs/")}
+    assert visited <= files | LISTENERS | MEASURES, "the path has a file that the page does not show"

@@ -1,0 +1,54 @@
+"""The queue's scripts: the core names no feature, and each file begins with what it needs."""
+
+from __future__ import annotations
+
+import re
+
+from tests.conftest import ROOT
+
+LUA = ROOT / "producer" / "wire" / "lua"
+TEXTS = {
+    path.relative_to(LUA).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
+    for path in LUA.rglob("*.lua")
+}
+FEATURES = sorted(name.removeprefix("features/") for name in TEXTS if name.startswith("features/"))
+CORE = {name: text for name, text in TEXTS.items() if name.startswith("core/")}
+NAME = r"(?<![.\w:])([A-Za-z_]\w*)\b"
+
+
+def code(text: str) -> str:
+    return re.sub(r"'[^'\n]*'", "''", re.sub(r"--.*", "", text))
+
+
+def listed(pattern: str, text: str) -> set[str]:
+    return {name.strip() for names in re.findall(pattern, text, re.MULTILINE) for name in names.split(",")}
+
+
+def test_the_core_names_no_feature() -> None:
+    assert len(FEATURES) >= 5
+    words = "|".join(name.removesuffix("s") for name in FEATURES)
+    named = re.compile(rf"(?<![a-z])(?:{words}|canary)s?(?![a-z])", re.IGNORECASE)
+    assert {name: found for name, text in CORE.items() if (found := named.findall(text))} == {}
+    assert [name for name, text in CORE.items() if "@include features/" in text] == []
+
+
+def test_each_file_begins_with_what_it_needs() -> None:
+    """Every script has core/common.lua, and a section of a feature what is there where it is included."""
+    includes = {
+        name: set(re.findall(r"^-- @include ([\w/]+)$", text, re.MULTILINE)) for name, text in TEXTS.items()
+    }
+    defined: dict[str, set[str]] = {}
+    for file in set().union(*includes.values()) | {"core/hooks"}:
+        for name in listed(r"^local (?:function )?([\w, ]+?)(?: =|\(|$)", code(TEXTS[file])):
+            defined.setdefault(name, set()).add(file)
+    lacking = {}
+    for file, text in TEXTS.items():
+        body = code(text)
+        own = listed(r"\blocal (?:function )?([\w, ]+)", body) | listed(r"\bfunction[^(\n]*\(([^)]*)\)", body)
+        own |= listed(r"\bfor ([\w, ]+) (?:in|=)", body)
+        used = set(re.findall(NAME + r"(?!\s*=[^=])", body)) - own
+        needed = {next(iter(defined[name])) for name in used & defined.keys() if len(defined[name]) == 1}
+        missing = needed - includes[file] - {file, "core/common"}
+        if missing and not file.startswith("features/"):
+            lacking[file] = missing
+    assert lacking == {}

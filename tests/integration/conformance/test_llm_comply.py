@@ -1,0 +1,46 @@
+"""llm-comply: the gateway's answers follow the published schemas of OpenAI, Open Responses and Anthropic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+
+import pytest
+
+from tests.integration.conformance.environments import outside, python_with
+from tests.producer.gateway.serving import gateway
+from tests.worker.harness import running_worker, worker_config
+
+PACKAGE = "llm-comply==0.5.0"
+EXPECTED_FAILURES = {
+    "open-responses": {
+        "compact-response": "conversations are not compacted: 405, where the suite allows 404",
+        "compact-missing-model": "the same",
+    },
+    "openai-chat": {},
+    "anthropic": {},
+}
+SKIPPED_BY_THE_SUITE = 1
+"""Of each format, what only models of OpenAI or Anthropic have."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", EXPECTED_FAILURES)
+def test_answers_follow_the_schemas(form: str, valkey_url: str, pytestconfig: pytest.Config) -> None:
+    python = python_with(pytestconfig, PACKAGE)
+    queue = f"q-{uuid.uuid4().hex[:12]}"
+    with running_worker(worker_config(valkey_url, queue, model="echo")), gateway(valkey_url, queue) as served:
+        served.wait_for("echo")
+        done = subprocess.run(
+            [
+                python.with_name("llm-comply"), "--json", "--format", form, "--base-url", served.base_url,
+                "--api-key", "none", "--model", "echo", "--timeout", "120",
+            ],
+            env=outside(), capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+    report = json.loads(done.stdout)
+    failed = {one["id"]: one["errors"] for one in report["results"] if one["status"] == "failed"}
+    assert failed.keys() == EXPECTED_FAILURES[form].keys(), failed
+    assert report["summary"]["skipped"] <= SKIPPED_BY_THE_SUITE
+    assert report["summary"]["passed"] >= 7

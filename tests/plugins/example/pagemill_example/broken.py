@@ -1,0 +1,3 @@
+"""A module that can't be imported."""
+
+raise RuntimeError("a part is missing")

@@ -1,0 +1,17 @@
+"""A model family: LLaMA's layout under a model type that neither Pagemill nor transformers knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from pagemill.engine.models.families.llama_like import like_llama, llama_config
+
+
+def build(raw: Any) -> PretrainedConfig:
+    """Read config.json."""
+    return llama_config(raw)
+
+
+FAMILY = like_llama("Example", "example_llama", "ExampleForCausalLM", build_config=build)

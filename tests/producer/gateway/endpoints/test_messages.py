@@ -1,0 +1,174 @@
+"""Anthropic's interface as the anthropic package asks for it; the echo model writes what the prompt says."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from anthropic import Anthropic
+
+from tests.producer.gateway.serving import Served, gateway, write_keys
+from tests.producer.gateway.weather import ANSWER, PARAMETERS
+from tests.worker.harness import PATIENCE_S
+
+TOOL: Any = {"name": "weather", "description": "The weather.", "input_schema": PARAMETERS}
+ASK: dict[str, Any] = {
+    "model": "echo",
+    "messages": [{"role": "user", "content": ANSWER}],
+    "max_tokens": 400,
+    "extra_body": {"temperature": 0.0, "top_p": 1.0, "top_k": 0},
+    "tools": [TOOL],
+}
+
+
+@pytest.fixture(scope="module")
+def worker_settings() -> dict[str, Any]:
+    return {"model": "echo:2", "tool_call_parser": "hermes", "reasoning_parser": "think"}
+
+
+def connect(served: Served, key: str = "none") -> Anthropic:
+    return Anthropic(base_url=served.url, api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def claude(served: Served) -> Iterator[Anthropic]:
+    with connect(served) as client:
+        yield client
+
+
+def test_a_message_has_blocks_of_thinking_text_and_calls(claude: Anthropic) -> None:
+    message = claude.messages.create(**ASK)
+    assert (message.type, message.role, message.model, message.stop_reason) == (
+        *("message", "assistant", "echo"),
+        "tool_use",
+    )
+    thinking, text, first, second = message.content
+    assert (thinking.type, text.type, first.type) == ("thinking", "text", "tool_use")
+    assert (thinking.thinking, text.text) == ("Where?", "Let me look.")  # type: ignore[union-attr]
+    assert (first.name, first.input) == ("weather", {"city": "Rome"})  # type: ignore[union-attr]
+    assert first.id != second.id  # type: ignore[union-attr]
+    assert message.usage.output_tokens > 0
+    assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) > 0
+
+
+def test_a_stream_gives_the_same_message(claude: Anthropic) -> None:
+    """The client's own accumulation checks the order of events."""
+    whole = claude.messages.create(**ASK)
+    with claude.messages.stream(**ASK) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+    without_ids = [block.model_dump(exclude={"id", "parsed_output", "citations"}) for block in final.content]
+    assert without_ids == [block.model_dump(exclude={"id", "citations"}) for block in whole.content]
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_a_conversation_with_results_of_tools(claude: Anthropic) -> None:
+    called = claude.messages.create(**ASK)
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": called.content[2].id, "content": "sun"},  # type: ignore[union-attr]
+        {"type": "tool_result", "tool_use_id": called.content[3].id,  # type: ignore[union-attr]
+         "content": [{"type": "text", "text": "rain"}], "is_error": False},
+        {"type": "text", "text": "So?"},
+    ]  # fmt: skip
+    following = claude.messages.create(
+        model="echo",
+        max_tokens=400,
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {"role": "assistant", "content": called.content},
+            {"role": "user", "content": results},
+        ],
+    )
+    assert following.content[0].text == "Be brief.\nhello\nLet me look.\nsun\nrain\nSo?\n"  # type: ignore[union-attr]
+    assert following.stop_reason == "end_turn"
+
+
+def test_forced_calls_schemas_and_limits(claude: Anthropic) -> None:
+    choices: list[Any] = [
+        {"type": "any"},
+        {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+    ]
+    for choice in choices:
+        words: Any = [{"role": "user", "content": "words"}]
+        (call,) = claude.messages.create(**ASK | {"messages": words, "tool_choice": choice}).content
+        assert call.input["city"] in ("Rome", "Oslo")  # type: ignore[union-attr, index]
+    plain: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "one two three"}]}
+    form = {"format": {"type": "json_schema", "schema": {"enum": ["yes"]}}}
+    text: Any = claude.messages.create(**plain, max_tokens=20, output_config=form).content[0]  # type: ignore[arg-type]
+    assert json.loads(text.text) == "yes"
+    cut = claude.messages.create(**plain, max_tokens=3)
+    assert cut.stop_reason == "max_tokens"
+    stopped: Any = claude.messages.create(**plain, max_tokens=40, stop_sequences=["two"])
+    assert (stopped.content[0].text, stopped.stop_reason) == ("one ", "end_turn")
+
+
+def test_the_tokens_of_a_prompt(claude: Anthropic) -> None:
+    fields: dict[str, Any] = {"system": "Be brief.", "messages": [{"role": "user", "content": "hello"}]}
+    counted = claude.messages.count_tokens(model="echo", **fields)
+    usage = claude.messages.create(model="echo", max_tokens=5, **fields).usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "an image must be in a user's message, with a base64 or url source",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "documents are not supported yet",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "only text"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0 should have a role"),
+        ({"messages": []}, "1 to 1024 items"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]}, "only text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0: only functions"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice should have type"),
+        ({"thinking": {"type": "between_tools"}}, "thinking should have type"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"x": 1}}, "only effort and format"),
+        ({"extra_body": {"container": "c"}}, "parameter container is not supported"),
+        ({"extra_body": {"temperature": -1.0}}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"system": [{"type": "text", "text": 5}]}, "system.0"),
+    ],
+)
+def test_what_is_not_supported_is_named(claude: Anthropic, fields: dict[str, Any], hint: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=hint) as refused:
+        claude.messages.create(**ASK | fields)
+    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+def test_errors_have_anthropics_form(
+    valkey_url: str, served: Served, claude: Anthropic, tmp_path: Path
+) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(**ASK | {"model": "other"})
+    for body in (b"{torn", b"[]", b'{"model": "echo", "messages": [{"role": "user", "content": "x"}]}'):
+        headers = {"content-type": "application/json"}
+        raw = httpx.post(f"{served.base_url}/messages", content=body, headers=headers, timeout=PATIENCE_S)
+        assert (raw.status_code, raw.json()["type"], raw.json()["error"]["type"]) == (
+            *(400, "error"),
+            "invalid_request_error",
+        )
+    made = write_keys(tmp_path / "keys.json", red={"tenant": "red"})
+    queue = f"q-{uuid.uuid4().hex[:12]}"
+    with gateway(valkey_url, queue, keys_path=tmp_path / "keys.json", models=("m",)) as guarded:
+        with connect(guarded, "pm-wrong") as client, pytest.raises(anthropic.AuthenticationError):
+            client.messages.create(**ASK)
+        with connect(guarded, made["red"]) as client, pytest.raises(anthropic.APIStatusError) as late:
+            client.messages.create(**ASK | {"model": "m"}, extra_headers={"x-request-timeout": "0.2"})
+    assert late.value.status_code == 504

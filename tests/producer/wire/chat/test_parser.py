@@ -1,0 +1,193 @@
+"""Parsing of thinking and tool calls: what each family writes, in any chunks, and whatever else a model writes."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill.common.chat.families import TOOLS, detect_tools, unsupported_family
+from pagemill.common.chat.syntax import ChatSyntax
+from pagemill.common.chat.thinking import THINKING, detect_thinking
+from pagemill.producer.wire.chat.parser import ChatParser, parse_whole
+from pagemill.producer.wire.chat.pieces import Answer, Call
+
+CITY = '{"city": "Köln }] \\" </tool_call>", "days": [1, {"a": null}]}'
+TIME = "{}"
+
+
+JSON_TOOLS = [name for name, syntax in TOOLS.items() if syntax.elements is None and not syntax.quote]
+"""Syntaxes whose arguments are JSON; `test_elements.py` has the others."""
+
+
+def forced(name: str, *calls: tuple[str, str]) -> str:
+    """The calls as the grammar writes them."""
+    form = TOOLS[name].form
+    written = [form.head(function) + arguments + form.after for function, arguments in calls]
+    return form.begin + form.separator.join(written) + form.end
+
+
+def in_chunks(syntax: ChatSyntax, text: str, cuts: list[int]) -> Answer:
+    parser, answer = ChatParser(syntax), Answer()
+    for start, end in pairwise([0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]):
+        answer.add(parser.feed(text[start:end]))
+    answer.add(parser.finish())
+    return answer
+
+
+@pytest.mark.parametrize("name", JSON_TOOLS)
+def test_what_a_family_writes_is_read(name: str) -> None:
+    syntax = ChatSyntax(tools=name)
+    one = parse_whole(syntax, forced(name, ("weather", CITY)))
+    assert (one.content, one.calls) == ("", [Call("weather", CITY)])
+    two = parse_whole(syntax, forced(name, ("weather", CITY), ("time", TIME)))
+    assert (two.content, two.calls) == ("", [Call("weather", CITY), Call("time", TIME)])
+
+
+@pytest.mark.parametrize("name", [name for name in JSON_TOOLS if TOOLS[name].opens])
+def test_words_around_calls_are_content(name: str) -> None:
+    text = f"Let me look.\n\n{forced(name, ('weather', CITY))}\nThat was it."
+    answer = parse_whole(ChatSyntax(tools=name), text)
+    assert (answer.content, answer.calls) == ("Let me look.That was it.", [Call("weather", CITY)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [Call("f", '{"a": 1}')]),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": "{\\"a\\": 1}"}\n', [Call("f", '{"a": 1}')]),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b', [Call("f", '{"a": 1, "b')]),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', [Call("f", "{}")]),
+        ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}', [Call("f", "{}")]),
+        ("json", '```json\n[{"name": "f", "arguments": {}}]\n```', [Call("f", "{}")]),
+        (
+            "json",
+            '{"function": {"name": "f", "arguments": null}, "type": "function"}',
+            [Call("f", "{}")],
+        ),
+        ("mistral_args", '[TOOL_CALLS]f[CALL_ID]a1[ARGS]{"a": 1}', [Call("f", '{"a": 1}')]),
+        ("phi4", 'functools[{"name": "f", "arguments": {}}]', [Call("f", "{}")]),
+    ],
+)
+def test_other_ways_to_write_a_call(name: str, text: str, calls: list[Call]) -> None:
+    answer = parse_whole(ChatSyntax(tools=name), text)
+    assert (answer.content, answer.calls) == ("", calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call>\nweather in Köln\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "f", '),
+        ("hermes", "<tool_ca"),
+        ("hermes", "a < b <tool> and so on  "),
+        ("json", '{"answer": 42}'),
+        ("json", "[1, 2, 3]"),
+        ("json", " Sure: "),
+        ("json", '{"name": "f"}'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral_args", "[TOOL_CALLS] " + "x" * 600),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>"),  # noqa: RUF001
+    ],
+)
+def test_what_is_no_call_is_content(name: str, text: str) -> None:
+    answer = parse_whole(ChatSyntax(tools=name), text)
+    assert (answer.content, answer.calls) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("is_open", "text", "reasoning", "content"),
+    [
+        (False, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        (True, "\nHm.\n</think>\n\nYes.\n", "Hm.", "Yes.\n"),
+        (True, "Hm, and no end", "Hm, and no end", ""),
+        (False, "Yes. <think>no</think>", "", "Yes. <think>no</think>"),
+        (False, "<think>\n\n</think>\n\nYes.", "", "Yes."),
+        (False, " <thin", "", " <thin"),
+        (True, "a </think", "a </think", ""),
+        (True, "a < b </thing> c</think>", "a < b </thing> c", ""),
+    ],
+)
+def test_thinking_is_apart(is_open: bool, text: str, reasoning: str, content: str) -> None:
+    answer = parse_whole(ChatSyntax("think", is_open), text)
+    assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
+def test_a_call_follows_the_thinking() -> None:
+    text = f"<think>\nI call.\n</think>\n\n{forced('hermes', ('weather', CITY))}"
+    answer = parse_whole(ChatSyntax("think", tools="hermes"), text)
+    assert (answer.reasoning, answer.content) == ("I call.", "")
+    assert answer.calls == [Call("weather", CITY)]
+    assert json.loads(answer.calls[0].arguments)
+
+
+_WORDS = st.sampled_from(
+    [mark for family in TOOLS.values() for mark in (*family.opens, *family.skipped)]
+    + [tag for tags in THINKING.values() for tag in (tags.opening, tags.closing)]
+    + [
+        '{"name": "f", "arguments": ',
+        '{"name": "',
+        "{",
+        "}",
+        '"',
+        "\\",
+        "[",
+        "]",
+        ", ",
+        " ",
+        "\n",
+        "f[ARGS]",
+        "x" * 300,
+    ]
+    + [forced(name, ("weather", CITY)) for name in JSON_TOOLS]
+)
+_TEXTS = st.lists(_WORDS | st.text(max_size=6), max_size=12).map("".join)
+_SYNTAXES = st.builds(
+    ChatSyntax,
+    st.sampled_from([None, *THINKING]),
+    st.booleans(),
+    st.sampled_from([None, *TOOLS]),
+)
+
+
+@given(_SYNTAXES, _TEXTS, st.lists(st.integers(0, 10_000), max_size=30))
+def test_chunks_do_not_matter(syntax: ChatSyntax, text: str, cuts: list[int]) -> None:
+    whole = parse_whole(syntax, text)
+    assert in_chunks(syntax, text, cuts) == whole
+    assert in_chunks(syntax, text, list(range(len(text)))) == whole
+
+
+@given(_SYNTAXES)
+def test_a_syntax_is_written_and_read(syntax: ChatSyntax) -> None:
+    assert ChatSyntax.read(str(syntax)) == syntax
+    assert ChatSyntax.read("later/unheard") == ChatSyntax()
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "thinking"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}{{ '<think>' }}...</think>", "hermes", "think"),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral", None),
+        ("{% if tools %}[TOOL_CALLS] [ARGS] [THINK] [/THINK]{% endif %}", "mistral_args", "magistral"),
+        ('{% if tools %}{"name": x, "parameters": y}<|eot_id|>{% endif %}', "llama3_json", None),
+        ("{% if tools %}<|tool_call|>{% endif %}", "granite", None),
+        ("{{ messages }}", "json", None),
+        ("<|start|>{{ tools }}<|channel|>analysis<|message|>...<|end|>", "harmony", "harmony"),
+        ("{% if tools %}<|tool_call|>{% endif %}<|end|>", "granite", None),
+        ("{{ tools }}<tool_call>\n<function=x>", "qwen3_coder", None),
+        ("{{ tools }}<seed:tool_call><function=x></seed:think>", "seed_oss", "seed_oss"),
+        ("{{ tools }}<tool_call>{x}\n<arg_key></think>", "glm45", "think"),
+        ("{{ tools }}'<minimax:tool_call>'<invoke name=", "minimax_m2", None),
+        ('{{ tools }}set token = "｜DSML｜"', "deepseek_v32", None),  # noqa: RUF001
+        ("{{ tools }}<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", None),
+        ("{{ tools }}<|tool_call>call:<tool_call|><channel|>", "gemma4", "gemma4"),
+        ("{{ tools }}<|python_start|>", None, None),
+    ],
+)
+def test_a_template_tells_the_family(template: str, tools: str | None, thinking: str | None) -> None:
+    assert (detect_tools(template), detect_thinking(template)) == (tools, thinking)
+    assert (unsupported_family(template) is None) == (tools is not None)

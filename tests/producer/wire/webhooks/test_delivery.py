@@ -1,0 +1,134 @@
+"""The cost of a hostile receiver to a delivery: a bounded time, and no memory."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pagemill.producer.wire.webhooks import delivery
+from pagemill.producer.wire.webhooks.delivery import DeliveryFailed, deliver
+from pagemill.producer.wire.webhooks.policy import Target
+from tests.topologies import Certificates
+
+Answer = Callable[[], Iterator[bytes]]
+
+_FOR_S = 8.0
+"""The time a receiver goes on; much longer than a delivery may take here."""
+_PAUSE_S = 0.05
+
+
+class Receiver:
+    """Takes one connection, reads nothing of the request, and sends the answer a piece at a time."""
+
+    def __init__(self, answer: Answer, tls: ssl.SSLContext | None) -> None:
+        self._answer, self._tls = answer, tls
+        self._end = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        connection, _ = self._listener.accept()
+        with suppress(OSError), connection:
+            stream = connection if self._tls is None else self._tls.wrap_socket(connection, server_side=True)
+            with stream:
+                for piece in itertools.islice(self._answer(), int(_FOR_S / _PAUSE_S)):
+                    stream.sendall(piece)
+                    if self._end.wait(_PAUSE_S):
+                        return
+
+    def close(self) -> None:
+        self._end.set()
+        self._listener.close()
+        self._thread.join(30)
+
+
+def byte_by_byte(text: bytes) -> Answer:
+    return lambda: (text[i : i + 1] for i in range(len(text)))
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def call(receiver: Receiver, certificates: Certificates, body: bytes = b"{}") -> None:
+    tls = ssl.create_default_context(cafile=str(certificates.ca_file))
+    deliver(Target("localhost", receiver.port, "/", "127.0.0.1"), "id", body, [b"secret"], tls)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        byte_by_byte(b"HTTP/1.1 200 " + b"o" * 1000),
+        byte_by_byte(b"HTTP/1.1 200 OK\r\n" + b"x-y: z\r\n" * 200),
+        lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["status", "headers", "continue"],
+)
+def test_an_answer_that_never_ends_is_cut_off(
+    answer: Answer, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "TIMEOUT_S", 0.5)  # ten times the pause between two bytes
+    receiver = Receiver(answer, certificates.server_context())
+    try:
+        with pytest.raises(DeliveryFailed, match="no answer within"):
+            call(receiver, certificates)
+    finally:
+        receiver.close()
+
+
+def test_so_is_one_that_never_gets_to_speak_tls(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "TIMEOUT_S", 0.5)
+    # The head of a handshake message of 16 KiB, and then its bytes.
+    receiver = Receiver(byte_by_byte(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb" + b"a" * 1000), None)
+    try:
+        with pytest.raises(DeliveryFailed, match="no answer within"):
+            call(receiver, certificates)
+    finally:
+        receiver.close()
+
+
+def test_a_flood_of_headers_is_refused(certificates: Certificates) -> None:
+    receiver = Receiver(
+        lambda: iter([b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 5000]), certificates.server_context()
+    )
+    try:
+        with pytest.raises(DeliveryFailed, match="headers"):
+            call(receiver, certificates)
+    finally:
+        receiver.close()
+
+
+def test_a_body_is_not_waited_for(certificates: Certificates) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000000\r\n\r\n"
+    receiver = Receiver(
+        lambda: itertools.chain([head], itertools.repeat(b"x" * 1000)), certificates.server_context()
+    )
+    try:
+        call(receiver, certificates)
+    finally:
+        receiver.close()
+
+
+def test_no_thread_or_socket_outlives_a_delivery(certificates: Certificates) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before, files = threading.active_count(), open_files()
+    for _ in range(3):
+        receiver = Receiver(lambda: iter([b"HTTP/1.1 204 No Content\r\n\r\n"]), certificates.server_context())
+        call(receiver, certificates)
+        receiver.close()
+    assert open_files() <= files
+    assert threading.active_count() <= before + 1  # a timer that is just being told that it is not needed

@@ -1,0 +1,1 @@
+"""An engine that another program runs, behind an OpenAI-compatible HTTP interface."""

@@ -148,6 +148,7 @@ async def test_asyncio(valkey_url: str, queue: str, watch: Watch) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_threads_and_event_loops_share_a_client(valkey_url: str, queue: str) -> None:
     client = AsyncOpenAI(redis_url=valkey_url, queue=queue, timeout=PATIENCE_S)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.queues import rates as queue
 
 
+@pytest.mark.slow
 def test_the_queue_is_measured_on_a_server_of_its_own() -> None:
     words = "--jobs 400 --waiting 300 500 --pulls 3 --rounds 1 --workers 2 --at-once 16"
     figures = queue.measure("valkey", queue.parser().parse_args(words.split()))

@@ -146,6 +146,7 @@ def test_a_process_that_never_gets_ready_is_an_engine_failure(tmp_path: Path) ->
         process.wait_until_ready()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_engine_outlives_a_measurement_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
     pids = tmp_path / "pids"

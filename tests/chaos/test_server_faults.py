@@ -23,7 +23,6 @@ from tests.server_clock import clocked_server
 from tests.topologies import sentinel_setup, until
 from tests.worker.harness import QueueClient, eventually, process_settings
 
-
 T = TypeVar("T")
 
 

@@ -45,6 +45,7 @@ def rows(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"row {i}", "model": "m", "key": f"k{i}"} for i in range(count)]
 
 
+@pytest.mark.slow
 def test_a_batch_from_its_listing_to_its_results(
     queue: Queue, producer: Producer, pagemill: Pagemill
 ) -> None:

@@ -51,6 +51,7 @@ def test_it_asks_the_running_worker(tmp_path: Path, valkey_url: str, queue_name:
     assert found.message.endswith(f"{tmp_path.name}; {parts}")
 
 
+@pytest.mark.slow
 def test_files_that_a_start_would_refuse_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same words as a start's: for a tokenizer that is missing, and for weights that are cut off."""
     save_tiny_llama(tmp_path)

@@ -62,6 +62,7 @@ def dry_run(
     return CliRunner().invoke(app, [*command, *template, *options], env=environment)
 
 
+@pytest.mark.slow
 def test_a_prompt_too_long_for_the_model_is_found_without_a_server(rows: Path, tmp_path: Path) -> None:
     done = dry_run(rows, "--model", "smollm2", state=tmp_path)
     assert done.exit_code == 4, done.output
@@ -72,6 +73,7 @@ def test_a_prompt_too_long_for_the_model_is_found_without_a_server(rows: Path, t
     assert dry_run(rows, "--model", "smollm2", "--limit", "1", state=tmp_path).exit_code == 0
 
 
+@pytest.mark.slow
 def test_the_counts_are_the_prompt_tokens_of_the_run(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_the_counts_are_the_prompt_tokens_of_the_run(
             ], options
 
 
+@pytest.mark.slow
 def test_a_template_that_hangs_makes_bad_rows(templated: Path, tmp_path: Path) -> None:
     rows = tmp_path / "in.jsonl"
     rows.write_text('{"text": "a"}\n')

@@ -49,6 +49,7 @@ def test_lines_for_people(model: str) -> None:
     assert lines["rows"] == "64"
 
 
+@pytest.mark.slow
 def test_a_cpu_is_measured_or_given() -> None:
     common = ("--model", "smollm2", *LENGTHS, "--rate", "0.5", "--json")
     measured = json.loads(invoke(*common).stdout)

@@ -250,6 +250,7 @@ def refuse_option(path: tuple[str, ...], command: Any, parameter: Any, bad: str,
             assert variable in told(*words, **{variable: bad})
 
 
+@pytest.mark.slow
 def test_every_setting_of_a_worker_refuses_what_makes_no_sense(told: Told, offenses: Offenses) -> None:
     for name in SETTINGS:
         for bad in bad_values(name):

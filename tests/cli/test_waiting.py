@@ -80,6 +80,7 @@ def test_a_worker_that_starts_says_what_it_does(valkey_url: str, queue_name: str
     assert any(message.startswith("loading echo") for message in told), told
 
 
+@pytest.mark.slow
 def test_a_private_worker_leaves_the_port_of_the_environment_to_others(
     valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_long_drain_says_how_many_jobs_run_on(valkey_url: str, queue_name: str
         client.redis.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logs_progress", [True, False])
 def test_local_worker_may_start_slowly_while_it_logs_progress(
     logs_progress: bool, valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch

@@ -131,6 +131,7 @@ def test_quantised_as_well(options: dict[str, Any], directory: Any) -> None:
     assert generate(make_llm(path, max_num_batched_tokens=13, **options), prompts) == alone
 
 
+@pytest.mark.slow
 @needs_bf16
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_bfloat16_products_as_well(model: str, directory: Any) -> None:

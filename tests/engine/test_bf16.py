@@ -52,6 +52,7 @@ def test_auto_follows_the_cpu_and_the_checkpoint(
         assert resolve_dtype(explicit, SimpleNamespace(dtype=declared), CpuBackend()) is getattr(torch, name)
 
 
+@pytest.mark.slow
 def test_the_fingerprint_names_what_was_chosen(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

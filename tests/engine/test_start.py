@@ -222,6 +222,7 @@ def test_nothing_is_collected_while_a_model_is_loaded(
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_is_loaded_later_leaves_the_frozen_heap(tiny_llama: Path) -> None:
     """A worker freezes its heap once; a second engine must not thaw it."""
     gc.freeze()

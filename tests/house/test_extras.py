@@ -333,6 +333,7 @@ def test_every_extra_has_a_check_or_a_reason_for_none() -> None:
     assert set(TOGETHER) | SLOW <= CHECKS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
     [pytest.param(extra, marks=[pytest.mark.slow] * (extra in SLOW), id=extra or "base") for extra in CHECKS],

@@ -7,6 +7,8 @@ import re
 import threading
 from types import FrameType
 
+import pytest
+
 from tests.conftest import ROOT
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
@@ -46,6 +48,7 @@ def traced(client: QueueClient) -> list[tuple[str, str]]:
     return [(names[file], function) for file, function in calls]
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_path_of_a_job(valkey_url: str, queue_name: str) -> None:
     stops = documented()
     files = {file for file, _ in stops}

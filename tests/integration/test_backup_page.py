@@ -15,6 +15,8 @@ from pagemill import JobHandle, Producer
 from tests.conftest import ROOT, RedisServer, server_binary
 from tests.worker.harness import PATIENCE_S, eventually, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs" / "backup.md").read_text(encoding="utf-8")
 BINARIES = {"valkey": "valkey-server", "redis62": "redis-server"}
 OLD_PORT = 6379

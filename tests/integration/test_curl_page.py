@@ -19,6 +19,7 @@ PAGE = (ROOT / "docs" / "curl.md").read_text(encoding="utf-8")
 STATUS = "curl -s http://127.0.0.1:8000/v1/batches/BATCH"
 
 
+@pytest.mark.slow
 def test_the_commands(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")

@@ -140,6 +140,7 @@ def test_a_cpu_is_what_it_was_measured_to_be() -> None:
     assert slow.flops_of("bfloat16") == slow.flops_of("float32"), "products are fp32's"
 
 
+@pytest.mark.slow
 def test_recurrent_states_limit_the_rows(tmp_path: Path) -> None:
     """24 layers of 32 heads, each with a matrix in float32, and a convolution's last inputs."""
     CONFIG_MAPPING["qwen3_5_text"]().save_pretrained(tmp_path)

@@ -30,6 +30,7 @@ def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch, name
     assert os.environ.get("GOMP_SPINCOUNT") == ("passive" if name == "GOMP_SPINCOUNT" else None)
 
 
+@pytest.mark.slow
 def test_a_worker_imports_no_torch_before() -> None:
     """The runtime reads it once, when torch loads it."""
     code = "import sys, pagemill.worker.worker; sys.exit('torch' in sys.modules)"

@@ -158,6 +158,7 @@ def test_a_request_cut_at_every_byte(besieged: Besieged) -> None:
     besieged.check_rest()
 
 
+@pytest.mark.slow
 def test_a_refused_request_leaves_no_job(besieged: Besieged) -> None:
     rng = random.Random(5)
     before = besieged.submitted()

@@ -12,6 +12,8 @@ from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.adapters.trained import Trained, merged_tokens, save_adapter
 from tests.engine.tiny_model import save_tiny_gpt2, save_tiny_llama
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ([5, 9, 2, 40, 17], [33, 8], [60, 11, 4, 22, 19, 50, 6, 13])
 NUM_TOKENS = 20
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -103,6 +103,7 @@ def test_results_are_those_of_the_rounded_model_in_fp32(
     assert fingerprint != other
 
 
+@pytest.mark.slow
 def test_experts_are_rounded_alike(without_bf16: None) -> None:
     torch.manual_seed(1)
     weight, rows, offsets = torch.randn(3, 64, 96), torch.randn(10, 96), torch.tensor([0, 4, 4, 10])

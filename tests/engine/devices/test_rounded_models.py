@@ -65,6 +65,7 @@ def scores_of(llm: LLM, adapter: str | None = None) -> torch.Tensor:
     return torch.tensor([each.logprob for each in output.prompt_logprobs[1:] if each is not None])
 
 
+@pytest.mark.slow
 @ROUNDED
 def test_it_follows_the_exact_model(quantization: str, directory: Path, cuda_on_the_host: list[int]) -> None:
     exact, rounded = make_llm(directory), make_llm(directory, quantization=quantization)
@@ -115,6 +116,7 @@ def test_adapters_read_rows_as_they_were(quantization: str, directory: Path, tmp
     assert tokens_of(rounded, adapter=["a", None, None, "a"])[1:3] == alone[1:3]
 
 
+@pytest.mark.slow
 def test_another_device_refuses_its_checkpoints(directory: Path) -> None:
     """A job continues only where products round as they did where it began."""
     ids = {make_llm(directory, quantization=name).engine.fingerprint for name in (None, "int8", "fp8")}

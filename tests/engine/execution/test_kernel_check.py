@@ -86,6 +86,7 @@ def test_right_kernels_stay(directory: Path, caplog: pytest.LogCaptureFixture) -
     assert value(scrape(metrics(llm.engine.stats())), "engine_replaced_kernels") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [

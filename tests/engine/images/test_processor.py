@@ -74,6 +74,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_picture_is_refused(images: ImageProcessor, name: str) -> None:
     data, reason = HOSTILE[name]
@@ -131,6 +132,7 @@ def test_the_largest_picture_fits_the_limits(images: ImageProcessor) -> None:
     assert read(images, encoded(image, "JPEG")).num_placeholders == 4
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_replaced(images: ImageProcessor) -> None:
     read(images, GOOD)
     process = images._process._process
@@ -140,6 +142,7 @@ def test_a_process_that_was_killed_is_replaced(images: ImageProcessor) -> None:
     assert read(images, encoded(noise(41, 40))).num_placeholders == 4
 
 
+@pytest.mark.slow
 def test_equal_pictures_are_decoded_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = ImageProcessor(directory, cache_bytes=60_000)
     first = read(images, GOOD)
@@ -193,6 +196,7 @@ def test_without_pillow_the_error_names_the_extra(directory: Path, monkeypatch: 
         read(ImageProcessor(directory), GOOD)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_processor_is_refused(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     images = ImageProcessor(tmp_path)

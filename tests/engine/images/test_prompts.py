@@ -79,6 +79,7 @@ def reference(directory: Path, chat: list[dict[str, Any]]) -> Any:
     return processor(images=[pictures], text=[text], add_special_tokens=not has_bos, return_tensors=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 )
@@ -118,6 +119,7 @@ def test_tokens_and_arrays_are_those_of_transformers(model_type: str, tmp_path: 
     images.close()
 
 
+@pytest.mark.slow
 def test_a_text_with_the_mark_is_not_a_picture(llava: InputProcessor) -> None:
     for text in ("<image>", "a <image> b"):
         messages = llava.read_images(user(PICTURES[0], text))

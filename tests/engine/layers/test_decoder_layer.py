@@ -193,6 +193,7 @@ def test_same_numbers_where_heads_are_no_multiple_of_a_vector(kind: str) -> None
     assert_same(model, step([1, 1, 11], [3, 30, 11], 1))
 
 
+@pytest.mark.slow
 @with_every_product
 def test_same_numbers_where_threads_share_the_rows(kind: str) -> None:
     model = fused_model("llama", kind, hidden_size=96, intermediate_size=256, head_dim=16)

@@ -100,6 +100,7 @@ def test_same_logits_with_other_caches(dtype: torch.dtype) -> None:
         assert_same(model, direct, step([1, 1, 6], [9, 3, 15]), [2, 7], kind)
 
 
+@pytest.mark.slow
 def test_a_step_without_samples_fills_the_caches() -> None:
     model = fused_model("llama", "int8")
     metadata = step([6], [6])
@@ -162,6 +163,7 @@ def test_frequencies_that_depend_on_the_length_are_looked_up_once_they_are_fixed
         assert_same(model, direct, step(query_lens, seq_lens, num_padded), None)
 
 
+@pytest.mark.slow
 def test_the_engine_says_the_same_either_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prompts, samples of some rows, narrow vocabularies, prompt scores and neighbours that come and go."""
     save_tiny_llama(tmp_path)

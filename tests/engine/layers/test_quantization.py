@@ -48,6 +48,7 @@ def int8_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return Linear(product, weight.shape[1], weight.shape[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_layer_is_its_kernels_product(has_bias: bool, dtype: torch.dtype) -> None:
@@ -148,6 +149,7 @@ def test_a_quantised_cache_follows_fp32(kv_cache_dtype: str, directory: str) -> 
             assert abs((a.logprobs[0].logprob or 0.0) - (b.logprobs[0].logprob or 0.0)) < 0.02
 
 
+@pytest.mark.slow
 def test_int8_weights_take_a_quarter(directory: str) -> None:
     exact, rounded = make_llm(directory), make_llm(directory, quantization="int8")
     assert rounded.engine.stats().loaded.tier == "continues"

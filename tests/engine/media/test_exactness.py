@@ -42,6 +42,7 @@ def test_every_type_that_reads_images_is_tried_and_documented() -> None:
     assert [name for name in rows.values() if name not in DOCUMENTED] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_equal_transformers(kind: str, tmp_path: Path) -> None:
     module = write(kind, tmp_path)

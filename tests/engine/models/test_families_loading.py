@@ -89,6 +89,7 @@ class TestDirectory:
         with pytest.raises(ModelLoadError, match="can't load the tokenizer"):
             load(tmp_path)
 
+    @pytest.mark.slow
     def test_dummy_weights_need_only_a_config(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
         first, again, other = (generate(load(tmp_path, load_format="dummy", seed=seed)) for seed in (0, 0, 1))

@@ -120,6 +120,7 @@ def test_phi3_longrope(name: str, tmp_path: Path) -> None:
     assert run(directory, [SHORT], max_model_len=TRAINED) == [original.complete(SHORT)]
 
 
+@pytest.mark.slow
 def test_phi_moe_longrope(tmp_path: Path) -> None:
     """Its factors are stated, and chosen like the table."""
 

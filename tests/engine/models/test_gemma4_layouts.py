@@ -30,6 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 QUICK = ("E2B", "26B-A4B")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 )

@@ -102,6 +102,7 @@ def test_tensors_of_images_are_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     LLM(str(tmp_path), **STEPS)
 
 
+@pytest.mark.slow
 def test_broken_checkpoints_name_the_field_or_the_tensor(tmp_path: Path) -> None:
     write_multimodal("qwen3_vl", 0, tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())

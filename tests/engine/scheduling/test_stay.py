@@ -95,6 +95,7 @@ def test_a_request_that_loses_its_blocks_was_preempted() -> None:
     assert stays["b"]["preempted"] >= 20
 
 
+@pytest.mark.slow
 def test_a_grammar_is_waited_for() -> None:
     engine = echo()
     add(engine, "a", regex="[a-z]{3}")

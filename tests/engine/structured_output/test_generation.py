@@ -63,6 +63,7 @@ def generate(llm: LLM, prompts: list[str], *sampling: SamplingParams) -> list[Ge
     return results
 
 
+@pytest.mark.slow
 def test_one_bad_schema_fails_only_its_own_request(llm: LLM) -> None:
     before = dict(llm.engine.stats().requests.structured_outputs)
     prompts = ['{"x": 1, "unit": "mm"}', "aab", "plain", "x", "x", "a" * 60, "y"]
@@ -245,6 +246,7 @@ def test_a_schema_is_compiled_once_for_all_requests(llm: LLM) -> None:
     assert sum(seconds.counts) == after.grammars.misses
 
 
+@pytest.mark.slow
 def test_they_survive_preemption() -> None:
     llm = LLM("echo", num_kv_blocks=26, block_size=4, max_num_seqs=8)
     prompts = [json.dumps({"x": number, "unit": "mm"}) for number in range(100_000, 100_006)]
@@ -316,6 +318,7 @@ class Review(BaseModel):
     stars: int = Field(ge=1, le=5)
 
 
+@pytest.mark.slow
 def test_a_pydantic_class_ends_with_a_small_model(smollm2: LLM) -> None:
     """Objects are closed: the model cannot invent properties until it reaches max_tokens."""
     prompt = "Review: The food was terrible and cold. Answer in JSON."

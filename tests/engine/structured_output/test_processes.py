@@ -88,6 +88,7 @@ def allowed(mask: bytes) -> list[int]:
     return [token for token in range(264) if mask[token >> 3] >> (token & 7) & 1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are listed there")
 def test_outputs_go_on_exactly_when_processes_are_killed_at_any_moment() -> None:
     assert VOCABULARY is not None
@@ -136,6 +137,7 @@ TOO_COMPLEX = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "text", "error"),
     [(*case, SchemaInvalid) for case in INVALID]
@@ -183,6 +185,7 @@ def test_an_output_that_ends_with_eos_is_verified_too(compiler: SchemaCompiler) 
         assert (grammar.is_complete, grammar.failure is None) == (is_right, is_right)
 
 
+@pytest.mark.slow
 def test_a_pattern_that_backtracks_without_end_fails_its_own_output() -> None:
     compiler = make()
     text = '{"type": "string", "maxLength": 60, "not": {"pattern": "^(a+)+$"}}'
@@ -222,6 +225,7 @@ def test_nothing_that_is_compiled_brings_the_caller_down(compiler: SchemaCompile
     start(compiler, "regex", "a+")
 
 
+@pytest.mark.slow
 def test_schemas_that_take_too_long_to_compile_are_ended_and_delay_nobody() -> None:
     impatient = make(time_limit_s=1.0)
     start(impatient, "regex", "a+")
@@ -237,6 +241,7 @@ def test_schemas_that_take_too_long_to_compile_are_ended_and_delay_nobody() -> N
     assert impatient.compile("json", SLOW) is slow[0], "what it ended in is remembered"
 
 
+@pytest.mark.slow
 def test_a_schema_that_takes_too_much_memory_to_compile_is_ended() -> None:
     small = make(time_limit_s=60.0, memory_limit_mib=8)
     start(small, "regex", "a+")
@@ -245,6 +250,7 @@ def test_a_schema_that_takes_too_much_memory_to_compile_is_ended() -> None:
     start(small, "regex", "b+")
 
 
+@pytest.mark.slow
 def test_a_nursery_that_was_killed_is_started_again() -> None:
     compiler = make()
     before = start(compiler, "regex", "a+")
@@ -256,6 +262,7 @@ def test_a_nursery_that_was_killed_is_started_again() -> None:
     assert take(compiler, before, ord("a")) == [], "what it had forked lives on"
 
 
+@pytest.mark.slow
 def test_each_text_is_compiled_once_and_so_is_each_mistake() -> None:
     compiler = make()
     first = start(compiler, "regex", "a+")
@@ -267,6 +274,7 @@ def test_each_text_is_compiled_once_and_so_is_each_mistake() -> None:
     assert (compiler.hits, compiler.misses) == (3, 3)
 
 
+@pytest.mark.slow
 def test_a_failure_that_is_not_the_schema_s_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = make()
     with monkeypatch.context() as broken:
@@ -298,6 +306,7 @@ def test_one_token_that_takes_too_long_ends_its_output_and_the_others_of_the_sch
         assert other.token_ids == [ord("x")] * 10 + [ord("y")]
 
 
+@pytest.mark.slow
 def test_a_token_that_takes_too_long_is_waited_for_once(compiler: SchemaCompiler) -> None:
     doomed = start(compiler, "grammar", BOMB)
     doomed.replay([ord("x")] * 39)
@@ -462,6 +471,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are counted there")
 def test_nothing_is_left_of_an_engine_that_was_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as engine:
@@ -505,6 +515,7 @@ def test_what_is_not_used_is_dropped_by_bytes(small: SchemaCompiler) -> None:
     assert small.num_bytes <= 40 << 20
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_bounded_by_number_too(
     small: SchemaCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,6 +526,7 @@ def test_what_is_remembered_is_bounded_by_number_too(
         assert len(small._known) <= 11, "the newest comes on top"
 
 
+@pytest.mark.slow
 def test_a_mistake_that_is_remembered_keeps_nobody_who_made_it(small: SchemaCompiler) -> None:
     for _ in range(2):
         with pytest.raises(SchemaInvalid):
@@ -543,6 +555,7 @@ def test_nothing_is_compiled_while_what_is_used_takes_all(small: SchemaCompiler)
     assert user.token_mask() != b""
 
 
+@pytest.mark.slow
 def test_the_largest_ends_when_those_in_use_take_too_much(small: SchemaCompiler) -> None:
     users = [start(small, "regex", f"x{{{number}}}y") for number in range(3)]
     schemas: list[SchemaProcess] = list(small._known.values())
@@ -552,6 +565,7 @@ def test_the_largest_ends_when_those_in_use_take_too_much(small: SchemaCompiler)
     assert isinstance(users[1].failure, SchemaTooComplex)
 
 
+@pytest.mark.slow
 def test_closing_an_engine_ends_the_processes() -> None:
     this = psutil.Process()
     before = set(this.children(recursive=True))

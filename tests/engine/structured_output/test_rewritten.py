@@ -286,6 +286,7 @@ def _composed(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
     return keys.flatmap(lambda names: st.fixed_dictionaries({name: members[name] for name in names}))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     schema=st.recursive(_leaves, _composed, max_leaves=6), values=st.lists(_values, min_size=1, max_size=6)
@@ -300,6 +301,7 @@ def test_all_that_is_accepted_is_valid(schema: Schema, values: list[Any]) -> Non
             assert is_valid(schema, value)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     first=st.recursive(_leaves, _composed, max_leaves=5),

@@ -57,6 +57,7 @@ def split(tokens: list[int], sizes: list[int]) -> list[list[int]]:
     return chunks
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.binary(max_size=40), st.text(max_size=8), chunk_sizes)
 def test_random_bytes_one_token_each(data: bytes, prompt: str, sizes: list[int]) -> None:

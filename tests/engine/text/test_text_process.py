@@ -117,6 +117,7 @@ def write(directory: Path, **parts: Any) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts", [{"normalizer": AMPLIFIER}, {"pre_tokenizer": BACKTRACKING}], ids=["grows", "regex"]
 )

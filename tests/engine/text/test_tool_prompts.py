@@ -199,6 +199,7 @@ def test_too_many_names_of_parameters_are_refused(templated: HuggingFaceTokenize
         ChatFormat(templated, "qwen3_coder").prepare(TURNS, ChatOptions(tools=[tool]), SamplingParams())
 
 
+@pytest.mark.slow
 def test_a_model_in_this_process_takes_tools_and_variables(llm: LLM) -> None:
     """As a job does: the same prompt, and a forced call that the schema allows."""
     params = SamplingParams(max_tokens=80, temperature=1.0, seed=7)

@@ -133,6 +133,7 @@ def test_a_task_and_its_result(generate: Callable[..., Any]) -> None:
     assert result["outputs"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_a_generation_does_not_start_after_its_expiry(
     server: RedisServer, engine: Any, shop: Any, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_chord_of_200(generate: Callable[..., Any], shop: Any) -> None:
     assert result.get(timeout=PATIENCE_S) == [f"row {i}" for i in range(200)]
 
 
+@pytest.mark.slow
 def test_ordinary_tasks_run_beside(shop: Any, worker: Any) -> None:
     assert shop.make_prompt.delay("me").get(timeout=PATIENCE_S) == "say me"
 

@@ -137,6 +137,7 @@ def test_every_kind_of_bad_row_is_told_apart(run: Callable[..., Result], tmp_pat
     assert all(len(error["raw"]) < 3_000 and error["message"] for error in errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "says"),
     [

@@ -16,6 +16,8 @@ from pagemill.producer.wire.calls import registry
 from tests.integration.cli.test_run import Finished, environment, pagemill, worker
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 parquet = pytest.importorskip("pyarrow.parquet")
 pyarrow = pytest.importorskip("pyarrow")
 

@@ -13,6 +13,7 @@ from tests.topologies import RedisServer
 from tests.worker.harness import PATIENCE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [("queue", "pause"), ("submit", "hello", "--model", "echo"), ("queue", "stats")], ids=" ".join
 )

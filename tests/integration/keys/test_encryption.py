@@ -179,6 +179,7 @@ def test_files_of_the_gateway(queue: Queue, keys: str) -> None:
     assert queue.run(stored_files.read(queue.name, file.id, 0)) == SENTINEL.encode()
 
 
+@pytest.mark.slow
 def test_what_the_gateway_stores_of_requests(
     queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

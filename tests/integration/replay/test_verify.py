@@ -172,6 +172,7 @@ def test_a_token_too_few_is_found(again: Ran) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_changed_bit_of_a_log_probability_is_found(again: Ran) -> None:
     def change(record: dict[str, Any]) -> None:
         record["outputs"][0]["logprobs"][3]["top"][1]["logprob"] += 2.0**-20

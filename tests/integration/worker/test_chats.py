@@ -86,6 +86,7 @@ def test_a_stream_has_the_same_parts(queue: Producer) -> None:
     assert len({call.id for call in result.tool_calls}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_forced_call_is_valid(queue: Producer, choice: Any) -> None:
     tools = [WEATHER] if choice == "required" else [WEATHER, TIME]
@@ -215,6 +216,7 @@ def test_what_a_cancelled_job_leaves_is_parsed_too(valkey_url: str, queue_name: 
     assert partial.text == ""
 
 
+@pytest.mark.slow
 def test_a_batch_of_rows_has_the_same_form(valkey_url: str, queue: Producer) -> None:
     """The fast path of bulk submits: rows with tools, and rows with a history among plain ones."""
     call = {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": "{}"}}

@@ -70,6 +70,7 @@ def test_types_are_those_of_the_schema(queue: Producer) -> None:
     assert len(result.tool_calls) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_constrained_call_is_valid(queue: Producer, strict: bool) -> None:
     tool = WEATHER | {"function": WEATHER["function"] | {"strict": strict}}
@@ -89,6 +90,7 @@ def test_an_answer_beside_calls_has_its_shape(queue: Producer) -> None:
     assert (result.text, result.tool_calls) == ('"yes"', ())
 
 
+@pytest.mark.slow
 def test_calls_of_gemma_are_read_and_not_forced(valkey_url: str) -> None:
     config = worker_config(
         valkey_url, "bare", model="echo", tool_call_parser="gemma4", reasoning_parser="gemma4"

@@ -49,6 +49,7 @@ def endpoint_config(client: QueueClient, url: str, **settings: object) -> Worker
     return worker_config(client.url, client.queue, **(given | settings))
 
 
+@pytest.mark.slow
 def test_a_prompt_and_a_chat_are_answered(client: QueueClient, stub: Stub, url: str) -> None:
     with running_worker(endpoint_config(client, url)):
         ids = client.submit(
@@ -68,6 +69,7 @@ def test_a_prompt_and_a_chat_are_answered(client: QueueClient, stub: Stub, url: 
     assert (sent["top_k"], sent["cache_salt"], sent["model"]) == (4, "default", "stub-model")
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_closes_its_stream(client: QueueClient, stub: Stub, url: str) -> None:
     stub.delay_s = 0.02
     with running_worker(endpoint_config(client, url)):
@@ -79,6 +81,7 @@ def test_a_cancelled_job_closes_its_stream(client: QueueClient, stub: Stub, url:
         eventually(lambda: stub.num_running == 0, "the stream to be closed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "counts_attempt"),
     [
@@ -109,6 +112,7 @@ def test_a_broken_stream_is_continued(
     assert stub.bodies[1]["max_tokens"] == 180
 
 
+@pytest.mark.slow
 def test_a_job_that_always_ends_the_connection_is_buried(client: QueueClient, stub: Stub, url: str) -> None:
     stub.fault, stub.fault_after = "reset", 0
     with running_worker(endpoint_config(client, url)):
@@ -118,6 +122,7 @@ def test_a_job_that_always_ends_the_connection_is_buried(client: QueueClient, st
     assert (outcome.state, outcome.error.code) == ("dead", "crash_suspect")
 
 
+@pytest.mark.slow
 def test_an_endless_stream_is_cut_off(client: QueueClient, stub: Stub, url: str) -> None:
     stub.fault, stub.fault_after = "endless", -1
     with running_worker(endpoint_config(client, url)):
@@ -127,6 +132,7 @@ def test_an_endless_stream_is_cut_off(client: QueueClient, stub: Stub, url: str)
         eventually(lambda: stub.num_running == 0, "the streams to be closed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "attempt"), [(429, 1), (503, 1), (500, 2)])
 def test_an_endpoint_that_answers_with_an_error_gets_the_job_again(
     client: QueueClient, stub: Stub, url: str, status: int, attempt: int
@@ -141,6 +147,7 @@ def test_an_endpoint_that_answers_with_an_error_gets_the_job_again(
     assert (result.text, result.attempt) == ("".join(WORDS[:5]), attempt)
 
 
+@pytest.mark.slow
 def test_a_request_that_the_endpoint_rejects_fails_alone(client: QueueClient, stub: Stub, url: str) -> None:
     stub.status, stub.num_faults = 400, 1
     with running_worker(endpoint_config(client, url)):
@@ -154,6 +161,7 @@ def test_a_request_that_the_endpoint_rejects_fails_alone(client: QueueClient, st
     assert "private" not in error.message
 
 
+@pytest.mark.slow
 def test_a_worker_waits_for_an_endpoint_that_is_down(client: QueueClient, stub: Stub) -> None:
     with serving(Stub()) as url:
         port = int(url.split(":")[2].split("/")[0])
@@ -180,6 +188,7 @@ def test_a_worker_waits_for_an_endpoint_that_is_down(client: QueueClient, stub: 
         assert worker.close()
 
 
+@pytest.mark.slow
 def test_jobs_in_flight_survive_the_end_of_the_endpoint(client: QueueClient, stub: Stub) -> None:
     stub.delay_s = 0.02
     with serving(stub) as url:
@@ -204,6 +213,7 @@ def test_jobs_in_flight_survive_the_end_of_the_endpoint(client: QueueClient, stu
         assert worker.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["model", "version", "answer"])
 def test_another_model_at_the_endpoint_is_a_lost_device(
     client: QueueClient, stub: Stub, url: str, change: str
@@ -238,6 +248,7 @@ def test_another_model_at_the_endpoint_is_a_lost_device(
     assert (result.resumed_tokens > 0) == (change == "answer"), "another model does not continue the text"
 
 
+@pytest.mark.slow
 def test_what_an_endpoint_cannot_do_is_left_to_other_workers(
     client: QueueClient, stub: Stub, url: str
 ) -> None:
@@ -269,6 +280,7 @@ def test_what_an_endpoint_cannot_do_is_left_to_other_workers(
             assert {client.status(job_id).worker for job_id in ids} == {able.worker_id}
 
 
+@pytest.mark.slow
 def test_schemas_and_adapters_where_the_endpoint_has_them(client: QueueClient, stub: Stub, url: str) -> None:
     with running_worker(endpoint_config(client, url)) as worker:
         schema = {"structured_outputs": {"json": {"type": "object"}}}
@@ -280,6 +292,7 @@ def test_schemas_and_adapters_where_the_endpoint_has_them(client: QueueClient, s
     assert sorted(sent[0].keys() ^ sent[1].keys()) == ["response_format", "structured_outputs"]
 
 
+@pytest.mark.slow
 def test_an_endpoint_without_completions_answers_chats(client: QueueClient, stub: Stub, url: str) -> None:
     stub.has_completions = False
     with running_worker(endpoint_config(client, url)) as worker:
@@ -288,6 +301,7 @@ def test_an_endpoint_without_completions_answers_chats(client: QueueClient, stub
         assert client.wait([chat])[0].state == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_chat_is_continued_where_the_engine_can(client: QueueClient, stub: Stub, url: str) -> None:
     stub.fault, stub.num_faults, stub.fault_after = "truncated", 1, 20
     with running_worker(endpoint_config(client, url)):
@@ -299,6 +313,7 @@ def test_a_chat_is_continued_where_the_engine_can(client: QueueClient, stub: Stu
     assert stub.bodies[1]["messages"][-1] == {"role": "assistant", "content": "".join(WORDS[:20])}
 
 
+@pytest.mark.slow
 def test_a_chat_starts_over_where_it_cannot(client: QueueClient, stub: Stub, url: str) -> None:
     stub.owned_by = "unknown"
     stub.fault, stub.num_faults, stub.fault_after = "truncated", 1, 20
@@ -309,6 +324,7 @@ def test_a_chat_starts_over_where_it_cannot(client: QueueClient, stub: Stub, url
     assert (result.text, result.resumed_tokens) == (TEXT, 0)
 
 
+@pytest.mark.slow
 def test_a_worker_with_the_tokenizer_sends_token_ids(
     client: QueueClient, stub: Stub, url: str, tmp_path: Path
 ) -> None:
@@ -348,6 +364,7 @@ vllm:prefix_cache_hits_total{{engine="0"}} 30
 """
 
 
+@pytest.mark.slow
 def test_pulls_stop_while_the_engine_has_a_backlog(client: QueueClient, stub: Stub, url: str) -> None:
     stub.delay_s, stub.metrics = 0.01, METRICS.format(waiting=2)
     with running_worker(endpoint_config(client, url, max_num_seqs=8)) as worker:
@@ -361,6 +378,7 @@ def test_pulls_stop_while_the_engine_has_a_backlog(client: QueueClient, stub: St
     assert stub.most_running <= 7, "three of eight rows are others', and two jobs may be at their last token"
 
 
+@pytest.mark.slow
 def test_kv_metrics_are_exported_where_the_engine_has_them(client: QueueClient, stub: Stub, url: str) -> None:
     with running_worker(endpoint_config(client, url)) as worker:
         text = get(f"{worker.http_url}/metrics")[1].decode()
@@ -380,6 +398,7 @@ def test_kv_metrics_are_exported_where_the_engine_has_them(client: QueueClient, 
         assert figure("kv_cache_block_evictions_total") is None
 
 
+@pytest.mark.slow
 def test_slots_limit_pulls(client: QueueClient, stub: Stub, url: str) -> None:
     stub.owned_by, stub.slots, stub.delay_s = "llamacpp", [{"is_processing": False}] * 2, 0.01
     with running_worker(endpoint_config(client, url)):
@@ -388,6 +407,7 @@ def test_slots_limit_pulls(client: QueueClient, stub: Stub, url: str) -> None:
     assert stub.most_running <= 4, "two, and two more while the first are at their last token"
 
 
+@pytest.mark.slow
 def test_the_key_is_sent_and_appears_nowhere(
     client: QueueClient, stub: Stub, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -406,6 +426,7 @@ def test_the_key_is_sent_and_appears_nowhere(
     assert not any(KEY in text for text in told)
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_waited_for(client: QueueClient, stub: Stub, url: str) -> None:
     stub.key = KEY
     worker = Worker(endpoint_config(client, url), client.url)
@@ -437,6 +458,7 @@ def test_an_endpoint_that_rejects_every_job_is_a_mistake(client: QueueClient, st
     worker.close()
 
 
+@pytest.mark.slow
 def test_both_may_be_killed(client: QueueClient, tmp_path: Path) -> None:
     """SIGKILL of the endpoint, then of the worker: the text continues, and is committed once."""
     with serving(Stub()) as url:

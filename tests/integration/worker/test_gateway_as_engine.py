@@ -13,6 +13,7 @@ from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_wo
 QUESTION = "Name three colors of the rainbow."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["echo", pytest.param("smollm2", marks=pytest.mark.slow)])
 def test_chats_and_prompts_are_the_same_text_as_directly(client: QueueClient, model: str) -> None:
     behind = f"q-{uuid.uuid4().hex[:12]}"

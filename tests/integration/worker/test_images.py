@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 
+import pytest
+
 from pagemill import Producer
 from tests.worker.harness import running_worker, worker_config
 
@@ -11,6 +13,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
 
 
+@pytest.mark.slow
 def test_echo_shows_a_word_for_an_image(valkey_url: str, queue_name: str, engine_host: str) -> None:
     parts = [
         {"type": "text", "text": "Is "},

@@ -131,6 +131,7 @@ def test_bad_jobs_fail_alone_each_with_its_code(valkey_url: str, client: QueueCl
         assert "xxxx" not in failure.value.message
 
 
+@pytest.mark.slow
 def test_a_job_with_unknown_needs_is_left_for_later_workers(worker: Worker, client: QueueClient) -> None:
     later = client.submit_raw(b'{"v":99,"from":"the future"}', needs="99")
     client.wait(client.submit({"prompt": "now", "max_tokens": 3}))

@@ -239,6 +239,7 @@ def test_a_killed_worker_s_jobs_are_taken_over(
     client.redis.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 def test_a_dataset_is_embedded_and_resumed(
     queue: Producer, models: Path, tmp_path: Path, suffix: str

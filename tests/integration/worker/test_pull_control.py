@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from pagemill import Producer
@@ -12,6 +13,8 @@ from pagemill.__main__ import app
 from pagemill.producer.wire.calls import registry
 from tests.producer.driving import open_queue
 from tests.worker.harness import eventually, get, running_worker, worker_config
+
+pytestmark = pytest.mark.slow
 
 SLOW = "echo:50"
 """50 ms a token: a job of 2,000 tokens outlasts the test."""

@@ -106,6 +106,7 @@ def test_keys_and_values_that_are_moved(
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
+@pytest.mark.slow
 def test_a_host_tier_that_is_full_of_blocks_in_use(client: QueueClient) -> None:
     """A block is evicted, and one step needs to store more than the tier holds."""
     settings = {"num_kv_blocks": 24, "max_num_seqs": 8, "host_cache_gib": TWO_ECHO_BLOCKS_GIB}
@@ -115,6 +116,7 @@ def test_a_host_tier_that_is_full_of_blocks_in_use(client: QueueClient) -> None:
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
+@pytest.mark.slow
 def test_a_drain_that_lets_jobs_run_on(client: QueueClient) -> None:
     with running_worker(worker_config(client.url, client.queue, model=SLOW)) as worker:
         (job_id,) = client.submit({"prompt": "x" * 100, "max_tokens": 100})
@@ -167,6 +169,7 @@ def test_blocks_that_windows_leave_behind(client: QueueClient, tmp_path: Path) -
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
+@pytest.mark.slow
 def test_slots_of_recurrent_state(client: QueueClient, tmp_path: Path) -> None:
     build("lfm2", tiny_config("lfm2", 0)).save_pretrained(tmp_path)
     settings = {"max_num_seqs": 4, "skip_tokenizer_init": True, "verify": False}
@@ -184,6 +187,7 @@ def test_slots_of_recurrent_state(client: QueueClient, tmp_path: Path) -> None:
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
+@pytest.mark.slow
 def test_samples_that_need_every_row(client: QueueClient) -> None:
     with running_worker(worker_config(client.url, client.queue, model=SLOW, max_num_seqs=4)) as worker:
         (first,) = client.submit({"prompt": "x" * 200, "max_tokens": 200})
@@ -237,6 +241,7 @@ def test_an_answer_to_a_commit_that_is_lost(client: QueueClient, monkeypatch: py
         has_counted(worker, "result_commits_total{result=already_done}")
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_written(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pulls still work, so the worker reports that results block them, not that Redis is unavailable."""
     send, works_again = JobQueue.run_many, threading.Event()
@@ -302,6 +307,7 @@ def test_a_server_that_refuses_hangs_or_is_another(client: QueueClient, own_valk
         assert client.wait([job_id])[0].state == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_start_is_seen_and_counted(client: QueueClient) -> None:
     config = worker_config(client.url, client.queue)
     worker = Worker(config, client.url)
@@ -314,6 +320,7 @@ def test_a_start_is_seen_and_counted(client: QueueClient) -> None:
         worker.close()
 
 
+@pytest.mark.slow
 def test_figures_that_cannot_be_read(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_worker(worker_config(client.url, client.queue)) as worker:
         monkeypatch.setattr(type(worker.engine), "stats", property(lambda _: 1 / 0))
@@ -324,6 +331,7 @@ def test_figures_that_cannot_be_read(client: QueueClient, monkeypatch: pytest.Mo
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_images(client: QueueClient, tmp_path: Path) -> None:
     """Three questions about one picture, and a file that is no picture."""
     write_checkpoint("llava", tmp_path)

@@ -104,6 +104,7 @@ def test_a_batch_beside_generation(queue: Producer) -> None:
     assert sum(result is not None and len(result.outputs) == 2 for result in results) == 20
 
 
+@pytest.mark.slow
 def test_equal_ones_run_once(queue: Producer) -> None:
     job = {"task": "score", "prompt": PROMPT, "continuations": CITIES, "model": "smollm2", "dedupe": True}
     queue.submit_many([job] * 8, batch_id="equal").wait(timeout=300)

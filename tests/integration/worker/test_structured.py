@@ -96,6 +96,7 @@ def test_regex_and_grammar_results_match(model_client: QueueClient) -> None:
     assert by_regex.outputs[0].parsed is None, "only JSON stands for another value than its text"
 
 
+@pytest.mark.slow
 def test_one_bad_schema_fails_its_own_job_alone(model_client: QueueClient) -> None:
     shapes = {
         "(": "schema_invalid", '{"type": "nonsense"}': "schema_invalid",
@@ -166,6 +167,7 @@ def test_what_max_tokens_cuts_short_has_no_value(echo: tuple[Worker, QueueClient
     assert stats.requests.structured_outputs == {"valid": 1, "truncated": 1, "invalid": 0}
 
 
+@pytest.mark.slow
 def test_an_output_of_a_schema_that_is_verified(echo: tuple[Worker, QueueClient]) -> None:
     _, client = echo
     schema = {"type": "array", "items": {"type": "string", "format": "color"}, "uniqueItems": True}

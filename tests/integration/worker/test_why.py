@@ -20,6 +20,8 @@ from pagemill.producer.wire.schema.errors import JobNotFound
 from tests.chaos.nursery import Nursery
 from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 60
 JOB = {"prompt": "0123456789" * 12, "max_tokens": TOKENS, "ignore_eos": True}
 

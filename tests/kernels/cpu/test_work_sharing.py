@@ -50,6 +50,7 @@ def test_each_number_is_given_to_one_thread() -> None:
         assert (takers.sum(axis=0) == 1).all()
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5000), st.integers(1, 64))
 def test_blocks_cover_the_rows(num_rows: int, num_threads: int) -> None:
     bounds = plan_blocks(num_rows, num_threads)
@@ -63,6 +64,7 @@ def test_blocks_cover_the_rows(num_rows: int, num_threads: int) -> None:
         assert sizes[-1] < 2 * FEWEST_ROWS
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 10_000), max_size=300), st.integers(1, 64))
 def test_turns_cover_the_tasks(costs: list[int], num_threads: int) -> None:
     totals = np.concatenate([[0], np.cumsum(costs, dtype=np.int64)]).astype(np.int64)

@@ -100,6 +100,7 @@ def rows(count: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_batch_of_chains_over_several_calls(queue: Queue) -> None:
     with Producer(queue.url, queue=queue.name, model="m") as producer:
         batch = producer.submit_many(rows(300), batch_id="b")

@@ -70,6 +70,7 @@ def run(valkey_url: str, queue_name: str, tmp_path: Path) -> Callable[..., tuple
     return run
 
 
+@pytest.mark.slow
 def test_kinds_of_columns(run: Any, tmp_path: Path) -> None:
     """Paths are relative to the file with the rows; no output has more of a picture than its name."""
     (tmp_path / "1.png").write_bytes(picture(1))

@@ -23,6 +23,7 @@ def test_json_keeps_its_letters() -> None:
     assert PromptTemplate("{{ row | tojson }}").render({"a": "é"}) == '{"a": "é"}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -95,6 +95,7 @@ def test_what_endangers_jobs_is_found(queue: Queue, setting: str, value: str, ch
     assert len(line) == 4, f"it says what to do: {line}"
 
 
+@pytest.mark.slow
 def test_slow_writes_are_found_though_no_fsync_counts_as_late(queue: Queue) -> None:
     queue.client.config_set("appendfsync", "always")
     queue.client.client_pause(3000, all=False)  # writes alone

@@ -170,6 +170,7 @@ def test_headers_cannot_be_smuggled_in(served: Served) -> None:
         assert status_of(served.ask(post(json.dumps(ASK).encode(), extra=f"{header}\r\n"))) == 400
 
 
+@pytest.mark.slow
 def test_unknown_paths_and_methods(served: Served) -> None:
     assert httpx.get(f"{served.base_url}/moderations", timeout=60).json()["error"]["code"] == "unknown_url"
     wrong = httpx.put(f"{served.base_url}/files", timeout=60)

@@ -105,6 +105,7 @@ def test_a_batch_from_its_file_to_its_files(valkey_url: str, queue_name: str) ->
             client.files.retrieve(batch.input_file_id)
 
 
+@pytest.mark.slow
 def test_a_batch_of_responses(valkey_url: str, queue_name: str) -> None:
     form = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["yes"]}}}
     asked = [

@@ -69,6 +69,7 @@ def text_of(*rows: dict[str, Any]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
+@pytest.mark.slow
 def test_each_broken_line_fails_by_itself(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     keys = write_keys(path, shop={"tenant": "shop", "models": ("echo", "ecko")})
@@ -126,6 +127,7 @@ def test_a_broken_line_fails_the_file_as_a_whole(served: Served, client: OpenAI,
     assert (batch.output_file_id, batch.error_file_id) == (None, None)
 
 
+@pytest.mark.slow
 def test_a_line_beyond_the_longest_fails_the_file(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_rows, "MAX_LINE_BYTES", 4096)
     large = line("large", messages=[{"role": "user", "content": "x" * 5000}])

@@ -142,6 +142,7 @@ def test_extensions_of_chunks_are_bounded(served: Served) -> None:
     ) == [400]
 
 
+@pytest.mark.slow
 def test_floods_of_headers(served: Served) -> None:
     for number, line in (
         (6_000, "a: b"),

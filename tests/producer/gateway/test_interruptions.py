@@ -216,6 +216,7 @@ def test_a_server_that_hangs_does_not_hold_the_end_up(own_valkey: RedisServer, q
     queue.transport.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_a_503_for_each_request(
     own_valkey: RedisServer, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_every_answer_says_how_long_a_request_waits(served: Served, client: Open
         assert "x-promised-p50" not in answer.headers
 
 
+@pytest.mark.slow
 def test_a_request_that_would_wait_past_its_limit_is_to_come_back(lane: Queue) -> None:
     with gateway(lane.url, lane.name) as served, open_client(served) as client:
         for number in range(5):
@@ -100,6 +101,7 @@ def test_a_quota_s_pause() -> None:
     assert QuotaLeft(jobs_per_day=Remaining(10, 0, 5000.0)).pause_s(1) == 5000.0
 
 
+@pytest.mark.slow
 async def test_the_lanes_of_which_it_asked_are_bounded(lane: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_signals, "MAX_LANES", 2)
     async with AsyncProducer(lane.url, queue=lane.name) as producer:

@@ -89,6 +89,7 @@ def outputs_of(client: OpenAI, batch: Batch) -> list[str]:
     return [row["custom_id"] for row in rows_of(client, batch.output_file_id)]
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_a_503_also_at_a_new_gateway(
     valkey_url: str, queue: Queue, tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_frozen_worker_is_a_503_also_at_a_new_gateway(
         worker.kill()
 
 
+@pytest.mark.slow
 def test_a_model_with_waiting_jobs_is_known(valkey_url: str, queue: Queue) -> None:
     register(queue, "other")
     queue.submit("a", model="never-served")
@@ -169,6 +171,7 @@ def test_lines_for_an_unknown_model_fail_after_the_grace_period(valkey_url: str,
         assert code_of(ask(served, "nope")) == (404, "model_not_found"), "a batch makes no model known"
 
 
+@pytest.mark.slow
 def test_no_line_fails_while_no_worker_is_ready(valkey_url: str, queue: Queue) -> None:
     with gateway(valkey_url, queue.name, unknown_model_s=0.0) as served, connect(served) as client:
         batch_id = start(client, lines_of("m", "n", "m")).id
@@ -217,6 +220,7 @@ def test_lines_for_a_known_model_wait_for_its_worker(valkey_url: str, queue: Que
         assert codes_of(client, batch) == {"r2": (404, "model_not_found")}
 
 
+@pytest.mark.slow
 def test_a_model_that_appears_within_the_grace_period_runs_its_lines(valkey_url: str, queue: Queue) -> None:
     """Its lines are submitted last, and are the last in the output file."""
     register(queue, "m")
@@ -243,6 +247,7 @@ def test_a_model_that_appears_within_the_grace_period_runs_its_lines(valkey_url:
         assert batch.error_file_id is None
 
 
+@pytest.mark.slow
 def test_a_gateway_restart_keeps_the_decision_on_unknown_models(valkey_url: str, queue: Queue) -> None:
     """The model appears after the decision: the lines that were failed must not run as well."""
     register(queue, "m")
@@ -268,6 +273,7 @@ def test_a_gateway_restart_keeps_the_decision_on_unknown_models(valkey_url: str,
     assert int(queue.client.hget(f"{queue.prefix}counts", "succeeded") or 0) == 20
 
 
+@pytest.mark.slow
 def test_a_gateway_restart_before_the_decision_ends_the_batch(valkey_url: str, queue: Queue) -> None:
     register(queue, "m")
     with scripted_worker(valkey_url, queue.name):

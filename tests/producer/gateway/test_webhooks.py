@@ -150,6 +150,7 @@ def test_the_library_of_standard_webhooks_verifies_events(
     assert library.Webhook(SECRET).verify(body, headers)["data"] == {"id": name}
 
 
+@pytest.mark.slow
 def test_attempts_are_bounded_and_only_wanted_events_are_sent(
     valkey_url: str, queue_name: str, tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

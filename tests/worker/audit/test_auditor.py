@@ -87,6 +87,7 @@ def test_a_dispute_of_two_is_decided_by_a_third(client: QueueClient, monkeypatch
             assert second.audit.reason is None
 
 
+@pytest.mark.slow
 def test_a_canary_that_fails_is_no_deviation(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
     with workers(client, 1) as (worker,):
         eventually(lambda: verdicts(worker)["alone"], "a canary")

@@ -60,6 +60,7 @@ def test_a_killed_process_is_a_lost_device(running: tuple[EngineProcess, Outputs
     assert not engine.is_alive
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_stalls_and_is_killed_in_the_end(
     running: tuple[EngineProcess, Outputs],
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_process_that_stands_still_stalls_and_is_killed_in_the_end(
     assert not psutil.pid_exists(engine.pid)
 
 
+@pytest.mark.slow
 def test_an_idle_process_that_takes_no_commands_stalls() -> None:
     engine, outputs = make("process")
     assert isinstance(engine, EngineProcess)
@@ -123,6 +125,7 @@ def test_loading_ends_with_the_worker_that_asked_for_it() -> None:
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("waits", "is_stopped"),
     [(True, False), (False, False), pytest.param(True, True, marks=ON_LINUX)],

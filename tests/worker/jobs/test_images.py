@@ -113,6 +113,7 @@ def refusal(images: ImageInputs, url: str, inputs: InputProcessor) -> JobError:
     return refused.value
 
 
+@pytest.mark.slow
 def test_a_fetched_image_is_the_same_as_one_in_the_job(site: Site, inputs: InputProcessor) -> None:
     site.redirects = {"/1": "/2", "/2": site.url("/3.png")}
     images = ImageInputs(policy(site))
@@ -149,6 +150,7 @@ def test_redirects_are_held_to_the_policy_and_bounded(site: Site, inputs: InputP
     assert site.requests == ["/1", "/2", "/2", "/2", "/2", "/3"]
 
 
+@pytest.mark.slow
 def test_a_server_without_the_image(
     site: Site, inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

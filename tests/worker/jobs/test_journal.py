@@ -73,6 +73,7 @@ def test_one_line_per_transition_with_ids_and_no_prompt(lines: dict[str, list[di
     assert SECRET not in json.dumps(lines)
 
 
+@pytest.mark.slow
 def test_a_listener_that_fails_hurts_no_job(
     client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,6 +31,7 @@ def as_read(text: bytes) -> list[TokenLogprobs | None]:
     ]
 
 
+@pytest.mark.slow
 @given(st.lists(ENTRIES, max_size=150), st.integers(0, 150))
 def test_what_goes_in_comes_out(entries: list[TokenLogprobs], cut: int) -> None:
     columns = LogprobColumns(str)

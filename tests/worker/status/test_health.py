@@ -79,6 +79,7 @@ def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
         assert worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_is_not_ready_before_clients_can_find_it(
     client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -296,6 +296,7 @@ def alone(checkpoint: Path) -> dict[int, list[list[int]]]:
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -328,6 +328,7 @@ def test_reader_that_writes_too_much_is_killed(
         weight_files(model)
 
 
+@pytest.mark.slow
 def test_reader_that_makes_no_progress_is_killed(
     model: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], None]
 ) -> None:

@@ -141,6 +141,7 @@ def poison_free_blocks(llm: LLM) -> None:
     executor.launch = poisoned
 
 
+@pytest.mark.slow
 def test_logits_are_transformers(case: Case) -> None:
     """Of prompts in chunks and of tokens from the cache, and again from the prefix cache."""
     llm = case.load()

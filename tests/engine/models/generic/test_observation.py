@@ -50,6 +50,7 @@ def test_a_mask_of_the_models_own_is_refused() -> None:
         refuse_unknown(torch.ones(1), {})
 
 
+@pytest.mark.slow
 def test_chunks_longer_than_any_comparison_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def chunks_of_8192(config: Any, **request: Any) -> Any:
         chunked = copy.copy(config)

@@ -88,6 +88,7 @@ def test_settings_pass(olmo2: Path, options: dict[str, Any], caplog: pytest.LogC
     assert any("equals transformers' own forward pass" in message for message in caplog.messages)
 
 
+@pytest.mark.slow
 def test_a_comparison_is_made_once(olmo2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[object] = []
     check = model_probe.ModelProbe.check
@@ -101,6 +102,7 @@ def test_a_comparison_is_made_once(olmo2: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(compared) == 2
 
 
+@pytest.mark.slow
 def test_a_refusal_is_not_remembered(olmo2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(model_probe.ModelProbe, "_difference", lambda *_: 1.0)

@@ -69,6 +69,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["mamba", "mamba2", "qwen3_5_text"], indirect=True)
 def test_kernels_advance_states_in_their_slots(saved: Saved) -> None:
     """Every recurrent layer of these types runs on the kernels, and none on transformers' functions."""
@@ -228,6 +229,7 @@ def test_outputs_have_the_structure_that_was_asked_for(kind: str, tmp_path: Path
     assert llm.engine.stats().kv.prefix_hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_memory_limits_the_sequences_and_cached_states(tmp_path: Path) -> None:
     saved = save("qwen3_5_text", tmp_path)
     size = saved.llm().engine.stats().kv.state_bytes
@@ -285,6 +287,7 @@ def test_broken_checkpoints_name_the_field_or_the_tensor(tmp_path: Path) -> None
             saved.llm()
 
 
+@pytest.mark.slow
 def test_a_model_without_attention_has_no_limit_of_blocks(tmp_path: Path) -> None:
     saved = save("mamba", tmp_path)
     llm = LLM(str(tmp_path), num_threads=1, max_model_len=400, max_num_seqs=3, block_size=16, verify=False)

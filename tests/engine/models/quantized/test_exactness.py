@@ -61,6 +61,7 @@ def test_as_transformers_computes_it(name: str, tmp_path: Path) -> None:
         assert [one.logprob for one in logprobs] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_widens_without_our_kernels(
     dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -72,6 +73,7 @@ def test_half_precision_widens_without_our_kernels(
     assert any(f"linear layers as widened to {dtype}" in line for line in caplog.messages)
 
 
+@pytest.mark.slow
 def test_float16_keeps_the_file_s_integers_with_our_kernels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

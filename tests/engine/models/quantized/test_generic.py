@@ -17,6 +17,8 @@ from tests.engine.models.generic.tiny_configs import tiny_config
 from tests.engine.models.generic.trial import build, write_checkpoint
 from tests.engine.models.quantized.checkpoints import Format, float8_blocks, int8, quantise
 
+pytestmark = pytest.mark.slow
+
 FP8, INT8 = float8_blocks(32, 32), int8()
 
 

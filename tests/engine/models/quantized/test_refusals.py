@@ -171,6 +171,7 @@ def test_tensors(form: Format, change: Change, message: str) -> None:
     assert message in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_start_says_it_in_one_line(tmp_path: Path) -> None:
     assert "weights quantised by 'hqq' are not supported" in refusal(
         with_settings(tmp_path / "method", {"quant_method": "hqq"})

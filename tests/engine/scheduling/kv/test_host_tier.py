@@ -207,6 +207,7 @@ def test_invalid_sizes_are_rejected(tmp_path: Path) -> None:
             LLM(str(tmp_path), **{"num_kv_blocks": 20, "host_cache_gib": 0.01} | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["depth 0", "depth 1"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_bits_are_those_of_an_engine_that_never_evicts(

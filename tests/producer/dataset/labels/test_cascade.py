@@ -316,6 +316,7 @@ def test_a_frame_has_the_stages(make: Any, producer: Producer) -> None:
     assert models == [expected(str(number), 0.8, ["small", "big"])[-1][0] for number in range(12)]
 
 
+@pytest.mark.slow
 def test_the_report_tells_stages_and_curve(producer: Producer, tmp_path: Path) -> None:
     news: list[dict[str, int]] = []
 

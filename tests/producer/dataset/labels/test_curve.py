@@ -110,6 +110,7 @@ class DatasetOptions:
     to: Any = MODELS[1:]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**9), st.sampled_from([0.6, 0.8, 1.0]), st.sampled_from([1.0, 0.5, 2.0]))
 @settings(max_examples=15)
 def test_followers_yield_what_the_answers_ask_for_in_whatever_order_they_come(

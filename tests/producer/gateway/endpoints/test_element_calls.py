@@ -31,6 +31,7 @@ def worker_settings() -> dict[str, Any]:
     return {"model": "echo", "tool_call_parser": "minimax_m2", "reasoning_parser": "think"}
 
 
+@pytest.mark.slow
 def test_arguments_are_json_of_the_schema_s_types(client: OpenAI) -> None:
     choice = client.chat.completions.create(**ASK).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")

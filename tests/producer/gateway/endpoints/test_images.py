@@ -82,6 +82,7 @@ def test_a_message(served: Served) -> None:
     assert counted.input_tokens == len("Is [image]\n")
 
 
+@pytest.mark.slow
 def test_limits(client: OpenAI) -> None:
     """Of a gateway without a store: a job has 1 MiB."""
     large = f"data:image/png;base64,{base64.b64encode(PNG + bytes(3_000_000)).decode()}"

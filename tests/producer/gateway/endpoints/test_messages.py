@@ -57,6 +57,7 @@ def test_a_message_has_blocks_of_thinking_text_and_calls(claude: Anthropic) -> N
     assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) > 0
 
 
+@pytest.mark.slow
 def test_a_stream_gives_the_same_message(claude: Anthropic) -> None:
     """The client's own accumulation checks the order of events."""
     whole = claude.messages.create(**ASK)
@@ -152,6 +153,7 @@ def test_what_is_not_supported_is_named(claude: Anthropic, fields: dict[str, Any
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_errors_have_anthropics_form(
     valkey_url: str, served: Served, claude: Anthropic, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_token_ids(client: OpenAI) -> None:
         assert found == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_cohere_s_ranking(served: Served, models: Path) -> None:
     scores = run(engine_of(models / "judge"), "rerank", TEXTS, query="w1 w2")[:, 0]
     order = sorted(range(len(TEXTS)), key=lambda index: -scores[index])
@@ -118,6 +119,7 @@ def test_labels(served: Served, models: Path) -> None:
     assert [row["label"] for row in found] == [("bad", "fair", "good")[row.argmax()] for row in wanted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "body", "status", "told"),
     [

@@ -103,6 +103,7 @@ def test_chats_are_listed_filtered_and_changed(client: OpenAI) -> None:
     assert not list(chats.list())
 
 
+@pytest.mark.slow
 def test_the_messages_of_a_chat_are_listed(client: OpenAI) -> None:
     asked = [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]
     made = client.chat.completions.create(**CHAT | {"messages": asked}, store=True)

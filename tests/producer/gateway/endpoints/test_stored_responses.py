@@ -60,6 +60,7 @@ def texts(events: Iterable[Any]) -> dict[tuple[str, int], str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_background_response_from_creation_to_deletion(client: OpenAI) -> None:
     asked = ASK | {"instructions": "Be brief.", "metadata": {"row": "7"}, "service_tier": "flex"}
     begun = client.responses.create(**asked)
@@ -128,12 +129,14 @@ def test_a_stream_continues_after_any_of_its_events(client: OpenAI) -> None:
     assert events[-1].response.output == final.output
 
 
+@pytest.mark.slow
 def test_a_disconnected_client_does_not_end_a_background_response(client: OpenAI) -> None:
     with client.responses.create(model="echo", input=LONG, background=True, stream=True) as stream:
         first = next(iter(stream))
     assert "word-59" in finished(client, first.response.id).output_text  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_streams_continue_when_gateway_and_worker_were_killed(valkey_url: str, tmp_path: Path) -> None:
     """A client reads through two kills, each between two events, and has the whole text once."""
     queue = f"q-{uuid.uuid4().hex[:12]}"
@@ -166,6 +169,7 @@ def test_streams_continue_when_gateway_and_worker_were_killed(valkey_url: str, t
     assert all(a < b for a, b in itertools.pairwise(numbers))
 
 
+@pytest.mark.slow
 def test_a_conversation_continues_by_the_id_of_its_last_response(client: OpenAI) -> None:
     first = client.responses.create(model="echo", input="one", instructions="Be brief.", store=True)
     second = client.responses.create(
@@ -230,6 +234,7 @@ def test_a_repeated_request_finds_its_response(client: OpenAI) -> None:
     assert len(ids) == 1
 
 
+@pytest.mark.slow
 def test_the_responses_of_a_tenant_are_its_own(valkey_url: str, tmp_path: Path) -> None:
     queue = f"q-{uuid.uuid4().hex[:12]}"
     made = write_keys(
@@ -281,6 +286,7 @@ def test_ids_that_are_no_responses(served: Served, client: OpenAI, valkey_url: s
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value"), query
 
 
+@pytest.mark.slow
 def test_the_bound_of_what_a_response_keeps(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="metadata has more than 16384 bytes"):
         client.responses.create(model="echo", input="x", store=True, metadata={"a": "b" * 16_300})

@@ -89,6 +89,7 @@ def test_keys_apply(valkey_url: str, queue: str, served: Served, tmp_path: Any) 
         assert post(held, "detokenize", keys["other"], model="echo", tokens=[104]).status_code == 403
 
 
+@pytest.mark.slow
 def test_a_prompt_is_before_the_output(client: OpenAI) -> None:
     ask: dict[str, Any] = {"model": "echo", "max_tokens": 2, "echo": True, "temperature": 0}
     plain = client.completions.create(prompt="ab", **ask).choices[0]

@@ -268,6 +268,7 @@ def test_the_input_tokens_of_a_response_are_those_of_its_usage(
     assert counted.input_tokens == response.usage.input_tokens > 0
 
 
+@pytest.mark.slow
 def test_input_tokens_of_what_is_refused(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.responses.input_tokens.count(model="other", input="a")

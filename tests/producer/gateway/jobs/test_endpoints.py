@@ -250,6 +250,7 @@ def test_actions_are_logged_with_the_key_s_name_and_no_key(
     assert SECRET not in written
 
 
+@pytest.mark.slow
 def test_the_page_and_its_files_hold_no_data_and_a_strict_policy(
     keyed: tuple[Served, dict[str, str]],
 ) -> None:
@@ -285,6 +286,7 @@ def test_the_page_and_its_files_hold_no_data_and_a_strict_policy(
         assert httpx.get(f"{served.url}/jobs/files/{name}").status_code == 404
 
 
+@pytest.mark.slow
 def test_without_keys_it_is_this_machine_s_and_no_other_page_acts_on_it(valkey_url: str, jobs: Queue) -> None:
     jobs.submit("acme-mine", tenant="acme")
     with gateway(valkey_url, jobs.name) as served:

@@ -178,6 +178,7 @@ def checkpoints(queue: Queue) -> None:
         queue.checkpoint(job, delta(0, 1, text="y" * LARGE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binary", ["valkey-server", "redis-server"])
 @pytest.mark.parametrize(
     ("number", "most"), [(1_000, MOST), pytest.param(4_000, 150_000_000, marks=pytest.mark.slow)]

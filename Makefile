@@ -21,7 +21,7 @@ TTSEM_TRITON := 3.8.0
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test check check-all oldest-triton compiled-ir bench format lock sbom clean
+.PHONY: help setup demo lint test check check-all shake oldest-triton compiled-ir bench format lock sbom clean
 
 help:
 	@echo "make demo       label real rows with a real model through a real queue"
@@ -30,6 +30,7 @@ help:
 	@echo "make lint       format, lint, types and import rules"
 	@echo "make check      what CI runs: lint and the quick tests"
 	@echo "make check-all  every test, part by part, in hours (PART=chaos: one part)"
+	@echo "make shake      the quick tests on a busy machine, at another date, in another folder, ... (ONLY=busy: one)"
 	@echo "make oldest-triton  the kernels compiled by the oldest Triton that is supported"
 	@echo "make compiled-ir  the kernels' compiled IR, executed without a GPU and compared with fp64"
 	@echo "make bench      every benchmark table, on an idle machine (hours)"
@@ -83,6 +84,10 @@ check: lint test
 check-all: $(STAMP)
 	@$(PREPARE)
 	@$(TESTS) --all $(addprefix --part ,$(PART))
+
+shake: $(STAMP)
+	@$(PREPARE)
+	@$(BIN)/python -m tests.shake $(ONLY)
 
 # Beside the environment, not in it: torch's own Triton stays what the other tests run.
 oldest-triton: $(STAMP)

@@ -1,0 +1,105 @@
+"""The conditions of `make shake` are what they are called."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import shake
+
+PROBE = """
+import json, os, time
+print(json.dumps({"date": time.time(), "uptime": time.monotonic(), "cores": len(os.sched_getaffinity(0)),
+  "zone": time.tzname[0], "home": os.listdir(os.environ["HOME"])}))
+"""
+
+
+def _probe(setup: shake.Setup) -> dict[str, Any]:
+    """Return what a program sees that runs as the tests would."""
+    prefix = setup.command[: -len(shake.TESTS)] if setup.command[-len(shake.TESTS) :] == shake.TESTS else ()
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", PROBE],
+        env=os.environ | setup.environment,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    seen: dict[str, Any] = json.loads(done.stdout)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def usual() -> dict[str, Any]:
+    return _probe(shake.Setup())
+
+
+def _seen(name: str) -> dict[str, Any]:
+    try:
+        with shake.CONDITIONS[name]() as setup:
+            return _probe(setup)
+    except shake.UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def test_one_core() -> None:
+    assert _seen("one-core")["cores"] == 1
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("uptime-8h", 30_000), ("uptime-12d", 1_000_000)])
+def test_uptime(name: str, seconds: int, usual: dict[str, Any]) -> None:
+    seen = _seen(name)
+    assert 0 <= seen["uptime"] - usual["uptime"] - seconds < 600
+    assert 0 <= seen["date"] - usual["date"] < 600
+
+
+def test_date(usual: dict[str, Any]) -> None:
+    seen = _seen("date-40d")
+    assert 0 <= seen["date"] - usual["date"] - 40 * 24 * 3600 < 600
+    assert 0 <= seen["uptime"] - usual["uptime"] < 600
+
+
+def test_leap_day() -> None:
+    """Noon of 2028-02-29 UTC, in seconds since 1970."""
+    assert abs(_seen("leap-day")["date"] - 1_835_438_400) < 600
+
+
+def test_locale() -> None:
+    assert _seen("locale")["zone"] == "+14"
+
+
+def test_empty_home() -> None:
+    assert _seen("empty-home")["home"] == []
+
+
+def test_busy_ends_its_processes() -> None:
+    with shake.CONDITIONS["busy"]():
+        assert len(_children()) == 2
+    assert not _children()
+
+
+def _children() -> list[str]:
+    return [
+        word
+        for path in Path("/proc/self/task").glob("*/children")
+        for word in path.read_text().split()
+        if b"while True" in Path(f"/proc/{word}/cmdline").read_bytes()
+    ]
+
+
+def test_a_condition_that_is_unavailable_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shake.shutil, "which", lambda _: None)
+    assert shake.main(["one-core"]) == 1
+    assert "FAILED: taskset is missing; install the package util-linux" in capsys.readouterr().out
+
+
+def test_an_unknown_condition_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        shake.main(["calm"])
+    assert "unknown condition calm; choose from busy, one-core" in capsys.readouterr().err

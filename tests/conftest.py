@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -47,14 +47,9 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it is killed: no test run leaves servers."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+# The kernel kills a server when the test run is killed. A `preexec_fn` could ask for that too, but it may hang: between
+# fork and exec, locks that other threads held stay locked.
+_DIES_WITH_ITS_PARENT = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.which("setpriv")) else []
 
 
 def server_binary(name: str) -> Path:
@@ -93,13 +88,12 @@ class RedisServer:
         for _ in range(5):
             port = self.port or _free_port()
             command = [
+                *_DIES_WITH_ITS_PARENT,
                 str(self.binary), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.directory),
                 "--appendonly", "yes", "--save", "", "--daemonize", "no", *self.options,
             ]  # fmt: skip
             with (self.directory / "server.log").open("ab") as log:
-                self.process = subprocess.Popen(
-                    command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
-                )
+                self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             if self._answers(port):
                 self.port = port
                 return

@@ -6,6 +6,7 @@ One that is killed leaves no server.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def test_an_interrupted_run_reports_its_failures(tmp_path: Path) -> None:
         assert not is_running(server)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: prctl(PR_SET_PDEATHSIG)")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
 def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
     with run_until_it_waits(tmp_path) as (run, server):
         assert is_running(server)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,19 +77,17 @@ def test_empty_home() -> None:
     assert _seen("empty-home")["home"] == []
 
 
-def test_busy_ends_its_processes() -> None:
+def test_busy_ends_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(shake, "subprocess", SimpleNamespace(Popen=start))
     with shake.CONDITIONS["busy"]():
-        assert len(_children()) == 2
-    assert not _children()
-
-
-def _children() -> list[str]:
-    return [
-        word
-        for path in Path("/proc/self/task").glob("*/children")
-        for word in path.read_text().split()
-        if b"while True" in Path(f"/proc/{word}/cmdline").read_bytes()
-    ]
+        assert [loop.poll() for loop in started] == [None, None]
+    assert [loop.poll() for loop in started] == [-signal.SIGKILL] * 2
 
 
 def test_a_condition_that_is_unavailable_fails(

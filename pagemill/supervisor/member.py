@@ -196,7 +196,7 @@ class Member:
                 self._ready_since = now
                 logger.info("%s: ready at %s", self.name, self.spec.url)
             self.was_ready = True
-            if now - self._ready_since >= STABLE_S:
+            if now >= self._ready_since + STABLE_S:
                 self._backoff.reset()
         if self._ready_since is None and now - process.started_at > self._patience.start_s:
             self._replace(f"it is not ready after {self._patience.start_s:.0f} s", now)
@@ -210,7 +210,7 @@ class Member:
         self._failed(reason, now)
 
     def _failed(self, reason: str, now: float) -> None:
-        if self._ready_since is not None and now - self._ready_since >= STABLE_S:
+        if self._ready_since is not None and now >= self._ready_since + STABLE_S:
             self._backoff.reset()
         wait_s = self._backoff.next()
         self._start_at = now + wait_s

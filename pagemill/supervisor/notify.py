@@ -45,7 +45,7 @@ class ServiceManager:
 
     def beat(self, now: float) -> None:
         """Send a sign of life twice as often as is expected. `now`: monotonic seconds."""
-        if self.watchdog_s is not None and now - self._last_beat >= self.watchdog_s / 2:
+        if self.watchdog_s is not None and now >= self._last_beat + self.watchdog_s / 2:
             self._last_beat = now
             self.notify(WATCHDOG=1)
 

@@ -62,7 +62,7 @@ class RunBar:
         text = self._figures(tally, max(1e-3, now - self._started))
         done = tally.settled + tally.succeeded + tally.failed + tally.skipped
         self._progress.update(self._task, completed=done, figures=text)
-        if self._progress.disable and not self._is_quiet and now - self._logged >= LOG_INTERVAL_S:
+        if self._progress.disable and not self._is_quiet and now >= self._logged + LOG_INTERVAL_S:
             self._logged = now
             of = f" of {self._total:,}" if self._total is not None else ""
             self._console.print(f"{done:,}{of} rows  {text}", highlight=False, soft_wrap=True)

@@ -34,7 +34,7 @@ class Stopwatch:
 
     def tick(self) -> None:
         """Store the totals, if that was long ago: a killed run loses no more than that."""
-        if time.monotonic() - self._stored >= STORE_INTERVAL_S:
+        if time.monotonic() >= self._stored + STORE_INTERVAL_S:
             self._store()
 
     def _store(self) -> None:

@@ -65,7 +65,7 @@ class LoadSignals:
     async def _inputs(self, lane: str) -> EstimateInputs:
         now = time.monotonic()
         at, seen = self.lanes.get(lane, (-FRESH_S, None))
-        if seen is None or now - at >= FRESH_S:
+        if seen is None or now >= at + FRESH_S:
             async with bounded_answer():
                 seen = await self._producer.run_flow(flows.call(estimate_inputs(self._producer.queue, lane)))
             self.lanes.pop(lane, None)

@@ -125,7 +125,7 @@ class EngineLoop:
                 output.device_s = self._device_time.end(output.request_id)
         now = time.monotonic()
         stats = None
-        if with_stats or now - self._stats_at >= STATS_INTERVAL_S:
+        if with_stats or now >= self._stats_at + STATS_INTERVAL_S:
             stats = self._engine.stats()
             self._stats_at = now
         self._report(Report(state, now, self._num_taken, self._engine.capacity(), stats, list(outputs)))

@@ -23,7 +23,7 @@ class _Counter(event.Listener):
     def on_end(self, event: event.Event) -> None:
         self._count += 1
         now = time.monotonic()
-        if now - self._reported >= self._every:
+        if now >= self._reported + self._every:
             self._reported = now
             self._report(self._count, now - self._started)
 

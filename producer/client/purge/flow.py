@@ -137,7 +137,7 @@ class _Purge:
     def _step(self, phase: Phase, done: int, total: int = 0) -> Flow[None]:
         """Say how far it is, and keep the fence up."""
         now = time.monotonic()
-        if not self._options.dry_run and now - self._fenced_at >= FENCE_EVERY_S:
+        if not self._options.dry_run and now >= self._fenced_at + FENCE_EVERY_S:
             yield purge.fence(self._queue, self._tenant, FENCE_MS)
             self._fenced_at = now
         yield Emit(PurgeProgress(phase, done, total))

@@ -65,7 +65,7 @@ class LineModels:
         elif self._ready_since is None:
             self._ready_since = time.monotonic()
         if self._ready_since is not None and undecided:
-            self.is_final = time.monotonic() - self._ready_since >= self._grace_s
+            self.is_final = time.monotonic() >= self._ready_since + self._grace_s
         return found
 
     async def _accept(self, names: set[str]) -> set[str]:

@@ -209,7 +209,7 @@ class EndpointHost(EngineHost):
             state = EngineState.RUNNING if self._requests else EngineState.IDLE
         now = time.monotonic()
         stats = None
-        if outputs is None or now - self._stats_at >= STATS_INTERVAL_S:
+        if outputs is None or now >= self._stats_at + STATS_INTERVAL_S:
             stats, self._stats_at = self._snapshot(), now
         self._take(Report(state, now, self._num_taken, self._headroom(), stats, outputs or []))
 

@@ -95,7 +95,7 @@ def date(ahead: Callable[[], int]) -> Condition:
             "LD_PRELOAD": str(found[0]),
             "FAKETIME": f"+{ahead()}s",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "NO_FAKE_STAT": "1",
+            "NO_FAKE_STAT": "1",  # os.utime writes what stat should read
         }
         yield Setup(environment=preload)
 

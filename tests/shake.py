@@ -49,8 +49,9 @@ Condition = Callable[[], contextlib.AbstractContextManager[Setup]]
 
 @contextlib.contextmanager
 def busy() -> Iterator[Setup]:
-    """Two processes that compute all the time."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    """Two processes that compute all the time, and end with this one."""
+    program = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
     try:
         yield Setup()
     finally:

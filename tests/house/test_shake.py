@@ -11,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import shake
+from tests.conftest import ROOT
 
 PROBE = """
 import json, os, time
@@ -99,6 +101,19 @@ def test_busy_ends_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with shake.CONDITIONS["busy"]():
         assert [loop.poll() for loop in started] == [None, None]
     assert [loop.poll() for loop in started] == [-signal.SIGKILL] * 2
+
+
+def test_busy_loops_end_with_a_killed_run() -> None:
+    program = "from tests import shake\nwith shake.CONDITIONS['busy'](): print('busy', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "busy\n"
+        loops = psutil.Process(run.pid).children()
+        assert len(loops) == 2
+        run.kill()
+        assert psutil.wait_procs(loops, timeout=120)[1] == []
 
 
 def test_a_condition_that_is_unavailable_fails(

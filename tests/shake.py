@@ -28,7 +28,6 @@ from tests.run import QUICK, ROOT
 TESTS = (".venv/bin/python", "-m", "tests.run", "--processes", "3")
 CLONE_LENGTH = 120
 """Characters in the path of a checkout."""
-FAKETIME = "libfaketimeMT.so.1"
 
 
 class UnavailableError(Exception):
@@ -89,16 +88,12 @@ def date(ahead: Callable[[], int]) -> Condition:
 
     @contextlib.contextmanager
     def condition() -> Iterator[Setup]:
-        found = sorted(Path("/usr").glob(f"lib*/**/faketime/{FAKETIME}"))
-        if not found:
-            raise UnavailableError("libfaketime is missing; install the package faketime")
-        preload = {
-            "LD_PRELOAD": str(found[0]),
-            "FAKETIME": f"+{ahead()}s",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "NO_FAKE_STAT": "1",  # os.utime writes what stat should read
-        }
-        yield Setup(environment=preload)
+        with tempfile.TemporaryDirectory() as directory:
+            library = Path(directory) / "shifted_clock.so"
+            compiler = _program("cc", "gcc")
+            source = ROOT / "tests/shifted_clock.c"
+            subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
+            yield Setup(environment={"LD_PRELOAD": str(library), "CLOCK_SHIFT_S": str(ahead())})
 
     return condition
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, get_args
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure
 from pagemill.producer.dataset.tables.rows import JsonLinesSource
+from pagemill.producer.dataset.tables.values import number_of
 from pagemill.producer.openai.formats import CHAT_URL, Url, choices, completion, parse_job, read_job
 from pagemill.producer.openai.pooled_formats import POOLED_URLS, write_pooled
 from pagemill.producer.openai.responses import RESPONSES_URL, read_response, response
@@ -148,7 +149,7 @@ class BatchRequests:
         """Return the request `number`, whose line begins at the byte `place`."""
         with self._path.open("rb") as file:
             file.seek(place)
-            return self._request(number, json.loads(file.readline()))
+            return self._request(number, json.loads(file.readline(), parse_float=number_of))
 
     def _request(self, number: int, fields: Mapping[str, Any]) -> BatchRequest:
         job: Job | Failure

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from pagemill.producer.dataset.errors import DatasetError, EmptyFile
 from pagemill.producer.dataset.tables.compressed import check_supported, compression, data_suffix, reading
 from pagemill.producer.dataset.tables.streams import Stream
-from pagemill.producer.dataset.tables.values import is_unicode, plain_row
+from pagemill.producer.dataset.tables.values import is_unicode, number_of, plain_row
 
 MAX_LINE_BYTES = 64 << 20
 """Longest line; a longer one is skipped as one bad row, without being held in memory."""
@@ -321,7 +321,7 @@ def _parse_line(line: bytes | None, encoding: str) -> tuple[dict[str, Any] | Non
         return None, RowError("invalid_encoding", message, raw)
     try:
         # Without the newline: after a truncated string, the error would be about a control character.
-        fields = json.loads(text.rstrip("\r\n"), parse_constant=_refuse_constant)
+        fields = json.loads(text.rstrip("\r\n"), parse_constant=_refuse_constant, parse_float=number_of)
     except (ValueError, RecursionError) as error:
         reason = _where(error) if isinstance(error, json.JSONDecodeError) else str(error) or "nested too deep"
         return None, RowError("invalid_json", reason, shorten(text.strip()))

@@ -24,6 +24,12 @@ def plain_row(fields: Mapping[Any, Any]) -> dict[str, Any]:
     return _plain_object(fields, MAX_DEPTH + 1)
 
 
+def number_of(text: str) -> float | str:
+    """Return the float of a JSON literal; its text if it is beyond 64 bits, so that no field takes it for a number."""
+    number = float(text)
+    return number if math.isfinite(number) else text
+
+
 def is_unicode(text: str) -> bool:
     """Return whether the text has no lone surrogates."""
     try:

@@ -60,6 +60,12 @@ def test_bad_json_lines_keep_their_numbers(tmp_path: Path) -> None:
     assert open_source(path).count() == 7
 
 
+def test_a_number_beyond_64_bits_is_kept_as_text(tmp_path: Path) -> None:
+    """As null it would silently become a field's default; no field takes text for a number."""
+    path = write(tmp_path / "in.jsonl", '{"a": 1e400, "b": [-1e999], "c": 1e308, "d": 1e-999}\n')
+    assert read(path)[0].fields == {"a": "1e400", "b": ["-1e999"], "c": 1e308, "d": 0.0}
+
+
 def test_json_nested_too_deep_is_one_bad_row(tmp_path: Path) -> None:
     path = write(
         tmp_path / "in.jsonl", "[" * 100_000 + "\n" + '{"a":' * 100 + "1" + "}" * 100 + '\n{"a": 1}\n'

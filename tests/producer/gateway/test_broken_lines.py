@@ -19,6 +19,7 @@ from tests.worker.harness import running_worker, worker_config
 URL = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,*"}}]
+LARGE = "1e400"
 AUDIO = [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]
 
 
@@ -46,6 +47,10 @@ BROKEN = {
     "unsupported-parameter": (line("unsupported-parameter", store=True), 400, "unsupported_feature"),
     "image": (line("image", messages=[{"role": "user", "content": IMAGE}]), 400, "invalid_image"),
     "audio": (line("audio", messages=[{"role": "user", "content": AUDIO}]), 400, "unsupported_feature"),
+    **{
+        f"large-{name}": (line(f"large-{name}", **{name: LARGE}), 400, "invalid_job")
+        for name in ("max_tokens", "temperature", "top_p", "presence_penalty", "seed", "n")
+    },
     "no-messages": (line("no-messages", messages=None), 400, "invalid_job"),
     "empty-messages": (line("empty-messages", messages=[]), 400, "invalid_job"),
     "long-prompt": (
@@ -66,7 +71,8 @@ def start_file(client: OpenAI, text: bytes) -> Batch:
 
 
 def text_of(*rows: dict[str, Any]) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    """The lines of a file; the text LARGE stands for a number beyond 64 bits."""
+    return b"".join(json.dumps(row).replace(f'"{LARGE}"', LARGE).encode() + b"\n" for row in rows)
 
 
 @pytest.mark.slow

@@ -2,19 +2,27 @@
 
 Callers use the standard library's loggers and pass ids as `extra={"job_id": ...}`; structlog renders every
 line, including those of libraries. Prompts and outputs are never logged: they belong to the job's owner.
+
+Names, addresses and answers of others get into lines: they are escaped and cut here, so that no text can forge a line,
+control the terminal or fill the disk.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
 import structlog
-from structlog.typing import EventDict, Processor, WrappedLogger
+from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
 LogFormat = Literal["console", "json"]
+
+MAX_TEXT_CHARACTERS = 4_000
+"""Of a message and of each extra."""
+MAX_TRACEBACK_CHARACTERS = 32_000
 
 _NOISY = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "numba", "transformers")
 """Drivers and model libraries whose INFO messages would drown the worker's."""
@@ -61,6 +69,7 @@ def _json_processors(fields: Mapping[str, Any]) -> list[Processor]:
     return [
         structlog.processors.TimeStamper(fmt=None, key="time"),
         structlog.processors.format_exc_info,
+        _cut,
         structlog.processors.EventRenamer("message"),
         _rename("exception", "error"),
         in_order,
@@ -71,14 +80,57 @@ def _json_processors(fields: Mapping[str, Any]) -> list[Processor]:
 def _console_processors(colours: bool) -> list[Processor]:
     return [
         structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True, key="timestamp"),
+        _cut,
+        _escape,
         structlog.dev.ConsoleRenderer(
             colors=colours,
             sort_keys=False,
             pad_event_to=0,
-            # The default prints local variables, which may hold prompts.
-            exception_formatter=structlog.dev.plain_traceback,
+            exception_formatter=_write_traceback,
         ),
     ]
+
+
+def _cut(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = _shortened(
+                value, MAX_TRACEBACK_CHARACTERS if name == "exception" else MAX_TEXT_CHARACTERS
+            )
+    return event
+
+
+def _escape(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = escaped(value)
+    return event
+
+
+def _write_traceback(out: TextIO, exc_info: ExcInfo) -> None:
+    """Indented: no line of an error's text looks like a line of the log.
+
+    Without local variables, unlike structlog's default: they may hold prompts.
+    """
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    for line in _shortened(text.getvalue().strip("\n"), MAX_TRACEBACK_CHARACTERS).split("\n"):
+        out.write(f"\n  {escaped(line)}")
+
+
+def escaped(text: str) -> str:
+    """Return the text with every character that is no visible one or a space as its escape sequence."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Return the text without its middle if it is long: what failed is often named at the end."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half:,} characters) ... {text[-half:]}"
 
 
 def _rename(old: str, new: str) -> Processor:

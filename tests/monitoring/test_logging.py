@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pagemill.monitoring.logging import LogFormat, configure_logging
+from pagemill.monitoring.logging import (
+    MAX_TEXT_CHARACTERS,
+    MAX_TRACEBACK_CHARACTERS,
+    LogFormat,
+    configure_logging,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +107,50 @@ def test_a_second_call_replaces_the_first() -> None:
 def test_a_level_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ValueError, match="LOUD"):
         configure_logging("loud")
+
+
+HOSTILE = "BadStatusLine: \r\n2026-01-01T00:00:00.000000Z [info     ] forged \x1b[2J\x07\x00\x9b\u2028\u202e"
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_no_text_forges_a_line_or_controls_the_terminal(format: LogFormat) -> None:
+    stream = io.StringIO()
+    configure_logging("info", format, stream)
+    logging.getLogger("worker.test").warning("webhook %s failed", HOSTILE, extra={"url": HOSTILE})
+    written = stream.getvalue()
+    assert written.count("\n") == 1
+    assert all(one.isprintable() for one in written[:-1]) or format == "json"
+    assert not any(ord(one) < 32 for one in written[:-1])
+    if format == "json":
+        assert json.loads(written)["url"] == HOSTILE
+    else:
+        assert "\\x1b[2J\\x07\\x00\\x9b\\u2028\\u202e" in written
+
+
+def test_the_lines_of_an_error_s_text_are_indented_and_escaped() -> None:
+    stream = io.StringIO()
+    configure_logging("info", "console", stream)
+    try:
+        raise RuntimeError(HOSTILE)
+    except RuntimeError:
+        logging.getLogger("worker.test").exception("delivery failed")
+    first, *others = stream.getvalue().split("\n")[:-1]
+    assert "delivery failed" in first
+    assert any("forged" in line for line in others)
+    assert all(line.startswith("  ") and line.isprintable() for line in others)
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_long_text_is_cut_in_its_middle(format: LogFormat) -> None:
+    stream = io.StringIO()
+    configure_logging("info", format, stream)
+    logging.getLogger("worker.test").warning("begin %s end", "x" * 65_536, extra={"name_": "y" * 65_536})
+    try:
+        raise RuntimeError("z" * 10**6)
+    except RuntimeError:
+        logging.getLogger("worker.test").exception("failed")
+    first, *others = stream.getvalue().splitlines()
+    assert len(first) < 2 * MAX_TEXT_CHARACTERS + 500
+    assert "begin x" in first
+    assert "x end" in first
+    assert sum(map(len, others)) < MAX_TRACEBACK_CHARACTERS + 500

@@ -18,6 +18,8 @@ from typing import Any, Literal, TextIO
 import structlog
 from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
+from pagemill.common.plain_text import escaped, shortened
+
 LogFormat = Literal["console", "json"]
 
 MAX_TEXT_CHARACTERS = 4_000
@@ -94,7 +96,7 @@ def _console_processors(colours: bool) -> list[Processor]:
 def _cut(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     for name, value in event.items():
         if isinstance(value, str):
-            event[name] = _shortened(
+            event[name] = shortened(
                 value, MAX_TRACEBACK_CHARACTERS if name == "exception" else MAX_TEXT_CHARACTERS
             )
     return event
@@ -114,23 +116,8 @@ def _write_traceback(out: TextIO, exc_info: ExcInfo) -> None:
     """
     text = io.StringIO()
     structlog.dev.plain_traceback(text, exc_info)
-    for line in _shortened(text.getvalue().strip("\n"), MAX_TRACEBACK_CHARACTERS).split("\n"):
+    for line in shortened(text.getvalue().strip("\n"), MAX_TRACEBACK_CHARACTERS).split("\n"):
         out.write(f"\n  {escaped(line)}")
-
-
-def escaped(text: str) -> str:
-    """Return the text with every character that is no visible one or a space as its escape sequence."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
-def _shortened(text: str, limit: int) -> str:
-    """Return the text without its middle if it is long: what failed is often named at the end."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]} ... ({len(text) - 2 * half:,} characters) ... {text[-half:]}"
 
 
 def _rename(old: str, new: str) -> Processor:

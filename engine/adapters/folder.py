@@ -112,7 +112,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
         name for name, value in config.items() if value and name not in _KNOWN and name not in _REFUSED
     )
     if unknown:
-        raise AdapterError(f"{unknown[0]} is not supported: only what plain LoRA has is")
+        raise AdapterError(f"{unknown[0][:200]!r} is not supported: only what plain LoRA has is")
 
 
 def _weight_file(directory: Path) -> Path:
@@ -132,7 +132,7 @@ def _paired(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> d
             raise AdapterError(f"unsupported tensor {name[:200]!r}, {_reason_unsupported(name)}")
         if tensor.ndim != 2 or not tensor.is_floating_point():
             raise AdapterError(
-                f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, not a matrix of floats"
+                f"{name[:200]!r} is {tensor.dtype} of shape {list(tensor.shape)}, not a matrix of floats"
             )
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:

@@ -9,11 +9,20 @@ import base64
 import binascii
 import struct
 from functools import cached_property, lru_cache
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
+from pagemill.common.plain_text import escaped, shortened
 from pagemill.producer.wire.schema.base_error import InvalidOutput
 from pagemill.producer.wire.schema.text.chat import ToolCall, ToolCallDelta
 
@@ -286,11 +295,19 @@ class Result(WireModel):
         return self.outputs[0].finish_reason
 
 
+MAX_MESSAGE_CHARACTERS = 4_000
+
+
+def _message(text: str) -> str:
+    """Messages name what others wrote, such as a field of an adapter's file, and end in terminals and logs."""
+    return shortened(escaped(text), MAX_MESSAGE_CHARACTERS)
+
+
 class ErrorInfo(WireModel):
     """The reason that an execution or a job ended without a result."""
 
     code: str
-    message: str
+    message: Annotated[str, AfterValidator(_message)]
     cause: str = ""
     """The error code of the last attempt, if `code` is attempts_exhausted; of the other job, if it is parent_failed."""
     retryable: bool = False

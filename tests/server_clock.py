@@ -1,7 +1,10 @@
-"""A server whose clock the test sets, by libfaketime."""
+"""Processes whose wall clock the test sets, by a library that is preloaded into them (shifted_clock.c)."""
 
 from __future__ import annotations
 
+import shutil
+import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,15 +14,25 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.conftest import RedisServer, server_binary
+from tests.conftest import ROOT, RedisServer, server_binary
 
-LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+
+def build_library(directory: Path) -> Path:
+    """Compile the library. Raises FileNotFoundError without a C compiler."""
+    library = directory / "shifted_clock.so"
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise FileNotFoundError("cc is missing; install the package gcc")
+    source = ROOT / "tests/shifted_clock.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
+    return library
 
 
 @dataclass(frozen=True)
 class ClockedServer:
     server: RedisServer
     file: Path
+    library: Path
 
     @property
     def url(self) -> str:
@@ -28,45 +41,41 @@ class ClockedServer:
     def start(self) -> None:
         """Also again, after a kill: at the time that was set last."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LD_PRELOAD", str(LIBRARY))
-            patch.setenv("FAKETIME_TIMESTAMP_FILE", str(self.file))
-            patch.setenv("FAKETIME_NO_CACHE", "1")
-            patch.setenv("TZ", "UTC")
-            patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+            patch.setenv("LD_PRELOAD", str(self.library))
+            patch.setenv("CLOCK_FILE", str(self.file))
             self.server.start()
 
     def set(self, offset_s: int) -> None:
         """Seconds ahead of the machine's own clock, and going on as that does."""
-        self._write(f"{offset_s:+d}", lambda now: abs(now - time.time() - offset_s) <= 2)
+        self._write(offset_s, 0, lambda now: abs(now - time.time() - offset_s) <= 2)
 
     def stop_at(self, unix_s: int) -> None:
         """It is that time until another is set: nothing depends on how long anything takes."""
-        text = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix_s))
-        self._write(text, lambda now: now == unix_s)
+        self._write(0, unix_s, lambda now: now == unix_s)
 
-    def _write(self, text: str, is_seen: Callable[[int], bool]) -> None:
-        """libfaketime looks at the file at every call."""
-        coming = self.file.with_suffix(".new")
-        coming.write_text(text)
-        coming.replace(self.file)
+    def _write(self, offset_s: int, stopped_at: int, is_seen: Callable[[int], bool]) -> None:
+        """Scripts take the time that the server has read last, often before the command came."""
+        with self.file.open("r+b") as file:
+            file.write(struct.pack("=qq", offset_s, stopped_at))
         give_up = time.monotonic() + 60
         with redis.Redis.from_url(self.url, socket_timeout=30, retry=None) as client:
-            while not is_seen(client.time()[0]):
+            while not is_seen(int(client.eval("return redis.call('TIME')[1]", 0))):
                 assert time.monotonic() < give_up, "the server does not see its new time"
-                time.sleep(0.005)
 
 
 @contextmanager
 def clocked_server(
     directory: Path, binary: str = "valkey-server", options: tuple[str, ...] = ()
 ) -> Iterator[ClockedServer]:
-    """Skips the test where there is no libfaketime."""
-    if not LIBRARY.exists():
-        pytest.skip("no libfaketime on this machine: apt-get install faketime")
+    """Skips the test where there is no C compiler."""
     directory.mkdir(parents=True, exist_ok=True)
+    try:
+        library = build_library(directory)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
     file = directory / "clock"
-    file.write_text("+0")
-    clocked = ClockedServer(RedisServer(server_binary(binary), directory / binary, options), file)
+    file.write_bytes(bytes(16))
+    clocked = ClockedServer(RedisServer(server_binary(binary), directory / binary, options), file, library)
     clocked.start()
     try:
         yield clocked

@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.run import QUICK, ROOT
+from tests.server_clock import build_library
 
 TESTS = (".venv/bin/python", "-m", "tests.run", "--processes", "3")
 CLONE_LENGTH = 120
@@ -89,10 +90,10 @@ def date(ahead: Callable[[], int]) -> Condition:
     @contextlib.contextmanager
     def condition() -> Iterator[Setup]:
         with tempfile.TemporaryDirectory() as directory:
-            library = Path(directory) / "shifted_clock.so"
-            compiler = _program("cc", "gcc")
-            source = ROOT / "tests/shifted_clock.c"
-            subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
+            try:
+                library = build_library(Path(directory))
+            except FileNotFoundError as error:
+                raise UnavailableError(str(error)) from None
             yield Setup(environment={"LD_PRELOAD": str(library), "CLOCK_SHIFT_S": str(ahead())})
 
     return condition

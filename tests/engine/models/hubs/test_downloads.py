@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -298,9 +299,9 @@ def test_what_killed_downloads_left_is_removed_after_a_day(get: Get, tmp_path: P
     blobs = tmp_path / "hf/hub/models--org--tiny/blobs"
     blobs.mkdir(parents=True)
     old, recent = blobs / "a.0.incomplete", blobs / "b.1.incomplete"
-    for part in (old, recent):
+    for part, at in ((old, 0.0), (recent, time.time())):
         part.write_bytes(b"half")
-    os.utime(old, (0, 0))
+        os.utime(part, (at, at))
     get("org/tiny")
     assert not old.exists()
     assert recent.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,52 @@ class Notice:
     outcome: Outcome
 
 
-def claim(queue: str, limit: int, claim_ms: int, *, relay: str = "") -> Call[list[Notice]]:
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A delivery that is due and not claimed."""
+
+    job_id: str
+    receiver: str
+    """The webhook's URL; in a relay's outbox the job's tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """An outbox and its earliest deliveries."""
+
+    due: int
+    """All that are due."""
+    total: int
+    """Also those to be tried later, and the claimed ones."""
+    expired: int
+    """Deliveries that this call removed: their job's record has expired."""
+    first: list[Due]
+
+
+def read_due(
+    queue: str, limit: int, later_ms: Mapping[str, int] | None = None, *, relay: str = ""
+) -> Call[Pending]:
+    """Read up to `limit` deliveries that are due, without claiming them.
+
+    Args:
+        later_ms: Milliseconds by which deliveries of an earlier reading are postponed, by job id. This does not
+            count as an attempt.
+        relay: As in `claim`.
+    """
+    later = [part for job_id, ms in (later_ms or {}).items() for part in (job_id, ms)]
+    return Call(
+        "outbox_due", (keys.prefix(queue),), (limit, relay, *later), lambda reply: _pending(reply, relay)
+    )
+
+
+def claim(
+    queue: str, limit: int, claim_ms: int, *, relay: str = "", job_ids: Sequence[str] = ()
+) -> Call[list[Notice]]:
     """Take up to `limit` deliveries that are due; they come again after `claim_ms` unless settled.
 
-    Webhook deliveries, or those of jobs that were submitted for `relay`.
+    Webhook deliveries, or those of jobs that were submitted for `relay`; with `job_ids` only these.
     """
-    return Call("outbox_claim", (keys.prefix(queue),), (limit, claim_ms, relay), _notices)
+    return Call("outbox_claim", (keys.prefix(queue),), (limit, claim_ms, relay, *job_ids), _notices)
 
 
 def finish_delivery(
@@ -37,6 +78,14 @@ def finish_delivery(
     """Settle a delivery: over (None), or due again in `again_ms`. False: another worker has claimed it."""
     args = (job_id, tries, -1 if again_ms is None else again_ms, relay)
     return Call("outbox_settle", (keys.prefix(queue),), args, bool)
+
+
+def _pending(reply: tuple[int, int, int, list[list[bytes]]], relay: str) -> Pending:
+    due, total, expired, first = reply
+    found = [(job_id.decode(), receiver.decode()) for job_id, receiver in first]
+    if relay:
+        found = [(job_id, keys.split_lane(lane)[2]) for job_id, lane in found]
+    return Pending(due, total, expired, [Due(*each) for each in found])
 
 
 def _notices(reply: list[list[Any]]) -> list[Notice]:

@@ -2,6 +2,7 @@
 -- claim lapses. Ends with the delivery that brings it over 1 MiB.
 -- KEYS[1] prefix
 -- ARGV[1] how many at most  [2] claim in ms  [3] the relay's name, or '' for webhooks
+-- ARGV[4..] ids: of these alone, those that are still due
 -- Returns {URL or the relay's name, tries so far with this one, lane, finished_at, end record} each
 -- @include records
 -- @include core/clock
@@ -13,8 +14,18 @@ end
 -- No try is put off for longer.
 local MAX_PAUSE = 7200000
 bring_near(box, MAX_PAUSE, 0, 64)
+local due = {}
+for i = 4, #ARGV do
+  local at = redis.call('ZSCORE', box, ARGV[i])
+  if at and tonumber(at) <= NOW then
+    due[#due + 1] = ARGV[i]
+  end
+end
+if #ARGV < 4 then
+  due = redis.call('ZRANGEBYSCORE', box, '-inf', int(NOW), 'LIMIT', 0, ARGV[1])
+end
 local notices, bytes = {}, 0
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', box, '-inf', int(NOW), 'LIMIT', 0, ARGV[1])) do
+for _, id in ipairs(due) do
   if bytes > MAX_BYTES then
     break
   end

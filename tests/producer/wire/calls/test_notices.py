@@ -111,3 +111,43 @@ def test_the_jobs_that_run_are_told_in_pages_and_by_relay(queue: Queue) -> None:
     assert queue.run(registry.running(queue.name, 0, 10, relay="celery")).job_ids == ["relayed"]
     queue.commit(next(job for job in pulled if job.job_id == "relayed"))
     assert queue.run(registry.running(queue.name, 0, 10, relay="celery")).job_ids == []
+
+
+def test_reading_due_deliveries_claims_nothing_and_postpones_without_a_try(queue: Queue) -> None:
+    queue.submit("a", "b", **HOOK)
+    queue.submit("plain")
+    for job in queue.pull():
+        queue.commit(job, "text")
+    read = outbox.read_due(queue.name, 10)
+    pending = queue.run(read)
+    assert (pending.due, pending.total, pending.expired) == (2, 2, 0)
+    assert sorted((each.job_id, each.receiver) for each in pending.first) == [
+        ("a", HOOK["webhook"]),
+        ("b", HOOK["webhook"]),
+    ]
+    assert queue.run(read) == pending
+    pending = queue.run(outbox.read_due(queue.name, 1, {"a": 60_000}))
+    assert (pending.due, pending.total, [each.job_id for each in pending.first]) == (1, 2, ["b"])
+    queue.client.zadd(f"{queue.prefix}outbox", {"a": 1})
+    (notice,) = queue.run(outbox.claim(queue.name, 10, 60_000, job_ids=["a", "missing"]))
+    assert (notice.outcome.job_id, notice.tries) == ("a", 1)
+    assert queue.run(outbox.claim(queue.name, 10, 60_000, job_ids=["a"])) == [], "it is claimed"
+    claimed_until = queue.client.zscore(f"{queue.prefix}outbox", "a")
+    queue.run(outbox.read_due(queue.name, 1, {"a": 1}))
+    assert queue.client.zscore(f"{queue.prefix}outbox", "a") == claimed_until, "a claim is not shortened"
+
+
+def test_due_deliveries_of_a_relay_name_the_tenant(queue: Queue) -> None:
+    submit_relayed(queue, "a", "B")
+    queue.commit(queue.pull_one(), "text")
+    (due,) = queue.run(outbox.read_due(queue.name, 10, relay="celery")).first
+    assert due == outbox.Due("a", "default")
+
+
+def test_reading_counts_the_deliveries_whose_record_expired(queue: Queue) -> None:
+    queue.submit("a", "b", **HOOK)
+    for job in queue.pull():
+        queue.commit(job, "text")
+    queue.client.delete(f"{queue.prefix}job:a")
+    pending = queue.run(outbox.read_due(queue.name, 10))
+    assert (pending.expired, pending.total, [each.job_id for each in pending.first]) == (1, 1, ["b"])

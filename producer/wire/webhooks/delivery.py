@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from urllib.parse import urljoin
 
 from pagemill.producer.wire.webhooks.policy import Target, WebhookPolicy
@@ -28,7 +29,17 @@ _CHUNK = 1 << 16
 
 
 class DeliveryFailed(Exception):
-    """The receiver did not accept it; the message says why, without the URL."""
+    """The receiver did not accept it; the message says why, without the URL.
+
+    Attributes:
+        is_final: The receiver wants no further attempt (410).
+        retry_after_s: Seconds that it asked to wait, or 0.
+    """
+
+    def __init__(self, message: str, *, is_final: bool = False, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+        self.retry_after_s = retry_after_s
 
 
 class FetchFailed(Exception):
@@ -62,6 +73,17 @@ def headers_of(event_id: str, body: bytes, secrets: Sequence[bytes], now: float)
     }
 
 
+def retry_after(header: str | None, now: float) -> float:
+    """Return the seconds of a Retry-After header: a number, or an HTTP date. 0 without a valid one."""
+    text = (header or "").strip()
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    except (ValueError, OverflowError):
+        return 0.0
+
+
 def deliver(
     target: Target, event_id: str, body: bytes, secrets: Sequence[bytes], tls: ssl.SSLContext
 ) -> None:
@@ -73,7 +95,8 @@ def deliver(
     connection = _PinnedConnection(target, tls)
     try:
         connection.request("POST", target.path, body, headers_of(event_id, body, secrets, time.time()))
-        status = connection.getresponse().status
+        with connection.getresponse() as response:
+            status, wait = response.status, response.getheader("retry-after")
     except (OSError, http.client.HTTPException, ValueError) as error:
         if connection.was_cut or isinstance(error, TimeoutError):
             raise DeliveryFailed(f"no answer within {TIMEOUT_S:g} s") from error
@@ -81,7 +104,11 @@ def deliver(
     finally:
         connection.close()
     if not 200 <= status < 300:
-        raise DeliveryFailed(f"the receiver answered {status}")
+        raise DeliveryFailed(
+            f"the receiver answered {status}",
+            is_final=status == http.client.GONE,
+            retry_after_s=retry_after(wait, time.time()),
+        )
 
 
 def fetch(policy: WebhookPolicy, url: str, max_bytes: int, tls: ssl.SSLContext) -> bytes:

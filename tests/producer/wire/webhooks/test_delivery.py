@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagemill.producer.wire.webhooks import delivery
-from pagemill.producer.wire.webhooks.delivery import DeliveryFailed, deliver
+from pagemill.producer.wire.webhooks.delivery import DeliveryFailed, deliver, retry_after
 from pagemill.producer.wire.webhooks.policy import Target
 from tests.topologies import Certificates
 
@@ -132,3 +132,38 @@ def test_no_thread_or_socket_outlives_a_delivery(certificates: Certificates) -> 
         receiver.close()
     assert open_files() <= files
     assert threading.active_count() <= before + 1  # a timer that is just being told that it is not needed
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, 0.0),
+        ("", 0.0),
+        ("120", 120.0),
+        (" 7 ", 7.0),
+        ("-5", 0.0),
+        ("1.5", 0.0),
+        ("٣", 0.0),
+        ("9" * 4000, 0.0),
+        ("Thu, 01 Jan 1970 00:20:00 GMT", 200.0),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
+        ("Thu, 99 Jan 1970 00:00:00 GMT", 0.0),
+        ("soon", 0.0),
+    ],
+)
+def test_the_seconds_of_retry_after(header: str | None, seconds: float) -> None:
+    assert retry_after(header, 1000.0) == seconds
+
+
+@pytest.mark.parametrize(("status", "is_final"), [(410, True), (429, False), (500, False)])
+def test_a_refusal_says_whether_and_when_to_try_again(
+    status: int, is_final: bool, certificates: Certificates
+) -> None:
+    head = f"HTTP/1.1 {status} No\r\nretry-after: 30\r\n\r\n".encode()
+    receiver = Receiver(lambda: iter([head]), certificates.server_context())
+    try:
+        with pytest.raises(DeliveryFailed, match=f"answered {status}") as failed:
+            call(receiver, certificates)
+    finally:
+        receiver.close()
+    assert (failed.value.is_final, failed.value.retry_after_s) == (is_final, 30.0)

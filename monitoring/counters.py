@@ -25,6 +25,7 @@ JobCause = Literal[
 """What jobs' time went to, as `pagemill why` names it; queued: all of it before the first execution."""
 PromiseKept = Literal["p50", "p90", "late"]
 WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
+WebhookState = Literal["due", "in_flight", "later"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "quarantined", "degraded"]
 CanaryResult = Literal["clean", "alone", "disputed", "deviates", "failed"]
@@ -190,4 +191,8 @@ class WorkerCounters:
         self.results_buffered = 0
         """Finished results held in memory until Redis accepts them."""
         self.results_buffered_bytes = 0
+        self.webhooks_pending: dict[str, int] = dict.fromkeys(get_args(WebhookState), 0)
+        """Of the queue, when this worker last read them. later: failed before, or another worker sends them."""
+        self.webhook_receivers_paused = 0
+        """Receivers that this worker does not call for a while, since they failed repeatedly."""
         self.model_load_seconds = 0.0

@@ -16,7 +16,10 @@ class Receiver:
 
     certificates: Certificates
     answers: list[int] = field(default_factory=lambda: [204])
+    headers: dict[str, str] = field(default_factory=dict)
     hang: threading.Event = field(default_factory=threading.Event)
+    """Answers wait for it, up to `hang_s`."""
+    hang_s: float = 20.0
     received: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -26,11 +29,13 @@ class Receiver:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 receiver.received.append(({k.lower(): v for k, v in self.headers.items()}, body))
-                receiver.hang.wait(20)
+                receiver.hang.wait(receiver.hang_s)
                 status = receiver.answers.pop(0) if len(receiver.answers) > 1 else receiver.answers[0]
                 self.send_response(status)
                 self.send_header("location", receiver.url)
                 self.send_header("content-length", "0")
+                for name, value in receiver.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
 
             def log_message(self, *args: Any) -> None:

@@ -236,6 +236,11 @@ QUEUE_BOARD = board("queue", "queue", "What waits, for how long, and what become
         lines("Failures by code", PER_SECOND,
             "Executions that ended with an error; those that are retried included. Only codes that occur.",
             Query(f"sum by (code) ({rate('job_failures_total')}) > 0", "{{code}}")),
+        lines("Webhooks", COUNT,
+            "To be delivered. later: after a failure, or by another worker. Paused receivers failed repeatedly; the"
+            " workers' logs say why.",
+            Query(f"max by (state) ({series('webhooks_pending')})", "{{state}}"),
+            Query(f"max({series('webhook_receivers_paused')})", "receivers paused")),
     ]),
     Row("Pulling", [
         lines("Why no jobs are pulled", RATIO,

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import hmac
 import json
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from pagemill import JobFailed, Producer
 from pagemill.engine.errors import ConfigError
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.webhooks import delivery
 from pagemill.worker.webhooks import sender
 from tests.topologies import Certificates
 from tests.webhook_receiver import Receiver
@@ -143,6 +145,82 @@ def test_a_receiver_that_hangs_delays_no_commit(
         receiver.hang.set()
         eventually(lambda: not outbox_size(client), "the deliveries")
     assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 40
+
+
+@pytest.mark.slow
+def test_a_receiver_that_hangs_delays_no_other(
+    producer: Producer,
+    client: QueueClient,
+    receiver: Receiver,
+    certificates: Certificates,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery, "TIMEOUT_S", 3600.0)
+    hanging = Receiver(certificates, hang_s=3600.0)
+    hanging.hang.clear()
+    hosts = ",".join(f"localhost:{each.server.server_address[1]}" for each in (receiver, hanging))
+    jobs = [{"prompt": "p", "model": "echo", "max_tokens": 1, "webhook": hanging.url} for _ in range(16)]
+    jobs += [job | {"webhook": receiver.url} for job in jobs[:1] * 112]
+    random.Random(1).shuffle(jobs)
+    try:
+        with running_worker(config(client, receiver, monkeypatch, webhook_hosts=hosts)) as worker:
+            assert producer.submit_many(jobs).wait(timeout=120).succeeded == 128
+            eventually(lambda: len(receiver.received) == 112, "the deliveries to the healthy receiver")
+            eventually(lambda: outbox_size(client) == 16, "the rest")
+            assert 1 <= len(hanging.received) < 16
+            eventually(
+                lambda: worker.counters.webhooks_pending["in_flight"] == len(hanging.received), "the gauge"
+            )
+            assert sum(worker.counters.webhooks_pending.values()) == 16
+            hanging.hang.set()
+            eventually(lambda: not outbox_size(client), "the other deliveries")
+            assert worker.counters.webhooks.read()["delivered"] == 128
+    finally:
+        hanging.close()
+    assert len({headers["webhook-id"] for headers, _ in (*receiver.received, *hanging.received)}) == 128
+
+
+@pytest.mark.slow
+def test_a_receiver_that_fails_is_left_alone_for_a_while(
+    producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for it is postponed, which is no try."""
+    receiver.answers[:] = [503]
+    with running_worker(config(client, receiver, monkeypatch, webhook_retry_s=3600.0)) as worker:
+        jobs = ({"prompt": "p", "model": "echo", "max_tokens": 1, "webhook": receiver.url} for _ in range(40))
+        batch = producer.submit_many(jobs)
+        assert batch.wait(timeout=120).succeeded == 40
+        eventually(lambda: worker.counters.webhook_receivers_paused == 1, "the pause")
+        eventually(
+            lambda: worker.counters.webhooks_pending == {"due": 0, "in_flight": 0, "later": 40}, "the rest"
+        )
+        assert len(receiver.received) == 2
+        prefix = keys.prefix(client.queue)
+        tries = [
+            client.redis.hget(f"{prefix}job:{job_id.decode()}", "notified")
+            for job_id in client.redis.zrange(f"{prefix}outbox", 0, -1)
+        ]
+        assert tries.count(None) == 38
+
+
+@pytest.mark.slow
+def test_an_answer_of_410_is_final_and_retry_after_is_respected(
+    producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.answers[:] = [410, 429]
+    receiver.headers["retry-after"] = "120"
+    with running_worker(config(client, receiver, monkeypatch)) as worker:
+        job: dict[str, Any] = {"prompt": "p", "model": "echo", "max_tokens": 1, "webhook": receiver.url}
+        producer.submit(**job).result(timeout=120)
+        eventually(lambda: worker.counters.webhooks.read()["given_up"] == 1, "the end")
+        eventually(lambda: not outbox_size(client), "an empty outbox")
+        producer.submit(**job).result(timeout=120)
+        eventually(lambda: worker.counters.webhooks.read()["failed"] == 1, "the failure")
+        eventually(lambda: worker.counters.webhooks_pending["later"] == 1, "the next attempt's time")
+        ((_, due_ms),) = client.redis.zrange(f"{keys.prefix(client.queue)}outbox", 0, -1, withscores=True)
+        seconds, microseconds = client.redis.time()
+        assert 60 < due_ms / 1000 - seconds - microseconds / 1e6 <= 120
+    assert len(receiver.received) == 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Delivers webhooks from the outbox, on its own threads and connection, so that no commit waits for it."""
+"""Delivers webhooks from the outbox, on its own threads and connection, so that no commit waits for it.
+
+One thread talks to Redis and chooses; the deliveries themselves run on a pool of threads.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,52 @@ import json
 import logging
 import random
 import ssl
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from pagemill.common.backoff import Backoff
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import outbox
-from pagemill.producer.wire.calls.outbox import Notice
+from pagemill.producer.wire.calls.outbox import Due, Notice
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
-from pagemill.producer.wire.schema.errors import RedisUnavailable
+from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
 from pagemill.producer.wire.webhooks.delivery import TIMEOUT_S, DeliveryFailed, deliver
 from pagemill.producer.wire.webhooks.policy import Refused, Unresolved, WebhookPolicy
+from pagemill.producer.wire.webhooks.receivers import AT_ONCE, Receivers
 from pagemill.worker.background import BackgroundThread
 from pagemill.worker.job_queue import JobQueue
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
-LOOK_S = 0.5
-AT_ONCE = 8
+READ_EVERY_S = 0.5
+LISTED = 1000
+"""Due deliveries that are read at a time."""
 CLAIM_S = 4 * TIMEOUT_S
 """Longer than a delivery can take: resolving, connecting, sending, waiting for the answer."""
+STOP_S = 0.8
+"""For deliveries in progress when the worker stops."""
 MAX_TRIES = 12
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    notice: Notice
+    again_ms: int | None
+    """Until the next attempt; None if there is none."""
+    is_success: bool | None
+    """None if the receiver was not called."""
+    pause_s: float = 0.0
+    """For which the receiver asked to be left alone."""
 
 
 class WebhookSender(BackgroundThread):
@@ -53,50 +76,148 @@ class WebhookSender(BackgroundThread):
         self._counters = counters
         self._first_retry_s = first_retry_s
         self._tls = ssl.create_default_context(cafile=ca_file)
+        self._receivers = Receivers(first_retry_s)
+        self._due: list[Due] = []
+        self._has_more = False
+        """More was due at the last reading than it returned."""
+        self._later_ms: dict[str, int] = {}
+        self._read_at = 0.0
+        self._ended: SimpleQueue[_Attempt] = SimpleQueue()
+        self._unsettled: deque[_Attempt] = deque()
+        self._changed = threading.Event()
+
+    def stop(self, timeout: float) -> None:
+        self._stop.set()
+        self._changed.set()
+        super().stop(timeout)
 
     def _run(self) -> None:
         backoff = Backoff()
         pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pagemill-webhook")
         while not self._stop.is_set():
             try:
-                notices = self._queue.run(outbox.claim(self._queue.queue, AT_ONCE, round(CLAIM_S * 1000)))
-                for notice, again_ms in zip(notices, pool.map(self._try, notices), strict=True):
-                    self._queue.run(
-                        outbox.finish_delivery(
-                            self._queue.queue, notice.outcome.job_id, notice.tries, again_ms
-                        )
-                    )
+                self._store_results()
+                self._start(pool)
                 backoff.reset()
-                self._stop.wait(0.0 if len(notices) == AT_ONCE else LOOK_S)
+                if self._due or not self._has_more:
+                    self._changed.wait(READ_EVERY_S)
+                self._changed.clear()
             except RedisUnavailable:
                 self._stop.wait(backoff.next())
             except Exception:
                 logger.exception("delivering webhooks failed; continuing")
-                self._stop.wait(LOOK_S)
+                self._stop.wait(READ_EVERY_S)
         pool.shutdown(wait=False, cancel_futures=True)
+        self._store_last_results()
 
-    def _try(self, notice: Notice) -> int | None:
-        """Attempt one delivery. Returns the milliseconds until the next attempt, or None if there is none."""
+    def _start(self, pool: ThreadPoolExecutor) -> None:
+        """Begin the deliveries that are due and whose receivers have room."""
+        if time.monotonic() >= self._read_at or (self._has_more and not self._due):
+            self._read_due()
+        choice = self._receivers.choose(self._due)
+        self._later_ms |= choice.later_ms
+        claimed: set[str] = set()
+        wanted = [each.job_id for each in choice.start]
+        try:
+            if wanted:
+                claim = outbox.claim(self._queue.queue, len(wanted), round(CLAIM_S * 1000), job_ids=wanted)
+                for notice in self._queue.run(claim):
+                    pool.submit(self._attempt, notice)
+                    claimed.add(notice.outcome.job_id)
+        finally:
+            for job_id in wanted:
+                if job_id not in claimed:  # it did not fit into the reply, or another worker has it
+                    self._receivers.ended(job_id, None)
+        self._due = [
+            each for each in self._due if each.job_id not in claimed and each.job_id not in choice.later_ms
+        ]
+
+    def _read_due(self) -> None:
+        pending = self._queue.run(outbox.read_due(self._queue.queue, LISTED, self._later_ms))
+        self._later_ms = {}
+        self._due, self._has_more = pending.first, pending.due > len(pending.first)
+        self._read_at = time.monotonic() + READ_EVERY_S
+        in_flight = self._receivers.in_flight
+        self._counters.webhooks_pending = {
+            "due": pending.due,
+            "in_flight": in_flight,
+            "later": max(0, pending.total - pending.due - in_flight),
+        }
+        self._counters.webhook_receivers_paused = self._receivers.paused
+        if pending.expired:
+            self._counters.webhooks.inc("given_up", pending.expired)
+            logger.error("%d webhooks are given up: the records of their jobs expired", pending.expired)
+
+    def _store_results(self) -> None:
+        """Store the results of attempts, so that those whose claim lapses were really lost."""
+        while not self._ended.empty():
+            attempt = self._ended.get()
+            self._receivers.ended(attempt.notice.outcome.job_id, attempt.is_success, attempt.pause_s)
+            self._unsettled.append(attempt)
+        while self._unsettled:
+            attempt = self._unsettled[0]
+            settle = outbox.finish_delivery(
+                self._queue.queue, attempt.notice.outcome.job_id, attempt.notice.tries, attempt.again_ms
+            )
+            self._queue.run(settle)
+            self._unsettled.popleft()
+
+    def _store_last_results(self) -> None:
+        """Give deliveries in progress a moment. What remains is repeated by another worker."""
+        until = time.monotonic() + STOP_S
+        try:
+            self._store_results()
+            while self._receivers.in_flight and (rest_s := until - time.monotonic()) > 0:
+                self._changed.wait(rest_s)
+                self._changed.clear()
+                self._store_results()
+        except PagemillError as error:
+            logger.warning("results of webhooks are not stored: %s; they will be sent again", error)
+
+    def _attempt(self, notice: Notice) -> None:
+        try:
+            attempt = self._deliver(notice)
+        except Exception as error:  # an internal error: tried again like a failure
+            logger.exception("job %s: its webhook failed", notice.outcome.job_id)
+            attempt = _Attempt(notice, self._again_ms(notice, error, 0.0), None)
+        self._ended.put(attempt)
+        self._changed.set()
+
+    def _deliver(self, notice: Notice) -> _Attempt:
         job_id = notice.outcome.job_id
+        try:
+            body = body_of(self._queue.queue, notice)
+        except DeliveryFailed as failure:
+            return _Attempt(notice, self._again_ms(notice, failure, 0.0), None)
         try:
             target = self._policy.resolve(notice.url)
             event_id = f"{job_id}-superseded" if notice.outcome.is_superseded else job_id
-            deliver(target, event_id, body_of(self._queue.queue, notice), self._secrets, self._tls)
+            deliver(target, event_id, body, self._secrets, self._tls)
         except Refused as refusal:
             self._counters.webhooks.inc("refused")
             logger.warning("job %s: its webhook is not called: %s", job_id, refusal)
-            return None
-        except (DeliveryFailed, Unresolved) as failure:
-            return self._again(job_id, notice.tries, failure)
+            return _Attempt(notice, None, None)
+        except Unresolved as failure:
+            return _Attempt(notice, self._again_ms(notice, failure, 0.0), False)
+        except DeliveryFailed as failure:
+            if failure.is_final:
+                self._counters.webhooks.inc("given_up")
+                logger.error("job %s: its webhook is given up: %s", job_id, failure)
+                return _Attempt(notice, None, True)  # the receiver works: it answered
+            again_ms = self._again_ms(notice, failure, failure.retry_after_s)
+            return _Attempt(notice, again_ms, False, failure.retry_after_s)
         self._counters.webhooks.inc("delivered")
-        return None
+        return _Attempt(notice, None, True)
 
-    def _again(self, job_id: str, tries: int, failure: Exception) -> int | None:
+    def _again_ms(self, notice: Notice, failure: Exception, least_s: float) -> int | None:
+        """Count a failure. Returns the milliseconds until the next attempt, or None if there is none."""
+        job_id, tries = notice.outcome.job_id, notice.tries
         self._counters.webhooks.inc("failed" if tries < MAX_TRIES else "given_up")
         if tries >= MAX_TRIES:
             logger.error("job %s: its webhook is given up after %d tries: %s", job_id, tries, failure)
             return None
         pause_s = min(LAST_RETRY_S, self._first_retry_s * 2.0 ** (tries - 1)) * random.uniform(0.75, 1.25)
+        pause_s = max(pause_s, min(LAST_RETRY_S, least_s))
         logger.warning(
             "job %s: its webhook failed (%s); try %d in %.0f s", job_id, failure, tries + 1, pause_s
         )

@@ -12,7 +12,10 @@ import json
 import logging
 import random
 import ssl
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 from pagemill.producer.gateway.api_keys import Webhook
 from pagemill.producer.gateway.config import GatewayConfig
@@ -26,6 +29,7 @@ from pagemill.producer.wire.schema.errors import PagemillError
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.producer.wire.webhooks.delivery import TIMEOUT_S, DeliveryFailed, deliver, secret_bytes
 from pagemill.producer.wire.webhooks.policy import Refused, Unresolved, WebhookPolicy
+from pagemill.producer.wire.webhooks.receivers import Receiver, Receivers
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
@@ -34,8 +38,14 @@ RELAY = "gateway"
 """The relay of jobs with webhooks of a key file, for gateways that have one."""
 OWN_RELAY = "hooks"
 """The relay of jobs with none but those that their tenant has created: any gateway delivers these."""
-AT_ONCE = 8
 LOOK_S = 1.0
+PAUSE_S = 0.05
+"""Between two readings, however many deliveries end."""
+LISTED = 200
+"""Due events that are read at a time."""
+POSTS_AT_ONCE = 128
+TENANT_POSTS = 8
+"""Of them, those of one tenant."""
 CLAIM_MS = round(4000 * TIMEOUT_S)
 MAX_TRIES = 12
 LAST_RETRY_S = 600.0
@@ -78,6 +88,11 @@ class Webhooks:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._receivers = Receivers(gateway.config.webhook_retry_s, receiver_of=Receiver)
+        self._posts = ThreadPoolExecutor(POSTS_AT_ONCE, thread_name_prefix="pagemill-webhook")
+        """Of its own: a webhook that hangs must not hold threads that requests wait for."""
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By tenant."""
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -85,35 +100,68 @@ class Webhooks:
         return ssl.create_default_context()
 
     async def run(self) -> None:
-        """Deliver the events of responses until cancelled."""
-        queue = self._gateway.config.queue
-        while True:
-            notices: list[Notice] = []
-            for relay in (RELAY, OWN_RELAY) if self._gateway.keys.has_webhooks else (OWN_RELAY,):
-                try:
-                    claim = outbox.claim(queue, AT_ONCE, CLAIM_MS, relay=relay)
-                    notices += (claimed := await self._gateway.run(claim))
-                    await asyncio.gather(*map(self._notify, claimed))
-                except PagemillError as error:
-                    logger.warning("webhooks wait for the queue: %s", error, extra=IN_LOOP)
-                except Exception:
-                    logger.exception("delivering webhooks failed; continuing")
-            if len(notices) < AT_ONCE:
-                await asyncio.sleep(LOOK_S)
+        """Deliver the events of responses until cancelled. A tenant whose webhooks hang delays only its own."""
+        changed = asyncio.Event()
+        tasks: set[asyncio.Task[None]] = set()
+        later_ms: dict[str, dict[str, int]] = {}
+        try:
+            while True:
+                changed.clear()
+                for relay in (RELAY, OWN_RELAY) if self._gateway.keys.has_webhooks else (OWN_RELAY,):
+                    try:
+                        postponed = later_ms.pop(relay, {})
+                        claimed, later_ms[relay] = await self._claim(relay, postponed)
+                        for notice in claimed:
+                            tasks.add(task := asyncio.create_task(self._notify(notice, relay)))
+                            task.add_done_callback(tasks.discard)
+                            task.add_done_callback(lambda _: changed.set())
+                    except PagemillError as error:
+                        logger.warning("webhooks wait for the queue: %s", error, extra=IN_LOOP)
+                    except Exception:
+                        logger.exception("delivering webhooks failed; continuing")
+                await asyncio.sleep(PAUSE_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), LOOK_S)
+        finally:
+            for task in tasks:
+                task.cancel()
 
-    async def _notify(self, notice: Notice) -> None:
-        outcome = notice.outcome
+    async def _claim(self, relay: str, postponed: dict[str, int]) -> tuple[list[Notice], dict[str, int]]:
+        """Return the deliveries to start, and for the next call those to postpone."""
+        queue = self._gateway.config.queue
+        pending = await self._gateway.run(outbox.read_due(queue, LISTED, postponed, relay=relay))
+        choice = self._receivers.choose(pending.first)
+        wanted = [each.job_id for each in choice.start]
+        claimed: list[Notice] = []
+        try:
+            if wanted:
+                claim = outbox.claim(queue, len(wanted), CLAIM_MS, relay=relay, job_ids=wanted)
+                claimed = await self._gateway.run(claim)
+        finally:
+            for job_id in {*wanted} - {notice.outcome.job_id for notice in claimed}:
+                self._receivers.ended(job_id, None)
+        return claimed, choice.later_ms
+
+    async def _notify(self, notice: Notice, relay: str) -> None:
+        outcome, is_sent = notice.outcome, None
         kind = _ENDS.get(outcome.state or "", "failed")
         if outcome.result is not None and outcome.result.outputs[0].finish_reason == "length":
             kind = "incomplete"
-        again_s = await self.deliver(
-            notice.tenant, f"response.{kind}", response_id(outcome.job_id), notice.finished_at, notice.tries
-        )
-        again_ms = None if again_s is None else round(1000 * again_s)
-        call = outbox.finish_delivery(
-            self._gateway.config.queue, outcome.job_id, notice.tries, again_ms, relay=notice.url
-        )
-        await self._gateway.run(call)
+        subject = response_id(outcome.job_id)
+        try:
+            is_sent = await self._send(notice.tenant, f"response.{kind}", subject, notice.finished_at)
+            again_s = None if is_sent else self._again_s(f"response.{kind}", subject, notice.tries)
+            again_ms = None if again_s is None else round(1000 * again_s)
+            call = outbox.finish_delivery(
+                self._gateway.config.queue, outcome.job_id, notice.tries, again_ms, relay=relay
+            )
+            await self._gateway.run(call)
+        except PagemillError as error:
+            logger.warning("webhooks wait for the queue: %s", error, extra=IN_LOOP)
+        except Exception:
+            logger.exception("delivering webhooks failed; continuing")
+        finally:
+            self._receivers.ended(outcome.job_id, is_sent)
 
     async def deliver(self, tenant: str, kind: str, subject: str, created: float, tries: int) -> float | None:
         """Send an event to every webhook of the tenant that wants it.
@@ -126,19 +174,30 @@ class Webhooks:
         Returns:
             Seconds until all are to be tried again; None if there is no next attempt.
         """
+        is_sent = await self._send(tenant, kind, subject, created)
+        return None if is_sent else self._again_s(kind, subject, tries)
+
+    async def _send(self, tenant: str, kind: str, subject: str, created: float) -> bool:
+        """Send an event to every webhook that wants it. Returns False if all are to be tried again."""
         event_id = f"evt_{subject}"
         event = {"id": event_id, "object": "event", "created_at": int(created), "type": kind}
         body = json.dumps(event | {"data": {"id": subject}}).encode()
-        wanted = await webhooks_of(self._gateway, tenant, kind)
-        sent = await asyncio.gather(*(asyncio.to_thread(self._post, one, event_id, body) for one in wanted))
-        if all(sent):
-            return None
+        turns = self._turns.setdefault(tenant, asyncio.Semaphore(TENANT_POSTS))
+
+        async def send(webhook: Webhook) -> bool:
+            async with turns:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._posts, self._post, webhook, event_id, body)
+
+        return all(await asyncio.gather(*map(send, await webhooks_of(self._gateway, tenant, kind))))
+
+    def _again_s(self, kind: str, subject: str, tries: int) -> float | None:
+        """Return the seconds until the next attempt, or None if there is none."""
         if tries >= MAX_TRIES:
             logger.error("%s of %s: given up after %d attempts", kind, subject, tries)
             return None
-        return min(LAST_RETRY_S, self._gateway.config.webhook_retry_s * 2.0 ** (tries - 1)) * random.uniform(
-            0.75, 1.0
-        )
+        pause_s = min(LAST_RETRY_S, self._gateway.config.webhook_retry_s * 2.0 ** (tries - 1))
+        return pause_s * random.uniform(0.75, 1.0)
 
     def _post(self, webhook: Webhook, event_id: str, body: bytes) -> bool:
         """Send an event once. Returns False if it is to be tried again. Blocks."""
@@ -149,5 +208,5 @@ class Webhooks:
             logger.warning("webhook %s is not called: %s", webhook.name, refusal)
         except (DeliveryFailed, Unresolved) as failure:
             logger.warning("webhook %s: %s failed (%s)", webhook.name, event_id, failure)
-            return False
+            return isinstance(failure, DeliveryFailed) and failure.is_final
         return True

@@ -291,3 +291,43 @@ def test_no_event_is_lost_with_a_gateway_between_two_attempts(
                 )
     queue.transport.close()
     assert len(receiver.received) == 4
+
+
+@pytest.mark.slow
+def test_webhooks_that_hang_delay_no_other_tenant(
+    valkey_url: str, queue_name: str, tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagemill.producer.wire.webhooks.delivery.TIMEOUT_S", 3600.0)
+    hanging = Receiver(receiver.certificates, hang_s=3600.0)
+    hanging.hang.clear()
+    keys = write_file(tmp_path / "keys.json", hook(hanging), hook(receiver, tenant="other", name="fine"))
+    hello: dict[str, Any] = {"model": "echo", "input": "hi", "background": True}
+    line = {
+        "custom_id": "r",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "echo", "prompt": "x"},
+    }
+    try:
+        with (
+            running_worker(worker_config(valkey_url, queue_name, model="echo")),
+            gateway(valkey_url, queue_name, keys_path=tmp_path / "keys.json", models=("echo",)) as served,
+            connect(served, keys["shop"]) as shop,
+            connect(served, keys["other"]) as other,
+        ):
+            for _ in range(20):
+                shop.responses.create(**hello)
+            batch_of(shop, json.dumps(line).encode())
+            eventually(lambda: hanging.received, "the first event of the shop")
+            for _ in range(20):
+                other.responses.create(**hello)
+            batch = batch_of(other, json.dumps(line).encode())
+            eventually(lambda: len(receiver.received) == 21, "the events of the other tenant")
+            assert other.batches.retrieve(batch).status == "completed"
+            assert len(hanging.received) <= 3, "two responses and the batch"
+            hanging.hang.set()
+            eventually(lambda: len(hanging.received) == 21, "the events of the shop")
+    finally:
+        hanging.close()
+    for each in (receiver, hanging):
+        assert len({headers["webhook-id"] for headers, _ in each.received}) == 21

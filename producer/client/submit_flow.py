@@ -144,21 +144,22 @@ def submit_many(
     batch = _Batch(queue, batch_id, on_full, on_invalid)
     sent: list[Submission] | None = None
     pending: Any = None
-    try:
-        for chunk in cut_chunks(submissions):
+    chunks = cut_chunks(submissions)
+    while True:
+        try:
+            chunk = next(chunks, None)
+        except Exception:
+            # A bad row, or an error of the caller's iterable: earlier rows stay submitted.
             if sent is not None:
-                settled, sent = sent, None
-                yield from batch.complete(settled, pending)
-            yield from upload(queue, chunk)
-            pending = yield Begin(batch.call(chunk))
-            sent = chunk
-    except Exception:
-        # A bad row, or an error of the caller's iterable: earlier rows stay submitted.
+                yield from batch.complete(sent, pending)
+            raise
         if sent is not None:
             yield from batch.complete(sent, pending)
-        raise
-    if sent is not None:
-        yield from batch.complete(sent, pending)
+        if chunk is None:
+            break
+        yield from upload(queue, chunk)
+        pending = yield Begin(batch.call(chunk))
+        sent = chunk
     yield Sync()  # once is enough: the server's file is sequential, and the last chunk comes last
 
 

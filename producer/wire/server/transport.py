@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -68,22 +69,36 @@ def wrap_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Turn any error of the driver's parsing into Pagemill's: the reply did not come from a Redis server."""
+    """Turn the driver's errors into Pagemill's. What interrupts the driver, such as a signal handler, passes."""
     try:
         yield
-    except PagemillError:
-        raise
     except Exception as error:
-        raise _ours(error) from error
+        if (ours := _ours(error)) is error:
+            raise
+        raise ours from error
 
 
-def _ours(error: Exception) -> PagemillError:
-    """Return Pagemill's error for one of the driver's, which is its cause."""
-    if isinstance(error, PagemillError):
+def _ours(error: Exception) -> Exception:
+    """Return Pagemill's error for one of the driver's, which is its cause; others as they are."""
+    if isinstance(error, exceptions.RedisError | OSError):
+        ours = _translated(error)
+    elif _is_of_parser(error):
+        ours = _foreign(error)
+    else:
         return error
-    ours = _translated(error) if isinstance(error, exceptions.RedisError | OSError) else _foreign(error)
     ours.__cause__ = error
     return ours
+
+
+def _is_of_parser(error: Exception) -> bool:
+    """Return whether the driver's parser failed at a reply: with an error of Python itself, and in its own code.
+
+    A signal handler that raises during a read has the innermost frame, and usually a class of its own.
+    """
+    if type(error).__module__.partition(".")[0] not in ("builtins", "asyncio", "hiredis"):
+        return False
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(modules) and modules[-1].partition(".")[0] in ("redis", "hiredis", "asyncio")
 
 
 def _foreign(error: Exception) -> RedisUnavailable:
@@ -207,9 +222,14 @@ class Pending(Generic[T]):
         self._call = call
         self._pool = transport.client.connection_pool
         self._connection: Any = None
-        with contextlib.suppress(Exception):  # `finish` sends it again, and raises the error
+        try:
             self._connection = self._pool.get_connection()
             self._connection.send_command("EVALSHA", *_evalsha(call))
+        except (exceptions.RedisError, OSError):
+            pass  # `finish` sends it again, and raises the error
+        except BaseException:
+            self.abandon()
+            raise
 
     def finish(self) -> T:
         """Return the parsed reply. After any error the call is sent again, which is idempotent."""
@@ -222,8 +242,12 @@ class Pending(Generic[T]):
             return self._transport.run(self._call)
         except exceptions.ResponseError as error:
             raise _translated(error) from error
-        except Exception:
+        except BaseException as error:
             connection.disconnect()
+            if not isinstance(error, exceptions.RedisError | OSError) and not (
+                isinstance(error, Exception) and _is_of_parser(error)
+            ):
+                raise
             return self._transport.run(self._call)
         finally:
             self._pool.release(connection)
@@ -361,7 +385,13 @@ def _shared(pack: Sequence[Call[Any]], reply: Any) -> list[Any]:
 
 
 def _parsed(call: Call[T], reply: Any) -> T | PagemillError:
-    return _ours(reply) if isinstance(reply, Exception) else call.parse(reply)
+    """Return the parsed reply, or Pagemill's error for the driver's in its place."""
+    if not isinstance(reply, Exception):
+        return call.parse(reply)
+    ours = _ours(reply)
+    if not isinstance(ours, PagemillError):
+        raise ours
+    return ours
 
 
 def _without_errors(replies: list[T | PagemillError]) -> list[T]:

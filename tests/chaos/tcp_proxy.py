@@ -38,6 +38,10 @@ class TcpProxy:
     def set_mode(self, mode: Mode, delay_s: float = 0.0) -> None:
         self._mode, self._delay_s = mode, delay_s
 
+    def set_target(self, port: int) -> None:
+        """Forward new connections to another port. Open ones stay where they are."""
+        self._target = port
+
     def reset_all(self) -> None:
         """Drop every connection, by RST."""
         self._loop.call_soon_threadsafe(self._reset)

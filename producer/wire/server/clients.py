@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
@@ -123,9 +124,11 @@ def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
         return memory_client(url)
     parsed = connection.parse_url(address.url)
     given = connection_options(url) | parsed | options
+    kind = parsed.get("connection_class", connection.Connection)
     if (locator := address.locator(queue)) is not None:
-        secure = parsed.get("connection_class") is connection.SSLConnection
-        given |= {"connection_class": _LocatedTLS if secure else _Located, "locator": locator}
+        given |= {"connection_class": _of_kind(_Locating, kind), "locator": locator}
+    else:
+        given["connection_class"] = _of_kind(_Leaving, kind)
     return redis.Redis.from_pool(connection.ConnectionPool(**given))
 
 
@@ -152,9 +155,11 @@ def open_async_client(url: str, queue: str, *, max_connections: int, **options: 
         return memory_async_client(url)
     parsed = async_connection.parse_url(address.url)
     given = connection_options(url) | dict(parsed) | options
+    kind = parsed.get("connection_class", async_connection.Connection)
     if (locator := address.locator(queue)) is not None:
-        secure = parsed.get("connection_class") is async_connection.SSLConnection
-        given |= {"connection_class": _AsyncLocatedTLS if secure else _AsyncLocated, "locator": locator}
+        given |= {"connection_class": _of_kind(_AsyncLocating, kind), "locator": locator}
+    else:
+        given["connection_class"] = _of_kind(_AsyncLeaving, kind)
     pool = _AsyncPool(max_connections=max_connections, timeout=None, **given)
     return redis.asyncio.Redis.from_pool(pool)
 
@@ -195,6 +200,54 @@ def _noticing_moves() -> Iterator[None]:
         raise exceptions.ConnectionError(
             f"the queue is not (wholly) on this server any more: {error}"
         ) from error
+
+
+def _is_demoted(error: exceptions.ResponseError) -> bool:
+    """Return whether the server is a replica now: behind the same address there may be a new primary."""
+    return isinstance(error, exceptions.ReadOnlyError | exceptions.MasterDownError) or "UNBLOCKED" in str(
+        error
+    )
+
+
+class _Leaving:
+    """A mixin of the driver's connections that connects again after its server became a replica.
+
+    A proxy or a name may lead to the new primary by then, while the old one keeps its connections open.
+    """
+
+    _is_stale = False
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().read_response(*args, **options)  # type: ignore[misc]  # the driver's connection
+        except exceptions.ResponseError as error:
+            self._is_stale = self._is_stale or _is_demoted(error)
+            raise
+
+    def send_packed_command(self, *args: Any, **options: Any) -> Any:
+        if self._is_stale:
+            self._is_stale = False
+            self.disconnect()  # type: ignore[attr-defined]
+        return super().send_packed_command(*args, **options)  # type: ignore[misc]
+
+
+class _AsyncLeaving:
+    """Like `_Leaving`, for asyncio."""
+
+    _is_stale = False
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*args, **options)  # type: ignore[misc]
+        except exceptions.ResponseError as error:
+            self._is_stale = self._is_stale or _is_demoted(error)
+            raise
+
+    async def send_packed_command(self, *args: Any, **options: Any) -> Any:
+        if self._is_stale:
+            self._is_stale = False
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+        return await super().send_packed_command(*args, **options)  # type: ignore[misc]
 
 
 class _Locating:
@@ -259,20 +312,10 @@ class _AsyncPool(async_connection.BlockingConnectionPool):  # type: ignore[misc]
         await super().release(connection)
 
 
-class _Located(_Locating, connection.Connection):  # type: ignore[misc]  # the driver is untyped
-    pass
-
-
-class _LocatedTLS(_Locating, connection.SSLConnection):  # type: ignore[misc]  # the driver is untyped
-    pass
-
-
-class _AsyncLocated(_AsyncLocating, async_connection.Connection):  # type: ignore[misc]  # the driver is untyped
-    pass
-
-
-class _AsyncLocatedTLS(_AsyncLocating, async_connection.SSLConnection):  # type: ignore[misc]  # the driver is untyped
-    pass
+@cache
+def _of_kind(mixin: type, connection_class: type) -> type:
+    """Return the driver's connection class with a mixin."""
+    return type(f"{mixin.__name__}{connection_class.__name__}", (mixin, connection_class), {})
 
 
 def _check(url: str) -> None:

@@ -47,6 +47,7 @@ _NOT_NOW = (
     "NOREPLICAS",
     "MOVED",
     "ASK ",
+    "UNBLOCKED",
 )
 _NOT_NOW_ERRORS = (
     exceptions.NoScriptError,

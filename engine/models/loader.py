@@ -51,8 +51,8 @@ from pagemill.engine.text.tokenizer import generation_eos_token_ids
 logger = logging.getLogger(__name__)
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len")
-_RECURRENT_CONTEXT = 8192
-"""Of models that state none, as all of their layers are recurrent: they have no longest sequence."""
+_UNBOUNDED_CONTEXT = 8192
+"""Of models without a longest sequence: all of their layers are recurrent, or their positions are unlimited."""
 _SMALL = {"num_hidden_layers": 1, "vocab_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16}
 """Sizes that attention does not depend on."""
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -379,12 +379,14 @@ def _belongs_to(name: str, module: Any) -> bool:
 def _context_length(family: Family, model_config: Any) -> int:
     for name in _CONTEXT_FIELDS:
         value = getattr(model_config, name, None)
+        if value == -1 and name not in vars(model_config):
+            return _UNBOUNDED_CONTEXT  # in transformers: no limit
         if isinstance(value, int):
             if (length := value - family.first_position(model_config)) < 1:
                 raise ModelLoadError(f"config.json: {name} leaves no position for a token: {value}")
             return length
     if recurrent_kinds(model_config):
-        return _RECURRENT_CONTEXT
+        return _UNBOUNDED_CONTEXT
     raise ModelLoadError(
         f"model type {model_config.model_type!r} is not supported: its config.json states no context length"
     )

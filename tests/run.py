@@ -33,6 +33,7 @@ TESTS_FAILED = 1
 
 PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("tests/engine",),
+    "execution": ("tests/engine/execution", "tests/engine/scheduling", "tests/engine/layers"),
     "models": ("tests/engine/models", "tests/engine/combinations"),
     "kernels": ("tests/kernels",),
     "queue": ("tests/producer/wire", "tests/golden"),

@@ -29,6 +29,7 @@ from pagemill.cli.terminal.setting_flags import settings_of
 from pagemill.cli.terminal.waiting import Waiting
 from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.keys import QueueName
+from pagemill.producer.wire.server.clients import ServerAddress
 from pagemill.producer.wire.server.discovery import find_redis
 
 if TYPE_CHECKING:
@@ -227,5 +228,9 @@ def _check_transports(application: Celery, settings: CeleryWorkerSettings) -> No
 
 
 def _celery_url(url: str) -> str:
-    """Return our address in kombu's form."""
+    """Return the address in kombu's form. Celery requires `ssl_cert_reqs` for TLS; the default is to verify."""
+    address = ServerAddress.parse(url)
+    url = address.url if address.kind == "server" else url
+    if url.startswith("rediss://") and "ssl_cert_reqs=" not in url:
+        url += f"{'&' if '?' in url else '?'}ssl_cert_reqs=required"
     return url.replace("unix://", "redis+socket://", 1) if url.startswith("unix://") else url

@@ -21,12 +21,13 @@ from typing import Any
 
 import pytest
 import redis
-from celery import chain, chord, group
+from celery import Celery, chain, chord, group
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.conftest import ROOT, RedisServer, server_binary
+from tests.topologies import Certificates, tls_server
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 TASK = "pagemill.generate"
@@ -57,13 +58,18 @@ def shop(server: RedisServer) -> Any:
 
 @contextmanager
 def celery_worker(
-    url: str, log: Path, *options: str, until: str = " ready.", level: str = "INFO"
+    url: str,
+    log: Path,
+    *options: str,
+    until: str = " ready.",
+    level: str = "INFO",
+    app: str | None = "tests.integration.celery.shop:app",
 ) -> Iterator[subprocess.Popen[bytes]]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     environment = kept | {"SHOP_BROKER": url, "PAGEMILL_REDIS_URL": url}
     command = [
         sys.executable, "-m", "pagemill", "celery-worker", "--model", "echo", "--concurrency", "100", *options,
-        "--celery-app", "tests.integration.celery.shop:app", "--", "-n", f"{uuid.uuid4().hex[:8]}@test",
+        *(("--celery-app", app) if app else ()), "--", "-n", f"{uuid.uuid4().hex[:8]}@test",
         "--loglevel", level,
     ]  # fmt: skip
     with log.open("ab") as file:
@@ -393,6 +399,15 @@ def received(url: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_tls_needs_no_option_of_celerys(tmp_path: Path) -> None:
+    with tls_server(tmp_path, Certificates(tmp_path / "certificates")) as url:
+        app = Celery(broker=f"{url}&ssl_cert_reqs=required", backend=f"{url}&ssl_cert_reqs=required")
+        with celery_worker(url, tmp_path / "log", app=None):
+            sent = app.send_task(TASK, kwargs={"prompt": "over TLS"}, queue="pagemill")
+            assert sent.get(timeout=PATIENCE_S)["text"] == "over TLS"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGQUIT, marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_a_chord(
     number: int, server: RedisServer, engine: Any, shop: Any, tmp_path: Path

@@ -248,13 +248,29 @@ def write_latency(client: redis.Redis, queue: str) -> Finding:
             began = time.monotonic()
             client.set(f"{keys.prefix(queue)}doctor", b"", px=1)
             slowest = max(slowest, time.monotonic() - began)
+    except exceptions.NoPermissionError as error:
+        return Finding("write latency", "note", f"this user may not write the key of the check: {error}")
     except exceptions.ResponseError as error:
-        return Finding("write latency", "note", f"the server refuses a write: {error}")
+        return Finding("write latency", "error", f"the server rejects writes: {error}", _remedy(str(error)))
     message = f"the slowest of 3 writes took {slowest * 1000:.0f} ms"
     if slowest > SLOW_WRITE_S:
         remedy = "the server's disk or the network is slow: look at its fsyncs (LATENCY LATEST), give it a faster disk"
         return Finding("write latency", "warning", message, remedy)
     return Finding("write latency", "ok", message)
+
+
+def _remedy(rejection: str) -> str:
+    """Return the remedy for a rejected write."""
+    remedies = {
+        "NOREPLICAS": "too few replicas are connected for min-replicas-to-write: repair them, or lower it (CONFIG SET)",
+        "MISCONF": "the server cannot save: check its disk and its log",
+        "read only replica": "use the address of the primary",
+        "OOM": "raise maxmemory, or delete what is not needed",
+    }
+    return next(
+        (remedy for words, remedy in remedies.items() if words in rejection),
+        "submissions fail until this is fixed",
+    )
 
 
 def scripts_run(client: redis.Redis, queue: str) -> Finding:

@@ -106,6 +106,17 @@ def test_slow_writes_are_found_though_no_fsync_counts_as_late(queue: Queue) -> N
     assert not queue.client.exists(f"{queue.prefix}doctor")
 
 
+def test_writes_that_are_rejected_are_an_error(queue: Queue) -> None:
+    queue.client.config_set("min-replicas-to-write", 1)
+    try:
+        document = json.loads(doctor(queue.url, "--queue", queue.name, "--json").stdout)
+    finally:
+        queue.client.config_set("min-replicas-to-write", 0)
+    (found,) = (each for each in document["findings"] if each["check"] == "write latency")
+    assert (found["level"], "NOREPLICAS" in found["message"]) == ("error", True)
+    assert "min-replicas-to-write" in found["remedy"]
+
+
 def test_keys_that_were_evicted_are_an_error(queue: Queue) -> None:
     queue.client.config_set("maxmemory-policy", "allkeys-random")
     used = int(queue.client.info("memory")["used_memory"])

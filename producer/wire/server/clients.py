@@ -5,8 +5,10 @@
     redis+cluster://host1:7000,host2:7000        the owner of the queue's slot; rediss+cluster:// with TLS
     memory://name                                none: this process holds the queue, for tests
 
-The query takes the driver's options (`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, ...), for Sentinel also
-`sentinel_username` and `sentinel_password`.
+`valkey` may be written for `redis`.
+
+The query takes options of the driver (timeouts, `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, ...), for Sentinel
+also `sentinel_username` and `sentinel_password`.
 """
 
 from __future__ import annotations
@@ -41,8 +43,25 @@ CONNECTION_OPTIONS: dict[str, Any] = {
 """Options of all clients. A blocking command must return before `socket_timeout`."""
 
 _SCHEME = re.compile(r"(rediss?)\+(sentinel|cluster)")
+_VALKEY = re.compile(r"valkey(s?)(?=(\+\w+)?://)")
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 _LONGEST_S = 86_400.0
+_URL_OPTIONS = frozenset(
+    {
+        "db", "username", "password", "client_name", "protocol", "socket_timeout", "socket_connect_timeout",
+        "socket_keepalive", "socket_read_size", "health_check_interval", "ssl_keyfile", "ssl_certfile",
+        "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_password", "ssl_check_hostname",
+        "ssl_min_version", "ssl_ciphers", "ssl_include_verify_flags", "ssl_exclude_verify_flags",
+    }
+)  # fmt: skip
+"""What a URL may set: what the driver has for threads and for asyncio."""
+_IGNORED_OPTIONS = frozenset(
+    {
+        "decode_responses", "encoding", "encoding_errors", "legacy_responses", "max_connections", "timeout",
+        "retry_on_timeout", "retry_on_error",
+    }
+)  # fmt: skip
+"""Set for other programs in a shared URL, and fixed here: replies are bytes, and the pools are Pagemill's."""
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
 
@@ -60,16 +79,22 @@ class ServerAddress:
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
         """Parse a URL. Raises InvalidAddress, which never quotes the URL: it may hold a password."""
+        url = _VALKEY.sub(r"redis\1", url, count=1) if url.startswith("valkey") else url
         scheme, separator, rest = url.partition("://")
         match = _SCHEME.fullmatch(scheme)
         if url.startswith(SCHEME):
             check_memory_url(url)
             return cls(url, "memory")
+        base_url, _, query = url.partition("?")
+        given = dict(parse_qsl(query))
+        options = {name: value for name, value in given.items() if name not in _IGNORED_OPTIONS}
         if match is None or not separator:
+            if len(options) < len(given):
+                url = base_url + (f"?{urlencode(options)}" if options else "")
             _check(url)
             return cls(url, "server")
         base, kind = match.groups()
-        parts = _split(f"{base}://{rest}")
+        parts = _split(f"{base}://{rest.partition('?')[0]}")
         credentials, at, hosts = parts.netloc.rpartition("@")
         nodes = tuple(_node(host, _DEFAULT_PORTS[kind]) for host in hosts.split(",") if host)
         if not nodes:
@@ -79,7 +104,6 @@ class ServerAddress:
             raise InvalidAddress(f"a {scheme} URL ends in the service's name: {scheme}://host:26379/mymaster")
         if kind == "cluster" and (service or "0") != "0":
             raise InvalidAddress("a Cluster has one database, 0")
-        options = dict(parse_qsl(parts.query))
         asked = tuple(
             (_SENTINEL_OPTIONS[n], options.pop(n)) for n in tuple(options) if n in _SENTINEL_OPTIONS
         )
@@ -321,6 +345,14 @@ def _of_kind(mixin: type, connection_class: type) -> type:
 def _check(url: str) -> None:
     """Raise InvalidAddress for a URL that the driver would misread, or refuse only when it connects."""
     parts = _split(url)
+    for name, _ in parse_qsl(parts.query):
+        if name not in _URL_OPTIONS:
+            raise InvalidAddress(f"no option {name} in a URL of this kind")
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise InvalidAddress(
+            "the URL should start with redis://, rediss:// (TLS) or unix://, for Sentinel and Cluster with "
+            "redis+sentinel:// or redis+cluster:// (TLS: rediss+...); valkey is allowed in place of redis"
+        )
     try:
         options = connection.parse_url(url)
         connection.ConnectionPool(**options).make_connection()  # connects nowhere

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import uuid
 from urllib.parse import quote_plus
 
 import pytest
 import redis
+from redis import connection
 
-from pagemill.producer.wire.server.clients import ServerAddress, has_password, open_async_client, redacted
+from pagemill.producer.wire.schema.errors import InvalidAddress
+from pagemill.producer.wire.server.clients import (
+    ServerAddress,
+    has_password,
+    open_async_client,
+    open_client,
+    redacted,
+)
 from pagemill.producer.wire.server.discovery import find_redis, with_credentials
 from tests.worker.harness import eventually
 
@@ -53,6 +62,58 @@ def test_what_is_no_address_is_refused_without_being_quoted(url: str) -> None:
     with pytest.raises(ValueError) as refused:
         ServerAddress.parse(url)
     assert "sec" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://h:1/2?decode_responses=True", "redis://h:1/2"),
+        ("redis://h?encoding=utf-16&db=3&max_connections=1&timeout=0", "redis://h?db=3"),
+        ("unix:///tmp/s?db=1&legacy_responses=no", "unix:///tmp/s?db=1"),
+        ("valkey://u:p@h:1/2", "redis://u:p@h:1/2"),
+        ("valkeys://h", "rediss://h"),
+        ("valkey+sentinel://a:1,b/main?decode_responses=1", "redis://a:1/0"),
+        ("valkeys+cluster://a:1?retry_on_timeout=1", "rediss://a:1/0"),
+    ],
+)
+def test_options_of_other_programs_are_ignored(url: str, expected: str) -> None:
+    assert ServerAddress.parse(url).url == expected
+    for opened in (open_client(url, "q"), open_async_client(url, "q", max_connections=2)):
+        pool = opened.connection_pool
+        if "+" not in url:
+            made = pool.make_connection()
+            assert not made.encoder.decode_responses
+            assert made.encoder.encoding == "utf-8"
+
+
+def _url_options() -> list[str]:
+    """Every option that the driver accepts in a URL."""
+    names: set[str] = set(connection.URL_QUERY_ARGUMENT_PARSERS)
+    for kind in (
+        connection.AbstractConnection,
+        connection.Connection,
+        connection.SSLConnection,
+        connection.UnixDomainSocketConnection,
+        connection.ConnectionPool,
+        connection.BlockingConnectionPool,
+    ):
+        names |= set(inspect.signature(kind.__init__).parameters)
+    return sorted(names - {"self", "kwargs", "connection_kwargs"})
+
+
+def test_every_option_of_the_driver_is_allowed_ignored_or_rejected() -> None:
+    """None changes what the calls rely on, and none fails later than at the start."""
+    values = {"protocol": "3", "db": "1", "ssl_min_version": "771"}
+    for name in _url_options():
+        for value in (values.get(name, "1"), "x"):
+            url = f"rediss://h?{name}={value}"
+            try:
+                ServerAddress.parse(url)
+            except InvalidAddress:
+                continue
+            made = open_client(url, "q").connection_pool.make_connection()
+            assert (made.host, made.port, made.encoder.decode_responses) == ("h", 6379, False), name
+            open_async_client(url, "q", max_connections=2).connection_pool.make_connection()
 
 
 def test_passwords_are_not_shown() -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ _REFUSED = {
     "modules_to_save": "whole modules (modules_to_save)",
     "trainable_token_indices": "trained tokens (trainable_token_indices)",
 }
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN_PATTERN = re.compile(r"\^?[\w.]+")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.(?:default\.)?weight")
 
@@ -85,7 +87,7 @@ def read_adapter(directory: Path) -> AdapterFolder:
             hashlib.file_digest(weights, lambda: digest)
     except ModelLoadError as error:
         raise AdapterError(str(error)) from error
-    except OSError as error:
+    except (OSError, RecursionError) as error:
         raise AdapterError(f"can't read {directory}: {error}") from error
     return AdapterFolder(_paired(tensors, config), digest.hexdigest()[:32])
 
@@ -130,9 +132,10 @@ def _paired(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> d
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise AdapterError(f"unsupported tensor {name[:200]!r}, {_reason_unsupported(name)}")
-        if tensor.ndim != 2 or not tensor.is_floating_point():
+        if tensor.ndim != 2 or tensor.dtype not in _DTYPES:
             raise AdapterError(
-                f"{name[:200]!r} is {tensor.dtype} of shape {list(tensor.shape)}, not a matrix of floats"
+                f"{name[:200]!r} is {tensor.dtype} of shape {list(tensor.shape)}, "
+                "not a matrix of 16-, 32- or 64-bit floats"
             )
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
@@ -163,8 +166,10 @@ def _reason_unsupported(name: str) -> str:
 def _scale(path: str, rank: int, config: Mapping[str, Any]) -> float:
     """Return alpha / rank, or alpha / sqrt(rank), with the alpha that `alpha_pattern` has for this layer."""
     alpha = _matched(config.get("alpha_pattern"), path, config.get("lora_alpha", 8))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise AdapterError(f"lora_alpha is {alpha!r}, not a number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise AdapterError(f"lora_alpha is {alpha!r:.100}, not a number")
+    if not abs(alpha) <= sys.float_info.max:  # also NaN, and integers beyond it
+        raise AdapterError("lora_alpha is not a finite number of 64 bits")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

@@ -139,7 +139,7 @@ def _is_constant(name: str, tensor: torch.Tensor) -> bool:
 def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"can't read {file}: {error}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"can't read {file}: not a JSON object")

@@ -96,7 +96,17 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "integers": (
         tensors(lambda held: held.update({f"{LAYER}.lora_A.weight": torch.zeros(8, 32, dtype=torch.int8)})),
-        "not a matrix of floats",
+        "not a matrix of 16-, 32- or 64-bit floats",
+    ),
+    "8-bit floats": (
+        tensors(lambda held: held.update({f"{LAYER}.lora_A.weight": torch.zeros(8, 32).to(torch.float8_e4m3fn)})),
+        "not a matrix of 16-, 32- or 64-bit floats",
+    ),
+    "an alpha of 400 digits": (config(lora_alpha=10**400), "lora_alpha is not a finite number"),
+    "a NaN alpha": (config(lora_alpha=float("nan")), "lora_alpha is not a finite number"),
+    "nested too deeply": (
+        lambda folder: (folder / "adapter_config.json").write_text('{"x": ' * 100_000 + "1" + "}" * 100_000),
+        "can't read",
     ),
     "unknown layers": (
         tensors(lambda held: held.update(

@@ -116,11 +116,12 @@ class LeaseKeeper:
 
     def _beat(self) -> None:
         is_well = self._is_well()
+        held = len(self._table)
         if is_well:
             self._renew_leases()
-        elif self._was_well:
-            logger.error("the engine does not make progress: %d leases are left to lapse", len(self._table))
-        self._was_well = is_well
+        elif self._was_well and held:
+            logger.error("the engine does not make progress: %d leases are not renewed", held)
+        self._was_well = is_well or not held
         self._counters.redis_clock_skew_s = self._clock.set(self._queue.server_time())
         info = self._describe()
         self._queue.run(heartbeat(self._queue.queue, info))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from redis import exceptions
 from typer.core import TyperGroup
 
 from pagemill.cli.local_worker import settled_workers
@@ -120,6 +121,10 @@ def exit_code(error: PagemillError) -> int:
 def describe(error: PagemillError) -> str:
     """Return the error's message, with the command to type next if there is one."""
     match error:
+        case RedisUnavailable() if _is_answer(error):
+            return (
+                f"{error}\nThe server is running, but does not accept this now. To see why: pagemill doctor"
+            )
         case RedisUnavailable() if error.__cause__ is not None:
             return (
                 f"{error}\nIs the server running, and is the address right (--redis-url, {URL_VARIABLE})? "
@@ -141,6 +146,13 @@ def describe(error: PagemillError) -> str:
         case JobError():
             return f"the job {error.state}: {error.message}" + (f" ({error.code})" if error.code else "")
     return str(error)
+
+
+def _is_answer(error: BaseException | None) -> bool:
+    """Return whether a server rejected the call, as opposed to one that cannot be reached."""
+    while error is not None and not isinstance(error, exceptions.ResponseError | exceptions.BusyLoadingError):
+        error = error.__cause__
+    return error is not None
 
 
 def print_stderr(message: str) -> None:

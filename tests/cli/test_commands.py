@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -10,15 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 from typer.testing import CliRunner, Result
 
-from pagemill.__main__ import app
+from pagemill.__main__ import app, drop_service_links
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.text.chat import NamedToolChoice
 from pagemill.producer.wire.server.discovery import STATE_DIR_VARIABLE, URL_VARIABLE
+from tests.conftest import RedisServer
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.scripted_worker import scripted_worker
 
@@ -293,3 +296,23 @@ def test_workers_lists_who_is_alive(pagemill: Pagemill, queue: Queue) -> None:
 def test_the_commands_import_no_torch() -> None:
     probe = "import sys, pagemill.__main__; sys.exit(any(m in sys.modules for m in ('torch', 'triton')))"
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=120)
+
+
+def test_a_server_that_rejects_writes_is_not_called_unreachable(
+    pagemill: Pagemill, own_valkey: RedisServer
+) -> None:
+    with redis.Redis.from_url(own_valkey.url) as admin:
+        admin.config_set("min-replicas-to-write", 1)
+    rejected = pagemill("submit", "x", "--model", "m", "--redis-url", own_valkey.url)
+    assert rejected.exit_code == 3
+    assert "NOREPLICAS" in rejected.stderr
+    assert "The server is running" in rejected.stderr
+    assert "is the address right" not in rejected.stderr
+
+
+def test_variables_of_kubernetes_services_are_not_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_GATEWAY_PORT", "tcp://10.0.0.7:8000")
+    monkeypatch.setenv("PAGEMILL_HTTP_PORT", "9790")
+    drop_service_links()
+    assert "PAGEMILL_GATEWAY_PORT" not in os.environ
+    assert os.environ["PAGEMILL_HTTP_PORT"] == "9790"

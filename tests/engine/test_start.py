@@ -164,7 +164,6 @@ def test_transformers_is_whole_where_somebody_else_uses_it(case: str, environmen
     _run(UNTOUCHED, case, **environment)
 
 
-@pytest.mark.slow
 def test_model_loads_with_libraries_that_import_the_compiler(tiny_llama: Path, tmp_path: Path) -> None:
     for name, source in STUBS.items():
         (tmp_path / name).mkdir()

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import entry_points
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.conftest import ROOT
 
@@ -71,3 +74,53 @@ def test_a_service_is_tested_without_a_server(tmp_path: Path) -> None:
 def test_pytest_finds_it_by_itself() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["pytest11"] == {"pagemill": "pagemill.testing.plugin"}
+
+
+ONLY_BASE = """
+import sys
+
+for name in {blocked!r}:
+    sys.modules[name] = None
+import pagemill.producer
+import pagemill.testing.plugin
+"""
+
+
+def test_a_base_install_can_import_the_plugin(tmp_path: Path) -> None:
+    """Pytest imports it in every environment with pagemill, also without any extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base = _closure({_name(requirement) for requirement in project["dependencies"]} | {"pytest"})
+    blocked = sorted(
+        module
+        for module, owners in packages_distributions().items()
+        if module.isidentifier()
+        and not base & {canonicalize_name(owner) for owner in owners}
+        and module != "pagemill"
+    )
+    assert {"prometheus_client", "tokenizers", "torch", "transformers"} <= {*blocked}
+    done = subprocess.run(
+        [sys.executable, "-c", ONLY_BASE.format(blocked=blocked)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _name(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
+
+
+def _closure(names: set[str]) -> set[str]:
+    """Return the packages with all that they require themselves."""
+    found: set[str] = set()
+    while names:
+        found |= names
+        requirements: set[str] = set()
+        for name in names:
+            with suppress(PackageNotFoundError):
+                requirements |= {_name(text) for text in requires(name) or [] if "extra ==" not in text}
+        names = requirements - found
+    return found

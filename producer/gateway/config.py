@@ -70,7 +70,9 @@ class GatewayConfig:
     max_tenant_bytes: _Bytes = 1024 * MIB
     max_tenant_batches: _Count = 50
     """Open batches."""
-    max_uploads: _Count = 4
+    max_uploads: _Count = 16
+    max_key_uploads: _Count = 4
+    """Of them, those of one API key."""
     max_batch_requests: _Count = 50_000
     file_ttl_s: Annotated[float, Field(ge=1.0, le=366 * DAY_S)] = 7 * DAY_S
     max_running_batches: _Count = 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
@@ -64,20 +65,26 @@ class FileEndpoints:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._uploads = 0
+        self._uploads: Counter[str] = Counter()
+        """In progress, by API key."""
 
     async def create(self, request: Request) -> Response:
         caller = await self._gateway.admit(request)
-        if self._uploads >= self._gateway.config.max_uploads:
+        key = caller.name
+        if self._uploads.total() >= self._gateway.config.max_uploads:
             self._gateway.metrics.refused["busy"] += 1
             raise retry_later(503, "the gateway has too many uploads in progress", "busy")
-        self._uploads += 1
+        if not self._gateway.keys.is_open and self._uploads[key] >= self._gateway.config.max_key_uploads:
+            self._gateway.metrics.refused["busy"] += 1
+            raise retry_later(429, "the API key has too many uploads in progress", "too_many_uploads")
+        self._uploads[key] += 1
         try:
             async with _Form(request) as form:
                 upload, ttl_s = _read_form(form, self._gateway.config.file_ttl_s)
                 return JsonResponse(file_body(await self.store(caller.tenant, upload, ttl_s)))
         finally:
-            self._uploads -= 1
+            self._uploads[key] -= 1
+            self._uploads += Counter()  # drops the keys without uploads
 
     async def list(self, request: Request) -> Response:
         caller = await self._gateway.admit(request)

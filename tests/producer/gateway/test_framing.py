@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from pagemill.producer.gateway.guard.limits import MAX_HEAD_BYTES
 from tests.producer.driving import open_queue
-from tests.producer.gateway.serving import Served, gateway, read_all
+from tests.producer.gateway.serving import Served, gateway, read_all, write_keys
 from tests.worker.harness import PATIENCE_S, eventually
 
 BODY = b'{"model": "later", "prompt": "x"}'
@@ -226,6 +227,35 @@ def test_hanging_up_inside_a_body(
         for _ in range(3):
             assert httpx.post(f"{served.base_url}/files", timeout=PATIENCE_S, **form).status_code == 200  # type: ignore[arg-type]
     queue.transport.close()
+
+
+def test_slow_uploads_of_one_key_leave_room_for_others(
+    valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    keys = write_keys(tmp_path / "keys.json", slow={}, other={})
+    kind = "content-type: multipart/form-data; boundary=b\r\n"
+    raw = head(
+        path="/v1/files", extra=f"{kind}authorization: Bearer {keys['slow']}\r\ncontent-length: 9999\r\n"
+    )
+
+    def upload(key: str) -> httpx.Response:
+        form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("f", b"{}")}}
+        headers = {"authorization": f"Bearer {keys[key]}"}
+        return httpx.post(f"{served.base_url}/files", headers=headers, timeout=PATIENCE_S, **form)
+
+    settings: dict[str, Any] = {"max_uploads": 3, "max_key_uploads": 2, "keys_path": tmp_path / "keys.json"}
+    with gateway(valkey_url, queue_name, models=("later",), **settings) as served:
+        with served.connect() as first, served.connect() as second:
+            for number, connection in enumerate((first, second)):
+                connection.sendall(raw + b"\r\n" + FORM[:300])
+                eventually(
+                    lambda number=number: f"in_flight {number + 2}.0\n" in served.metrics(), "the upload"
+                )
+            refused = upload("slow")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_uploads")
+            assert refused.headers["retry-after"]
+            assert upload("other").status_code == 200
+        eventually(lambda: upload("slow").status_code == 200, "room for the key again")
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ LIMITS: dict[str, tuple[str, ...]] = {
     "Concurrent requests": (f"{GATEWAY.max_in_flight:,}",),
     "Connections": (f"{GATEWAY.max_connections:,}",),
     "Slow body": (f"{GATEWAY.body_timeout_s:.0f} s", f"{GATEWAY.min_body_rate // KIB} KiB/s"),
-    "Concurrent uploads": (str(GATEWAY.max_uploads),),
+    "Concurrent uploads": (str(GATEWAY.max_uploads), str(GATEWAY.max_key_uploads)),
     "Client that": (f"{GATEWAY.send_timeout_s:.0f} s",),
     "Files per tenant": (f"{GATEWAY.max_tenant_files:,}",),
     "Batch": (f"{GATEWAY.max_batch_requests:,}", f"{GATEWAY.max_tenant_batches} open"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.util import find_spec
@@ -149,8 +150,9 @@ class EngineConfig:
         object.__setattr__(self, "adapters", _split(self.adapters))
         if find_spec("pydantic") is not None:  # a machine that only tests kernels may lack it
             _check_annotations(self)
-        for text in self.adapters:
-            parse_adapter(text)
+        names = Counter(parse_adapter(text)[0] for text in self.adapters)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise AdapterError(f"adapters: {repeated[0]} is given more than once", "adapters")
         template = self.chat_template
         is_name = template is None or _TEMPLATE_NAME.fullmatch(template)
         if not is_name and not Path(template or "").expanduser().is_file():

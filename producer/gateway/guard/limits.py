@@ -139,6 +139,7 @@ class LimitedRequest:
         self._is_complete = not (self._length or "transfer-encoding" in headers)
         # A proxy may have gone by the other header and seen a different end of the body (request smuggling).
         self._is_ambiguous = "transfer-encoding" in headers and "content-length" in headers
+        self._encoding = headers.get("content-encoding", "identity").strip().lower()
         self._is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == "/v1/files"
         config = limits.config
         self._limit = config.max_body_bytes
@@ -151,13 +152,18 @@ class LimitedRequest:
         self.request_id = f"req_{secrets.token_hex(12)}"
 
     def check_head(self) -> None:
-        """Refuse a head that is too long, or that declares a body that is too long or has two lengths."""
+        """Reject a head that is too long, or that declares a body that is too long, compressed or has two lengths."""
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ApiError(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes", "head_too_large")
         if self._is_ambiguous:
             raise ApiError(400, "content-length and transfer-encoding in one request", "invalid_http")
         if self._length > self._limit:
             raise self._too_large()
+        if self._encoding not in ("", "identity") and not self._is_complete:
+            message = (
+                f"the content encoding {self._encoding[:64]!a} is not supported; send the body uncompressed"
+            )
+            raise ApiError(415, message, "unsupported_media_type")
 
     async def receive(self) -> Message:
         """The application's `receive`. Raises ClientGone inside a body, and ApiError: 408, 413, or 503 when all

@@ -186,6 +186,8 @@ def test_settings(sound: Path) -> None:
         f"a={sound}",
         f"b={sound}",
     )  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="adapters: a is given more than once"):
+        EngineConfig(model="echo", adapters=(f"a={sound}", "b=x", "a=y"))
     with pytest.raises(ConfigError, match=r"adapters=.* with tensor_parallel_size=2 is not supported"):
         EngineConfig(model="echo", adapters=(f"a={sound}",), tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="lanes, more than"):

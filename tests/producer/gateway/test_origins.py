@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,16 @@ def test_host_names(served: Served, host: str, is_ours: bool) -> None:
 @pytest.fixture(autouse=True)
 def serving(served: Served) -> None:
     eventually(lambda: ask(served, "POST", "/completions", {}, json=ASK).status_code == 200, "the gateway")
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/files"])
+def test_a_compressed_body_is_named_as_such(valkey_url: str, queue_name: str, path: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    with gateway(valkey_url, queue_name, models=("m",)) as served:
+        answer = ask(served, "POST", path, headers, content=gzip.compress(b"{}"))
+        assert (answer.status_code, code(answer)) == (415, "unsupported_media_type")
+        assert "gzip" in answer.json()["error"]["message"]
+        identity = ask(
+            served, "POST", "/chat/completions", headers | {"content-encoding": "identity"}, content=b"{}"
+        )
+        assert identity.status_code == 400

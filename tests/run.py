@@ -36,6 +36,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "execution": ("tests/engine/execution", "tests/engine/scheduling", "tests/engine/layers"),
     "models": ("tests/engine/models", "tests/engine/combinations"),
     "kernels": ("tests/kernels",),
+    "aot": ("tests/kernels/aot",),
     "queue": ("tests/producer/wire", "tests/golden"),
     "producer": ("tests/producer",),
     "worker": ("tests/worker", "tests/monitoring", "tests/supervisor", "tests/sizing"),

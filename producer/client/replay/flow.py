@@ -328,10 +328,11 @@ class _Scoring:
 
 def _scored(queue: str, preparer: Preparer, scoring: _Scoring, options: ReplayOptions) -> Flow[Difference]:
     """Return the difference with the log-probabilities of both tokens, where the replay's worker can score them."""
-    job, difference = scoring.job(), scoring.difference
-    if job is None:
-        return difference
+    difference = scoring.difference
     try:
+        job = scoring.job()
+        if job is None:
+            return difference
         copy_id = yield from submit_copy(queue, preparer, job, options)
         scored = yield from end_of(queue, copy_id, options)
     except (Unverifiable, InvalidJob, ResultTimeout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,13 @@ def jobs_page(queue: str, url: str = "", ttl_ms: int = 0) -> Call[str]:
 
 def _page(reply: list[Any]) -> JobPage:
     place, looked, rows = reply
-    return JobPage(place.decode(), looked, [_line(row) for row in rows])
+    lines = []
+    for row in rows:
+        with suppress(
+            ValueError, TypeError, LookupError
+        ):  # a damaged record is left out; `status` reports it
+            lines.append(_line(row))
+    return JobPage(place.decode(), looked, lines)
 
 
 def _line(row: list[bytes]) -> JobLine:

@@ -82,20 +82,29 @@ def finish_delivery(
 
 def _pending(reply: tuple[int, int, int, list[list[bytes]]], relay: str) -> Pending:
     due, total, expired, first = reply
-    found = [(job_id.decode(), receiver.decode()) for job_id, receiver in first]
-    if relay:
-        found = [(job_id, keys.split_lane(lane)[2]) for job_id, lane in found]
-    return Pending(due, total, expired, [Due(*each) for each in found])
+    found = [
+        Due(job_id.decode(), _tenant(receiver) if relay else receiver.decode(errors="replace"))
+        for job_id, receiver in first
+    ]
+    return Pending(due, total, expired, found)
 
 
 def _notices(reply: list[list[Any]]) -> list[Notice]:
     return [
         Notice(
-            url=url.decode(),
+            url=url.decode(errors="replace"),
             tries=tries,
-            tenant=keys.split_lane(lane.decode())[2],
-            finished_at=int(finished_at) / 1000,
+            tenant=_tenant(lane),
+            finished_at=int(finished_at) / 1000 if finished_at.isdigit() else 0.0,
             outcome=read_outcome(record),
         )
         for url, tries, lane, finished_at, record in reply
     ]
+
+
+def _tenant(lane: bytes) -> str:
+    """Return the tenant of a lane; of a damaged record none, since the other deliveries must go on."""
+    try:
+        return keys.split_lane(lane.decode())[2]
+    except (ValueError, LookupError):
+        return ""

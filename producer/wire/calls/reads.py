@@ -13,12 +13,15 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import partial_outputs, read_deltas
 from pagemill.producer.wire.schema.errors import (
     JOB_ERRORS,
+    InvalidJob,
     JobError,
     JobNotFound,
+    PagemillError,
     ResultExpired,
     StoreError,
 )
 from pagemill.producer.wire.schema.outputs import (
+    ACTIVE_STATES,
     END_STATES,
     Delta,
     EndState,
@@ -33,6 +36,8 @@ from pagemill.producer.wire.schema.sealing import SealedError, opened, opened_me
 from pagemill.producer.wire.server.scripts import Call, as_map, listed
 from pagemill.producer.wire.store.stub import Reference, read_result_stub
 
+DAMAGED = "payload_lost"
+"""The code of a record that cannot be read."""
 FEED_ENTRIES = 256
 """Most deltas that one read of a feed returns."""
 
@@ -79,6 +84,8 @@ class Outcome:
         if self.stored is not None:
             raise StoreError("the result is in a store and was not read")
         if self.state == "succeeded" and self.result is None and self.error is not None:
+            if self.error.code == DAMAGED:
+                raise InvalidJob(self.error.message, DAMAGED)
             raise SealedError(self.error.message)
         if self.state == "succeeded" and self.result is None:
             raise result_expired(self.job_id)
@@ -188,9 +195,23 @@ def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
 
 
 def read_outcome(record: list[Any]) -> Outcome:
-    """Parse an end record as the scripts return it."""
+    """Parse an end record as the scripts return it. One that is damaged is an outcome with that error."""
+    try:
+        return _outcome(record)
+    except PagemillError:
+        raise
+    except (ValueError, TypeError, LookupError) as error:
+        job_id, word = record[0].decode(), record[1].decode(errors="replace")
+        message = f"the stored record of job {job_id} is damaged: {type(error).__name__}"
+        state: Any = word if word in END_STATES else "failed"
+        return Outcome(job_id=job_id, state=state, error=ErrorInfo(code=DAMAGED, message=message))
+
+
+def _outcome(record: list[Any]) -> Outcome:
     job_id, state, key, metadata, out, leader, created_at, finished_at, entries, *more = record
     word: Any = state.decode() or None
+    if word not in (None, *ACTIVE_STATES, *END_STATES):
+        raise ValueError(word)
     own_metadata = opened_metadata(metadata, job_id.decode())
     copied_s = max(0.0, (int(finished_at) - int(created_at)) / 1000) if leader else None
     parse = partial(_result, _End(job_id.decode(), leader.decode(), copied_s, own_metadata))
@@ -218,10 +239,9 @@ def read_outcome(record: list[Any]) -> Outcome:
 def _recorded(reply: list[Any]) -> Recorded:
     record, payload = reply
     try:
-        outcome = read_outcome(record)
-    except ValueError:
-        outcome = None
-    return Recorded(outcome, payload, int(record[6] or 0) / 1000)
+        return Recorded(_outcome(record), payload, int(record[6] or 0) / 1000)
+    except (ValueError, TypeError, LookupError):
+        return Recorded(None, payload, 0.0)
 
 
 def _stored(out: bytes, parse: Callable[[bytes], Result]) -> StoredResult | None:
@@ -269,6 +289,17 @@ _HELD = {"running": "already runs as many jobs as it may", "quota": "has used it
 
 
 def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
+    """Parse a job's state. Raises InvalidJob for a damaged record."""
+    try:
+        return _read_status(queue, job_id, row)
+    except PagemillError:
+        raise
+    except (ValueError, TypeError, LookupError) as error:
+        message = f"the stored record of job {job_id} is damaged: {type(error).__name__}"
+        raise InvalidJob(message, DAMAGED) from error
+
+
+def _read_status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
     found = as_map(row)
     text = {name: value.decode(errors="ignore") for name, value in found.items() if isinstance(value, bytes)}
     lane, waits_for = text["lane"], tuple(text.get("waits", "").split())

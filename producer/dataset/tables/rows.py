@@ -9,6 +9,7 @@ import csv
 import importlib.util
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from pagemill.producer.dataset.errors import DatasetError, EmptyFile
+from pagemill.producer.dataset.tables.arrow_cells import BadCells, arrow_rows
 from pagemill.producer.dataset.tables.compressed import check_supported, compression, data_suffix, reading
 from pagemill.producer.dataset.tables.streams import Stream
 from pagemill.producer.dataset.tables.values import is_unicode, number_of, plain_row
@@ -213,7 +215,8 @@ class ArrowSource:
     def rows(self) -> Iterator[Row]:
         number = 0
         for batch in self._batches():
-            for fields in batch.to_pylist():
+            _check_names(self.name, batch.schema.names)
+            for fields in arrow_rows(batch):
                 number += 1
                 yield checked_row(number, fields)
 
@@ -276,14 +279,17 @@ def _where(error: json.JSONDecodeError) -> str:
 
 def checked_row(number: int, fields: Any) -> Row:
     """Make a row of a mapping, with JSON values; see values.py."""
+    if isinstance(fields, BadCells):
+        return Row(number, error=RowError(fields.code, fields.message, shorten(fields.raw)))
     if not isinstance(fields, Mapping):
         kind = "null" if fields is None else type(fields).__name__
         message = f"a row must be an object with named fields, not {kind}"
         return Row(number, error=RowError("invalid_row", message, shorten(repr(fields))))
     try:
         return Row(number, plain_row(fields))
-    except ValueError as error:
-        return Row(number, error=RowError("invalid_row", str(error), shorten(repr(fields))))
+    except Exception as error:  # also of the types that data libraries raise in their conversions
+        message = str(error) or type(error).__name__
+        return Row(number, error=RowError("invalid_row", message, shorten(repr(fields))))
 
 
 def _is_whole(path: Path | Stream) -> bool:
@@ -357,6 +363,12 @@ def _dataset_files(directory: Path) -> list[Path]:
         raise DatasetError(f"{state} does not list the dataset's files") from None
 
 
+def _check_names(name: str, columns: Sequence[str]) -> None:
+    """Raise DatasetError for columns that a row cannot hold both."""
+    if repeated := sorted(column for column, count in Counter(columns).items() if count > 1):
+        raise DatasetError(f"{name}: columns appear twice: {', '.join(repeated)}")
+
+
 def _require_pyarrow() -> None:
     if importlib.util.find_spec("pyarrow") is None:
         raise DatasetError("Parquet and dataset directories need pyarrow: pip install 'pagemill[parquet]'")
@@ -383,7 +395,7 @@ def _arrow_errors(path: Path | Stream) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path} cannot be read: {error}") from error
 
 

@@ -50,7 +50,7 @@ from pagemill.cli.terminal.waiting import Waiting
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed, RunStopped
 from pagemill.producer.dataset.label_columns import LabelTemperature
 from pagemill.producer.dataset.outputs import base_of
 from pagemill.producer.dataset.recipe import NO_MODEL, OnCut, OnRow, Recipe
@@ -313,8 +313,9 @@ def reported(out: Path) -> Any:
     try:
         with _stopped_as_by_ctrl_c():
             yield
-    except (DiskFailed, WorkerFailed) as error:
-        print_stderr(str(error) + (f"\n{again}" if isinstance(error, WorkerFailed) and has_begun() else ""))
+    except (DiskFailed, RunStopped, WorkerFailed) as error:
+        # A full disk has its own advice.
+        print_stderr(str(error) + (f"\n{again}" if has_begun() and not isinstance(error, DiskFailed) else ""))
         raise typer.Exit(EXIT_INCOMPLETE) from None
     except DatasetError as error:
         print_stderr(str(error))

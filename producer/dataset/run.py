@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed, RunStopped
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.label_columns import LabelColumns, LabelTemperature, as_label, by_label
 from pagemill.producer.dataset.labels.calibration import Calibration, GoldSample
@@ -170,8 +170,8 @@ class DatasetRun:
         return self.source.count() if self._condition is None else None
 
     def execute(self, producer: Producer) -> Summary:
-        """Run to the end. Raises DatasetError, TooManyErrors and the producer's errors."""
-        with self._opened(producer) as journal:
+        """Run to the end. Raises DatasetError, RunStopped, TooManyErrors and the producer's errors."""
+        with self._opened(producer) as journal, _begun():
             with Stopwatch(journal, self.kv) as stopwatch:
 
                 def report(tally: Tally) -> None:
@@ -304,6 +304,7 @@ class DatasetRun:
         rows = self.source.rows()
         if self.image_column is not None:
             rows = with_pictures(rows, self.image_column, picture_folders(self.source))
+        rows = _without_columns(rows, self.chain.columns)
         return islice(rows if self._condition is None else _selected(rows, self._condition), self.limit)
 
     def _states(self, journal: Journal) -> Iterator[tuple[Row, list[StepState]]]:
@@ -565,6 +566,27 @@ class DatasetRun:
 
 def _first_row(rows: Iterable[Row]) -> Row | None:
     return next((row for row in rows if row.fields is not None), None)
+
+
+@contextmanager
+def _begun() -> Iterator[None]:
+    """Raise RunStopped for a DatasetError of the block: something has been submitted by then."""
+    try:
+        yield
+    except (DiskFailed, RunStopped):
+        raise
+    except DatasetError as error:
+        raise RunStopped(str(error)) from error
+
+
+def _without_columns(rows: Iterator[Row], columns: Mapping[str, str]) -> Iterator[Row]:
+    """Yield the rows, and those that have a column of the output already as errors: it would be overwritten."""
+    for row in rows:
+        if row.fields and (taken := columns.keys() & row.fields.keys()):
+            reason = f"the row has a column {min(taken)!r} already; name the new one with --output-column"
+            yield replace(row, fields=None, error=RowError("invalid_row", reason, raw_text(row.fields)))
+        else:
+            yield row
 
 
 def _selected(rows: Iterator[Row], condition: Condition) -> Iterator[Row]:

@@ -248,5 +248,5 @@ def _printable(value: Any) -> Any:
     if isinstance(value, Iterator):
         raise TemplateFailed("the template prints a generator: add `| list` or `| join`")
     if callable(value) or isinstance(value, TemplateReference | LoopContext | Namespace):
-        raise TemplateFailed(f"the template prints a {type(value).__name__}, which is no value of the row")
+        raise TemplateFailed(f"the template prints a {type(value).__name__}; only values can be printed")
     return value

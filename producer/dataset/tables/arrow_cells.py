@@ -44,7 +44,7 @@ def _cell_by_cell(table: Any) -> Iterator[dict[str, Any] | BadCells]:
             continue
         name, first = next(iter(bad.items()))
         good = {name: cell for name, cell in row.items() if name not in bad}
-        yield BadCells(first.code, f"column {name!r}: {first.reason}", _shown(good))
+        yield BadCells(first.code, f"column {name!r}: {first.reason}", _as_json(good))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ NANOSECONDS: dict[tuple[str, str], Callable[[Any], Any]] = {
 """Conversions of scalars that only pandas has a Python type for, by the scalar's class and unit."""
 
 
-def _shown(good: dict[str, Any]) -> str:
+def _as_json(good: dict[str, Any]) -> str:
     try:
         return json.dumps(plain_row(good), ensure_ascii=False)
     except ValueError:

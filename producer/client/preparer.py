@@ -38,6 +38,8 @@ JobLike: TypeAlias = Job | Mapping[str, Any]
 OnInvalid: TypeAlias = Literal["record", "raise"]
 
 _SEED_HASH = hashlib.blake2b(digest_size=8, person=b"pagemill-seed")
+IDEMPOTENCY_CONFLICT = "idempotency_conflict"
+"""The code of an item whose key belongs to an earlier one with other work."""
 _MAX_REASON = 2000
 """Characters of an error message that are stored with an invalid row."""
 
@@ -166,21 +168,27 @@ class Preparer:
         *,
         on_invalid: OnInvalid,
         by_content: bool,
+        compares_work: bool = False,
         traceparent: str | None = None,
         model: str | None = None,
     ) -> Iterator[Submission]:
         """Yield submissions for the items of a batch, lazily; `traceparent` is for items without one.
 
-        The key of an item without one is its position or, in a batch that may be submitted again
-        (`by_content`), the hash of its work and its number among equal items. `model`: for items without one.
+        `compares_work`: other work under the key of an earlier item is a conflict. The key of an item without one is
+        its position or, in a batch that may be submitted again (`by_content`), the hash of its work and its number
+        among equal items. `model`: for items without one.
         """
         if model is not None:
             defaults = {**self._defaults, "model": model}
             preparer = Preparer(self._queue, defaults["tenant"], self._hmac_keys, defaults, self._store)
-            options: dict[str, Any] = {"by_content": by_content, "traceparent": traceparent}
+            options: dict[str, Any] = {
+                "by_content": by_content,
+                "compares_work": compares_work,
+                "traceparent": traceparent,
+            }
             yield from preparer.items(jobs, batch_id, on_invalid=on_invalid, **options)
             return
-        names = _Names(batch_id, by_content)
+        names = _Names(batch_id, by_content, compares_work)
         forms = JobForms()
         for position, given in enumerate(jobs):
             names.position = position
@@ -190,7 +198,7 @@ class Preparer:
             except InvalidJob as error:
                 if on_invalid == "raise":
                     raise InvalidJob(f"item {position}: {error}", error.code) from None
-                refused = _record_row(given, position, batch_id, error, self._defaults["tenant"])
+                refused = _record_row(given, names, error, self._defaults["tenant"])
                 yield self._with_sealed_metadata(refused)
 
     def _item(self, given: JobLike, names: _Names, forms: JobForms) -> Submission:
@@ -208,7 +216,10 @@ class Preparer:
             job = job.model_copy(update={"after": _resolved(job.after, names.batch_id)})
         key = job.key or names.of(job.digest)
         job_id = names.id_of(key)
-        item = submissions.prepare(job, job_id, key=key, seed=seed_of(job_id), max_bytes=self.max_bytes)
+        work = names.work_of(job_id, job.digest) if job.key else None
+        item = submissions.prepare(
+            job, job_id, key=key, seed=seed_of(job_id), work=work, max_bytes=self.max_bytes
+        )
         forms.learn(shape, job)
         return self._signed(item, job.tenant)
 
@@ -237,7 +248,9 @@ class Preparer:
             return None
         name = key or names.of(lambda: form.digest(text))
         job_id = names.id_of(name)
-        return form.fill(text, job_id, name, metadata, seed_of(job_id) if form.needs_seed else None)
+        seed = seed_of(job_id) if form.needs_seed else None
+        work = names.work_of(job_id, lambda: form.digest(text)) if key else None
+        return form.fill(text, job_id, name, metadata, seed, work)
 
     def _with_sealed_metadata(self, item: Submission) -> Submission:
         if not self._keyring or b'"metadata":' not in item.header:
@@ -278,8 +291,9 @@ def _resolved(parents: Mapping[str, str], batch_id: str) -> dict[str, str]:
 class _Names:
     """The keys and ids of a batch's items."""
 
-    def __init__(self, batch_id: str, by_content: bool) -> None:
+    def __init__(self, batch_id: str, by_content: bool, compares_work: bool) -> None:
         self.batch_id = batch_id
+        self._compares_work = compares_work
         self.position = 0
         self._seen: dict[str, int] | None = {} if by_content else None
         self._hash = hashlib.blake2b(f"{batch_id}\0".encode(), digest_size=12)
@@ -291,6 +305,10 @@ class _Names:
         work = digest()
         self._seen[work] = self._seen.get(work, 0) + 1
         return f"{work}-{self._seen[work]}"
+
+    def work_of(self, job_id: str, digest: Callable[[], str]) -> str | None:
+        """Return the hash by which the queue compares items of one key. Equal work of other items has others."""
+        return item_id(job_id, digest()) if self._compares_work else None
 
     def id_of(self, key: str) -> str:
         """Like `item_id`."""
@@ -311,10 +329,14 @@ def record_invalid(item: Submission, error: InvalidJob) -> Submission:
     """Return a submission that the queue refused as a failed item of its batch."""
     header = json.loads(item.header)
     _, _, tenant, _ = keys.split_lane(header["lane"])
-    return _invalid(item.job_id, header["key"], header.get("metadata"), error, tenant)
+    # Its own id belongs to the earlier item in case of a conflict; the same conflict has the same id again.
+    is_conflict = error.code == IDEMPOTENCY_CONFLICT
+    work = header.get("work")
+    job_id = item_id(item.job_id, work) if is_conflict else item.job_id
+    return _invalid(job_id, header["key"], header.get("metadata"), error, tenant, work)
 
 
-def _record_row(given: object, position: int, batch_id: str, error: InvalidJob, tenant: str) -> Submission:
+def _record_row(given: object, names: _Names, error: InvalidJob, tenant: str) -> Submission:
     """Return an invalid row as a failed item of its batch. Its key and metadata are kept if valid."""
     fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     if isinstance(given, Job):  # valid, but too large
@@ -323,17 +345,21 @@ def _record_row(given: object, position: int, batch_id: str, error: InvalidJob, 
     if isinstance(named, str) and keys.TENANT_PATTERN.fullmatch(named):
         tenant = named
     if not (isinstance(key, str) and 0 < len(key) <= MAX_KEY and key.isprintable()):
-        key = f"invalid-{position}"
+        key = f"invalid-{names.position}"
     try:
         text = json.dumps(metadata, allow_nan=False) if isinstance(metadata, dict) else None
     except (ValueError, TypeError, RecursionError):
         text = None
     if text is not None and len(text) > MAX_METADATA_BYTES:
         text = None
-    return _invalid(item_id(batch_id, key), key, text, error, tenant)
+    job_id = item_id(names.batch_id, key)
+    work = names.work_of(job_id, lambda: f"{error.code}\0{error}")
+    return _invalid(job_id, key, text, error, tenant, work)
 
 
-def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob, tenant: str) -> Submission:
+def _invalid(
+    job_id: str, key: str, metadata: str | None, error: InvalidJob, tenant: str, work: str | None
+) -> Submission:
     header = {
         "id": job_id,
         "key": key,
@@ -343,4 +369,6 @@ def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob, ten
     }
     if metadata is not None:
         header["metadata"] = metadata
+    if work is not None:
+        header["work"] = work
     return Submission(job_id, json.dumps(header).encode(), b"")

@@ -60,7 +60,7 @@ from pagemill.producer.dataset.steps.chain import Chain
 from pagemill.producer.dataset.steps.recipe_file import read_recipe
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.places import Place, place_of, uri_of
-from pagemill.producer.dataset.tables.rows import Format
+from pagemill.producer.dataset.tables.rows import Format, Quoting
 from pagemill.producer.dataset.watch import Notify
 from pagemill.producer.dataset.work import WINDOW, Tally, TooManyErrors
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -141,6 +141,8 @@ class RunOptions:
     report_file: options.ReportFile = None
     kind: options.FormatName = None
     encoding: options.EncodingName = "utf-8"
+    delimiter: options.DelimiterName = None
+    quoting: options.QuotingName = None
     window: options.Window = WINDOW
     worker_option: options.WorkerOption = None
     quiet: options.Quiet = False
@@ -191,7 +193,14 @@ def _models(given: RunOptions, dataset: DatasetRun) -> list[str | None]:
 def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
     recipe, rows = recipe_and_rows(given.sources)
     return DatasetRun(
-        source=source_of_rows(rows, inputs, cast("Format | None", given.kind), given.encoding),
+        source=source_of_rows(
+            rows,
+            inputs,
+            cast("Format | None", given.kind),
+            given.encoding,
+            delimiter=given.delimiter,
+            quoting=cast("Quoting | None", given.quoting),
+        ),
         out=uri_of(given.out) or given.out,
         recipe=_one_step(given) if recipe is None else _steps(given, recipe),
         limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,

@@ -39,7 +39,7 @@ from pagemill.producer.dataset.stopwatch import Stopwatch
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.pictures import picture_folders, with_pictures
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source
-from pagemill.producer.dataset.tables.shards import ShardedSource, changed_files
+from pagemill.producer.dataset.tables.shards import ShardedSource, changed_files, joined_lines
 from pagemill.producer.dataset.tables.writers import STEPS, Form, Writer, replacing
 from pagemill.producer.dataset.template import Condition, TemplateFailed
 from pagemill.producer.dataset.watch import Notify
@@ -137,6 +137,7 @@ class DatasetRun:
         self.chain = chain.with_schema_columns() if self.schema_columns else chain
         self.output_column, *_ = self.chain.columns
         self._shard = 0
+        self._noticed: set[str] = set()
         self._condition = None if self.where is None else Condition(self.where)
 
     @property
@@ -172,6 +173,7 @@ class DatasetRun:
     def execute(self, producer: Producer) -> Summary:
         """Run to the end. Raises DatasetError, RunStopped, TooManyErrors and the producer's errors."""
         with self._opened(producer) as journal, _begun():
+            self._notice_joined()
             with Stopwatch(journal, self.kv) as stopwatch:
 
                 def report(tally: Tally) -> None:
@@ -203,6 +205,13 @@ class DatasetRun:
     def _files_read(self) -> tuple[int, int] | None:
         """Return the number of the file that is being read, and that of all."""
         return (self._shard + 1, len(self.source.shards)) if isinstance(self.source, ShardedSource) else None
+
+    def _notice_joined(self) -> None:
+        """Report rows of several lines, which stray quotes may have joined, as soon as all have been read."""
+        for notice in joined_lines(self.source):
+            if notice not in self._noticed:
+                self._noticed.add(notice)
+                self.on_notice(notice, False)
 
     def detach(self, producer: Producer) -> Tally:
         """Submit everything without collecting: `execute` collects later, possibly in another process."""
@@ -339,6 +348,7 @@ class DatasetRun:
             self._write_rows(journal, summary, output, errors)
             output.end(summary, is_limited=self.limit is not None)
             self._check_files(journal)
+        self._notice_joined()
         if not (summary.failed or summary.failed_steps):
             self.errors_path.unlink(missing_ok=True)
         if self.is_trial:

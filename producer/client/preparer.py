@@ -59,9 +59,8 @@ def item_id(batch_id: str, key: str) -> str:
 
 
 def check_id(name: str) -> str:
-    if not keys.ID_PATTERN.fullmatch(name):
-        raise InvalidJob(keys.ID_RULE)
-    return name
+    """Return the id of a job or batch. Raises InvalidJob, also for what is not text."""
+    return keys.check_name(keys.ID_PATTERN, keys.ID_RULE, name)
 
 
 def seed_of(job_id: str) -> int:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -93,6 +94,16 @@ def test_a_submit_repeated_with_its_id_is_one_job(queue: Queue, producer: Produc
         lambda p: p.submit(prompt="p", model="m", key="k"),
         lambda p: p.submit(prompt="p", model="m", job_id="no/id"),
         lambda p: p.job("no id"),
+        lambda p: p.job(5),
+        lambda p: p.job(None),
+        lambda p: p.job(b"id"),
+        lambda p: p.batch(uuid4()),
+        lambda p: p.statuses([5]),
+        lambda p: p.submit(prompt="p", model="m", job_id=uuid4()),
+        lambda p: p.submit_many([], batch_id=uuid4()),
+        lambda p: p.batch("b").ack(5),
+        lambda p: Producer(queue=5),
+        lambda p: Producer(tenant=5),
         lambda p: Producer(queue="no:queue"),
         lambda p: Producer(tenant="no:tenant"),
         lambda p: Producer(hmac_key="k"),
@@ -100,7 +111,7 @@ def test_a_submit_repeated_with_its_id_is_one_job(queue: Queue, producer: Produc
     ],
 )
 def test_a_caller_who_is_wrong_hears_it(producer: Producer, submit: object) -> None:
-    with pytest.raises(InvalidJob):
+    with pytest.raises(InvalidJob, match=r"\w"):
         submit(producer)  # type: ignore[operator]
 
 

@@ -78,13 +78,16 @@ def _value(scalar: Any) -> Any:
         import pyarrow
 
         kind = scalar.type
-        if isinstance(scalar, pyarrow.ListScalar):  # also a map, whose items are structs
+        if isinstance(scalar, pyarrow.MapScalar):
+            return [[_value(part) for part in item.values()] for item in scalar.values]
+        if isinstance(scalar, pyarrow.ListScalar):
             return [_value(item) for item in scalar.values]
         if isinstance(scalar, pyarrow.StructScalar) and len(set(scalar.keys())) == len(scalar):
             return {name: _value(item) for name, item in scalar.items()}
-        if isinstance(scalar, pyarrow.DictionaryScalar | pyarrow.ExtensionScalar):
-            return _value(scalar.value)
-        if convert := NANOSECONDS.get((type(scalar).__name__, getattr(kind, "unit", ""))):
+        inner = getattr(scalar, "value", None)
+        if isinstance(inner, pyarrow.Scalar):  # of a dictionary, a run, a union or an extension
+            return _value(inner)
+        if convert := _NANOSECONDS.get((type(scalar).__name__, getattr(kind, "unit", ""))):
             return convert(scalar)
         raise
 
@@ -109,7 +112,7 @@ def _time(scalar: Any) -> datetime.time:
     return found
 
 
-NANOSECONDS: dict[tuple[str, str], Callable[[Any], Any]] = {
+_NANOSECONDS: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("TimestampScalar", "ns"): _timestamp,
     ("Time64Scalar", "ns"): _time,
     ("DurationScalar", "ns"): lambda scalar: scalar.value / 1e9,

@@ -224,9 +224,10 @@ class CsvSource:
             raise DatasetError(f"{self.name}: the header line is {self._not_text()}")
         others = [mark for mark in ",;\t|" if len(header) == 1 and mark in header[0]]
         if others and self._given is None:
-            shown = repr(others[0]).replace("'", '"')
+            other, own = (repr(mark).replace("'", '"') for mark in (others[0], self._delimiter))
             raise DatasetError(
-                f"{self.name} has one column, {header[0]!r}: add --delimiter {shown}, or the one that it has"
+                f"{self.name} has one column, {header[0]!r}: add --delimiter {other}, or if that is one name "
+                f"--delimiter {own}"
             )
         # Excel writes further delimiters where a sheet has empty columns on the right.
         while len(header) > 1 and not header[-1]:
@@ -362,7 +363,6 @@ class ArrowSource:
     def rows(self) -> Iterator[Row]:
         number = 0
         for batch in self._batches():
-            _check_names(self.name, batch.schema.names)
             for fields in arrow_rows(batch):
                 number += 1
                 yield checked_row(number, fields)
@@ -395,7 +395,9 @@ class ArrowSource:
     def _batches(self) -> Iterator[Any]:
         for path in self._paths:
             with _arrow_errors(path):
-                yield from self._read(path)
+                for batch in self._read(path):
+                    _check_names(str(path), batch.schema.names)
+                    yield batch
 
 
 class MemorySource:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from pyarrow import parquet
 
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.frames import source_of
-from pagemill.producer.dataset.tables import arrow_cells
 from pagemill.producer.dataset.tables.column_types import fitted
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, open_source
 from pagemill.producer.dataset.tables.writers import META, Form
@@ -190,22 +191,44 @@ def test_a_frames_cell_without_a_value_is_one_bad_row(library: str) -> None:
     assert [(row.number, row.error is None) for row in rows] == [(1, True), (2, False), (3, True)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        (pyarrow.timestamp("ns"), 1_700_000_000_123_456_789),
-        (pyarrow.timestamp("ns", "Asia/Kolkata"), 1_700_000_000_123_456_789),
-        (pyarrow.timestamp("ns"), -1),
-        (pyarrow.time64("ns"), 3_600_000_000_001),
-        (pyarrow.duration("ns"), -1_500_000_001),
-    ],
-)
-def test_nanoseconds_are_the_same_without_pandas(kind: Any, value: int) -> None:
+NANOSECONDS = """
+import json, sys
+class NoPandas:
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "pandas":
+            raise ModuleNotFoundError(name)
+if sys.argv[1] == "without":
+    sys.meta_path.insert(0, NoPandas())
+import pyarrow
+from pagemill.producer.dataset.frames import source_of
+times = pyarrow.array([1_700_000_000_123_456_789, None, -1]).view(pyarrow.timestamp("ns"))
+columns = {
+    "plain": times,
+    "zone": times.view(pyarrow.timestamp("ns", "Asia/Kolkata")),
+    "duration": pyarrow.array([1_500_000_001, None, 5]).view(pyarrow.duration("ns")),
+    "time": pyarrow.array([3_600_000_000_001, None, 5]).view(pyarrow.time64("ns")),
+    "list": pyarrow.ListArray.from_arrays([0, 1, 2, 3], times),
+    "map": pyarrow.MapArray.from_arrays([0, 1, 2, 3], pyarrow.array(["a", "b", "c"]), times),
+    "struct": pyarrow.StructArray.from_arrays([times], ["x"]),
+    "dictionary": pyarrow.DictionaryArray.from_arrays([0, 1, 2], times),
+    "runs": pyarrow.RunEndEncodedArray.from_arrays([1, 2, 3], times),
+}
+print(json.dumps([row.fields for row in source_of(pyarrow.table(columns)).rows()]))
+assert ("pandas" in sys.modules) == (sys.argv[1] == "with")
+"""
+
+
+@pytest.mark.slow
+def test_nanoseconds_are_the_same_without_pandas() -> None:
     """Pandas has types for them, Python has none."""
-    (scalar,) = pyarrow.array([value]).view(kind)
-    (with_pandas,) = MemorySource([{"a": scalar}]).rows()
-    (without,) = MemorySource([{"a": arrow_cells.NANOSECONDS[type(scalar).__name__, "ns"](scalar)}]).rows()
-    assert without.fields == with_pandas.fields
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", NANOSECONDS, how], capture_output=True, text=True, check=True
+        ).stdout
+        for how in ("with", "without")
+    ]
+    assert told[0] == told[1]
+    assert "2023-11-14T22:13:20.123456789" in told[0]
 
 
 def test_columns_that_appear_twice_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from pagemill.producer.client.images import parse_job
@@ -26,7 +27,13 @@ from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX
 from pagemill.producer.wire.schema.errors import InvalidJob
-from pagemill.producer.wire.schema.job import MAX_KEY, MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, Job
+from pagemill.producer.wire.schema.job import (
+    MAX_KEY,
+    MAX_METADATA_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Job,
+    work_digest,
+)
 from pagemill.producer.wire.schema.needs import BASE, STORE
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.sealing import ring
@@ -40,6 +47,7 @@ OnInvalid: TypeAlias = Literal["record", "raise"]
 _SEED_HASH = hashlib.blake2b(digest_size=8, person=b"pagemill-seed")
 IDEMPOTENCY_CONFLICT = "idempotency_conflict"
 """The code of an item whose key belongs to an earlier one with other work."""
+_SALT_CHARS = hashlib.blake2b.SALT_SIZE
 _MAX_REASON = 2000
 """Characters of an error message that are stored with an invalid row."""
 
@@ -215,7 +223,7 @@ class Preparer:
             job = job.model_copy(update={"after": _resolved(job.after, names.batch_id)})
         key = job.key or names.of(job.digest)
         job_id = names.id_of(key)
-        work = names.work_of(job_id, job.digest) if job.key else None
+        work = names.work_of(job_id, partial(_salted_digest, job)) if job.key else None
         item = submissions.prepare(
             job, job_id, key=key, seed=seed_of(job_id), work=work, max_bytes=self.max_bytes
         )
@@ -248,7 +256,7 @@ class Preparer:
         name = key or names.of(lambda: form.digest(text))
         job_id = names.id_of(name)
         seed = seed_of(job_id) if form.needs_seed else None
-        work = names.work_of(job_id, lambda: form.digest(text)) if key else None
+        work = names.work_of(job_id, lambda salt: form.digest(text, salt)) if key else None
         return form.fill(text, job_id, name, metadata, seed, work)
 
     def _with_sealed_metadata(self, item: Submission) -> Submission:
@@ -275,6 +283,10 @@ class Preparer:
             item.payload, queue=self._queue, job_id=item.job_id, tenant=tenant
         )
         return replace(item, payload=payload)
+
+
+def _salted_digest(job: Job, salt: str) -> str:
+    return work_digest(job.settings_work(), job.prompt_work(), salt)
 
 
 def _resolved(parents: Mapping[str, str], batch_id: str) -> dict[str, str]:
@@ -305,9 +317,9 @@ class _Names:
         self._seen[work] = self._seen.get(work, 0) + 1
         return f"{work}-{self._seen[work]}"
 
-    def work_of(self, job_id: str, digest: Callable[[], str]) -> str | None:
-        """Return the hash by which the queue compares items of one key. Equal work of other items has others."""
-        return item_id(job_id, digest()) if self._compares_work else None
+    def work_of(self, job_id: str, digest: Callable[[str], str]) -> str | None:
+        """Return the hash by which the queue compares items of one key: salted, so that it shows no other equality."""
+        return digest(job_id[:_SALT_CHARS]) if self._compares_work else None
 
     def id_of(self, key: str) -> str:
         """Like `item_id`."""
@@ -352,7 +364,7 @@ def _record_row(given: object, names: _Names, error: InvalidJob, tenant: str) ->
     if text is not None and len(text) > MAX_METADATA_BYTES:
         text = None
     job_id = item_id(names.batch_id, key)
-    work = names.work_of(job_id, lambda: f"{error.code}\0{error}")
+    work = names.work_of(job_id, lambda salt: work_digest(error.code.encode(), str(error).encode(), salt))
     return _invalid(job_id, key, text, error, tenant, work)
 
 

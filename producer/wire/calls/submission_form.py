@@ -75,9 +75,9 @@ class JobForm:
         self._envelope = shared.decode()[1:]
         self._output_tokens = job.output_tokens()
 
-    def digest(self, text: Text) -> str:
+    def digest(self, text: Text, salt: str = "") -> str:
         """Like Job.digest."""
-        return work_digest(self._settings, text.work)
+        return work_digest(self._settings, text.work, salt)
 
     def fill(
         self, text: Text, job_id: str, key: str, metadata: str | None, seed: int | None, work: str | None

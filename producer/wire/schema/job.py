@@ -506,9 +506,9 @@ def metadata_json(value: dict[str, Any]) -> str:
     return text
 
 
-def work_digest(settings: bytes, prompt: bytes) -> str:
+def work_digest(settings: bytes, prompt: bytes, salt: str = "") -> str:
     """Return the hash of `Job.settings_work` and `Job.prompt_work`."""
-    return hashlib.blake2b(settings + prompt, digest_size=12).hexdigest()
+    return hashlib.blake2b(settings + prompt, digest_size=12, salt=salt.encode()).hexdigest()
 
 
 def too_large(size: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> InvalidJob:

@@ -23,7 +23,7 @@ from pagemill import Producer
 from pagemill.producer.dataset.errors import DatasetError, RunStopped
 from pagemill.producer.dataset.journal import Journal
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.work import TooManyErrors
+from pagemill.producer.dataset.work import TooManyErrors, Work, WorkLoop
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
@@ -298,6 +298,19 @@ def test_an_input_that_breaks_off_in_the_middle_stops_the_run(
     source.write_bytes(gzip.compress(rows.encode())[:-20_000])
     with counting_worker(valkey_url, queue_name), pytest.raises(RunStopped, match="cannot be read"):
         simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+
+
+def test_a_later_start_may_submit_the_same_work_with_another_prompt(
+    tmp_path: Path, producer: Producer
+) -> None:
+    """A step's prompt has places for outputs, and in a later start the outputs: that is no conflict of keys."""
+    works = [Work("k", Job(prompt=text, model="m")) for text in ("a place", "its output")]
+    for work in works:
+        with Journal(tmp_path / "out.partial") as journal:
+            journal.forget_pending()
+            WorkLoop(producer, journal).run(lambda work=work: iter([work]), collect=False)
+            batch = producer.batch(journal.fact("batch_id") or "")
+    assert (batch.counts().total, batch.counts().failed) == (1, 0)
 
 
 def test_gold_gives_accuracy(producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path) -> None:

@@ -433,12 +433,20 @@ def checked_row(number: int, fields: Any) -> Row:
     if not isinstance(fields, Mapping):
         kind = "null" if fields is None else type(fields).__name__
         message = f"a row must be an object with named fields, not {kind}"
-        return Row(number, error=RowError("invalid_row", message, shorten(repr(fields))))
+        return Row(number, error=RowError("invalid_row", message, _repr_of(fields)))
     try:
         return Row(number, plain_row(fields))
     except Exception as error:  # also of the types that data libraries raise in their conversions
         message = str(error) or type(error).__name__
-        return Row(number, error=RowError("invalid_row", message, shorten(repr(fields))))
+        return Row(number, error=RowError("invalid_row", message, _repr_of(fields)))
+
+
+def _repr_of(fields: Any) -> str:
+    """Return what Python prints for a row; of one that it cannot print, its type."""
+    try:
+        return shorten(repr(fields))
+    except Exception:  # of a number with too many digits, or of a foreign value
+        return f"<{type(fields).__name__}>"
 
 
 def _is_whole(path: Path | Stream) -> bool:

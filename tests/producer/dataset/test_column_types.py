@@ -245,9 +245,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
     max_leaves=6,
 )  # fmt: skip
-NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=3).filter(
-    lambda name: name != META
-)
+NAMES = st.text(st.characters(codec="utf-8"), max_size=3).filter(lambda name: name != META)
 
 
 @pytest.mark.slow

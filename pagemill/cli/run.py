@@ -50,7 +50,7 @@ from pagemill.cli.terminal.waiting import Waiting
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed, RunStopped
 from pagemill.producer.dataset.label_columns import LabelTemperature
 from pagemill.producer.dataset.outputs import base_of
 from pagemill.producer.dataset.recipe import NO_MODEL, OnCut, OnRow, Recipe
@@ -60,7 +60,7 @@ from pagemill.producer.dataset.steps.chain import Chain
 from pagemill.producer.dataset.steps.recipe_file import read_recipe
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.places import Place, place_of, uri_of
-from pagemill.producer.dataset.tables.rows import Format
+from pagemill.producer.dataset.tables.rows import Format, Quoting
 from pagemill.producer.dataset.watch import Notify
 from pagemill.producer.dataset.work import WINDOW, Tally, TooManyErrors
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -141,6 +141,8 @@ class RunOptions:
     report_file: options.ReportFile = None
     kind: options.FormatName = None
     encoding: options.EncodingName = "utf-8"
+    delimiter: options.DelimiterName = None
+    quoting: options.QuotingName = None
     window: options.Window = WINDOW
     worker_option: options.WorkerOption = None
     quiet: options.Quiet = False
@@ -191,7 +193,14 @@ def _models(given: RunOptions, dataset: DatasetRun) -> list[str | None]:
 def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
     recipe, rows = recipe_and_rows(given.sources)
     return DatasetRun(
-        source=source_of_rows(rows, inputs, cast("Format | None", given.kind), given.encoding),
+        source=source_of_rows(
+            rows,
+            inputs,
+            cast("Format | None", given.kind),
+            given.encoding,
+            delimiter=given.delimiter,
+            quoting=cast("Quoting | None", given.quoting),
+        ),
         out=uri_of(given.out) or given.out,
         recipe=_one_step(given) if recipe is None else _steps(given, recipe),
         limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
@@ -313,8 +322,9 @@ def reported(out: Path) -> Any:
     try:
         with _stopped_as_by_ctrl_c():
             yield
-    except (DiskFailed, WorkerFailed) as error:
-        print_stderr(str(error) + (f"\n{again}" if isinstance(error, WorkerFailed) and has_begun() else ""))
+    except (DiskFailed, RunStopped, WorkerFailed) as error:
+        # A full disk has its own advice.
+        print_stderr(str(error) + (f"\n{again}" if has_begun() and not isinstance(error, DiskFailed) else ""))
         raise typer.Exit(EXIT_INCOMPLETE) from None
     except DatasetError as error:
         print_stderr(str(error))

@@ -23,6 +23,7 @@ FinalCode = Literal[
     "unknown_parent",
     "dependency_cycle",
     "too_many_children",
+    "idempotency_conflict",
 ]
 """The job itself is invalid: running it again gives the same error."""
 RetryableCode = Literal["engine_error", "out_of_memory", "worker_lost", "output_invalid", "store_unavailable"]

@@ -141,6 +141,7 @@ class AsyncProducer(AsyncDriver):
 
         Raises:
             InvalidJob: a job is invalid and `on_invalid` is "raise", or the batch's id is invalid.
+            IdempotencyConflict: a key belongs to a job with other contents, and `on_invalid` is "raise".
             QueueFull: the queue accepts no more jobs, and `on_full` is "raise".
             RedisUnavailable: the server did not respond; some jobs may have been submitted.
         """
@@ -155,6 +156,7 @@ class AsyncProducer(AsyncDriver):
                 chosen,
                 on_invalid=on_invalid,
                 by_content=batch_id is not None,
+                compares_work=True,
                 traceparent=traceparent,
                 model=model,
             )

@@ -55,8 +55,7 @@ class ProducerBase:
         store: str | Store | None = None,
     ) -> None:
         keys.prefix(queue)
-        if not keys.TENANT_PATTERN.fullmatch(tenant):
-            raise InvalidJob(keys.TENANT_RULE)
+        keys.check_name(keys.TENANT_PATTERN, keys.TENANT_RULE, tenant)
         if durability not in get_args(Durability):
             raise InvalidJob(f"durability is one of {', '.join(get_args(Durability))}")
         if given := url or os.environ.get(REDIS_VARIABLE):

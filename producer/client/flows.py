@@ -14,6 +14,7 @@ from pagemill.producer.wire.calls.account import JobAccount
 from pagemill.producer.wire.calls.batches import Page
 from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import (
     InvalidJob,
     JobNotFound,
@@ -99,7 +100,9 @@ def _patiently(step: Flow[T], pace: Backoff) -> Flow[T | None]:
 
 
 def statuses(queue: str, job_ids: Sequence[str]) -> Flow[list[JobStatus]]:
-    """Return one status per id. Raises JobNotFound for the first unknown one."""
+    """Return one status per id. Raises JobNotFound for the first unknown one, InvalidJob for what is not text."""
+    if odd := next((type(job_id).__name__ for job_id in job_ids if not isinstance(job_id, str)), None):
+        raise InvalidJob(f"{keys.ID_RULE}, as text, not {odd}")
     found: list[JobStatus] = []
     while chunk := job_ids[len(found) : len(found) + reads.STATUS_CHUNK]:
         replies: list[JobStatus | None] = yield reads.statuses(queue, chunk)

@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from pagemill.producer.client.images import parse_job
@@ -26,7 +27,13 @@ from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX
 from pagemill.producer.wire.schema.errors import InvalidJob
-from pagemill.producer.wire.schema.job import MAX_KEY, MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, Job
+from pagemill.producer.wire.schema.job import (
+    MAX_KEY,
+    MAX_METADATA_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Job,
+    work_digest,
+)
 from pagemill.producer.wire.schema.needs import BASE, STORE
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.sealing import ring
@@ -38,6 +45,9 @@ JobLike: TypeAlias = Job | Mapping[str, Any]
 OnInvalid: TypeAlias = Literal["record", "raise"]
 
 _SEED_HASH = hashlib.blake2b(digest_size=8, person=b"pagemill-seed")
+IDEMPOTENCY_CONFLICT = "idempotency_conflict"
+"""The code of an item whose key belongs to an earlier one with other work."""
+_SALT_CHARS = hashlib.blake2b.SALT_SIZE
 _MAX_REASON = 2000
 """Characters of an error message that are stored with an invalid row."""
 
@@ -57,9 +67,8 @@ def item_id(batch_id: str, key: str) -> str:
 
 
 def check_id(name: str) -> str:
-    if not keys.ID_PATTERN.fullmatch(name):
-        raise InvalidJob(keys.ID_RULE)
-    return name
+    """Return the id of a job or batch. Raises InvalidJob, also for what is not text."""
+    return keys.check_name(keys.ID_PATTERN, keys.ID_RULE, name)
 
 
 def seed_of(job_id: str) -> int:
@@ -166,21 +175,27 @@ class Preparer:
         *,
         on_invalid: OnInvalid,
         by_content: bool,
+        compares_work: bool = False,
         traceparent: str | None = None,
         model: str | None = None,
     ) -> Iterator[Submission]:
         """Yield submissions for the items of a batch, lazily; `traceparent` is for items without one.
 
-        The key of an item without one is its position or, in a batch that may be submitted again
-        (`by_content`), the hash of its work and its number among equal items. `model`: for items without one.
+        `compares_work`: other work under the key of an earlier item is a conflict. The key of an item without one is
+        its position or, in a batch that may be submitted again (`by_content`), the hash of its work and its number
+        among equal items. `model`: for items without one.
         """
         if model is not None:
             defaults = {**self._defaults, "model": model}
             preparer = Preparer(self._queue, defaults["tenant"], self._hmac_keys, defaults, self._store)
-            options: dict[str, Any] = {"by_content": by_content, "traceparent": traceparent}
+            options: dict[str, Any] = {
+                "by_content": by_content,
+                "compares_work": compares_work,
+                "traceparent": traceparent,
+            }
             yield from preparer.items(jobs, batch_id, on_invalid=on_invalid, **options)
             return
-        names = _Names(batch_id, by_content)
+        names = _Names(batch_id, by_content, compares_work)
         forms = JobForms()
         for position, given in enumerate(jobs):
             names.position = position
@@ -190,7 +205,7 @@ class Preparer:
             except InvalidJob as error:
                 if on_invalid == "raise":
                     raise InvalidJob(f"item {position}: {error}", error.code) from None
-                refused = _record_row(given, position, batch_id, error, self._defaults["tenant"])
+                refused = _record_row(given, names, error, self._defaults["tenant"])
                 yield self._with_sealed_metadata(refused)
 
     def _item(self, given: JobLike, names: _Names, forms: JobForms) -> Submission:
@@ -208,7 +223,10 @@ class Preparer:
             job = job.model_copy(update={"after": _resolved(job.after, names.batch_id)})
         key = job.key or names.of(job.digest)
         job_id = names.id_of(key)
-        item = submissions.prepare(job, job_id, key=key, seed=seed_of(job_id), max_bytes=self.max_bytes)
+        work = names.work_of(job_id, partial(_salted_digest, job)) if job.key else None
+        item = submissions.prepare(
+            job, job_id, key=key, seed=seed_of(job_id), work=work, max_bytes=self.max_bytes
+        )
         forms.learn(shape, job)
         return self._signed(item, job.tenant)
 
@@ -237,7 +255,9 @@ class Preparer:
             return None
         name = key or names.of(lambda: form.digest(text))
         job_id = names.id_of(name)
-        return form.fill(text, job_id, name, metadata, seed_of(job_id) if form.needs_seed else None)
+        seed = seed_of(job_id) if form.needs_seed else None
+        work = names.work_of(job_id, lambda salt: form.digest(text, salt)) if key else None
+        return form.fill(text, job_id, name, metadata, seed, work)
 
     def _with_sealed_metadata(self, item: Submission) -> Submission:
         if not self._keyring or b'"metadata":' not in item.header:
@@ -265,6 +285,10 @@ class Preparer:
         return replace(item, payload=payload)
 
 
+def _salted_digest(job: Job, salt: str) -> str:
+    return work_digest(job.settings_work(), job.prompt_work(), salt)
+
+
 def _resolved(parents: Mapping[str, str], batch_id: str) -> dict[str, str]:
     """Return the parents by their ids, those too that are named by their keys in the batch."""
     return {
@@ -278,8 +302,9 @@ def _resolved(parents: Mapping[str, str], batch_id: str) -> dict[str, str]:
 class _Names:
     """The keys and ids of a batch's items."""
 
-    def __init__(self, batch_id: str, by_content: bool) -> None:
+    def __init__(self, batch_id: str, by_content: bool, compares_work: bool) -> None:
         self.batch_id = batch_id
+        self._compares_work = compares_work
         self.position = 0
         self._seen: dict[str, int] | None = {} if by_content else None
         self._hash = hashlib.blake2b(f"{batch_id}\0".encode(), digest_size=12)
@@ -291,6 +316,10 @@ class _Names:
         work = digest()
         self._seen[work] = self._seen.get(work, 0) + 1
         return f"{work}-{self._seen[work]}"
+
+    def work_of(self, job_id: str, digest: Callable[[str], str]) -> str | None:
+        """Return the hash by which the queue compares items of one key: salted, so that it shows no other equality."""
+        return digest(job_id[:_SALT_CHARS]) if self._compares_work else None
 
     def id_of(self, key: str) -> str:
         """Like `item_id`."""
@@ -311,10 +340,14 @@ def record_invalid(item: Submission, error: InvalidJob) -> Submission:
     """Return a submission that the queue refused as a failed item of its batch."""
     header = json.loads(item.header)
     _, _, tenant, _ = keys.split_lane(header["lane"])
-    return _invalid(item.job_id, header["key"], header.get("metadata"), error, tenant)
+    # Its own id belongs to the earlier item in case of a conflict; the same conflict has the same id again.
+    is_conflict = error.code == IDEMPOTENCY_CONFLICT
+    work = header.get("work")
+    job_id = item_id(item.job_id, work) if is_conflict else item.job_id
+    return _invalid(job_id, header["key"], header.get("metadata"), error, tenant, work)
 
 
-def _record_row(given: object, position: int, batch_id: str, error: InvalidJob, tenant: str) -> Submission:
+def _record_row(given: object, names: _Names, error: InvalidJob, tenant: str) -> Submission:
     """Return an invalid row as a failed item of its batch. Its key and metadata are kept if valid."""
     fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     if isinstance(given, Job):  # valid, but too large
@@ -323,17 +356,21 @@ def _record_row(given: object, position: int, batch_id: str, error: InvalidJob, 
     if isinstance(named, str) and keys.TENANT_PATTERN.fullmatch(named):
         tenant = named
     if not (isinstance(key, str) and 0 < len(key) <= MAX_KEY and key.isprintable()):
-        key = f"invalid-{position}"
+        key = f"invalid-{names.position}"
     try:
         text = json.dumps(metadata, allow_nan=False) if isinstance(metadata, dict) else None
     except (ValueError, TypeError, RecursionError):
         text = None
     if text is not None and len(text) > MAX_METADATA_BYTES:
         text = None
-    return _invalid(item_id(batch_id, key), key, text, error, tenant)
+    job_id = item_id(names.batch_id, key)
+    work = names.work_of(job_id, lambda salt: work_digest(error.code.encode(), str(error).encode(), salt))
+    return _invalid(job_id, key, text, error, tenant, work)
 
 
-def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob, tenant: str) -> Submission:
+def _invalid(
+    job_id: str, key: str, metadata: str | None, error: InvalidJob, tenant: str, work: str | None
+) -> Submission:
     header = {
         "id": job_id,
         "key": key,
@@ -343,4 +380,6 @@ def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob, ten
     }
     if metadata is not None:
         header["metadata"] = metadata
+    if work is not None:
+        header["work"] = work
     return Submission(job_id, json.dumps(header).encode(), b"")

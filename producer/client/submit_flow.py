@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from pagemill.common.backoff import Backoff
 from pagemill.producer.client.effects import Begin, Finish, Flow, Sleep, Sync, Write
-from pagemill.producer.client.preparer import OnInvalid, record_invalid
+from pagemill.producer.client.preparer import IDEMPOTENCY_CONFLICT, OnInvalid, record_invalid
 from pagemill.producer.wire.calls import stored, submissions
 from pagemill.producer.wire.calls.limits import QueueLimits, limits
 from pagemill.producer.wire.calls.metering.quotas import QuotaLeft
@@ -87,12 +87,12 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[SubmitReply]:
             if on_full == "raise":
                 raise (yield from _full(queue, item, reply))
         yield Sleep(backoff.next())
-    if refused := _refusal(queue, item, reply):
-        raise refused
     if reply.status == "conflict":
         raise IdempotencyConflict(
             f"the idempotency key belongs to job {reply.job_id}, with another payload", reply.job_id
         )
+    if refused := _refusal(queue, item, reply):
+        raise refused
     return reply
 
 
@@ -201,7 +201,10 @@ class _Batch:
     def _to_resend(
         self, chunk: list[Submission], replies: list[SubmitReply]
     ) -> tuple[list[Submission], SubmitReply | None]:
-        """Return the items to send again, and a reply that refuses one for now. Raises InvalidJob."""
+        """Return the items to send again, and a reply that refuses one for now.
+
+        Raises InvalidJob and IdempotencyConflict.
+        """
         left, refused = [], None
         for item, answer in zip(chunk, replies, strict=True):
             if answer.status == "created":
@@ -213,7 +216,8 @@ class _Batch:
                 left.append(item)
             elif error := _refusal(self._queue, item, answer):
                 if self._on_invalid == "raise":
-                    raise error
+                    is_conflict = answer.status == "conflict"
+                    raise IdempotencyConflict(str(error), answer.job_id) if is_conflict else error
                 left.append(record_invalid(item, error))
         return left, refused
 
@@ -242,6 +246,10 @@ def _refusal(queue: str, item: Submission, reply: SubmitReply) -> InvalidJob | N
     """Return the error of a job that the queue does not take, now or later."""
     other = reply.job_id
     match reply.status:
+        case "conflict":
+            key = json.loads(item.header).get("key", "")
+            message = f"the key {key!r} belongs to job {other} of the batch, with another payload"
+            return InvalidJob(message, IDEMPOTENCY_CONFLICT, "key")
         case "too_large":
             payload = item.payload if item.upload is None else item.upload.data
             message = f"the job has {len(payload)} bytes, more than queue {queue} takes"

@@ -13,3 +13,7 @@ class EmptyFile(DatasetError):
 
 class DiskFailed(DatasetError):
     """A write failed in the middle of a run; earlier writes are kept."""
+
+
+class RunStopped(DatasetError):
+    """A run that has begun cannot continue; what is done is kept."""

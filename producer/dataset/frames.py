@@ -6,10 +6,12 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.tables.arrow_cells import BadCells, arrow_rows
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, Source, checked_row
 from pagemill.producer.dataset.tables.shards import open_rows
 
@@ -26,7 +28,7 @@ class Frame(Protocol):
 
     def size(self) -> int: ...
 
-    def records(self, start: int, stop: int) -> list[dict[str, Any]]:
+    def records(self, start: int, stop: int) -> Sequence[Mapping[str, Any] | BadCells]:
         """Return a slice of the rows."""
         ...
 
@@ -51,8 +53,19 @@ class FrameSource:
 
     def rows(self) -> Iterator[Row]:
         for start in range(0, self.frame.size(), CHUNK_ROWS):
-            for index, fields in enumerate(self.frame.records(start, start + CHUNK_ROWS), start + 1):
+            for index, fields in enumerate(self._records(start, start + CHUNK_ROWS), start + 1):
                 yield checked_row(index, fields)
+
+    def _records(self, start: int, stop: int) -> Iterable[Mapping[str, Any] | BadCells]:
+        """Return a slice of the rows, one by one if the library cannot convert some of them."""
+        try:
+            return self.frame.records(start, stop)
+        except BaseException as error:
+            message = _conversion_error(error)
+        if stop - start == 1:
+            return [BadCells("invalid_row", message, "")]
+        rows = range(start, min(stop, self.frame.size()))
+        return chain.from_iterable(self._records(row, row + 1) for row in rows)
 
     def count(self) -> int | None:
         return self.frame.size()
@@ -82,6 +95,14 @@ def labelled(source: FrameSource, run: DatasetRun, outputs: Mapping[int, Mapping
     names = [run.output_column, *run.more_columns]
     columns = {name: [outputs[number].get(name) for number in numbers] for name in names}
     return source.frame.labelled([number - 1 for number in numbers], columns)
+
+
+def _conversion_error(error: BaseException) -> str:
+    """Return the message of an error in a library's conversion; others are raised."""
+    # Polars panics, which is no Exception, for dates that Python does not have.
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return str(error) or type(error).__name__
+    raise error
 
 
 class _Pandas:
@@ -129,7 +150,7 @@ class _Polars:
         def column(name: str, values: list[Any]) -> Any:
             try:
                 return polars.Series(name, values)
-            except (TypeError, polars.exceptions.PolarsError):
+            except (TypeError, OverflowError, polars.exceptions.PolarsError):
                 return polars.Series(name, _texts(values))
 
         return self._frame[positions].with_columns([column(*pair) for pair in columns.items()])
@@ -145,9 +166,8 @@ class _Arrow:
     def size(self) -> int:
         return int(self._table.num_rows)
 
-    def records(self, start: int, stop: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._table.slice(start, stop - start).to_pylist()
-        return found
+    def records(self, start: int, stop: int) -> list[dict[str, Any] | BadCells]:
+        return list(arrow_rows(self._table.slice(start, stop - start)))
 
     def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
         import pyarrow
@@ -156,7 +176,7 @@ class _Arrow:
         for name, values in columns.items():
             try:
                 column = pyarrow.array(values)
-            except pyarrow.ArrowException:
+            except (pyarrow.ArrowException, OverflowError):
                 column = pyarrow.array(_texts(values))
             if pyarrow.types.is_null(column.type):
                 column = column.cast(pyarrow.string())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed, RunStopped
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.label_columns import LabelColumns, LabelTemperature, as_label, by_label
 from pagemill.producer.dataset.labels.calibration import Calibration, GoldSample
@@ -39,7 +39,7 @@ from pagemill.producer.dataset.stopwatch import Stopwatch
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.pictures import picture_folders, with_pictures
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source
-from pagemill.producer.dataset.tables.shards import ShardedSource, changed_files
+from pagemill.producer.dataset.tables.shards import ShardedSource, changed_files, joined_lines
 from pagemill.producer.dataset.tables.writers import STEPS, Form, Writer, replacing
 from pagemill.producer.dataset.template import Condition, TemplateFailed
 from pagemill.producer.dataset.watch import Notify
@@ -137,6 +137,7 @@ class DatasetRun:
         self.chain = chain.with_schema_columns() if self.schema_columns else chain
         self.output_column, *_ = self.chain.columns
         self._shard = 0
+        self._noticed: set[str] = set()
         self._condition = None if self.where is None else Condition(self.where)
 
     @property
@@ -170,8 +171,9 @@ class DatasetRun:
         return self.source.count() if self._condition is None else None
 
     def execute(self, producer: Producer) -> Summary:
-        """Run to the end. Raises DatasetError, TooManyErrors and the producer's errors."""
-        with self._opened(producer) as journal:
+        """Run to the end. Raises DatasetError, RunStopped, TooManyErrors and the producer's errors."""
+        with self._opened(producer) as journal, _begun():
+            self._notice_joined()
             with Stopwatch(journal, self.kv) as stopwatch:
 
                 def report(tally: Tally) -> None:
@@ -203,6 +205,13 @@ class DatasetRun:
     def _files_read(self) -> tuple[int, int] | None:
         """Return the number of the file that is being read, and that of all."""
         return (self._shard + 1, len(self.source.shards)) if isinstance(self.source, ShardedSource) else None
+
+    def _notice_joined(self) -> None:
+        """Report rows of several lines, which stray quotes may have joined, as soon as all have been read."""
+        for notice in joined_lines(self.source):
+            if notice not in self._noticed:
+                self._noticed.add(notice)
+                self.on_notice(notice, False)
 
     def detach(self, producer: Producer) -> Tally:
         """Submit everything without collecting: `execute` collects later, possibly in another process."""
@@ -304,6 +313,7 @@ class DatasetRun:
         rows = self.source.rows()
         if self.image_column is not None:
             rows = with_pictures(rows, self.image_column, picture_folders(self.source))
+        rows = _without_columns(rows, self.chain.columns)
         return islice(rows if self._condition is None else _selected(rows, self._condition), self.limit)
 
     def _states(self, journal: Journal) -> Iterator[tuple[Row, list[StepState]]]:
@@ -338,6 +348,7 @@ class DatasetRun:
             self._write_rows(journal, summary, output, errors)
             output.end(summary, is_limited=self.limit is not None)
             self._check_files(journal)
+        self._notice_joined()
         if not (summary.failed or summary.failed_steps):
             self.errors_path.unlink(missing_ok=True)
         if self.is_trial:
@@ -565,6 +576,27 @@ class DatasetRun:
 
 def _first_row(rows: Iterable[Row]) -> Row | None:
     return next((row for row in rows if row.fields is not None), None)
+
+
+@contextmanager
+def _begun() -> Iterator[None]:
+    """Raise RunStopped for a DatasetError of the block: something has been submitted by then."""
+    try:
+        yield
+    except (DiskFailed, RunStopped):
+        raise
+    except DatasetError as error:
+        raise RunStopped(str(error)) from error
+
+
+def _without_columns(rows: Iterator[Row], columns: Mapping[str, str]) -> Iterator[Row]:
+    """Yield the rows, and those that have a column of the output already as errors: it would be overwritten."""
+    for row in rows:
+        if row.fields and (taken := columns.keys() & row.fields.keys()):
+            reason = f"the row has a column {min(taken)!r} already; name the new one with --output-column"
+            yield replace(row, fields=None, error=RowError("invalid_row", reason, raw_text(row.fields)))
+        else:
+            yield row
 
 
 def _selected(rows: Iterator[Row], condition: Condition) -> Iterator[Row]:

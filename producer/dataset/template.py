@@ -6,13 +6,15 @@ A template comes from the user who starts the run, never from a row or the queue
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import wraps
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, meta
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined, UndefinedError, meta, nodes
 from jinja2.exceptions import SecurityError
+from jinja2.runtime import LoopContext, TemplateReference
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.output_places import placed
@@ -56,6 +58,7 @@ class PromptTemplate:
             tree = environment.parse(source)
             self.names = frozenset(meta.find_undeclared_variables(tree)) - self._places.keys()
             self.placed = placed(tree, self._places.keys())
+            self._has_plain_row = _has_plain_row(tree)
         except TemplateSyntaxError as error:
             raise DatasetError(f"the template's line {error.lineno}: {error.message}") from None
 
@@ -63,7 +66,7 @@ class PromptTemplate:
         """Raise DatasetError if the row lacks a column of the template, naming the existing ones."""
         if shared := sorted(self._places.keys() & columns.keys()):
             raise DatasetError(f"{shared[0]} is a column and a step; give the step another name")
-        _check_columns("the template", self.names, columns)
+        _check_columns("the template", self.names, columns, self._has_plain_row)
 
     def is_empty(self, fields: Mapping[str, Any]) -> bool:
         """Return whether every column that the template names is null or blank in this row."""
@@ -75,7 +78,7 @@ class PromptTemplate:
         try:
             pieces, size = [], 0
             named = self._places if places is None else places
-            for piece in self._template.generate({ROW_NAME: fields, **fields, **named}):
+            for piece in self._template.generate({**fields, ROW_NAME: fields, **named}):
                 size += len(piece)
                 if size > MAX_RENDERED_CHARACTERS:
                     raise TemplateFailed(f"the prompt has more than {MAX_RENDERED_CHARACTERS} characters")
@@ -102,18 +105,20 @@ class Condition:
         environment = _environment(True)
         try:
             self._expression = environment.compile_expression(source, undefined_to_none=False)
-            self._names = meta.find_undeclared_variables(environment.parse("{{ (" + source + ") }}"))
+            tree = environment.parse("{{ (" + source + ") }}")
+            self._names = meta.find_undeclared_variables(tree)
+            self._has_plain_row = _has_plain_row(tree)
         except TemplateSyntaxError as error:
             raise DatasetError(f"--where {source!r} is not an expression: {error.message}") from None
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise DatasetError if the row lacks a column of the expression."""
-        _check_columns("--where", self._names, columns)
+        _check_columns("--where", self._names, columns, self._has_plain_row)
 
     def holds(self, fields: Mapping[str, Any]) -> bool:
         """Return whether the row is wanted. Raises TemplateFailed."""
         try:
-            return bool(self._expression({ROW_NAME: fields, **fields}))
+            return bool(self._expression({**fields, ROW_NAME: fields}))
         except UndefinedError as error:
             raise TemplateFailed(f"the row lacks what --where asks for: {error.message}") from None
         except _ROW_ERRORS as error:
@@ -139,7 +144,20 @@ def _failed(error: Exception) -> TemplateFailed:
     return TemplateFailed(f"{type(error).__name__}: {error}")
 
 
-def _check_columns(asking: str, names: Set[str], columns: Mapping[str, Any]) -> None:
+def _has_plain_row(tree: nodes.Template) -> bool:
+    """Return whether `row` stands alone, which is the row or a column of that name; `row["x"]` is the row's."""
+    within = {id(node.node) for node in tree.find_all(nodes.Getattr)}
+    within |= {id(node.node) for node in tree.find_all(nodes.Getitem)}
+    names = (node for node in tree.find_all(nodes.Name) if node.name == ROW_NAME and node.ctx == "load")
+    return any(id(node) not in within for node in names)
+
+
+def _check_columns(asking: str, names: Set[str], columns: Mapping[str, Any], has_plain_row: bool) -> None:
+    if ROW_NAME in columns and ROW_NAME in names and has_plain_row:
+        raise DatasetError(
+            f"{asking} asks for {ROW_NAME}, which is a column and the name of the whole row: "
+            f'write {ROW_NAME}["{ROW_NAME}"] for the column, or rename it'
+        )
     unknown = sorted(names - columns.keys() - {ROW_NAME})
     if unknown:
         raise DatasetError(
@@ -147,9 +165,50 @@ def _check_columns(asking: str, names: Set[str], columns: Mapping[str, Any]) -> 
         )
 
 
+class _Missing(StrictUndefined):
+    """An error also inside a list or an object that is printed."""
+
+    __slots__ = ()
+    __repr__ = StrictUndefined.__str__
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Takes `order.items` for a field of the row, whatever Python's own attributes are called.
+
+    `order.items()` calls the method, and without a field of that name `order.items` is undefined.
+    """
+
+    def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
+        called = {id(call.node) for call in source.find_all(nodes.Call)}
+        return super()._generate(_by_key(source, called), *args, **options)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        value = super().getitem(obj, argument)
+        if callable(value) and not isinstance(value, Undefined) and isinstance(obj, _ROW_TYPES):
+            return self.undefined(obj=obj, name=argument)
+        return value
+
+
+_ROW_TYPES = (Mapping, Sequence, int, float)
+"""The types of a row's values. None of them is called, so what can be is a method."""
+
+
+def _by_key(node: nodes.Node, called: Set[int]) -> Any:
+    """Return the tree with `a.b` as `a["b"]`, which looks for keys first, but where a method is called."""
+    for name, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            setattr(node, name, _by_key(value, called))
+        elif isinstance(value, list):
+            value[:] = [_by_key(one, called) if isinstance(one, nodes.Node) else one for one in value]
+    if isinstance(node, nodes.Getattr) and node.ctx == "load" and id(node) not in called:
+        key = nodes.Const(node.attr, lineno=node.lineno, environment=node.environment)
+        return nodes.Getitem(node.node, key, node.ctx, lineno=node.lineno, environment=node.environment)
+    return node
+
+
 def _environment(nulls_are_empty: bool) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        undefined=StrictUndefined,
+    environment = _Environment(
+        undefined=_Missing,
         keep_trailing_newline=True,
         autoescape=False,
         finalize=_blank_null if nulls_are_empty else _refuse_null,
@@ -173,10 +232,21 @@ def _keeping_null(text_filter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _blank_null(value: Any) -> Any:
-    return "" if value is None else value
+    return "" if value is None else _printable(value)
 
 
 def _refuse_null(value: Any) -> Any:
     if value is None:
         raise NullRendered
+    return _printable(value)
+
+
+def _printable(value: Any) -> Any:
+    """Return a value that is printed. Raises TemplateFailed for what prints as `<... object at 0x...>`."""
+    if isinstance(value, Undefined):  # it raises its own error
+        return value
+    if isinstance(value, Iterator):
+        raise TemplateFailed("the template prints a generator: add `| list` or `| join`")
+    if callable(value) or isinstance(value, TemplateReference | LoopContext | Namespace):
+        raise TemplateFailed(f"the template prints a {type(value).__name__}; only values can be printed")
     return value

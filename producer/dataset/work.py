@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from pagemill.producer.client import flows
+from pagemill.producer.client import flows, submit_flow
 from pagemill.producer.client.effects import Flow, Wait
 from pagemill.producer.client.sync import Producer
+from pagemill.producer.client.tracing import publishing
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.remote_model import BUDGET_EXHAUSTED, Remote
 from pagemill.producer.dataset.watch import Notify, RunWatch
@@ -265,7 +266,7 @@ class WorkLoop:
         give_up = time.monotonic() + PATIENCE_S
         while True:
             try:
-                self._producer.submit_many(chunk, batch_id=self._batch_id, on_full="raise")
+                self._submit_chunk(chunk)
             except QueueFull as error:
                 # What has ended is collected meanwhile: the run's own results may be what fills the server.
                 self._watch.full(error)
@@ -280,6 +281,19 @@ class WorkLoop:
                 self.tally.in_flight += len(chunk)
                 self._watch.accepted()
                 return
+
+    def _submit_chunk(self, chunk: list[Job]) -> None:
+        """Submit jobs under their keys. An earlier start may have done so with another prompt for the same work.
+
+        A step's prompt has places for outputs that are not known yet, and later the outputs.
+        """
+        queue, preparer = self._producer.queue, self._producer.preparer
+        with publishing(queue) as traceparent:
+            items = preparer.items(
+                chunk, self._batch_id, on_invalid="record", by_content=True, traceparent=traceparent
+            )
+            flow = submit_flow.submit_many(queue, self._batch_id, items, "raise", "record")
+            self._producer.run_flow(flow)
 
     def _item(self, work: Work) -> Job | None:
         name = self._journal.needs(work.key)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure
-from pagemill.producer.dataset.tables.rows import JsonLinesSource
+from pagemill.producer.dataset.tables.rows import JsonLinesSource, Row
 from pagemill.producer.dataset.tables.values import number_of
 from pagemill.producer.openai.formats import CHAT_URL, Url, choices, completion, parse_job, read_job
 from pagemill.producer.openai.pooled_formats import POOLED_URLS, write_pooled
@@ -100,7 +100,7 @@ class BatchRequests:
         """
         seen: dict[bytes, int] = {}
         count = 0
-        for row in self._source.rows():
+        for row in self._rows():
             count += 1
             if max_requests is not None and count > max_requests:
                 raise RefusedFile(f"more than {max_requests:,} requests", "too_many_requests", count)
@@ -109,16 +109,27 @@ class BatchRequests:
                 message = row.error.message if row.error else "not an object"
                 raise RefusedFile(message, "invalid_json_line", row.number)
             name = fields.get("custom_id")
-            if not isinstance(name, str) or not name:
+            if name is None or name == "":
                 raise RefusedFile("custom_id is missing", "missing_custom_id", row.number)
+            if not isinstance(name, str):
+                shown = f'; write "{name}"' if isinstance(name, int) else ""
+                raise RefusedFile(f"custom_id is not text{shown}", "invalid_custom_id", row.number)
             if (first := seen.setdefault(name.encode(), row.number)) != row.number:
                 reason = f"requests {first} and {row.number} have the same custom_id"
                 raise RefusedFile(reason, "duplicate_custom_id", row.number)
-            if url is not None and fields.get("url") != url:
+            if url is not None and url_of(fields) != url:
                 raise RefusedFile(f"the url is not the batch's endpoint, {url}", "mismatched_url", row.number)
         if not count:
             raise RefusedFile("the file holds no requests", "empty_file")
         return count
+
+    def _rows(self) -> Iterator[Row]:
+        """Yield the lines. Raises RefusedFile if they are not JSON lines, without the file's path."""
+        try:
+            yield from self._source.rows()
+        except DatasetError as error:
+            reason = str(error).removeprefix(self._source.name)
+            raise RefusedFile(f"the file{reason}", "invalid_json_line", 1) from None
 
     def models(self) -> set[str]:
         """Return the models that the lines name."""
@@ -157,7 +168,7 @@ class BatchRequests:
             job = job_of(fields, self.model, self.deadline)
         except InvalidJob as error:
             job = Failure(error.code, str(error))
-        url, body = str(fields.get("url")), fields.get("body")
+        url, body = url_of(fields), fields.get("body")
         asked = body if isinstance(body, Mapping) else {}
         return BatchRequest(number, fields["custom_id"], url, job, asked)
 
@@ -194,8 +205,8 @@ class BatchAnswers:
 
 def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | None = None) -> Job:
     """Return the job that a request line asks for. Raises InvalidJob for an unsupported field."""
-    url = line.get("url")
-    if line.get("method") != "POST" or url not in LINE_URLS:
+    url = url_of(line)
+    if str(line.get("method")).upper() != "POST" or url not in LINE_URLS:
         raise InvalidJob(f"only POST to {' and '.join(LINE_URLS)} is supported", "unsupported_feature")
     fields = _response_job(line.get("body")) if url == RESPONSES_URL else read_job(url, line.get("body"))
     if model is not None:
@@ -203,6 +214,12 @@ def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | 
     if deadline is not None:
         fields["deadline"] = deadline
     return parse_job(fields)
+
+
+def url_of(line: Mapping[str, Any]) -> str:
+    """Return a request line's URL; of files for Azure OpenAI, which leave `/v1` out, OpenAI's."""
+    url = str(line.get("url"))
+    return f"/v1{url}" if f"/v1{url}" in LINE_URLS else url
 
 
 def _response_job(body: Any) -> dict[str, Any]:

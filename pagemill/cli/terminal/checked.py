@@ -42,6 +42,15 @@ def _check_encoding(name: str) -> str:
     return name
 
 
+def _check_delimiter(text: str) -> str:
+    text = "\t" if text in (r"\t", "tab") else text
+    if len(text) != 1 or text in '"\r\n\ufeff ' or text.isalnum():
+        raise ValueError(
+            r"should be one character, such as ';' or '\t', and no letter, digit, quote or space"
+        )
+    return text
+
+
 def _check_http_url(url: str) -> str:
     try:
         parts = urlsplit(url)
@@ -56,6 +65,7 @@ def _check_http_url(url: str) -> str:
 _model_name: TypeAdapter[str] = TypeAdapter(ModelName)
 ModelOrPath = Annotated[str, AfterValidator(_check_model)]
 Encoding = Annotated[str, AfterValidator(_check_encoding)]
+Delimiter = Annotated[str, AfterValidator(_check_delimiter)]
 HttpUrl = Annotated[str, AfterValidator(_check_http_url)]
 
 

@@ -7,11 +7,19 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli.terminal.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
+from pagemill.cli.terminal.checked import (
+    MAX_TEMPERATURE,
+    Delimiter,
+    Encoding,
+    ModelOrPath,
+    Text,
+    between,
+    checked,
+)
 from pagemill.common.sampling_fields import LabelProbs
 from pagemill.producer.dataset.label_columns import LabelTemperature
 from pagemill.producer.dataset.recipe import OnCut, OnRow
-from pagemill.producer.dataset.tables.rows import Format
+from pagemill.producer.dataset.tables.rows import Format, Quoting
 from pagemill.producer.wire.schema.keys import AdapterName, ModelName
 from pagemill.producer.wire.schema.text.chat import FunctionName
 
@@ -300,5 +308,19 @@ FormatName = Annotated[
 ]
 EncodingName = Annotated[
     str, typer.Option("--encoding", callback=checked(Encoding), help="Encoding of text files.")
+]
+DelimiterName = Annotated[
+    str | None,
+    typer.Option(
+        "--delimiter", callback=checked(Delimiter), help=r"Character between CSV fields, such as ';' or '\t'."
+    ),
+]
+QuotingName = Annotated[
+    str | None,
+    typer.Option(
+        "--quoting",
+        callback=checked(Quoting),
+        help="none: quotes in CSV and TSV files are text. Default: standard.",
+    ),
 ]
 Window = Annotated[int, typer.Option("--window", min=1, max=10**6, help="Jobs in flight at most.")]

@@ -80,8 +80,7 @@ class _Found:
 
 def purge_tenant(queue: str, tenant: str, options: PurgeOptions, *, has_store: bool) -> Flow[None]:
     """Remove a tenant; emits PurgeProgress, and at last a PurgeReport. Raises InvalidJob for bad options."""
-    if not keys.TENANT_PATTERN.fullmatch(tenant):
-        raise InvalidJob(keys.TENANT_RULE)
+    keys.check_name(keys.TENANT_PATTERN, keys.TENANT_RULE, tenant)
     if unknown := options.also - {eraser.name for eraser in ERASERS}:
         raise InvalidJob(f"nothing that can be removed is called {', '.join(sorted(unknown))}")
     run = _Purge(queue, tenant, options, has_store)

@@ -5,17 +5,21 @@ A row that cannot be read is a row with an error: it keeps its number and the ru
 
 from __future__ import annotations
 
+import codecs
 import csv
 import importlib.util
 import io
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypedDict, Unpack, cast
 
 from pagemill.producer.dataset.errors import DatasetError, EmptyFile
+from pagemill.producer.dataset.tables.arrow_cells import BadCells, arrow_rows
 from pagemill.producer.dataset.tables.compressed import check_supported, compression, data_suffix, reading
 from pagemill.producer.dataset.tables.streams import Stream
 from pagemill.producer.dataset.tables.values import is_unicode, number_of, plain_row
@@ -29,6 +33,7 @@ ARROW_BATCH_BYTES = 16 << 20
 """Rows with pictures are read in smaller batches."""
 
 Format: TypeAlias = Literal["jsonl", "csv", "tsv", "parquet", "arrow"]
+Quoting: TypeAlias = Literal["standard", "none"]
 SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -77,7 +82,16 @@ class Source(Protocol):
         ...
 
 
-def open_source(path: Path | Stream, kind: Format | None = None, encoding: str = "utf-8") -> Source:
+class CsvOptions(TypedDict, total=False):
+    """How a CSV or TSV file is written. `quoting`: `none` takes quotes as text. None: the usual."""
+
+    delimiter: str | None
+    quoting: Quoting | None
+
+
+def open_source(
+    path: Path | Stream, kind: Format | None = None, encoding: str = "utf-8", **options: Unpack[CsvOptions]
+) -> Source:
     """Return the source for a path or a stream, by its suffix or `kind`. Raises DatasetError."""
     if isinstance(path, Path):
         if path.is_dir():
@@ -88,13 +102,13 @@ def open_source(path: Path | Stream, kind: Format | None = None, encoding: str =
     check_supported(path)
     if compression(path) and chosen in ("parquet", "arrow"):
         raise DatasetError(f"{path}: {chosen} files are compressed in themselves; unpack it first")
+    if chosen not in ("csv", "tsv", None) and (named := [name for name, value in options.items() if value]):
+        raise DatasetError(f"--{named[0]} is only for CSV and TSV files, not for {path}")
     match chosen:
         case "jsonl":
             return JsonLinesSource(path, encoding)
-        case "csv":
-            return CsvSource(path, ",", encoding)
-        case "tsv":
-            return CsvSource(path, "\t", encoding)
+        case "csv" | "tsv":
+            return CsvSource(path, chosen, encoding, **options)
         case "parquet":
             return ArrowSource([path], str(path), _read_parquet)
         case "arrow":
@@ -124,7 +138,19 @@ class JsonLinesSource:
             if line is not None and not line.strip():
                 continue
             number += 1
+            if number == 1 and line is not None:
+                self._check_first(line)
             yield Row(number, *_parse_line(line, self._encoding))
+
+    def _check_first(self, line: bytes) -> None:
+        """Raise DatasetError for a file that is not JSON lines at all."""
+        if found := wide_encoding(line[:4]):
+            raise DatasetError(f"{self.name} is {found} text; convert it to UTF-8 first")
+        if re.match(rb"\s*(\[\s*(\{|$)|\{\s*$)", line):
+            raise DatasetError(
+                f"{self.name} is one JSON value, not one per line. For an array of rows: "
+                "jq -c '.[]' FILE > FILE.jsonl"
+            )
 
     def count(self) -> int | None:
         if not _is_whole(self._path):
@@ -133,71 +159,195 @@ class JsonLinesSource:
 
 
 class CsvSource:
-    """Comma-separated values with a header line; every value is text."""
+    """Delimited values with a header line; every value is text.
 
-    def __init__(self, path: Path | Stream, delimiter: str, encoding: str = "utf-8") -> None:
+    A quoted field may hold line breaks. `joined` describes the rows of several lines, once all have been read.
+    """
+
+    def __init__(
+        self, path: Path | Stream, kind: Format, encoding: str = "utf-8", **options: Unpack[CsvOptions]
+    ) -> None:
         self.name = str(path)
+        self.joined = Joined()
         self._path = path
-        self._delimiter = delimiter
         self._encoding = "utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding
+        self._given = options.get("delimiter")
+        self._delimiter = self._given or ("\t" if kind == "tsv" else ",")
+        self._has_quotes = options.get("quoting") != "none"
 
     def rows(self) -> Iterator[Row]:
-        with self._reader() as reader:
-            header = self._header(reader)
-            number = 0
-            while True:
-                try:
-                    values = next(reader)
-                except StopIteration:
-                    return
-                except csv.Error as error:
-                    number += 1
-                    yield Row(number, error=RowError("invalid_csv", str(error)))
-                    continue
-                if not values:
+        with self._reader() as lines:
+            header = self._header(lines)
+            joined, number = Joined(), 0
+            for values in lines.records():
+                if isinstance(values, list) and not values:
                     continue
                 number += 1
-                yield self._row(number, header, values)
+                row = self._row(number, header, values, lines)
+                if row.error is None and len(lines.taken) > 1:
+                    joined.add(lines.first, lines.number)
+                yield row
+            self.joined = joined
 
     def count(self) -> int | None:
         return sum(1 for _ in self.rows()) if _is_whole(self._path) else None
 
     def header(self) -> list[str]:
         """Return the columns' names. Raises DatasetError, EmptyFile for a file without a line."""
-        with self._reader() as reader:
-            return self._header(reader)
+        with self._reader() as lines:
+            return self._header(lines)
 
     @contextmanager
-    def _reader(self) -> Iterator[Iterator[list[str]]]:
+    def _reader(self) -> Iterator[CsvLines]:
         # Undecodable bytes become lone surrogates, so that only their own row is refused.
         with reading(self._path) as raw:
             try:
                 file = io.TextIOWrapper(raw, self._encoding, errors="surrogateescape", newline="")
             except LookupError:
                 raise DatasetError(f"unknown encoding {self._encoding!r}; try utf-8 or latin-1") from None
-            yield csv.reader(file, delimiter=self._delimiter, strict=True)
+            start = cast("io.BufferedReader", raw).peek(4)[:4]
+            if (found := wide_encoding(start)) and b"\0" not in "\n".encode(self._encoding):
+                raise DatasetError(f"{self.name} is {found} text: add --encoding {found}")
+            try:
+                yield CsvLines(file, self._delimiter, has_quotes=self._has_quotes)
+            except UnicodeError as error:
+                raise DatasetError(f"{self.name} is not {self._encoding} text: {error}") from None
 
-    def _header(self, reader: Iterator[list[str]]) -> list[str]:
-        try:
-            header = next(reader)
-        except StopIteration:
-            raise EmptyFile(f"{self.name} is empty: the first line must name the columns") from None
-        except csv.Error as error:
-            raise DatasetError(f"{self.name}: the header line is not CSV: {error}") from None
-        repeated = {name for name in header if header.count(name) > 1}
-        if repeated:
-            raise DatasetError(f"{self.name}: columns appear twice: {', '.join(sorted(repeated))}")
+    def _header(self, lines: CsvLines) -> list[str]:
+        header = next((record for record in lines.records() if record != []), None)
+        if header is None:
+            raise EmptyFile(f"{self.name} is empty: the first line must name the columns")
+        if isinstance(header, csv.Error):
+            raise DatasetError(f"{self.name}: the header line is not CSV: {header}")
+        header[:1] = [name.removeprefix("\ufeff") for name in header[:1]]
+        if not all(map(is_unicode, header)):
+            raise DatasetError(f"{self.name}: the header line is {self._not_text()}")
+        others = [mark for mark in ",;\t|" if len(header) == 1 and mark in header[0]]
+        if others and self._given is None:
+            other, own = (repr(mark).replace("'", '"') for mark in (others[0], self._delimiter))
+            raise DatasetError(
+                f"{self.name} has one column, {header[0]!r}: add --delimiter {other}, or if that is one name "
+                f"--delimiter {own}"
+            )
+        # Excel writes further delimiters where a sheet has empty columns on the right.
+        while len(header) > 1 and not header[-1]:
+            header.pop()
+        if unnamed := [str(place) for place, name in enumerate(header, 1) if not name][1:]:
+            raise DatasetError(f"{self.name}: the header has no name for column {', '.join(unnamed)}")
+        _check_names(self.name, header)
         return header
 
-    def _row(self, number: int, header: list[str], values: list[str]) -> Row:
-        raw = shorten(self._delimiter.join(values))
-        if len(values) != len(header):
+    def _row(self, number: int, header: list[str], values: list[str] | csv.Error, lines: CsvLines) -> Row:
+        if isinstance(values, csv.Error):
+            is_open = len(lines.taken) > 1 or str(values) == "unexpected end of data"
+            reason = "a quote that opens here is not closed" if is_open else str(values)
+            return lines.bad(number, "invalid_csv", reason + (_QUOTES_ARE_TEXT if self._has_quotes else ""))
+        surplus = values[len(header) :]
+        if len(values) < len(header) or any(surplus):
             message = f"the row has {len(values)} fields, the header {len(header)}"
-            return Row(number, error=RowError("invalid_csv", message, raw))
+            return lines.bad(number, "invalid_csv", message, is_one_row=self._delimiter != "\t")
+        values = values[: len(header)]
+        if self._delimiter == "\t" and len(lines.taken) > 1 and any(map(_holds_rows, values)):
+            message = f"a quote that opens here closes in line {lines.number}{_QUOTES_ARE_TEXT}"
+            return lines.bad(number, "invalid_csv", message)
         if not all(map(is_unicode, values)):
-            message = f"not {self._encoding.removesuffix('-sig')} text; name the file's --encoding"
-            return Row(number, error=RowError("invalid_encoding", message, raw))
+            return lines.bad(number, "invalid_encoding", self._not_text(), is_one_row=True)
         return Row(number, dict(zip(header, values, strict=True)))
+
+    def _not_text(self) -> str:
+        return f"not {self._encoding.removesuffix('-sig')} text; name the file's --encoding"
+
+
+_QUOTES_ARE_TEXT = "; if quotes are text, add --quoting none"
+
+
+def _holds_rows(value: str) -> bool:
+    """Return whether a field of a TSV file has tabs in all of its further lines: rows that a stray quote joined."""
+    _, *further = re.split(r"\r\n?|\n", value)
+    return bool(further) and all("\t" in line for line in further)
+
+
+@dataclass(slots=True)
+class Joined:
+    """Rows of a CSV file that have several lines. `first` and `last`: the lines of the first of them."""
+
+    count: int = 0
+    first: int = 0
+    last: int = 0
+
+    def __str__(self) -> str:
+        rows = "1 row has" if self.count == 1 else f"{self.count:,} rows have"
+        return f"{rows} several lines, joined by quotes (first: lines {self.first} to {self.last}){_QUOTES_ARE_TEXT}"
+
+    def add(self, first: int, last: int) -> None:
+        """Count a row."""
+        if not self.count:
+            self.first, self.last = first, last
+        self.count += 1
+
+
+class CsvLines:
+    """The lines of a CSV file as records, of which each knows its lines."""
+
+    def __init__(self, file: Iterable[str], delimiter: str, *, has_quotes: bool) -> None:
+        self._file = iter(file)
+        self._again: list[str] = []
+        """Lines to read once more, the last first."""
+        self.taken: list[str] = []
+        """The lines of the current record."""
+        self.number = 0
+        """The number of its last line."""
+        quoting: Any = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
+        self._csv = csv.reader(self, delimiter=delimiter, quoting=quoting, strict=True)
+
+    @property
+    def first(self) -> int:
+        """The number of the current record's first line."""
+        return self.number - len(self.taken) + 1
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        line = self._again.pop() if self._again else next(self._file)
+        self.taken.append(line)
+        self.number += 1
+        return line
+
+    def records(self) -> Iterator[list[str] | csv.Error]:
+        """Yield each record's values, or the error of one that has none."""
+        while True:
+            self.taken = []
+            try:
+                yield next(self._csv)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield error
+
+    def bad(self, number: int, code: str, message: str, *, is_one_row: bool = False) -> Row:
+        """Return the current record as a bad row: its first line, and the others are read again.
+
+        `is_one_row`: all of its lines.
+        """
+        first, last = self.first, self.number
+        if not is_one_row:
+            self._again += reversed(self.taken[1:])
+            self.taken, self.number, last = self.taken[:1], first, first
+        place = f"line {first}" if first == last else f"lines {first} to {last}"
+        raw = "".join(self.taken).rstrip("\r\n")
+        return Row(number, error=RowError(code, f"{place}: {message}", shorten(raw)))
+
+
+def wide_encoding(start: bytes) -> str | None:
+    """Return the encoding of text of 16 or 32 bits per character, by its first four bytes."""
+    marks = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
+    marks |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+    found = next((name for mark, name in marks.items() if start.startswith(mark)), None)
+    if found is None and len(start) == 4 and start.count(0) in (2, 3):
+        width, order = (32, start[0] == 0) if start.count(0) == 3 else (16, start[0] == 0)
+        return f"utf-{width}-{'be' if order else 'le'}"
+    return found
 
 
 class ArrowSource:
@@ -213,7 +363,7 @@ class ArrowSource:
     def rows(self) -> Iterator[Row]:
         number = 0
         for batch in self._batches():
-            for fields in batch.to_pylist():
+            for fields in arrow_rows(batch):
                 number += 1
                 yield checked_row(number, fields)
 
@@ -245,7 +395,9 @@ class ArrowSource:
     def _batches(self) -> Iterator[Any]:
         for path in self._paths:
             with _arrow_errors(path):
-                yield from self._read(path)
+                for batch in self._read(path):
+                    _check_names(str(path), batch.schema.names)
+                    yield batch
 
 
 class MemorySource:
@@ -276,14 +428,25 @@ def _where(error: json.JSONDecodeError) -> str:
 
 def checked_row(number: int, fields: Any) -> Row:
     """Make a row of a mapping, with JSON values; see values.py."""
+    if isinstance(fields, BadCells):
+        return Row(number, error=RowError(fields.code, fields.message, shorten(fields.raw)))
     if not isinstance(fields, Mapping):
         kind = "null" if fields is None else type(fields).__name__
         message = f"a row must be an object with named fields, not {kind}"
-        return Row(number, error=RowError("invalid_row", message, shorten(repr(fields))))
+        return Row(number, error=RowError("invalid_row", message, _repr_of(fields)))
     try:
         return Row(number, plain_row(fields))
-    except ValueError as error:
-        return Row(number, error=RowError("invalid_row", str(error), shorten(repr(fields))))
+    except Exception as error:  # also of the types that data libraries raise in their conversions
+        message = str(error) or type(error).__name__
+        return Row(number, error=RowError("invalid_row", message, _repr_of(fields)))
+
+
+def _repr_of(fields: Any) -> str:
+    """Return what Python prints for a row; of one that it cannot print, its type."""
+    try:
+        return shorten(repr(fields))
+    except Exception:  # of a number with too many digits, or of a foreign value
+        return f"<{type(fields).__name__}>"
 
 
 def _is_whole(path: Path | Stream) -> bool:
@@ -357,6 +520,12 @@ def _dataset_files(directory: Path) -> list[Path]:
         raise DatasetError(f"{state} does not list the dataset's files") from None
 
 
+def _check_names(name: str, columns: Sequence[str]) -> None:
+    """Raise DatasetError for columns that a row cannot hold both."""
+    if repeated := sorted(column for column, count in Counter(columns).items() if count > 1):
+        raise DatasetError(f"{name}: columns appear twice: {', '.join(repeated)}")
+
+
 def _require_pyarrow() -> None:
     if importlib.util.find_spec("pyarrow") is None:
         raise DatasetError("Parquet and dataset directories need pyarrow: pip install 'pagemill[parquet]'")
@@ -383,7 +552,7 @@ def _arrow_errors(path: Path | Stream) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path} cannot be read: {error}") from error
 
 

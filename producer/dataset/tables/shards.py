@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from pagemill.producer.dataset.errors import DatasetError, EmptyFile
 from pagemill.producer.dataset.tables.compressed import data_suffix
@@ -23,6 +23,7 @@ from pagemill.producer.dataset.tables.places import local_path, uri_of
 from pagemill.producer.dataset.tables.rows import (
     SUFFIXES,
     ArrowSource,
+    CsvOptions,
     CsvSource,
     Format,
     Row,
@@ -124,6 +125,13 @@ class ShardedSource:
         return [[shard.name, *_fingerprint(shard.path)] for shard in self.shards]
 
 
+def joined_lines(source: Source) -> Iterator[str]:
+    """Yield what to know about each file that has been read and has rows of several lines."""
+    for one in [shard.source for shard in source.shards] if isinstance(source, ShardedSource) else [source]:
+        if isinstance(one, CsvSource) and one.joined.count:
+            yield f"{one.name}: {one.joined}"
+
+
 def changed_files(then: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> str:
     """Return in words how two lists of fingerprints differ; empty if they are equal."""
     before, after = ({name: about for name, *about in each} for each in (then, now))
@@ -151,17 +159,25 @@ def is_sharded(paths: Sequence[str | Path]) -> bool:
     return is_glob(path) or (path.is_dir() and not any((path / name).exists() for name in _DATASET_FILES))
 
 
-def open_rows(paths: Sequence[str | Path], kind: Format | None = None, encoding: str = "utf-8") -> Source:
+def open_rows(
+    paths: Sequence[str | Path],
+    kind: Format | None = None,
+    encoding: str = "utf-8",
+    **options: Unpack[CsvOptions],
+) -> Source:
     """Return the source for one file or Hugging Face data set, or for several files. Raises DatasetError."""
     if is_sharded(paths):
         if len(paths) == 1 and kind is None and is_picture_folder(local_path(paths[0])):
             return PictureFolder(local_path(paths[0]))
-        return open_shards(paths, kind, encoding)
-    return open_source(local_path(paths[0]), kind, encoding)
+        return open_shards(paths, kind, encoding, **options)
+    return open_source(local_path(paths[0]), kind, encoding, **options)
 
 
 def open_shards(
-    paths: Sequence[str | Path], kind: Format | None = None, encoding: str = "utf-8"
+    paths: Sequence[str | Path],
+    kind: Format | None = None,
+    encoding: str = "utf-8",
+    **options: Unpack[CsvOptions],
 ) -> ShardedSource:
     """Return the files of directories, patterns and paths as one source.
 
@@ -169,6 +185,7 @@ def open_shards(
         paths: Read in this order; the files of a directory (searched with its folders) or a pattern by name.
         kind: The format of all files; by default their suffixes determine it.
         encoding: Of text files.
+        **options: Of CSV and TSV files.
 
     Raises:
         DatasetError: there is no such file, a file is named twice, or their formats differ.
@@ -185,7 +202,9 @@ def open_shards(
         raise DatasetError(f"{one} and {other} have different formats; run them separately")
     common = os.path.commonpath([os.path.abspath(path.parent) for path in found])
     shards = [
-        Shard(os.path.relpath(os.path.abspath(path), common), path, open_source(path, kind, encoding))
+        Shard(
+            os.path.relpath(os.path.abspath(path), common), path, open_source(path, kind, encoding, **options)
+        )
         for path in found
     ]
     name = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")

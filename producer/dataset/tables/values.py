@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 64
+MAX_INTEGER_BITS = 14_000
+"""Python writes no number of more than 4,300 digits as text."""
 _MISSING_TYPES = frozenset({"NAType", "NaTType"})
 """pandas' classes of a missing value; NaT would pass for a datetime."""
 
@@ -53,12 +55,16 @@ def _plain(value: Any, depth: int) -> Any:
     if depth <= 0:
         raise ValueError("nested too deep")
     match value:
-        case None | bool() | int():
+        case None | bool():
             return value
+        case int():
+            if value.bit_length() > MAX_INTEGER_BITS:
+                raise ValueError(f"a number of more than {MAX_INTEGER_BITS:,} bits")
+            return int(value)
         case str():
             if not is_unicode(value):
                 raise ValueError("text with lone surrogates")
-            return value
+            return str.__str__(value)  # of an enumeration, the value
         case float():
             return float(value) if math.isfinite(value) else None
         case Mapping():

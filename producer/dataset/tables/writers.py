@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.tables.column_types import column_types, fitted
 from pagemill.producer.dataset.tables.compressed import check_supported, compression, data_suffix, writing
 
 PARQUET_ROWS = 4_096
@@ -42,8 +43,10 @@ class Form:
     """The output's columns and their types; "" for values as JSON text."""
     schema: Any = None
     """For Parquet, the type of every column."""
+    texts: Sequence[str] = ()
+    """For Parquet, the input's columns that hold values of several types, as JSON text."""
     heading: Sequence[str] = ()
-    """For CSV, the header line of a file without rows."""
+    """For CSV, the columns of all rows."""
 
     @classmethod
     def of(
@@ -60,28 +63,26 @@ class Form:
 
         Args:
             path: Its suffix determines the format.
-            samples: Every input row: for Parquet, to find the columns' types, for CSV, their names.
+            samples: Every input row: for Parquet, to find the columns' types, for CSV, their names. Rows may differ in
+                their columns, and a column in its values' types.
             output_column: The name of the output's column.
             fields: Further columns of the output, and their types.
             gives_vectors: Outputs are lists of numbers, in Parquet a column of lists of float32.
             more_meta: What `_pagemill` has beside the usual, for Parquet.
-
-        Raises:
-            DatasetError: a column holds values of different types.
         """
         columns = {output_column: _VECTOR if gives_vectors else "", **(fields or {})}
-        suffix, schema, heading = data_suffix(path), None, list[str]()
+        suffix = data_suffix(path)
         if suffix == ".parquet":
-            schema = _schema(samples, columns, more_meta)
-        elif first := next(iter(samples), None):
-            heading = [*(name for name in first if name != META), *columns, META]
-        return cls(suffix, compression(path), columns, schema, heading)
+            schema, texts = _schema(samples, columns, more_meta)
+            return cls(suffix, None, columns, schema, texts)
+        heading = _heading(samples, columns) if suffix in (".csv", ".tsv") else []
+        return cls(suffix, compression(path), columns, heading=heading)
 
     @contextmanager
     def open(self, path: Path) -> Iterator[Writer]:
         """Write a new file; at the end of the block it is on disk."""
         if self.suffix == ".parquet":
-            parquet = ParquetWriter(path, self.schema, self.columns)
+            parquet = ParquetWriter(path, self.schema, self.columns, self.texts)
             try:
                 yield parquet
             finally:
@@ -89,10 +90,7 @@ class Form:
             return
         with writing(path, self.compression) as raw:
             text = io.TextIOWrapper(raw, "utf-8", newline="")
-            writer = _text_writer(text, self.suffix)
-            yield writer
-            if self.heading and isinstance(writer, CsvWriter):
-                writer.head(self.heading)
+            yield _text_writer(text, self.suffix, self.heading)
             text.flush()
             text.detach()
 
@@ -157,40 +155,38 @@ class JsonLinesWriter:
 
 
 class CsvWriter:
-    """Writes CSV, with values other than text as JSON."""
+    """Writes CSV, with values other than text as JSON. `columns`: by default those of the first row."""
 
-    def __init__(self, file: TextIO, delimiter: str) -> None:
+    def __init__(self, file: TextIO, delimiter: str, columns: Sequence[str] = ()) -> None:
         self._csv = csv.writer(file, delimiter=delimiter)
-        self._columns: list[str] | None = None
-
-    def head(self, columns: Iterable[str]) -> None:
-        """Write the header line, unless there is one."""
-        if self._columns is None:
-            self._columns = list(columns)
-            self._csv.writerow(self._columns)
+        self._columns = columns
+        if columns:
+            self._csv.writerow(columns)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self.head(line)
-        assert self._columns is not None
-        if surplus := line.keys() - set(self._columns):
-            raise DatasetError(
-                f"rows have different columns ({', '.join(sorted(surplus))}): write .jsonl, not CSV"
-            )
+        if not self._columns:
+            self._columns = list(line)
+            self._csv.writerow(self._columns)
         self._csv.writerow([_cell(line.get(name)) for name in self._columns])
 
 
 class ParquetWriter:
-    def __init__(self, path: Path, schema: Any, columns: Mapping[str, str]) -> None:
+    """Writes Parquet. `columns`: those of the output, `texts`: further ones with values as JSON text."""
+
+    def __init__(self, path: Path, schema: Any, columns: Mapping[str, str], texts: Sequence[str]) -> None:
         from pyarrow import parquet
 
         self._schema = schema
-        self._texts = [name for name, kind in columns.items() if not kind]
+        self._texts = [*texts, *(name for name, kind in columns.items() if not kind)]
+        self._typed = {name: kind for name, kind in columns.items() if kind and kind != _VECTOR}
         self._path = path
         self._parquet = parquet.ParquetWriter(path, self._schema, compression="zstd")
         self._lines: list[dict[str, Any]] = []
 
     def write(self, line: Mapping[str, Any]) -> None:
-        added = {name: _text(line[name]) for name in self._texts}
+        added = {name: _text(line.get(name)) for name in self._texts}
+        # A model that is not bound to its schema may give other values; the output's column has them.
+        added |= {name: fitted(line[name], kind) for name, kind in self._typed.items()}
         if STEPS in line[META]:
             added[META] = line[META] | {STEPS: _text(line[META][STEPS])}
         self._lines.append({**line, **added})
@@ -211,44 +207,33 @@ class ParquetWriter:
             self._lines = []
 
 
-def _text_writer(file: TextIO, suffix: str) -> Writer:
+def _text_writer(file: TextIO, suffix: str, heading: Sequence[str]) -> Writer:
     match suffix:
         case ".csv":
-            return CsvWriter(file, ",")
+            return CsvWriter(file, ",", heading)
         case ".tsv":
-            return CsvWriter(file, "\t")
+            return CsvWriter(file, "\t", heading)
     return JsonLinesWriter(file)
+
+
+def _heading(samples: Iterable[Mapping[str, Any]], added: Iterable[str]) -> list[str]:
+    """Return the columns of all rows, and those of the output; none if there are no rows."""
+    names = dict.fromkeys(name for row in samples for name in row)
+    for name in (META, *added):
+        names.pop(name, None)
+    return [*names, *added, META] if names else []
 
 
 def _schema(
     samples: Iterable[Mapping[str, Any]], added: Mapping[str, str], more_meta: Collection[str]
-) -> Any:
-    """Return every column's type, found by reading all rows: one guessed from the first may not hold.
+) -> tuple[Any, list[str]]:
+    """Return every column's type, and the input's columns of which values are written as JSON text.
 
     `added`: the output's columns and their types in a JSON schema; "" for values as JSON text.
     """
     import pyarrow
 
-    schema = pyarrow.schema([])
-    chunk: list[Mapping[str, Any]] = []
-
-    def grown(schema: Any, rows: list[Mapping[str, Any]]) -> Any:
-        columns = dict.fromkeys(name for row in rows for name in row)
-        try:
-            fields = [
-                pyarrow.field(name, pyarrow.infer_type([row.get(name) for row in rows])) for name in columns
-            ]
-            return pyarrow.unify_schemas([schema, pyarrow.schema(fields)], promote_options="permissive")
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-            raise DatasetError(f"a column holds values of different types ({error}): write .jsonl") from error
-
-    for row in samples:
-        chunk.append(row)
-        if len(chunk) == PARQUET_ROWS:
-            schema, chunk = grown(schema, chunk), []
-    schema = grown(schema, chunk)
-    if META in schema.names:
-        schema = schema.remove(schema.get_field_index(META))
+    known = column_types(samples, {META, *added}, PARQUET_ROWS)
     usage = [(name, pyarrow.int64()) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
     meta = [
         ("key", pyarrow.string()),
@@ -273,9 +258,13 @@ def _schema(
         "boolean": pyarrow.bool_(),
         _VECTOR: pyarrow.list_(pyarrow.float32()),
     }
-    for name, kind in added.items():
-        schema = schema.append(pyarrow.field(name, types.get(kind, pyarrow.string())))
-    return schema.append(pyarrow.field(META, pyarrow.struct(meta)))
+    return pyarrow.schema(
+        [
+            *((name, pyarrow.string() if kind is None else kind) for name, kind in known.items()),
+            *((name, types.get(kind, pyarrow.string())) for name, kind in added.items()),
+            (META, pyarrow.struct(meta)),
+        ]
+    ), [name for name, kind in known.items() if kind is None]
 
 
 def _cell(value: Any) -> str:

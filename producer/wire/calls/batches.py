@@ -70,7 +70,7 @@ def cancel(queue: str, batch_id: str, start: int) -> Call[tuple[int, int]]:
 
 def split_cursor(cursor: str) -> tuple[str, int]:
     """Return a cursor's letter and position."""
-    letter, digits = cursor[:1], cursor[1:]
+    letter, digits = (cursor[:1], cursor[1:]) if isinstance(cursor, str) else ("", "")
     if letter not in ("e", "s") or not (digits.isascii() and digits.isdigit()):
         raise InvalidJob("a cursor is what BatchItem.cursor said: e or s, and a number")
     return letter, int(digits)

@@ -68,8 +68,7 @@ def weights(queue: str) -> Call[dict[str, int]]:
 def set_weights(queue: str, wanted: Mapping[str, int]) -> Call[dict[str, int]]:
     """Set the weights of some tenants; the default is 1. Raises InvalidJob for an invalid weight."""
     for tenant, weight in wanted.items():
-        if not keys.TENANT_PATTERN.fullmatch(tenant):
-            raise InvalidJob(keys.TENANT_RULE)
+        keys.check_name(keys.TENANT_PATTERN, keys.TENANT_RULE, tenant)
         if not 1 <= weight <= MAX_WEIGHT:
             raise InvalidJob(f"a weight is a whole number from 1 to {MAX_WEIGHT}")
     args = tuple(part for pair in wanted.items() for part in pair)

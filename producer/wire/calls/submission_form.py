@@ -75,17 +75,21 @@ class JobForm:
         self._envelope = shared.decode()[1:]
         self._output_tokens = job.output_tokens()
 
-    def digest(self, text: Text) -> str:
+    def digest(self, text: Text, salt: str = "") -> str:
         """Like Job.digest."""
-        return work_digest(self._settings, text.work)
+        return work_digest(self._settings, text.work, salt)
 
-    def fill(self, text: Text, job_id: str, key: str, metadata: str | None, seed: int | None) -> Submission:
+    def fill(
+        self, text: Text, job_id: str, key: str, metadata: str | None, seed: int | None, work: str | None
+    ) -> Submission:
         """Like `prepare`. `metadata` is JSON. Raises InvalidJob if the job is too large."""
         quoted = encode_basestring_ascii(key)
         envelope = f'{{"v":{ENVELOPE_VERSION},"key":{quoted},'
         header = f'{{"id":"{job_id}","lane":"{self._lane}","cost":{text.tokens + self._output_tokens}'
         if (affinity := adapter_affinity(text.affinity, self._adapter)) is not None:
             header += f',"affinity":"{affinity}"'
+        if work is not None:
+            header += f',"work":"{work}"'
         if self._twin is not None:
             digest = self.digest(text)
             header += f',"digest":"{digest}","twin":"{self._twin}{digest}"'

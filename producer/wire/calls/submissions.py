@@ -67,8 +67,8 @@ class Submission:
 class SubmitReply:
     """The outcome of one submission.
 
-    created; exists: this id was submitted before; same or conflict: the idempotency key belongs to
-    `job_id`, with an equal or a different payload. Not stored: full, the queue's limit is reached;
+    created; exists: this id was submitted before; same or conflict: the idempotency key, or the key in the batch,
+    belongs to `job_id`, with an equal or a different payload. Not stored: full, the queue's limit is reached;
     memory, the server's has no room; purging, the tenant's are removed; too_large, beyond its limit of bytes per
     payload; gone, the job to replay is not a dead letter.
     `same` also stands for a dead job that was replayed before, as `job_id`. Nor are stored, of jobs that wait for
@@ -89,6 +89,7 @@ def prepare(
     key: str | None = None,
     seed: int | None = None,
     digest: str | None = None,
+    work: str | None = None,
     replay_of: str | None = None,
     relay: str | None = None,
     waiter: str | None = None,
@@ -96,15 +97,17 @@ def prepare(
 ) -> Submission:
     """Prepare a job for `submit`; `key`, `seed` and `digest` are used where the job has none of its own.
 
-    `replay_of` is the dead job that it replays, `relay` the relay to notify of its end through an outbox,
-    `waiter` (letters and digits, at most 32) a client that waits for it and may end it by leaving
-    (waiters.py). Raises InvalidJob if the job is too large.
+    `work`: a hash of its id and its work; another one under the same id is a conflict. `replay_of` is the dead job that
+    it replays, `relay` the relay to notify of its end through an outbox, `waiter` (letters and digits, at most 32) a
+    client that waits for it and may end it by leaving (waiters.py). Raises InvalidJob if the job is too large.
     """
     # Formatted by hand: a JSON encoder takes a fifth of a submit's cost. Ids and lanes need no escaping.
     header = f'"id":"{job_id}","lane":"{lane_of(job)}","cost":{job.cost_tokens()}'
     affinity = job.affinity()
     if affinity is not None:
         header += f',"affinity":"{affinity}"'
+    if work is not None:
+        header += f',"work":"{work}"'
     options = header_options(job)
     if job.key or key:
         options["key"] = job.key or key or ""

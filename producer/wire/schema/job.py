@@ -11,7 +11,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from pagemill.common.bounds import ADAPTER_NAME, Exact, InvalidParameter, Length, Range
 from pagemill.common.json_values import check_json
@@ -36,6 +44,7 @@ from pagemill.producer.wire.schema.affinity import (
 )
 from pagemill.producer.wire.schema.dependencies import DependencyFields
 from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.foreign_numbers import with_plain_numbers
 from pagemill.producer.wire.schema.images import IMAGE_TOKENS_GUESS, MAX_IMAGES, InvalidImage, texts_of
 from pagemill.producer.wire.schema.job_complaints import invalid_job
 from pagemill.producer.wire.schema.needs import AFTER, ENVELOPE_VERSION, LATER_FIELDS, joined
@@ -387,9 +396,11 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
 
     @model_validator(mode="before")
     @classmethod
-    def _map_response_format(cls, data: Any) -> Any:
+    def _map_response_format(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
+        if info.mode == "python":
+            data = with_plain_numbers(data)
         if is_model(data.get("structured_outputs")):
             data = {**data, "structured_outputs": {"json": data["structured_outputs"]}}
         if data.get("response_format") is None:
@@ -495,9 +506,9 @@ def metadata_json(value: dict[str, Any]) -> str:
     return text
 
 
-def work_digest(settings: bytes, prompt: bytes) -> str:
+def work_digest(settings: bytes, prompt: bytes, salt: str = "") -> str:
     """Return the hash of `Job.settings_work` and `Job.prompt_work`."""
-    return hashlib.blake2b(settings + prompt, digest_size=12).hexdigest()
+    return hashlib.blake2b(settings + prompt, digest_size=12, salt=salt.encode()).hexdigest()
 
 
 def too_large(size: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> InvalidJob:

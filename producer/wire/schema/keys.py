@@ -35,6 +35,15 @@ MODEL_RULE = MODEL_NAME_RULE
 ID_RULE = "an id is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
 
 
+def check_name(pattern: re.Pattern[str], rule: str, name: object) -> str:
+    """Return a name. Raises InvalidJob for what is not text, or has other characters."""
+    if not isinstance(name, str):
+        raise InvalidJob(f"{rule}, as text, not {type(name).__name__}")
+    if not pattern.fullmatch(name):
+        raise InvalidJob(rule)
+    return name
+
+
 def _matches(pattern: re.Pattern[str], rule: str) -> AfterValidator:
     def check(text: str) -> str:
         if not pattern.fullmatch(text):
@@ -65,9 +74,7 @@ SUSPECT_CLASS = "s"
 
 def prefix(queue: str) -> str:
     """Return the prefix of all keys and channels of a queue; also the one KEYS entry of every script."""
-    if not QUEUE_PATTERN.fullmatch(queue):
-        raise InvalidJob(QUEUE_RULE)
-    return f"pagemill:{{{queue}}}:"
+    return f"pagemill:{{{check_name(QUEUE_PATTERN, QUEUE_RULE, queue)}}}:"
 
 
 def lane(needs: str, priority: str, tenant: str, model: str) -> str:

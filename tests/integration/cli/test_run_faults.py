@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from pagemill.__main__ import app
 from pagemill.cli import run as cli_run
 from pagemill.cli.local_worker import WorkerFailed
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed, RunStopped
 from tests.integration.cli.test_run import environment
 from tests.worker.harness import PATIENCE_S, running_worker, worker_config
 
@@ -154,6 +156,15 @@ def test_a_schema_that_nothing_satisfies(
     assert done.exit_code in (2, 4), done.stderr
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DatasetError("x"), 2), (RunStopped("x"), 1), (DiskFailed("x"), 1)]
+)
+def test_exit_code_2_means_that_nothing_was_started(error: DatasetError, code: int, tmp_path: Path) -> None:
+    with pytest.raises(typer.Exit) as ended, cli_run.reported(tmp_path / "out.jsonl"):
+        raise error
+    assert ended.value.exit_code == code
 
 
 def test_a_worker_of_ones_own_drains_briefly_unless_told_otherwise(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagemill import AsyncProducer, JobCancelled, JobNotFound, Producer, ResultTimeout
+from pagemill import AsyncProducer, IdempotencyConflict, JobCancelled, JobNotFound, Producer, ResultTimeout
 from pagemill.producer.wire.calls import reads
 from pagemill.producer.wire.schema.errors import RedisRefused
 from pagemill.producer.wire.server.scripts import Call
@@ -44,6 +44,13 @@ async def test_a_batch(queue: Queue, producer: AsyncProducer) -> None:
     assert await batch.cancel() == 0
     assert [item.result.text async for item in batch.results(ordered=True) if item.result]
     assert (await batch.counts()).total == 300
+
+
+async def test_a_key_with_other_work_is_a_conflict(producer: AsyncProducer) -> None:
+    jobs = [{"prompt": text, "model": "m", "key": "a"} for text in "pq"]
+    assert (await (await producer.submit_many(jobs)).counts()).failed == 1
+    with pytest.raises(IdempotencyConflict):
+        await producer.submit_many(jobs, on_invalid="raise")
 
 
 async def test_errors_are_the_same(producer: AsyncProducer) -> None:

@@ -6,6 +6,8 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -92,6 +94,16 @@ def test_a_submit_repeated_with_its_id_is_one_job(queue: Queue, producer: Produc
         lambda p: p.submit(prompt="p", model="m", key="k"),
         lambda p: p.submit(prompt="p", model="m", job_id="no/id"),
         lambda p: p.job("no id"),
+        lambda p: p.job(5),
+        lambda p: p.job(None),
+        lambda p: p.job(b"id"),
+        lambda p: p.batch(uuid4()),
+        lambda p: p.statuses([5]),
+        lambda p: p.submit(prompt="p", model="m", job_id=uuid4()),
+        lambda p: p.submit_many([], batch_id=uuid4()),
+        lambda p: p.batch("b").ack(5),
+        lambda p: Producer(queue=5),
+        lambda p: Producer(tenant=5),
         lambda p: Producer(queue="no:queue"),
         lambda p: Producer(tenant="no:tenant"),
         lambda p: Producer(hmac_key="k"),
@@ -99,8 +111,63 @@ def test_a_submit_repeated_with_its_id_is_one_job(queue: Queue, producer: Produc
     ],
 )
 def test_a_caller_who_is_wrong_hears_it(producer: Producer, submit: object) -> None:
-    with pytest.raises(InvalidJob):
+    with pytest.raises(InvalidJob, match=r"\w"):
         submit(producer)  # type: ignore[operator]
+
+
+JOB: dict[str, Any] = {"prompt": "p", "model": "m", "key": "a"}
+LARGE = "x" * 2_000_000
+OTHERS: list[dict[str, Any]] = [
+    {"prompt": "q"}, {"temperature": 0.5}, {"model": "other"}, {"max_tokens": 7}, {"prompt": ""}, {"prompt": LARGE},
+    {"dedupe": True, "temperature": 0.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other.items()), ""))
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_one_call", [True, False])
+def test_one_key_with_other_work_is_a_conflict(
+    producer: Producer, other: dict[str, Any], is_first: bool, is_one_call: bool
+) -> None:
+    jobs = [JOB, JOB | other | {"metadata": {"row": 2}}]
+    calls = [jobs if is_first else jobs[::-1]]
+    if not is_one_call:
+        calls = [[job] for job in calls[0]]
+    for _ in range(2):  # again, the same rows are the same items
+        for call in calls:
+            batch = producer.submit_many(call, batch_id="b")
+    counts = batch.counts()
+    is_invalid = other.get("prompt") in ("", LARGE)
+    assert (counts.total, counts.failed) == (2, 1 if is_first or not is_invalid else 2)
+    ends = {
+        item.error.code: item.key for item in itertools.islice(batch.results(), counts.failed) if item.error
+    }
+    assert ends.pop("idempotency_conflict") == "a"
+    assert len(ends) == counts.failed - 1
+
+
+def test_the_same_work_under_a_key_is_one_item(queue: Queue, producer: Producer) -> None:
+    for jobs in ([JOB, JOB], [JOB, Job(**JOB)], [JOB | {"metadata": {"row": 2}, "priority": "low"}]):
+        batch = producer.submit_many(jobs, batch_id="b", on_invalid="raise")
+    assert batch.counts() == BatchCounts(total=1, queued=1)
+    queue.commit(queue.pull_one())
+    assert producer.submit_many([JOB], batch_id="b", on_invalid="raise").counts().total == 1
+
+
+def test_a_conflict_with_an_item_that_has_ended(queue: Queue, producer: Producer) -> None:
+    producer.submit_many([JOB], batch_id="b")
+    done = queue.pull_one()
+    queue.commit(done)
+    with pytest.raises(IdempotencyConflict, match="'a'") as caught:
+        producer.submit_many([JOB | {"prompt": "q"}], batch_id="b", on_invalid="raise")
+    assert caught.value.job_id == done.job_id
+    assert producer.submit_many([JOB | {"prompt": "q"}], batch_id="b").counts().failed == 1
+
+
+def test_many_rows_with_keys(producer: Producer) -> None:
+    """More than a chunk, so that a row and its duplicate come in different calls."""
+    rows = [{"prompt": f"p{i}", "model": "m", "key": f"k{i % 400}"} for i in range(800)]
+    assert producer.submit_many(rows).counts() == BatchCounts(total=800, queued=400, failed=400)
 
 
 def test_idempotency(producer: Producer) -> None:

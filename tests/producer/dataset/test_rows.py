@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -164,6 +166,34 @@ def test_a_file_that_cannot_be_used_says_so(tmp_path: Path, name: str) -> None:
         write(tmp_path / name, b"PAR1 but not really")
     with pytest.raises(DatasetError, match=name):
         read(tmp_path / name)
+
+
+class Odd:
+    """A value of a library that fails in each of its conversions."""
+
+    ndim = 1
+
+    def __iter__(self) -> Iterator[int]:
+        raise OverflowError("too far")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("not printable")
+
+
+@pytest.mark.parametrize("kind", ["huge", "negative", "list", "object", "odd"])
+def test_a_value_that_nothing_can_print_is_one_bad_row(kind: str) -> None:
+    values = {
+        "huge": 10**5_000,
+        "negative": -(10**5_000),
+        "list": [10**5_000],
+        "object": {"a": Odd()},
+        "odd": Odd(),
+    }
+    value: Any = values[kind]
+    rows = list(MemorySource([{"a": 1}, {"a": value}, {"a": 2}]).rows())
+    assert codes(rows) == [None, "invalid_row", None]
+    assert rows[1].error is not None
+    assert rows[1].error.message
 
 
 def test_rows_from_python(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -19,10 +20,10 @@ from typing import Any
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.errors import DatasetError, RunStopped
 from pagemill.producer.dataset.journal import Journal
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.work import TooManyErrors
+from pagemill.producer.dataset.work import TooManyErrors, Work, WorkLoop
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
@@ -276,6 +277,40 @@ def test_an_output_column_that_is_taken_is_refused(tmp_path: Path, producer: Pro
     source.write_text('{"text": "x", "output": "precious"}\n')
     with pytest.raises(DatasetError, match="--output-column"):
         simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+
+
+def test_a_later_row_with_the_outputs_column_is_one_bad_row(
+    tmp_path: Path, producer: Producer, valkey_url: str, queue_name: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "x"}\n{"text": "y", "output": "precious"}\n')
+    with counting_worker(valkey_url, queue_name) as ran:
+        summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+    assert (summary.succeeded, summary.error_codes, ran) == (1, {"invalid_row": 1}, {"x": 1})
+
+
+def test_an_input_that_breaks_off_in_the_middle_stops_the_run(
+    tmp_path: Path, producer: Producer, valkey_url: str, queue_name: str
+) -> None:
+    """Unlike a DatasetError at the start, after which nothing has run."""
+    rows = "".join(json.dumps({"text": random.Random(i).randbytes(60).hex()}) + "\n" for i in range(2_000))
+    source = tmp_path / "in.jsonl.gz"
+    source.write_bytes(gzip.compress(rows.encode())[:-20_000])
+    with counting_worker(valkey_url, queue_name), pytest.raises(RunStopped, match="cannot be read"):
+        simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+
+
+def test_a_later_start_may_submit_the_same_work_with_another_prompt(
+    tmp_path: Path, producer: Producer
+) -> None:
+    """A step's prompt has places for outputs, and in a later start the outputs: that is no conflict of keys."""
+    works = [Work("k", Job(prompt=text, model="m")) for text in ("a place", "its output")]
+    for work in works:
+        with Journal(tmp_path / "out.partial") as journal:
+            journal.forget_pending()
+            WorkLoop(producer, journal).run(lambda work=work: iter([work]), collect=False)
+            batch = producer.batch(journal.fact("batch_id") or "")
+    assert (batch.counts().total, batch.counts().failed) == (1, 0)
 
 
 def test_gold_gives_accuracy(producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.recipe import Recipe
 from pagemill.producer.dataset.tables.rows import Row, RowError
-from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
+from pagemill.producer.dataset.template import Condition, PromptTemplate, TemplateFailed
 from pagemill.producer.wire.schema.job import Job
 
 
@@ -21,6 +21,68 @@ def test_columns_and_filters() -> None:
 
 def test_json_keeps_its_letters() -> None:
     assert PromptTemplate("{{ row | tojson }}").render({"a": "é"}) == '{"a": "é"}'
+
+
+METHODS = sorted(name for name in dir(dict) if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", [*METHODS, "title", "append", "real"])
+def test_a_field_is_found_before_an_attribute(name: str) -> None:
+    """An object's field may be called as Python's methods are."""
+    fields = {"order": {name: ["apple", "pear"]}}
+    for source in (
+        "{{ order.NAME | join(' ') }}",
+        "{{ row.order.NAME | join(' ') }}",
+        "{{ order.NAME.0 }} {{ order['NAME'].1 }}",
+        "{% for each in order.NAME %}{{ each }}{{ ' ' if not loop.last }}{% endfor %}",
+        "{% macro listed(one) %}{{ one.NAME | join(' ') }}{% endmacro %}{{ listed(order) }}",
+        "{{ [order] | map(attribute='NAME') | first | join(' ') }}",
+        "{% for _, each in order.items() %}{{ each | join(' ') }}{% endfor %}",
+    ):
+        assert PromptTemplate(source.replace("NAME", name)).render(fields) == "apple pear"
+    assert Condition(f"order.{name} | length == 2").holds(fields)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "source", ["{{ o.NAME }}", "{{ o.NAME ~ '' }}", "{{ o.NAME | string }}", "{{ [o.NAME] }}"]
+)
+def test_a_method_is_not_printed(name: str, source: str) -> None:
+    with pytest.raises(TemplateFailed):
+        PromptTemplate(source.replace("NAME", name)).render({"o": {"a": 1}})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ text.upper }}", "{{ tags.index }}", "{{ n.bit_length }}", "{{ tags | map('upper') }}", "{{ lipsum }}",
+        "{{ self }}", "{{ namespace }}", "{{ o | attr('get') }}", "{% for t in tags %}{{ loop }}{% endfor %}",
+        "{{ [o.nope] }}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("nulls_are_empty", [False, True])
+def test_only_values_are_printed(source: str, nulls_are_empty: bool) -> None:
+    template = PromptTemplate(source, nulls_are_empty=nulls_are_empty)
+    with pytest.raises(TemplateFailed):
+        template.render({"text": "x", "tags": ["a", "b"], "n": 1, "o": {"a": 1}})
+
+
+def test_a_missing_field_has_a_default() -> None:
+    assert PromptTemplate("{{ o.items | default('none') }}").render({"o": {}}) == "none"
+    assert PromptTemplate("{{ 'y' if o.items is defined else 'n' }}").render({"o": {}}) == "n"
+
+
+def test_row_is_the_whole_row_also_with_a_column_of_that_name() -> None:
+    fields = {"row": 7, "odd name": "x"}
+    template = PromptTemplate('{{ row["odd name"] }} {{ row["row"] }} {{ row.row }}')
+    template.check_columns(fields)
+    assert template.render(fields) == "x 7 7"
+    for source in ("{{ row }}", "{{ row | trim }}", "{% for name in row %}{{ name }}{% endfor %}"):
+        with pytest.raises(DatasetError, match="whole row"):
+            PromptTemplate(source).check_columns(fields)
+        PromptTemplate(source).check_columns({"text": "x"})
+    with pytest.raises(DatasetError, match="whole row"):
+        Condition("row > 3").check_columns(fields)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pagemill import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.openai.batch_file import BatchFile
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
-from pagemill.producer.openai.lines import BatchRequest, job_of, success_line
+from pagemill.producer.openai.lines import BatchRequest, BatchRequests, job_of, success_line
 from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.producer.scripted_worker import scripted_worker
 
@@ -112,7 +112,11 @@ def test_content_in_parts() -> None:
     ("requests", "match"),
     [
         ([request("a"), request("b"), request("a")], "requests 1 and 3"),
-        ([{**request("a"), "custom_id": 7}], "custom_id is missing"),
+        ([{**request("a"), "custom_id": 7}], 'request 1: custom_id is not text; write "7"'),
+        ([request("a"), {**request("a"), "custom_id": 1.5}], "request 2: custom_id is not text"),
+        ([request("a"), {**request("a"), "custom_id": ["b"]}], "request 2: custom_id is not text"),
+        ([{**request("a"), "custom_id": None}], "custom_id is missing"),
+        ([{**request("a"), "custom_id": ""}], "custom_id is missing"),
         ([], "no requests"),
     ],
 )
@@ -122,6 +126,47 @@ def test_a_file_that_makes_no_sense_is_refused_before_anything_runs(
     batch = BatchFile(write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl")
     with pytest.raises(DatasetError, match=match):
         batch.check()
+
+
+@pytest.mark.parametrize("url", [CHAT_URL, COMPLETIONS_URL, "/v1/embeddings", "/v1/rerank", "/v1/responses"])
+@pytest.mark.parametrize("method", ["POST", "post", "Post"])
+def test_lines_for_azure_are_read(url: str, method: str) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT_URL: {"messages": [{"role": "user", "content": "hi"}]},
+        COMPLETIONS_URL: {"prompt": "hi"},
+        "/v1/embeddings": {"input": "hi"},
+        "/v1/rerank": {"query": "hi", "documents": ["a"]},
+        "/v1/responses": {"input": "hi"},
+    }
+    line = {"custom_id": "a", "method": method, "url": url, "body": {"model": "m", **bodies[url]}}
+    assert job_of({**line, "url": url.removeprefix("/v1")}) == job_of(line)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"method": "GET"}, {"method": None}, {"url": "/v1/files"}, {"url": "/files"}, {"url": 7}]
+)
+def test_other_lines_are_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJob, match="only POST to"):
+        job_of(request("a") | changed)
+
+
+def test_a_file_for_azure_runs(producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    requests = [{**request("a", url=CHAT_URL), "url": "/chat/completions", "method": "post"}]
+    path = write(tmp_path / "in.jsonl", requests)
+    assert BatchRequests(path).check(url=CHAT_URL) == 1
+    with scripted_worker(valkey_url, queue_name):
+        assert BatchFile(path, tmp_path / "out.jsonl").execute(producer).completed == 1
+    (line,) = lines(tmp_path / "out.jsonl")
+    assert ChatCompletion.model_validate(line["response"]["body"]).choices[0].message.content is not None
+
+
+@pytest.mark.parametrize("text", ['[{"custom_id": "a"}]', '[\n{"custom_id": "a"}\n]'])
+def test_a_json_array_is_refused_with_a_hint(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    path.write_text(text)
+    with pytest.raises(DatasetError, match="one JSON value") as refused:
+        BatchFile(path, tmp_path / "out.jsonl").check()
+    assert str(refused.value).count("in.json") == 1
 
 
 def test_a_broken_line_is_refused_before_anything_runs(tmp_path: Path) -> None:

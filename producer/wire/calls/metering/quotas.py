@@ -93,8 +93,8 @@ def quotas(queue: str) -> Call[dict[str, Quota]]:
 def set_quotas(queue: str, wanted: Mapping[str, Quota]) -> Call[dict[str, Quota]]:
     """Set all quotas of some tenants; a `Quota()` takes them away. Returns those of all tenants. Raises InvalidJob."""
     for tenant, quota in wanted.items():
-        if tenant != EVERYBODY and not keys.TENANT_PATTERN.fullmatch(tenant):
-            raise InvalidJob(keys.TENANT_RULE)
+        if tenant != EVERYBODY:
+            keys.check_name(keys.TENANT_PATTERN, keys.TENANT_RULE, tenant)
         for limit in astuple(quota):
             if limit is not None and not 1 <= limit <= MAX_QUOTA:
                 raise InvalidJob(f"a quota is a whole number from 1 to {MAX_QUOTA:.0e}")

@@ -87,8 +87,7 @@ def rows(queue: str, day: date) -> Call[list[UsageRow]]:
 
 def erase(queue: str, tenant: str, day: date) -> Call[int]:
     """Remove a tenant from a day, and what it has spent of its quotas; returns the number of rows."""
-    if not keys.TENANT_PATTERN.fullmatch(tenant):
-        raise InvalidJob(keys.TENANT_RULE)
+    keys.check_name(keys.TENANT_PATTERN, keys.TENANT_RULE, tenant)
     return Call("usage_erase", (keys.prefix(queue),), (tenant, (day - _EPOCH).days), int)
 
 

@@ -2,7 +2,7 @@
 -- every comparison. Features add theirs.
 local LONGEST = {
   id = 64, lane = 640, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
-  webhook = 2048, relay = 32, metadata = 22528, invalid = 16384, waiters = 32, stored = 1024, api_key = 64
+  webhook = 2048, relay = 32, metadata = 22528, invalid = 16384, waiters = 32, stored = 1024, api_key = 64, work = 64
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
@@ -16,4 +16,4 @@ local function keep_fields(names)
   end
 end
 keep_fields('max_attempts n width stream keep webhook relay affinity twin leader key idem digest replay_of waiters stored waits '
-  .. 'side api_key uncounted')
+  .. 'side api_key uncounted work')

@@ -10,13 +10,14 @@
 --   the result), webhook (URL), relay (a lower-case word: whose outbox the
 --   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
 --   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
---   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
+--   the work), work (a hash of id and work: other work under the id is a conflict), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
 --   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up), stored (the
 --   URI of the payload, if this one is its stub), api_key (the name of the gateway's key that it came with), uncounted (1: what
 --   it takes is not counted), and those that features add.
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
 --   | memory (the server's has no room; not stored) | too_large (the payload; not stored) | same:<id> | conflict:<id>
---   (the idempotency key belongs to that id, with an equal or another digest; same also: replay_of was replayed as
+--   (the idempotency key belongs to that id, with an equal or another digest; conflict also: this id was submitted
+--   before, with another `work`; same also: replay_of was replayed as
 --   that id) | gone (replay_of is no dead job) | purging (the tenant's jobs are being removed; not stored).
 --   Features may add lines.
 -- @include core/submitting

@@ -51,21 +51,27 @@ end
 
 -- The header that clients write for a row of a bulk submit. This pattern reads it in a third of the time that cjson takes, and
 -- finds nothing wrong in what it reads but lengths; what rows have in common behind their keys is decoded and checked once.
-local ROW = '^{"id":"([%w._-]+)","lane":"([%w._@:/+#~-]+)","cost":([1-9]%d*),"affinity":"(%w+)","key":"([^"\\%c]*)"(.*)}$'
-local SHORT_ROW = '^{"id":"([%w._-]+)","lane":"([%w._@:/+#~-]+)","cost":([1-9]%d*),"key":"([^"\\%c]*)"(.*)}$'
+local ROW = '^{"id":"([%w._-]+)","lane":"([%w._@:/+#~-]+)","cost":([1-9]%d*),()'
+local KEY = '^"key":"([^"\\%c]*)"(.*)}$'
 local common = {} -- by lane and those members: they decoded
 
 -- A header's job, or nil and what its members are to be found by in `common`, if it is a row's.
 local function read_row(header)
-  local id, lane, cost, affinity, key, rest = string.match(header, ROW)
+  local id, lane, cost, at = string.match(header, ROW)
   if not id then
-    id, lane, cost, key, rest = string.match(header, SHORT_ROW)
+    return nil
   end
-  local found = id and common[lane .. rest]
-  if not found or #id > LONGEST.id or #cost > 15 or #key > LONGEST.key or #(affinity or '') > LONGEST.affinity then
-    return nil, id and lane .. rest, rest
+  local affinity, behind = string.match(header, '^"affinity":"(%w+)",()', at)
+  at = behind or at
+  local work
+  work, behind = string.match(header, '^"work":"(%w+)",()', at)
+  local key, rest = string.match(header, KEY, behind or at)
+  local found = key and common[lane .. rest]
+  if not found or #id > LONGEST.id or #cost > 15 or #key > LONGEST.key or #(affinity or '') > LONGEST.affinity
+    or #(work or '') > LONGEST.work then
+    return nil, key and lane .. rest, rest
   end
-  local job = {id = id, lane = lane, cost = cost, affinity = affinity, key = key}
+  local job = {id = id, lane = lane, cost = cost, affinity = affinity, work = work, key = key}
   for name, value in pairs(found) do
     job[name] = value
   end
@@ -190,10 +196,16 @@ local function size_of(job)
   return #job.payload + #(job.metadata or '') + 600
 end
 
+-- The word for a job whose id is known: an item of a batch may be other work under the same key.
+local function stored_before(job, name)
+  local work = job.work and redis.call('HGET', name, 'work')
+  return work and work ~= job.work and 'conflict:' .. job.id or 'exists'
+end
+
 -- The word for a job that is not to be stored; nil for a new one.
 local function known(job, name)
   if is_new[job.id] or (some_exist and redis.call('EXISTS', name) == 1) then
-    return 'exists'
+    return stored_before(job, name)
   elseif has_acked and redis.call('SISMEMBER', P .. 'backed:' .. batch, job.id) == 1 then
     return 'exists'
   elseif purged[tenants[job.lane]] then
@@ -315,6 +327,9 @@ end
 local function record_invalid(job, name)
   redis.call('HSET', name, 'state', 'failed', 'lane', job.lane, 'at', NOW, 'finished_at', NOW, 'batch', batch,
     'key', job.key or '')
+  if job.work then
+    redis.call('HSET', name, 'work', job.work)
+  end
   set('out:' .. job.id, job.invalid)
   if job.metadata then
     set('md:' .. job.id, job.metadata)

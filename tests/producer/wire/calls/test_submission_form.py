@@ -62,7 +62,9 @@ class NoForms(JobForms):
 def one_by_one(monkeypatch: pytest.MonkeyPatch, rows: list[Any], by_content: bool) -> list[Submission]:
     with monkeypatch.context() as patch:
         patch.setattr("pagemill.producer.client.preparer.JobForms", NoForms)
-        return list(PREPARER.items(rows, "b", on_invalid="record", by_content=by_content))
+        return list(
+            PREPARER.items(rows, "b", on_invalid="record", by_content=by_content, compares_work=by_content)
+        )
 
 
 def meaning(item: Submission) -> tuple[Any, Any]:
@@ -79,7 +81,9 @@ def test_a_filled_form_means_the_same(shape: dict[str, Any], rows: list[Any], by
     jobs = [{"model": "m"} | shape | row for row in rows]
     with pytest.MonkeyPatch.context() as monkeypatch:
         expected = one_by_one(monkeypatch, jobs, by_content)
-    filled = list(PREPARER.items(jobs, "b", on_invalid="record", by_content=by_content))
+    filled = list(
+        PREPARER.items(jobs, "b", on_invalid="record", by_content=by_content, compares_work=by_content)
+    )
     assert [meaning(item) for item in filled] == [meaning(item) for item in expected]
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pagemill.common.sampling_fields import MAX_SEED
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -193,3 +196,34 @@ def test_the_digest_is_of_the_work_alone() -> None:
     assert same.digest() == job.digest()
     for change in ({"prompt": "other"}, {"temperature": 0.5}, {"model": "n"}, {"seed": 1}):
         assert Job.parse(BASE | change).digest() != job.digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("max_tokens", np.int64(5), 5),
+        ("n", np.int32(1), 1),
+        ("seed", np.uint64(3), 3),
+        ("temperature", np.float32(0.5), 0.5),
+        ("dedupe", np.bool_(False), False),
+        ("prompt", np.str_("x"), "x"),
+        ("stop", np.array(["a", "b"]), ("a", "b")),
+        ("stop_token_ids", [np.int64(3), 4], (3, 4)),
+        ("stop_token_ids", np.array([3, 4]), (3, 4)),
+        ("stop_token_ids", torch.tensor([3, 4]), (3, 4)),
+        ("logit_bias", {7: np.float64(1.0)}, {7: 1.0}),
+        ("metadata", {"a": [np.int64(3)], "b": np.float64(0.5)}, {"a": [3], "b": 0.5}),
+    ],
+)
+def test_numbers_of_other_libraries_are_numbers(name: str, given: Any, expected: Any) -> None:
+    job = Job.parse({"model": "m", "prompt": "p", "temperature": 0.0} | {name: given})
+    assert getattr(job, name) == expected
+    assert Job.from_payload(job.to_payload()) == job
+
+
+@pytest.mark.parametrize(
+    "given", [True, 5.0, "5", np.float64(5.0), np.array([5]), np.datetime64("2026-01-01")]
+)
+def test_other_values_are_still_no_integers(given: Any) -> None:
+    with pytest.raises(InvalidJob, match="max_tokens"):
+        Job.parse({"model": "m", "prompt": "p", "max_tokens": given})

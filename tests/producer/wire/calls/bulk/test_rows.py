@@ -62,7 +62,7 @@ def records(queue: Queue) -> dict[str, Any]:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_row_is_stored_as_it_is_by_itself(own_queue: Queue, shapes: list[tuple[Any, Any]]) -> None:
     jobs = [{"model": "m"} | shape | row for shape, row in shapes for _ in range(2)]
-    items = list(PREPARER.items(jobs, "b", on_invalid="record", by_content=True))
+    items = list(PREPARER.items(jobs, "b", on_invalid="record", by_content=True, compares_work=True))
     own_queue.client.flushdb()
     call = submissions.submit(own_queue.name, items, batch_id="b")
     together = [reply.status for reply in own_queue.run(call)]
@@ -88,6 +88,7 @@ def row(job_id: str = "b", key: str = "k", affinity: str = "abc", rest: str = ""
         row(job_id="a b"),
         row(key="k" * 1025),
         row(affinity="a" * 33),
+        row(affinity=f'abc","work":"{"w" * 65}'),
         row(cost="1" + "0" * 15 + "1"),
         row(rest=',"n":1000'),
         row(rest=',"colour":"red"'),

@@ -36,11 +36,13 @@ class ChatMessage(BaseModel):
 
 
 class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
     type: str
 
 
 class StreamOptions(BaseModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _Request(BaseModel):
@@ -247,6 +249,8 @@ def _request(name: str, url: str, base: type[_Request]) -> type[BaseModel]:
     job = {field: info.rebuild_annotation() for field, info in Job.model_fields.items()}
     fields: dict[str, Any] = {field: job[field] for field in job if field in formats.FIELDS[url]}
     fields |= dict.fromkeys(formats.ANNOTATIONS, str)
+    fields |= dict.fromkeys(formats.STRUCTURES, str)
+    fields |= {"guided_json": dict[str, Any] | bool | str, "guided_choice": list[str]}
     for field, values in formats.NEUTRAL.items():
         if field in formats.FIELDS[url]:
             continue

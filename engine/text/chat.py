@@ -321,7 +321,6 @@ def _as_text(turn: dict[str, Any]) -> dict[str, Any]:
     if turn["role"] == "tool":
         return {"role": "user", "content": f"The function returned: {turn['content']}"}
     calls = [json.dumps(call["function"]) for call in turn.get("tool_calls", ())]
-    return {
-        "role": turn["role"],
+    return {name: turn[name] for name in ("role", "name") if name in turn} | {
         "content": "\n".join(filter(None, [turn["content"], *calls])) if calls else turn["content"],
     }

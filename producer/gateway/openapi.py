@@ -30,6 +30,7 @@ _OPERATIONS = {**POOLED_OPERATIONS, **TOKEN_OPERATIONS}
 class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None

@@ -221,8 +221,6 @@ def _message(number: int, message: Any) -> Any:
         told["content"] = ""  # an answer that was all reasoning
     if told.get("role") == "developer":
         told["role"] = "system"
-    # A tool's name follows from the call's id; chat templates have no place for an author's.
-    told.pop("name", None)
     if "reasoning_content" in told:
         told.setdefault("reasoning", told.pop("reasoning_content"))
     if isinstance(parts := told.get("content"), list):

@@ -177,3 +177,11 @@ def test_a_template_that_refuses_the_trial_is_used_as_it_is(model: Path) -> None
     assert tokenizer is not None
     chat = [{"role": role, "content": "a"} for role in ("system", "user", "user")]
     assert tokenizer.encode_chat(chat) == [1]
+
+
+def test_a_message_s_name_is_a_variable(model: Path) -> None:
+    configure(model, chat_template="{% for m in messages %}{{ m.name }} {{ m.content }}{% endfor %}")
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    chat = [{"role": "user", "name": "named", "content": "a"}, {"role": "user", "name": None, "content": "b"}]
+    assert tokenizer.render_chat(chat, [], {}).split() == ["named", "a", "b"]

@@ -144,3 +144,30 @@ def test_whole_floats_are_integers() -> None:
 def test_objects_of_a_response_have_no_other_members(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob, match="is not supported"):
         read_response({"model": "m", "input": "x"} | given)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+@pytest.mark.parametrize("name", ["alice", "Ärztin 1", None])
+def test_a_message_of_any_role_may_have_a_name(role: str, name: str | None) -> None:
+    message = {"role": role, "content": "x", "name": name}
+    (read,) = job(messages=[message]).messages or ()
+    assert read.name == name
+    assert read.is_plain
+    (own,) = (
+        Job.parse(
+            {"model": "m", "messages": [{**message, "role": role.replace("developer", "system")}]}
+        ).messages
+        or ()
+    )
+    assert own == read
+    plain = job(messages=[{"role": role, "content": "x"}])
+    assert (plain.messages == (read,)) == (name is None), "a name is part of the work"
+    assert ("".join(m.more() for m in plain.messages or ()) == read.more()) == (name is None)
+
+
+def test_an_invalid_message_is_one_complaint() -> None:
+    for wrong in ({"role": "user", "content": "x", "nme": "a"}, {"role": "user", "content": "x", "name": 7}):
+        with pytest.raises(InvalidJob) as refused:
+            job(messages=[wrong])
+        assert "Tuple" not in str(refused.value)
+        assert "at least" not in str(refused.value)

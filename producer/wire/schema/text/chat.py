@@ -55,6 +55,11 @@ class FunctionCall(ChatModel):
     arguments: Annotated[str, _Strict] = "{}"
     """JSON as the model wrote it. Only a forced or strict call is sure to be what the function's schema allows."""
 
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any) -> Any:
+        return "{}" if value is None else value
+
 
 class ToolCall(ChatModel):
     """A call that a model makes, in a result or in the history."""

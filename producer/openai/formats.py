@@ -74,7 +74,7 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises InvalidJob for an unsupported field. `Job.parse` checks the values.
     """
-    body = {name: _whole(value) for name, value in body.items()}
+    body = {name: _as_integer(value) for name, value in body.items()}
     if url in POOLED_URLS:
         return read_pooled(url, body)
     fields = _read_structures(_supported(url, body))
@@ -93,12 +93,12 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [fields]
 
 
-def _whole(value: Any) -> Any:
+def _as_integer(value: Any) -> Any:
     """Return whole floats as integers, since some languages and libraries have only floats."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) <= _MAX_WHOLE else value
     if isinstance(value, list) and value and isinstance(value[0], float):
-        return [_whole(item) for item in value]
+        return [_as_integer(item) for item in value]
     return value
 
 

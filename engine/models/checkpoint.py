@@ -55,10 +55,16 @@ def weight_files(directory: Path) -> list[Path]:
         ModelLoadError: there are none, or the index names files that are missing or lie elsewhere; or pickled
             ones can't be converted.
     """
+    whole = directory / _WHOLE
     if (directory / _INDEX).is_file():
-        return _indexed(directory, _INDEX)
-    if (directory / _WHOLE).is_file():
-        return [directory / _WHOLE]
+        try:
+            return _indexed(directory, _INDEX)
+        except ModelLoadError:
+            if not whole.is_file():
+                raise
+            # The index of earlier files, which one file has replaced.
+    if whole.is_file():
+        return [whole]
     files = [file for file in sorted(directory.glob("*.safetensors")) if not _NOT_WEIGHTS.match(file.name)]
     if files:
         return files

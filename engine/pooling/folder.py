@@ -34,6 +34,8 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
 }
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "LayerNorm", "Dropout")
+_TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+"""Sentence Transformers looks for a Transformer's settings under these kinds, in this order."""
 _LIBRARY = "sentence_transformers."
 _VECTORS = "sentence_embedding"
 _MAX_JSON_BYTES = 4 << 20
@@ -150,7 +152,8 @@ def _sentence_transformer(directory: Path) -> PoolingFolder:
     modules: list[VectorModule] = []
     for name, place in others[1:]:
         modules += _vector_module(name, place)
-    own = path / "sentence_bert_config.json"
+    files = (path / f"sentence_{kind}_config.json" for kind in _TRANSFORMERS)
+    own = next((file for file in files if file.is_file()), path / "sentence_bert_config.json")
     settings = _read_object(own) if own.is_file() else {}
     prompts, default = _prompts(directory)
     return EmbedderFolder(

@@ -12,6 +12,7 @@ from torch import nn
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.packed_attention import PackedTexts
 from pagemill.engine.models.checkpoint import read_tensors
+from pagemill.engine.models.formats.pickled import converted_pickles
 from pagemill.engine.pooling.families import PoolingFamily
 from pagemill.engine.pooling.folder import (
     Activation,
@@ -161,11 +162,13 @@ def _vector_module(module: VectorModule, width: int) -> tuple[nn.Module, int]:
 def _fill(module: nn.Module, directory: Path, prefix: str) -> None:
     """Load a small module's tensors; they become fp32. Raises `ModelLoadError`."""
     file = directory / "model.safetensors"
+    files = [file]
     if not file.is_file():
-        raise ModelLoadError(
-            f"{directory} has no model.safetensors; pickled weights are not read: convert them"
-        )
-    tensors = {name.removeprefix(prefix): tensor.float() for name, tensor in read_tensors([file]).items()}
+        file = directory / "pytorch_model.bin"
+        if not file.is_file():
+            raise ModelLoadError(f"{directory} has neither model.safetensors nor pytorch_model.bin")
+        files = converted_pickles([file])
+    tensors = {name.removeprefix(prefix): tensor.float() for name, tensor in read_tensors(files).items()}
     try:
         module.load_state_dict(tensors, assign=True)
     except RuntimeError as error:

@@ -8,6 +8,7 @@ holds the GIL. So all of this runs in the schema's own process (`server.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ _LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 _MAX_MESSAGE = 400
+_LARK_START = re.compile(r"(?m)^([ \t]*)[?!]{1,2}start(?:\.-?[0-9]+)?[ \t]*:")
 # llguidance distinguishes its errors only by their text.
 _UNSUPPORTED = (
     "Unimplemented",
@@ -120,7 +122,9 @@ def _grammar(kind: str, text: str) -> str:
             return llguidance.LLMatcher.grammar_from_lark(f"start: /{regex}/")
         if kind == "json":
             return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_FORMAT)
-        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+        # Lark's modifiers of the first rule shape its tree, which nothing reads.
+        lark = _LARK_START.sub(r"\1start:", text)
+        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(lark))
     except Exception as error:  # the GBNF converter raises Exception itself
         raise SchemaInvalid(_message(kind, str(error))) from None
 

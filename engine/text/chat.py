@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os.path import commonprefix
 from typing import Any, Literal
 
 from pagemill.common.bounds import InvalidParameter
@@ -15,6 +17,7 @@ from pagemill.common.chat.families import (
     detect_tools,
     find_tools,
     unsupported_family,
+    writes_call,
 )
 from pagemill.common.chat.syntax import ChatSyntax
 from pagemill.common.chat.thinking import HARMONY, THINKING, ThinkingTags, detect_thinking
@@ -29,6 +32,8 @@ from pagemill.engine.text.tokenizer import Message, Tokenizer
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn thinking on or off."""
+_TRIAL_NAME, _TRIAL_KEY = "trial_function", "trial_key"
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 _MAX_NAMES = 16384
 """Characters of parameters' names, which every output's record holds for syntaxes without types."""
 _EXPLANATION = """You can call these functions:
@@ -84,7 +89,7 @@ class ChatFormat:
         """`tools` and `thinking` replace what the template says; `none` for what the model does not do."""
         self._tokenizer = tokenizer
         self._template = tokenizer.chat_template or ""
-        self._tools = tools or detect_tools(self._template)
+        self._asked_tools = tools
         self._thinking = thinking or detect_thinking(self._template)
         self._grammar = CallGrammar(tokenizer)
 
@@ -158,6 +163,45 @@ class ChatFormat:
         found = map(self._encode, tags.stops)
         return [ids[0] for ids in found if len(ids) == 1]
 
+    @cached_property
+    def _tools(self) -> str | None:
+        """The family of the tool calls; None if it is not supported."""
+        detected = self._asked_tools or detect_tools(self._template)
+        if self._asked_tools or detected in (None, HARMONY) or "tools" not in self._template:
+            return detected
+        written = self._written_call()
+        if written is None:
+            return detected
+        return next(
+            (
+                name
+                for name in dict.fromkeys((detected, *TOOLS))
+                if name is not None
+                and name != HARMONY
+                and writes_call(TOOLS[name], written, _TRIAL_NAME, _TRIAL_KEY)
+            ),
+            None,
+        )
+
+    def _written_call(self) -> str | None:
+        """Return how the template writes a call in the history; None if it does not."""
+        function = {"name": _TRIAL_NAME, "arguments": {_TRIAL_KEY: "value"}}
+        call = {"id": "trial0000", "type": "function", "function": function}
+        tool = {
+            "type": "function",
+            "function": {"name": "other", "description": "", "parameters": _NO_PARAMETERS},
+        }
+        user, turn = {"role": "user", "content": "x"}, {"role": "assistant", "content": ""}
+        try:
+            plain, called = (
+                self._tokenizer.render_chat([user, last], [tool], {})
+                for last in (turn | {"content": "~"}, turn | {"tool_calls": [call]})
+            )
+        except InvalidRequest:
+            return None
+        written = called[len(commonprefix([plain, called])) :]  # noqa: RUF071  # of texts
+        return written if _TRIAL_NAME in written else None
+
     def _tool_syntax(self) -> str:
         if self._tools is not None and self._tools != "none":
             return self._tools
@@ -195,7 +239,7 @@ class ChatFormat:
         variables |= options.template_kwargs
         names = {function.name for function in options.offered}
         shown = [tool for tool in options.tools if tool["function"]["name"] in names]
-        turns = [_turn(message, tools) for message in messages]
+        turns = [_turn(number, message, tools) for number, message in enumerate(messages)]
         if tools == "kimi_k2":
             number_calls(turns)
         if self._thinking == HARMONY:
@@ -268,8 +312,12 @@ def _syntax(name: str) -> ToolSyntax:
     return found
 
 
-def _turn(message: Message, tools: str | None) -> dict[str, Any]:
-    """Return a message as templates expect it: arguments as objects, and the contents as texts."""
+def _turn(number: int, message: Message, tools: str | None) -> dict[str, Any]:
+    """Return a message as templates expect it: arguments as objects, and the contents as texts. Raises InvalidRequest.
+
+    Args:
+        number: its place among the messages.
+    """
     turn = {name: value for name, value in message.items() if value is not None} | {
         "content": message.get("content") or ""
     }
@@ -284,10 +332,13 @@ def _turn(message: Message, tools: str | None) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call["function"]["name"],
-                    "arguments": _object(call["function"]["arguments"]),
+                    "arguments": _object(
+                        call["function"].get("arguments"),
+                        f"messages.{number}.tool_calls.{position}.function.arguments",
+                    ),
                 },
             }
-            for call in turn["tool_calls"]
+            for position, call in enumerate(turn["tool_calls"])
         ]
     return turn
 
@@ -298,19 +349,32 @@ def _short_id(name: str, tools: str | None) -> str:
     return "".join(filter(str.isalnum, name))[-9:].rjust(9, "0") if is_mistral else name
 
 
-def _object(arguments: str) -> Any:
+def _object(arguments: Any, place: str) -> Any:
+    """Return a call's arguments. Raises InvalidRequest if they are not an object, as those of a cut call are."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    if not arguments.strip():
+        return {}
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+        raise InvalidRequest(
+            f"{place}: is not JSON; if max_tokens ended that call, leave it out of the history"
+        ) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{place}: is not a JSON object")
+    return value
 
 
 def _explained(turns: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Explain the tools in the system message, for a template that does not."""
     if not tools:
         return turns
-    told = _EXPLANATION.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+    told = _EXPLANATION.format(
+        tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    )
     if turns and turns[0]["role"] == "system":
         return [turns[0] | {"content": f"{turns[0]['content']}\n\n{told}"}, *turns[1:]]
     return [{"role": "system", "content": told}, *turns]
@@ -320,8 +384,7 @@ def _as_text(turn: dict[str, Any]) -> dict[str, Any]:
     """Write calls and their answers as texts, for a template that knows neither."""
     if turn["role"] == "tool":
         return {"role": "user", "content": f"The function returned: {turn['content']}"}
-    calls = [json.dumps(call["function"]) for call in turn.get("tool_calls", ())]
-    return {
-        "role": turn["role"],
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
+    return {name: turn[name] for name in ("role", "name") if name in turn} | {
         "content": "\n".join(filter(None, [turn["content"], *calls])) if calls else turn["content"],
     }

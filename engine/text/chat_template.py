@@ -7,8 +7,7 @@ memory: it reads the messages, and reaches nothing else.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,12 @@ _MAX_BYTES = 2**20
 _MAX_REASON = 300
 _RESERVED = {"chat_template", "continue_final_message", "conversation", "messages", "tokenize",
              "tools"}  # fmt: skip
-_IMAGE = re.compile(r"""['"]image['"]""")
-"""The type of a part. A template that names it, and does not test for strings, shows no text of a plain content."""
+_SAMPLE = "pagemill7sample"
+_SAMPLE_TURNS: dict[str, tuple[str, ...]] = {
+    "user": ("user",), "system": ("system", "user"), "assistant": ("user", "assistant", "user"),
+    "tool": ("user", "assistant", "tool"),
+}  # fmt: skip
+"""For each role, the roles of a conversation in which its text should be shown. `user` is the first."""
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
 """What transformers calls the template that models have for conversations with tools."""
@@ -43,6 +46,7 @@ class ChatTemplate:
         """
         self._special_tokens = {name: _plain(token) for name, token in tokenizer.special_tokens_map.items()}
         self._process = TextProcess()
+        self._parts_by_template: dict[str, frozenset[str] | None] = {}
         own = tokenizer.chat_template or _beside(directory)
         self._named: dict[str, str] = own if isinstance(own, dict) else {_DEFAULT: own} if own else {}
         self.text = self._named.get(_DEFAULT) if asked is None else self._asked_for(asked)
@@ -73,12 +77,11 @@ class ChatTemplate:
         if taken := sorted(_RESERVED & variables.keys()):
             raise InvalidRequest(f"chat_template_kwargs: {', '.join(taken)} can't be set")
         values = self._special_tokens | {"add_generation_prompt": True} | dict(variables)
-        reads_parts = _IMAGE.search(template) is not None and "is string" not in template
-        values |= {
-            "messages": [_known_fields(message, reads_parts) for message in messages],
-            "tools": tools or None,
-            "documents": variables.get("documents"),
-        }
+        values |= {"tools": tools or None, "documents": variables.get("documents")}
+        parts = self._roles_in_parts(template, values)
+        if parts is None and any(message.get("role") == "user" for message in messages):
+            raise InvalidRequest("the chat template leaves out the text of user messages; use another")
+        values["messages"] = [_known_fields(message, parts or ()) for message in messages]
         try:
             return self._process.render(template, values)
         except Refused as error:
@@ -86,6 +89,52 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {str(error)[:_MAX_REASON]}"
             ) from None
+
+    def _roles_in_parts(self, template: str, values: Mapping[str, Any]) -> frozenset[str] | None:
+        """Return the roles whose contents the template reads as lists of parts; it shows no text of a plain one.
+
+        None: it shows a user's text in neither form. Raises InvalidRequest if it exceeds a limit.
+        """
+        if template in self._parts_by_template:
+            return self._parts_by_template[template]
+        parts: frozenset[str] = frozenset()
+        is_certain = True
+        for role, turns in _SAMPLE_TURNS.items():
+            # The other forms are tried only where the text is missing.
+            for candidate in (parts, parts ^ {role}):
+                is_shown = self._shows(template, values, role, turns, candidate)
+                if is_shown:
+                    parts = candidate
+                    break
+                if is_shown is None and role == "user":
+                    is_certain = False
+            else:
+                if role != "user":
+                    parts = parts | {role} if "user" in parts else parts - {role}
+                elif is_certain:
+                    self._parts_by_template[template] = None
+                    return None
+        if is_certain:
+            self._parts_by_template[template] = parts
+        return parts
+
+    def _shows(
+        self,
+        template: str,
+        values: Mapping[str, Any],
+        role: str,
+        turns: tuple[str, ...],
+        parts: frozenset[str],
+    ) -> bool | None:
+        """Return whether a sample's text is in the prompt; None if the template refuses the sample."""
+        sample = [{"role": one, "content": _SAMPLE if one == role else "x"} for one in turns]
+        try:
+            text = self._process.render(
+                template, {**values, "messages": [_known_fields(message, parts) for message in sample]}
+            )
+        except Refused:
+            return None
+        return _SAMPLE in text.lower()
 
     def _no_template_message(self) -> str:
         what = "send a prompt instead of messages, or start the worker with --chat-template"
@@ -130,14 +179,14 @@ class ChatTemplate:
             ) from error
 
 
-def _known_fields(message: Mapping[str, Any], reads_parts: bool) -> dict[str, Any]:
+def _known_fields(message: Mapping[str, Any], parts: Collection[str]) -> dict[str, Any]:
     """Return a message without empty fields, with its reasoning under all names that templates read.
 
     Args:
-        reads_parts: the template takes a content for a list of parts.
+        parts: the roles whose contents the template reads as lists of parts.
     """
     known = {name: value for name, value in message.items() if value is not None}
-    if reads_parts and isinstance(known.get("content"), str):
+    if message.get("role") in parts and isinstance(known.get("content"), str):
         known["content"] = [{"type": "text", "text": known["content"]}]
     names = ("reasoning_content", "thinking", "reasoning")
     if (reasoning := next((known[name] for name in names if name in known), None)) is not None:

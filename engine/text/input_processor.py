@@ -165,10 +165,25 @@ class InputProcessor:
 
     def _checked(self, token_ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         self._check_params(params)
+        params = self._with_special_stops(params)
         token_ids = self._truncated(token_ids, params)
         self._check_prompt(token_ids)
         self._check_choice(params)
         return token_ids, replace(params, max_tokens=self._resolve_max_tokens(len(token_ids), params))
+
+    def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
+        """Add the ids of stop strings that are special tokens, which an output's text leaves out."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or not params.stop or not params.skip_special_tokens:
+            return params
+        found = []
+        for text in params.stop:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) == 1 and not tokenizer.decode(ids) and tokenizer.piece(ids[0]) == text:
+                found += ids
+        if not found:
+            return params
+        return replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *found))))
 
     def process_score(
         self,

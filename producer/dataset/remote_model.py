@@ -283,10 +283,13 @@ class _Failed(Exception):
 def _request(model: RemoteModel, job: Job) -> _Request | Ended:
     """Return the request of a job, in OpenAI's form of a chat; its end if it cannot be one."""
     name = job.key or ""
-    turns = [("user", job.prompt)] if job.messages is None else [(m.role, m.text) for m in job.messages]
-    if any(text is None for _, text in turns) or not all(
-        m.is_plain and not m.images for m in job.messages or ()
-    ):
+    messages = job.messages or ()
+    turns = [
+        {"role": m.role, "content": m.text} | ({} if m.name is None else {"name": m.name}) for m in messages
+    ]
+    if job.messages is None and job.prompt is not None:
+        turns = [{"role": "user", "content": job.prompt}]
+    if not turns or not all(m.is_plain and not m.images for m in messages):
         return Ended(name, None, Failure(_FAILED, "only text is sent to another API"))
     shape = job.structured_outputs
     choices = {label.strip(): label for label in (shape.choice if shape is not None else None) or ()}
@@ -300,7 +303,7 @@ def _request(model: RemoteModel, job: Job) -> _Request | Ended:
     max_tokens = longest + 16 if "max_tokens" not in job.model_fields_set else job.max_tokens or longest + 16
     body: dict[str, Any] = {
         "model": model.model,
-        "messages": [{"role": role, "content": text} for role, text in turns],
+        "messages": turns,
         "temperature": 0,
         "max_tokens": max_tokens,
         "response_format": {

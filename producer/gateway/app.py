@@ -201,6 +201,7 @@ def _operator_routes(gateway: Gateway) -> list[Route]:
 
     return [
         Route("/healthz", healthy, methods=["GET"]),
+        Route("/health", healthy, methods=["GET"]),  # the name in other engines' servers
         Route("/readyz", ready, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", described, methods=["GET"]),

@@ -102,12 +102,26 @@ def stopping() -> ApiError:
     return retry_later(503, "the gateway is being stopped", "stopping")
 
 
+def in_openai_words(code: str, message: str) -> tuple[str, str]:
+    """Return an error's code and message as OpenAI's clients recognize them: some shorten the prompt and try again."""
+    if code == "prompt_too_long":
+        return "context_length_exceeded", f"the model's maximum context length is exceeded: {message}"
+    return code, message
+
+
+def error_body(code: str, message: str) -> dict[str, str]:
+    """Return the `error` of a response object."""
+    code, message = in_openai_words(code, message)
+    return {"code": code, "message": message}
+
+
 def as_api_error(error: PagemillError) -> ApiError:
     """Return the error answer for an error of the queue."""
     match error:
         case InvalidJob():
             status = _JOB_STATUS.get(error.code, 400)
-            return ApiError(status, str(error), error.code, error.param)
+            code, message = in_openai_words(error.code, str(error))
+            return ApiError(status, message, code, error.param)
         case QueueFull(reason="memory"):
             return retry_later(503, "the queue's server has no room for more jobs now", "queue_out_of_memory")
         case QueueFull():
@@ -137,4 +151,5 @@ def _as_ended(error: JobError) -> ApiError:
     status = _JOB_STATUS.get(error.code, 400 if error.state == "failed" and not error.retryable else 500)
     if status == 503:
         return retry_later(status, error.message, error.code)
-    return ApiError(status, error.message, error.code or error.state)
+    code, message = in_openai_words(error.code or error.state, error.message)
+    return ApiError(status, message, code)

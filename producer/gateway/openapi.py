@@ -30,17 +30,20 @@ _OPERATIONS = {**POOLED_OPERATIONS, **TOKEN_OPERATIONS}
 class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
 
 
 class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
     type: str
 
 
 class StreamOptions(BaseModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _Request(BaseModel):
@@ -247,6 +250,8 @@ def _request(name: str, url: str, base: type[_Request]) -> type[BaseModel]:
     job = {field: info.rebuild_annotation() for field, info in Job.model_fields.items()}
     fields: dict[str, Any] = {field: job[field] for field in job if field in formats.FIELDS[url]}
     fields |= dict.fromkeys(formats.ANNOTATIONS, str)
+    fields |= dict.fromkeys(formats.STRUCTURES, str)
+    fields |= {"guided_json": dict[str, Any] | bool | str, "guided_choice": list[str]}
     for field, values in formats.NEUTRAL.items():
         if field in formats.FIELDS[url]:
             continue

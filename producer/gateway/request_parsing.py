@@ -30,7 +30,12 @@ STORED_CHAT = "chat"
 Conversation = Callable[[Any, ApiKey], Awaitable[list[dict[str, Any]]]]
 """Returns the messages of the response with an id, for one that continues it."""
 _BASE64 = (string.ascii_letters + string.digits + "+/").encode()
-_STREAM_OPTIONS = {"include_usage": (True, False), "include_obfuscation": (False,)}
+_STREAM_OPTIONS = {
+    "include_usage": (True, False),
+    # vLLM's: usage so far in every chunk. Chunks before the last have null, since counts are known at the end.
+    "continuous_usage_stats": (True, False),
+    "include_obfuscation": (False,),
+}
 
 
 @dataclass(frozen=True, slots=True)

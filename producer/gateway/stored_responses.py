@@ -20,7 +20,7 @@ from pagemill.producer.client.effects import Flow
 from pagemill.producer.client.replay.flow import submitted_job
 from pagemill.producer.gateway.api_keys import ApiKey
 from pagemill.producer.gateway.bounded_answer import bounded_answer
-from pagemill.producer.gateway.errors import ApiError, JsonResponse, as_api_error, not_found
+from pagemill.producer.gateway.errors import ApiError, JsonResponse, as_api_error, error_body, not_found
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.request_parsing import ParsedRequest, request_of
 from pagemill.producer.gateway.responses import ResponseStream
@@ -72,7 +72,7 @@ class Stored:
     def _error(self) -> dict[str, str] | None:
         error = self.outcome.error
         if error is not None and self.status.state != "cancelled":
-            return {"code": error.code, "message": error.message}
+            return error_body(error.code, error.message)
         if self.outcome.state == "succeeded" and self.outcome.result is None:
             return {"code": "result_gone", "message": "the result has been removed"}
         return None
@@ -249,7 +249,7 @@ class BackgroundStream(ResponseStream):
         if error.state == "cancelled":
             body = self._response("cancelled")
         else:
-            body = self._response("failed", {"code": error.code or error.state, "message": error.message})
+            body = self._response("failed", error_body(error.code or error.state, error.message))
         return [self._event("response.failed", response=body)]
 
     def _response(self, status: str, error: Mapping[str, str] | None = None) -> dict[str, Any]:

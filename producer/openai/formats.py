@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL, POOLED_URLS, encoding_of, read_pooled
@@ -25,11 +25,18 @@ CHAT_URL, COMPLETIONS_URL = URLS[:2]
 _SPELLED = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 MAX_PROMPTS = 128
 """Prompts in one request for completions."""
+_MAX_WHOLE = 2**53
+"""Floats are exact up to this number."""
 _MAX_SHOWN = 64
 """Characters of an unknown field's name that an error quotes."""
 
 _SAMPLING = frozenset(SAMPLING_FIELDS) - {"prompt_logprobs", *CHAT_FIELDS}
-_COMMON = _SAMPLING | {"model", "response_format"}
+STRUCTURES: Mapping[str, str] = {
+    **{f"guided_{kind}": kind for kind in ("json", "choice", "regex", "grammar")},
+    "regex": "regex",
+}
+"""Other names of a member of `structured_outputs`: vLLM's earlier ones, and SGLang's."""
+_COMMON = _SAMPLING | {"model", "response_format"} | STRUCTURES.keys()
 ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
 """Text fields that do not affect the output."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -67,9 +74,10 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises InvalidJob for an unsupported field. `Job.parse` checks the values.
     """
+    body = {name: _as_integer(value) for name, value in body.items()}
     if url in POOLED_URLS:
         return read_pooled(url, body)
-    fields = _supported(url, body)
+    fields = _read_structures(_supported(url, body))
     if url == COMPLETIONS_URL:
         prompts = _prompts(fields.pop("prompt", None))
         fields = _read_echo(fields)
@@ -83,6 +91,27 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(messages, list):
         fields["messages"] = [_message(i, message) for i, message in enumerate(messages)]
     return [fields]
+
+
+def _as_integer(value: Any) -> Any:
+    """Return whole floats as integers, since some languages and libraries have only floats."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) <= _MAX_WHOLE else value
+    if isinstance(value, list) and value and isinstance(value[0], float):
+        return [_as_integer(item) for item in value]
+    return value
+
+
+def _read_structures(fields: dict[str, Any]) -> dict[str, Any]:
+    """Read the other names of structured outputs. Raises InvalidJob for several."""
+    given = [name for name in STRUCTURES if name in fields]
+    if not given:
+        return fields
+    names = [name for name in (*given, "structured_outputs", "response_format") if name in fields]
+    if len(names) > 1:
+        raise InvalidJob(f"{names[0]} and {names[1]} exclude each other", param=names[0])
+    fields["structured_outputs"] = {STRUCTURES[names[0]]: fields.pop(names[0])}
+    return fields
 
 
 def read_job(url: str, body: Any) -> dict[str, Any]:
@@ -192,8 +221,6 @@ def _message(number: int, message: Any) -> Any:
         told["content"] = ""  # an answer that was all reasoning
     if told.get("role") == "developer":
         told["role"] = "system"
-    # A tool's name follows from the call's id; chat templates have no place for an author's.
-    told.pop("name", None)
     if "reasoning_content" in told:
         told.setdefault("reasoning", told.pop("reasoning_content"))
     if isinstance(parts := told.get("content"), list):
@@ -206,13 +233,28 @@ def _content(parts: list[Any], place: str) -> str | list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for part in parts:
         match part:
-            case {"type": "text", "text": str(text)}:
+            case {"type": "text", "text": str(text), **rest}:
+                check_members(rest, _PART_MEMBERS, place)
                 found.append({"type": "text", "text": text})
-            case {"type": "image_url", "image_url": {"url": str(url)}}:
+            case {"type": "image_url", "image_url": {"url": str(url), **more}, **rest}:
+                check_members(rest, _PART_MEMBERS, place)
+                check_members(more, ("detail",), f"{place}.image_url")
                 found.append(image_part(url))
             case _:
                 raise InvalidJob(f"{place}: {not_supported(parts)}", "unsupported_feature", place)
     return joined_parts(found)
+
+
+_PART_MEMBERS = ("cache_control", "prompt_cache_breakpoint")
+"""Members of a part that do not affect the output."""
+
+
+def check_members(rest: Mapping[Any, Any], known: Collection[str], place: str) -> None:
+    """Check the members of an object. Raises InvalidJob for one that is set and not known."""
+    for name, value in rest.items():
+        if value is not None and name not in known:
+            shown = f"{place}.{str(name)[:_MAX_SHOWN]}"
+            raise InvalidJob(f"{shown} is not supported", "unsupported_feature", shown)
 
 
 def image_part(url: str) -> dict[str, Any]:

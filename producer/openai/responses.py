@@ -9,7 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagemill.producer.openai.formats import ANNOTATIONS, image_part, joined_parts, not_supported
+from pagemill.producer.openai.formats import (
+    ANNOTATIONS,
+    check_members,
+    image_part,
+    joined_parts,
+    not_supported,
+)
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import Output, Result, Usage
 
@@ -20,6 +26,7 @@ _PREFIX = "resp_"
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 _SAME = (
     *("model", "temperature", "top_p", *_PENALTIES, "parallel_tool_calls", "stream", "metadata"),
+    "ignore_eos",
     *sorted(ANNOTATIONS),
 )
 _READ = frozenset(
@@ -191,7 +198,8 @@ def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _choice(choice: Any) -> Any:
     match choice:
-        case {"type": "function", "name": name}:
+        case {"type": "function", "name": name, **rest}:
+            check_members(rest, (), "tool_choice")
             return {"type": "function", "function": {"name": name}}
         case str():
             return choice
@@ -209,11 +217,15 @@ def _format(text: Any) -> Any:
         case _:
             raise InvalidJob("text: only format is supported", "unsupported_feature", "text")
     match form:
-        case None | {"type": "text"}:
+        case None:
+            return None
+        case {"type": "text", **rest}:
+            check_members(rest, (), "text.format")
             return None
         case {"type": "json_object"}:
             return form
-        case {"type": "json_schema", "schema": schema}:
+        case {"type": "json_schema", "schema": schema, **rest}:
+            check_members(rest, ("name", "description", "strict"), "text.format")
             return {"type": "json_schema", "json_schema": {"schema": schema}}
     raise InvalidJob(
         "text.format has type text, json_object or json_schema (with schema)", param="text.format"

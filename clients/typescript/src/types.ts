@@ -89,6 +89,7 @@ export interface Message {
   role: "system" | "user" | "assistant" | "tool";
   content?: string | (TextPart | ImagePart)[] | null;
   tool_calls?: ToolCall[] | null;
+  name?: string | null;
   tool_call_id?: string | null;
   reasoning?: string | null;
 }

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import modeling_gguf_pytorch_utils as names
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.families.registry import find_family
-from pagemill.engine.models.formats.gguf_tokenizer import correct_tokenizer, sentencepiece_of
+from pagemill.engine.models.formats.gguf_tokenizer import add_bos, correct_tokenizer, sentencepiece_of
 from pagemill.engine.models.formats.shards import ShardWriter
 from pagemill.engine.text.tokenizer_files import save_sentencepiece
 
@@ -40,6 +41,13 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
         raise ModelLoadError(
             f"{file.name}: GGUF files of architecture {architecture!r} are not supported; give the original checkpoint"
         )
+    if (parts := reader.get_field("split.count")) is not None and int(parts.contents()) > 1:
+        number = reader.get_field("split.no")
+        part = 1 if number is None else int(number.contents()) + 1
+        raise ModelLoadError(
+            f"{file.name} is part {part} of {int(parts.contents())} of a split file, which is not supported; join the "
+            "parts with llama-gguf-split --merge"
+        )
     _check_types(reader, file)
     layers = reader.get_field(f"{architecture}.block_count")
     if layers is not None and int(layers.contents()) > len(reader.tensors):
@@ -47,6 +55,7 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
             f"{file.name} is damaged: it names more layers than it has tensors; download it again"
         )
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    check_fields(reader, architecture, config, file.name)
     config.dtype = torch.float32
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
@@ -54,12 +63,16 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
     find_family(config.to_dict())
     _write_tensors(reader, architecture, model, directory)
     config.save_pretrained(directory)
-    GenerationConfig.from_model_config(config).save_pretrained(directory)
+    generation = GenerationConfig.from_model_config(config)
+    if ends := end_token_ids(reader):
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    generation.save_pretrained(directory)
     if _text(reader, "tokenizer.ggml.model") == "llama":
         save_sentencepiece(*sentencepiece_of(reader), directory)
     else:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         correct_tokenizer(tokenizer, reader)
+        add_bos(tokenizer, reader)
         tokenizer.save_pretrained(directory)
 
 
@@ -76,6 +89,52 @@ def _read(file: Path) -> Any:
 def _text(reader: Any, key: str) -> str:
     field = reader.get_field(key)
     return "" if field is None else str(field.contents())
+
+
+def end_token_ids(reader: Any) -> list[int]:
+    """Return the ids of the tokens that end an output: of the text, of a turn and of a message."""
+    found: list[int] = []
+    for name in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"):
+        field = reader.get_field(f"tokenizer.ggml.{name}")
+        value = [] if field is None else field.contents()
+        found += [int(one) for one in (value if isinstance(value, list) else [value])]
+    return list(dict.fromkeys(found))
+
+
+def check_fields(reader: Any, architecture: str, config: Any, name: str) -> None:
+    """Check that each field of the architecture is used or has no effect. Raises ModelLoadError for any other."""
+    mapped = GGUF_CONFIG_MAPPING.get(architecture, {})
+    heads = getattr(config, "num_attention_heads", 0) or 1
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    rotary = int(head_dim * (rope.get("partial_rotary_factor") or 1))
+    neutral: dict[str, tuple[Any, ...]] = {
+        "rope.dimension_count": (rotary,),
+        "attention.key_length": (head_dim,),
+        "attention.value_length": (head_dim,),
+        "attention.causal": (True,),
+        "attention.sliding_window": (getattr(config, "sliding_window", None),),
+        "attn_logit_softcapping": (getattr(config, "attn_logit_softcapping", None),),
+        "final_logit_softcapping": (getattr(config, "final_logit_softcapping", None),),
+        "rope.scaling.type": ("none",),
+        "rope.scaling.factor": (1.0,),
+        "rope.scale_linear": (1.0,),
+        "rope.scaling.attn_factor": (1.0,),
+        "rope.scaling.original_context_length": (getattr(config, "max_position_embeddings", None),),
+        "rope.scaling.finetuned": (True, False),
+        "expert_count": (0,),
+        "expert_used_count": (0,),
+        "tensor_data_layout": ("Meta AI original pth",),
+    }
+    for key in reader.fields:
+        prefix, _, rest = key.partition(".")
+        if prefix != architecture or mapped.get(rest) is not None:
+            continue
+        value = reader.get_field(key).contents()
+        if value not in neutral.get(rest, ()):
+            raise ModelLoadError(
+                f"{name}: {key} = {str(value)[:60]} is not supported; give the original checkpoint"
+            )
 
 
 def _check_types(reader: Any, file: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers, processors
 
 from pagemill.engine.text.sentencepiece_model import SentencePieceModel
 from pagemill.engine.text.tiktoken_vocabulary import QWEN_PATTERN
@@ -19,10 +19,33 @@ _PATTERNS = {
 }
 
 
+_LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3"})
+"""Kinds whose tokens are whole words of the vocabulary before merges, and whose texts begin with BOS by default."""
+
+
+def _kind(reader: Any) -> str:
+    field = reader.get_field("tokenizer.ggml.pre")
+    return "" if field is None else str(field.contents())
+
+
+def add_bos(tokenizer: Any, reader: Any) -> None:
+    """Put BOS before a text if the file says so; files of Llama 3 may leave that out."""
+    field = reader.get_field("tokenizer.ggml.add_bos_token")
+    is_added = _kind(reader) in _LLAMA3 if field is None else bool(field.contents())
+    bos = tokenizer.bos_token
+    backend = tokenizer.backend_tokenizer
+    if not is_added or bos is None or backend.encode("a").ids[:1] == [tokenizer.bos_token_id]:
+        return
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+
+
 def correct_tokenizer(tokenizer: Any, reader: Any) -> None:
     """Cut a text as the file says: transformers takes GPT-2's pattern for all, which joins digits in other ways."""
-    field = reader.get_field("tokenizer.ggml.pre")
-    kind = "" if field is None else str(field.contents())
+    kind = _kind(reader)
+    if kind in _LLAMA3:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if kind in _PATTERNS:
         split = pre_tokenizers.Split(Regex(_PATTERNS[kind]), "isolated")

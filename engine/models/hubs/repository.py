@@ -15,7 +15,7 @@ from pagemill.engine.errors import ModelLoadError
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.jinja", "chat_template*",
-    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
+    "modules.json", "sentence_*_config.json", "config_sentence_transformers.json",
     "quant*_config.json", "hf_quant_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
 )  # fmt: skip
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")

@@ -336,6 +336,13 @@ ToolParser = Annotated[str, _ParserName()]
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
     "<|python_start|>": "Llama 4's Python calls",
+    "<|START_ACTION|>": "Command R7B",
+    "Action: ```json": "Command R",
+    "<|action_start|>": "InternLM",
+    "<|tool_call_start|>": "LFM2",
+    "<TOOLCALL>": "Nemotron",
+    "<|tools_prefix|>": "Apertus",
+    "<longcat_tool_call>": "LongCat",
 }
 """Families whose calls are not parsed, by what their templates contain."""
 
@@ -347,6 +354,30 @@ def detect_tools(template: str) -> str | None:
     if "tools" not in template:
         return "json"
     return next(name for name, family in TOOLS.items() if all(word in template for word in family.words))
+
+
+def writes_call(family: ToolSyntax, text: str, name: str, key: str) -> bool:
+    """Return whether a family reads a call of function `name` with parameter `key` in an assistant's turn.
+
+    Args:
+        text: the turn, from where it differs from one without calls.
+    """
+    if family.elements is not None or not family.is_wrapped or family.quote:
+        heads = any(found["name"] == name for found in family.header.finditer(text))
+        if family.elements is None:
+            return heads and all(mark in text for mark in family.opens[-1:])
+        return heads and any(found["key"] == key for found in family.elements.header.finditer(text))
+    is_object = re.search(rf'"name"\s*:\s*"{name}"', text) and re.search(
+        r'"(?:arguments|parameters)"\s*:\s*\{', text
+    )
+    if not is_object:
+        return False
+    if family.opens:
+        return any(mark in text for mark in family.opens)
+    rest = text.lstrip()
+    for mark in sorted(family.skipped, key=len, reverse=True):
+        rest = rest.removeprefix(mark).lstrip()
+    return rest.startswith("{")
 
 
 def unsupported_family(template: str) -> str | None:

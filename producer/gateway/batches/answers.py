@@ -14,6 +14,7 @@ from typing import Any, Self
 from pagemill.producer.client import flows
 from pagemill.producer.dataset.journal import Failure
 from pagemill.producer.gateway.batches.stored_lines import StoredLines
+from pagemill.producer.gateway.errors import in_openai_words
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.openai.lines import BatchAnswers, BatchRequest, BatchRequests, BatchSummary
 from pagemill.producer.wire.calls.gateway import stored_files
@@ -121,4 +122,4 @@ class GrowingAnswers:
             return item.result.model_dump(include=fields) | {"created": int(self._about["created_at"])}
         if item.error is None:
             return Failure(item.state, f"the job is {item.state}", True)
-        return Failure(item.error.code, item.error.message, item.error.retryable)
+        return Failure(*in_openai_words(item.error.code, item.error.message), item.error.retryable)

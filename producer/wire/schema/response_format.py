@@ -12,12 +12,29 @@ def structure_of(response_format: Any) -> dict[str, Any] | None:
     if is_model(response_format):
         return {"json": response_format}
     match response_format:
-        case {"type": "text"}:
+        case {"type": "text", **rest} if not _known(rest):
             return None
-        case {"type": "json_object"}:
-            return {"json": '{"type":"object"}'}
-        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
-            return {"json": schema}
+        case {"type": "json_object", **rest}:
+            # `schema` is llama.cpp's and SGLang's.
+            schema = _known(rest, "schema").get("schema")
+            return {"json": '{"type":"object"}' if schema is None else _schema(schema)}
+        case {"type": "json_schema", "json_schema": {"schema": schema, **more}, **rest} if not _known(rest):
+            _known(more, "name", "description", "strict", place="response_format.json_schema")
+            return {"json": _schema(schema)}
     raise ValueError(
         "response_format must have type text, json_object or json_schema (with json_schema.schema)"
     )
+
+
+def _known(members: dict[Any, Any], *names: str, place: str = "response_format") -> dict[str, Any]:
+    """Return the members that are not null. Raises ValueError for others than these."""
+    given = {name: value for name, value in members.items() if value is not None}
+    for name in sorted(given.keys() - set(names)):
+        raise ValueError(f"{place}.{name[:64]} is not supported")
+    return given
+
+
+def _schema(schema: Any) -> dict[str, Any] | bool:
+    if isinstance(schema, dict | bool):
+        return schema
+    raise ValueError("response_format: a schema is an object, true or false")

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.checkpoint import weight_files
 from pagemill.engine.models.families.registry import SUPPORTED_MODEL_TYPES
 from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.models.families.native_cases import BLOOM, GEMMA3, LLAMA, MPT, MPT_ATTENTION, write_llama
@@ -199,6 +200,13 @@ class TestWeights:
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ModelLoadError, match=r"can't read .*index\.json"):
             load(tmp_path)
+
+    def test_stale_index_beside_a_whole_file(self, tmp_path: Path) -> None:
+        native_checkpoint(LLAMA).write(tmp_path, num_shards=3)
+        for shard in tmp_path.glob("model-*.safetensors"):
+            shard.unlink()
+        (tmp_path / "model.safetensors").touch()
+        assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
 
     def test_another_shape(self, tmp_path: Path) -> None:
         edit_config(write_llama(tmp_path), intermediate_size=80)

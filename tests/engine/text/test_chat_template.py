@@ -53,7 +53,8 @@ def test_none_is_an_error_of_the_job(model: Path) -> None:
 )
 def test_beside_the_tokenizer(place: str, model: Path) -> None:
     template = "own {{ messages[0].content }}"
-    named = [{"name": "default", "template": template}, {"name": "rag", "template": "named"}]
+    rag = "named {{ messages[0].content }}"
+    named = [{"name": "default", "template": template}, {"name": "rag", "template": rag}]
     if place == "tokenizer_config.json":
         configure(model, chat_template=template)
     elif place == "named":
@@ -65,7 +66,7 @@ def test_beside_the_tokenizer(place: str, model: Path) -> None:
         (model / "chat_template.json").write_text(json.dumps({"chat_template": content}))
     assert tokens(model) == [5, 1, 2]
     if place in ("named", "list in json"):
-        assert tokens(model, "rag") == [6]
+        assert tokens(model, "rag") == [6, 1, 2]
 
 
 def test_a_file_overrules_the_models_own(model: Path, tmp_path: Path) -> None:
@@ -81,10 +82,11 @@ def test_a_file_overrules_the_models_own(model: Path, tmp_path: Path) -> None:
 
 
 def test_several_without_a_default(model: Path) -> None:
-    configure(model, chat_template=[{"name": n, "template": "named"} for n in ("rag", "tool_use")])
+    template = "named {{ messages[0].content }}"
+    configure(model, chat_template=[{"name": n, "template": template} for n in ("rag", "tool_use")])
     with pytest.raises(Exception, match=r"several chat templates \(rag, tool_use\) and no default: .* NAME"):
         tokens(model)
-    assert tokens(model, "tool_use") == [6]
+    assert tokens(model, "tool_use") == [6, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -131,3 +133,55 @@ def test_runs_in_a_sandbox(template: str, model: Path) -> None:
     configure(model, chat_template=template)
     with pytest.raises(InvalidRequest, match="the chat template refuses these messages"):
         tokens(model)
+
+
+LOOP = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+PARTS: dict[str, str] = {
+    "loop": LOOP,
+    "types": "{% for p in m.content %}{% if p.type == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}",
+    "first": "{{ m.content[0].text }}",
+    "selected": "{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}",
+    "text": "{{ m.content }}",
+    "upper": "{{ m.content | trim }}",
+    "either": "{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}",
+    "user alone": "{% if m.role == 'user' %}" + LOOP + "{% else %}{{ m.content }}{% endif %}",
+    "all but user": "{% if m.role == 'user' %}{{ m.content }}{% else %}" + LOOP + "{% endif %}",
+    "no system": "{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}" + LOOP,
+}
+
+
+@pytest.mark.parametrize("written", PARTS.values(), ids=PARTS.keys())
+def test_the_text_of_every_role_is_in_the_prompt(written: str, model: Path) -> None:
+    configure(model, chat_template="{% for m in messages %} " + written + "{% endfor %}")
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    roles = ["user", "assistant", "user"] if "none" in written else ["system", "user", "assistant", "user"]
+    chat = [{"role": role, "content": f"{role} number {n}"} for n, role in enumerate(roles)]
+    text = " ".join(f"{role} number {n}" for n, role in enumerate(roles))
+    assert tokenizer.render_chat(chat, [], {}).split() == text.split()
+
+
+def test_a_template_without_the_users_text_is_an_error(model: Path) -> None:
+    configure(model, chat_template="{% for m in messages %}{{ m.role }} {% endfor %}")
+    with pytest.raises(InvalidRequest, match="leaves out the text of user messages"):
+        tokens(model)
+
+
+def test_a_template_that_refuses_the_trial_is_used_as_it_is(model: Path) -> None:
+    configure(
+        model,
+        chat_template="{% if messages[0].role != 'system' or messages | length < 3 %}"
+        "{{ raise_exception('system first') }}{% endif %}{{ messages[-1].content }}",
+    )
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    chat = [{"role": role, "content": "a"} for role in ("system", "user", "user")]
+    assert tokenizer.encode_chat(chat) == [1]
+
+
+def test_a_message_s_name_is_a_variable(model: Path) -> None:
+    configure(model, chat_template="{% for m in messages %}{{ m.name }} {{ m.content }}{% endfor %}")
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    chat = [{"role": "user", "name": "named", "content": "a"}, {"role": "user", "name": None, "content": "b"}]
+    assert tokenizer.render_chat(chat, [], {}).split() == ["named", "a", "b"]

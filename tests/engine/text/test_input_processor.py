@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.outputs import SampleState
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
-from pagemill.engine.text.tokenizer import ByteTokenizer
+from pagemill.engine.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 LIMITS = InputLimits(vocab_size=257, max_model_len=32, pool_tokens=24, max_num_seqs=4)
 WITH_TOKENIZER = InputProcessor(ByteTokenizer(), LIMITS)
@@ -145,3 +147,17 @@ def test_the_engine_itself_refuses_tokens_that_do_not_exist(token_ids: list[Any]
     with pytest.raises(InvalidRequest, match="resume"):
         engine.add_request("b", [1], params, resume=[SampleState(0, token_ids)])
     assert not engine.has_unfinished()
+
+
+def test_a_stop_string_that_is_a_special_token_stops() -> None:
+    tokenizer = HuggingFaceTokenizer(packaged_model_directory())
+    processor = InputProcessor(tokenizer, replace(LIMITS, vocab_size=tokenizer.vocab_size))
+    (token,) = tokenizer.encode("<|im_start|>", add_special_tokens=False)
+    cases: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+        ({}, (token,)),
+        ({"skip_special_tokens": False}, ()),
+    ]
+    for fields, expected in cases:
+        params = SamplingParams(stop=("<|im_start|>", "word"), **fields)
+        _, read = processor.process(prompt="Hi", params=params)
+        assert (read.stop_token_ids, read.stop) == (expected, params.stop)

@@ -11,7 +11,7 @@ import pytest
 from pagemill.common.chat.families import TOOLS
 from pagemill.common.chat.thinking import THINKING, ReasoningParser
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.errors import ConfigError, InvalidRequest
+from pagemill.engine.errors import ConfigError, InvalidRequest, UnsupportedFeature
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
@@ -225,3 +225,82 @@ def test_a_model_in_this_process_takes_tools_and_variables(llm: LLM) -> None:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM("smollm2", num_kv_blocks=128, num_threads=1)
+
+
+def with_template(directory: Path, template: str) -> HuggingFaceTokenizer:
+    for file in packaged_model_directory().glob("*token*"):
+        (directory / file.name).write_bytes(file.read_bytes())
+    (directory / "chat_template.jinja").write_text(template)
+    return HuggingFaceTokenizer(directory)
+
+
+CALLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+CALLS += "{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}{{ tools }}"
+NAME, ARGUMENTS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
+JSON_CALL = '{"name": "' + NAME + '", "arguments": ' + ARGUMENTS + "}"
+BY_KEY = "{% for key, value in c.function.arguments.items() %}"
+WRITTEN = [
+    ("hermes", f"<tool_call>\n{JSON_CALL}\n</tool_call>"),
+    ("hermes", '<tool_call>\n{"arguments": ' + ARGUMENTS + ', "name": "' + NAME + '"}\n</tool_call>'),
+    (
+        "glm45",
+        "{{ '<tool_' }}{{ 'call>' }}" + f"{NAME}\n{BY_KEY}<arg_key>" + "{{ key }}</arg_key>\n"
+        "<arg_value>{{ value }}</arg_value>\n{% endfor %}</tool_call>",
+    ),
+    ("glm45", f"<tool_call>{NAME}\n{BY_KEY}<arg_" + "{{ 'key>' }}{{ key }}</arg_key>\n"
+     "<arg_value>{{ value }}</arg_value>\n{% endfor %}</tool_call>"),
+    ("minimax_m2", f'<minimax:tool_call>\n<invoke name="{NAME}">\n{BY_KEY}<parameter name="' + '{{ key }}">'
+     "{{ value }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>"),
+    ("qwen3_coder", f"<tool_call>\n<function={NAME}>\n{BY_KEY}<parameter=" + "{{ key }}>\n{{ value }}\n</parameter>\n"
+     "{% endfor %}</function>\n</tool_call>"),
+    ("mistral_args", f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}"),
+    ("mistral", f"[TOOL_CALLS][{JSON_CALL}]"),
+    ("json", JSON_CALL),
+    (None, '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "' + NAME + '", "parameters": ' + ARGUMENTS
+     + "}]<|END_ACTION|>"),
+    (None, f"<tool_call>{NAME}({ARGUMENTS})</tool_call>"),
+    (None, f"<call>{JSON_CALL}</call>"),
+    (None, f"<tool_call><name>{NAME}</name><args>{ARGUMENTS}</args></tool_call>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "call"), WRITTEN, ids=range(len(WRITTEN)))
+def test_the_family_reads_what_the_template_writes(family: str | None, call: str, tmp_path: Path) -> None:
+    chats = ChatFormat(with_template(tmp_path, CALLS.replace("CALL", call)))
+    options = ChatOptions(tools=[TOOL])
+    if family is None:
+        with pytest.raises(UnsupportedFeature, match=r"tools: the calls of .* are not supported"):
+            chats.prepare(TURNS, options, SamplingParams())
+        return
+    assert chats.prepare(TURNS, options, SamplingParams()).syntax.tools == family
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+@pytest.mark.parametrize("arguments", ["", " ", "\n", "null", "{}", None])
+def test_empty_arguments_are_an_empty_object(arguments: str | None, has_tools: bool, tmp_path: Path) -> None:
+    template = CALLS.replace("CALL", f"[{ARGUMENTS}]{BY_KEY}" + "{{ key }}{% endfor %}")
+    tokenizer = with_template(tmp_path, template if has_tools else template.replace("{{ tools }}", ""))
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turns = [*TURNS, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    prompt = ChatFormat(tokenizer).prepare(turns, ChatOptions(), SamplingParams()).prompt
+    assert ("[{}]" if has_tools else '"arguments": {}') in prompt
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "{", "[1]", "3", '"x"', "x"])
+def test_arguments_that_are_no_object_name_the_message(
+    arguments: str, tokenizer: HuggingFaceTokenizer
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turns = [*TURNS, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(InvalidRequest, match=r"^messages\.1\.tool_calls\.0\.function\.arguments: "):
+        ChatFormat(tokenizer).prepare(turns, ChatOptions(), SamplingParams())
+
+
+def test_explained_tools_and_calls_keep_their_letters(tokenizer: HuggingFaceTokenizer) -> None:
+    tool = {"type": "function", "function": TOOL["function"] | {"description": "获取天气"}}
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "罗马"}'}}
+    turns = [*TURNS, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    prompt = ChatFormat(tokenizer).prepare(turns, ChatOptions(tools=[tool]), SamplingParams()).prompt
+    assert "获取天气" in prompt
+    assert "罗马" in prompt
+    assert "\\u" not in prompt

@@ -54,7 +54,7 @@ BROKEN = {
     "no-messages": (line("no-messages", messages=None), 400, "invalid_job"),
     "empty-messages": (line("empty-messages", messages=[]), 400, "invalid_job"),
     "long-prompt": (
-        line("long-prompt", messages=[{"role": "user", "content": "x " * 3_000}]), 400, "prompt_too_long",
+        line("long-prompt", messages=[{"role": "user", "content": "x " * 3_000}]), 400, "context_length_exceeded",
     ),
     "long-message": (
         line("long-message", messages=[{"role": "user", "content": "x" * 1_100_000}]), 400, "invalid_job",

@@ -55,6 +55,11 @@ class FunctionCall(ChatModel):
     arguments: Annotated[str, _Strict] = "{}"
     """JSON as the model wrote it. Only a forced or strict call is sure to be what the function's schema allows."""
 
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any) -> Any:
+        return "{}" if value is None else value
+
 
 class ToolCall(ChatModel):
     """A call that a model makes, in a result or in the history."""
@@ -121,6 +126,8 @@ class Message(ChatModel):
     content: Content | None = None
     """A text. A user's may also be a list of texts and images; a list of texts alone becomes one text."""
     tool_calls: Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=MAX_CALLS)] | None = None
+    name: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)] | None = None
+    """The author's, for templates that show it."""
     tool_call_id: _CallId | None = None
     reasoning: Annotated[str, _Strict] | None = None
     """An earlier answer's, for templates that show it to the model again."""
@@ -139,8 +146,9 @@ class Message(ChatModel):
 
     @property
     def is_plain(self) -> bool:
-        """True if it has a role and a text, and no more."""
-        return self.content is not None and not self.more()
+        """True if it has a role, a text and possibly an author's name, and no more."""
+        others = (self.tool_calls, self.tool_call_id, self.reasoning)
+        return self.content is not None and all(value is None for value in others)
 
     @property
     def text(self) -> str:
@@ -182,7 +190,7 @@ class Message(ChatModel):
 
     def more(self) -> str:
         """Return the members beside role and content as JSON; empty if there are none."""
-        if self.tool_calls is None and self.tool_call_id is None and self.reasoning is None:
+        if self.is_plain and self.name is None:
             return ""
         return self.model_dump_json(exclude={"role", "content"}, exclude_defaults=True)
 

@@ -54,7 +54,8 @@ def byte_level_vocabulary() -> list[str]:
 
 def write(
     file: Path, *, kinds: tuple[Kind, ...] = (Kind.F32,), architecture: str = "llama",
-    change: Callable[[dict[str, Any]], object] = lambda fields: None, leave_out: str = "", surplus: str = "",
+    change: Callable[[dict[str, Any]], object] = lambda fields: None,
+    add: Callable[[gguf.GGUFWriter], object] = lambda writer: None, leave_out: str = "", surplus: str = "",
 ) -> dict[str, tuple[np.ndarray, Kind]]:  # fmt: skip
     """A tiny random LLaMA as llama.cpp writes it; returns the bytes of each tensor and their kind."""
     random = np.random.default_rng(0)
@@ -77,6 +78,7 @@ def write(
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(258)
+    add(writer)
     stored: dict[str, tuple[np.ndarray, Kind]] = {}
 
     def matrix(name: str, rows: int, heads: int = 0) -> None:
@@ -257,6 +259,59 @@ def test_a_file_that_is_damaged_or_lies_is_refused_in_a_line(
         model_directory(str(file))
     assert "\n" not in str(refused.value)
     assert not any((tmp_path / "cache").glob("*/config.json"))
+
+
+REFUSED: list[tuple[str, Callable[[gguf.GGUFWriter], object]]] = [
+    ("llama.rope.scaling.type = linear", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)),
+    ("llama.rope.scaling.factor = 4.0", lambda w: w.add_rope_scaling_factor(4.0)),
+    ("llama.rope.scale_linear = 4.0", lambda w: w.add_float32("llama.rope.scale_linear", 4.0)),
+    ("llama.attention.sliding_window = 8", lambda w: w.add_sliding_window(8)),
+    ("llama.expert_count = 4", lambda w: w.add_expert_count(4)),
+    ("llama.logit_scale = 2.0", lambda w: w.add_logit_scale(2.0)),
+    ("llama.unheard_of = 3", lambda w: w.add_uint32("llama.unheard_of", 3)),
+    ("part 1 of 3 of a split file", lambda w: (w.add_uint16("split.no", 0), w.add_uint16("split.count", 3))),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("message", "add"), REFUSED, ids=[message for message, _ in REFUSED])
+def test_a_field_that_is_not_used_is_refused_by_name(
+    message: str, add: Callable[[gguf.GGUFWriter], object], tmp_path: Path
+) -> None:
+    from pagemill.engine.models.formats.gguf_conversion import convert_gguf
+
+    write(file := tmp_path / "model.gguf", add=add)
+    with pytest.raises(ModelLoadError, match=message):
+        convert_gguf([file], tmp_path)
+
+
+def add_harmless(writer: gguf.GGUFWriter) -> None:
+    writer.add_name("x")
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_key_length(HIDDEN // HEADS)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(1.0)
+    writer.add_expert_count(0)
+    writer.add_eot_token_id(259)
+    writer.add_eom_token_id(260)
+    writer.add_array("tokenizer.ggml.eos_token_ids", [258, 261])
+
+
+@pytest.mark.slow
+def test_every_end_token_stops_and_llama_3_begins_with_bos(tmp_path: Path) -> None:
+    from pagemill.engine.text.tokenizer import generation_eos_token_ids, load_tokenizer
+
+    write(file := tmp_path / "model.gguf", add=add_harmless)
+    directory = model_directory(str(file))
+    assert sorted(generation_eos_token_ids(directory)) == [258, 259, 260, 261]
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    assert tokenizer.encode("ab")[0] == 257
+    assert tokenizer.encode("ab", add_special_tokens=False)[0] != 257
+    write(plain := tmp_path / "plain.gguf", add=lambda writer: writer.add_add_bos_token(False))
+    tokenizer = load_tokenizer(model_directory(str(plain)))
+    assert tokenizer is not None
+    assert tokenizer.encode("ab")[0] != 257
 
 
 def test_no_such_file() -> None:

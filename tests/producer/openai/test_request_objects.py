@@ -1,0 +1,173 @@
+"""The objects in a request: each member is used, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types import shared_params
+from openai.types.chat import ChatCompletionContentPartImageParam, ChatCompletionContentPartTextParam
+from openai.types.shared_params.response_format_json_schema import JSONSchema
+
+from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL, STRUCTURES, parse_job, read_job
+from pagemill.producer.openai.responses import read_response
+from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.job import Job
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+PROMPT: dict[str, Any] = {"model": "m", "prompt": "x"}
+
+
+def job(**fields: Any) -> Job:
+    return parse_job(read_job(CHAT_URL, CHAT | fields))
+
+
+def shape(parsed: Job) -> Any:
+    assert parsed.structured_outputs is not None
+    return json.loads(parsed.structured_outputs.json or "null")
+
+
+FORMATS: list[tuple[Mapping[str, Any], Any]] = [
+    ({"type": "json_object"}, {"type": "object"}),
+    ({"type": "json_object", "schema": None}, {"type": "object"}),
+    ({"type": "json_object", "schema": SCHEMA}, SCHEMA),
+    ({"type": "json_schema", "json_schema": {"name": "n", "strict": False, "schema": SCHEMA}}, SCHEMA),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), FORMATS, ids=repr)
+def test_a_response_format_holds(given: Mapping[str, Any], expected: Any) -> None:
+    assert shape(job(response_format=given)) == expected
+    assert shape(Job.parse({**PROMPT, "response_format": given})) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "text", "schema": SCHEMA},
+        {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+        {"type": "json_object", "schema": "x"},
+        {"type": "json_object", "pattern": "x"},
+        {"type": "json_schema", "schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA, "regex": "x"}},
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "schema": SCHEMA},
+        {"type": "regex", "pattern": "x"},
+    ],
+    ids=repr,
+)
+def test_a_response_format_with_other_members_is_refused(given: Mapping[str, Any]) -> None:
+    with pytest.raises(InvalidJob, match="response_format"):
+        job(response_format=given)
+
+
+def test_the_members_that_openai_declares() -> None:
+    """Walk OpenAI's own types: a member that it adds has to be read or refused on purpose."""
+    hints = get_type_hints
+    assert hints(JSONSchema).keys() == {"name", "description", "schema", "strict"}
+    assert hints(shared_params.ResponseFormatJSONObject).keys() == {"type"}
+    assert hints(shared_params.ResponseFormatText).keys() == {"type"}
+    values: dict[str, Any] = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    part = {name: values[name] for name in hints(ChatCompletionContentPartTextParam)}
+    assert job(messages=[{"role": "user", "content": [part]}]).messages[0].text == "x"  # type: ignore[index]
+    declared = hints(ChatCompletionContentPartImageParam).keys()
+    assert declared <= {"type", "image_url", "prompt_cache_breakpoint"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "text", "text": "x", "weight": 2},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "crop": [0]}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}, "weight": 2},
+    ],
+    ids=repr,
+)
+def test_a_part_with_other_members_is_refused_by_name(part: Mapping[str, Any]) -> None:
+    with pytest.raises(InvalidJob, match=r"messages\.0\.content\S*\.(weight|crop) is not supported"):
+        job(messages=[{"role": "user", "content": [part]}])
+
+
+VALUES = {"json": SCHEMA, "choice": ["a", "b"], "regex": "a+", "grammar": 'start: "a"'}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize(("url", "body"), [(CHAT_URL, CHAT), (COMPLETIONS_URL, PROMPT)], ids=["chat", "text"])
+def test_other_names_of_structured_outputs(name: str, url: str, body: dict[str, Any]) -> None:
+    kind = STRUCTURES[name]
+    aliased, plain = (
+        parse_job(read_job(url, body | {key: value}))
+        for key, value in ((name, VALUES[kind]), ("structured_outputs", {kind: VALUES[kind]}))
+    )
+    assert aliased.structured_outputs == plain.structured_outputs is not None
+    assert read_job(url, body | {name: None}) == read_job(url, body)
+    for other in ("structured_outputs", "response_format", *(STRUCTURES.keys() - {name})):
+        with pytest.raises(InvalidJob, match="exclude each other"):
+            read_job(url, body | {name: VALUES[kind], other: {"type": "json_object"}})
+
+
+def test_whole_floats_are_integers() -> None:
+    given = {
+        "max_tokens": 16.0,
+        "n": 2.0,
+        "seed": 7.0,
+        "top_k": 3.0,
+        "stop_token_ids": [1.0],
+        "temperature": 1.0,
+    }
+    parsed = job(**given)
+    for name, value in given.items():
+        found = getattr(parsed, name)
+        assert (list(found) if isinstance(found, tuple) else found) == value
+    assert type(parsed.max_tokens) is int
+    assert job(logprobs=True, top_logprobs=2.0, max_completion_tokens=4.0).logprobs == 2
+    assert read_job(COMPLETIONS_URL, PROMPT | {"prompt": [1.0, 2.0]})["prompt_token_ids"] == [1, 2]
+    chat = read_response({"model": "m", "input": "x", "max_output_tokens": 5.0, "ignore_eos": True})
+    read = parse_job(read_job(CHAT_URL, chat))
+    assert (read.max_tokens, read.ignore_eos) == (5, True)
+    for wrong in (16.5, 1e300, True):
+        with pytest.raises(InvalidJob, match="max_tokens"):
+            job(max_tokens=wrong)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"text": {"format": {"type": "text", "schema": SCHEMA}}},
+        {"text": {"format": {"type": "json_schema", "schema": SCHEMA, "regex": "x"}}},
+        {"tool_choice": {"type": "function", "name": "f", "mode": "x"}},
+    ],
+    ids=repr,
+)
+def test_objects_of_a_response_have_no_other_members(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJob, match="is not supported"):
+        read_response({"model": "m", "input": "x"} | given)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+@pytest.mark.parametrize("name", ["alice", "Ärztin 1", None])
+def test_a_message_of_any_role_may_have_a_name(role: str, name: str | None) -> None:
+    message = {"role": role, "content": "x", "name": name}
+    (read,) = job(messages=[message]).messages or ()
+    assert read.name == name
+    assert read.is_plain
+    (own,) = (
+        Job.parse(
+            {"model": "m", "messages": [{**message, "role": role.replace("developer", "system")}]}
+        ).messages
+        or ()
+    )
+    assert own == read
+    plain = job(messages=[{"role": role, "content": "x"}])
+    assert (plain.messages == (read,)) == (name is None), "a name is part of the work"
+    assert ("".join(m.more() for m in plain.messages or ()) == read.more()) == (name is None)
+
+
+def test_an_invalid_message_is_one_complaint() -> None:
+    for wrong in ({"role": "user", "content": "x", "nme": "a"}, {"role": "user", "content": "x", "name": 7}):
+        with pytest.raises(InvalidJob) as refused:
+            job(messages=[wrong])
+        assert "Tuple" not in str(refused.value)
+        assert "at least" not in str(refused.value)

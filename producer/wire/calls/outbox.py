@@ -103,7 +103,7 @@ def _notices(reply: list[list[Any]]) -> list[Notice]:
 
 
 def _tenant(lane: bytes) -> str:
-    """Return the tenant of a lane; of a damaged record none, since the other deliveries must go on."""
+    """Return the tenant of a lane; of a damaged record an empty one, since others are delivered."""
     try:
         return keys.split_lane(lane.decode())[2]
     except (ValueError, LookupError):

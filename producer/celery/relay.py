@@ -67,6 +67,10 @@ class Relay:
             except RedisUnavailable as error:
                 logger.warning("no server: %s", error, extra=IN_LOOP)
                 self._stop.wait(AWAY_S)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection to the queue's server."""
         self._client.close()
 
     def stop(self) -> None:

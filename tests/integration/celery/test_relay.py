@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -221,8 +222,8 @@ def test_revoking_what_waits_needs_no_terminate(shop: Any, relay: Any) -> None:
 def test_a_revocation_touches_no_job_of_others(shop: Any, server: RedisServer) -> None:
     with Producer(server.url, queue="native") as producer:
         job = producer.submit(model="echo", prompt="mine", delay=3600)
-        relay = Relay(shop.app, server.url, "native")
-        relay.revoke([job.id, "no-such-job"], True)
+        with closing(Relay(shop.app, server.url, "native")) as relay:
+            relay.revoke([job.id, "no-such-job"], True)
         assert job.status().state == "delayed"
         assert job.cancel()
 
@@ -254,7 +255,8 @@ def test_the_runtime_is_the_jobs(shop: Any, server: RedisServer) -> None:
 
     task_success.connect(note)
     try:
-        eventually(lambda: Relay(shop.app, server.url, "native").relay(), "its end")
+        with closing(Relay(shop.app, server.url, "native")) as relay:
+            eventually(relay.relay, "its end")
     finally:
         task_success.disconnect(note)
     assert result.timing.e2e_s is not None
@@ -302,7 +304,9 @@ def test_an_end_is_relayed_to_its_own_box(shop: Any, server: RedisServer) -> Non
         outbox.finish_delivery("native", handle.id, notice.tries + 1, None, relay="celery")
     ), "a stale try"
     assert queue.run(outbox.finish_delivery("native", handle.id, notice.tries, 0, relay="celery"))
-    assert Relay(shop.app, server.url, "native").relay() == 1
+    with closing(Relay(shop.app, server.url, "native")) as relay:
+        assert relay.relay() == 1
+    queue.redis.close()
     assert handle.get(timeout=PATIENCE_S)["text"] == "mine"
 
 

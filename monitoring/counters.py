@@ -30,7 +30,9 @@ RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "quarantined", "degraded"]
 CanaryResult = Literal["clean", "alone", "disputed", "deviates", "failed"]
 
-_NOT_OF_WORKERS = {"unknown_model", "unknown_parent", "dependency_cycle", "too_many_children"}
+_NOT_OF_WORKERS = {
+    "unknown_model", "unknown_parent", "dependency_cycle", "too_many_children", "idempotency_conflict",
+}  # fmt: skip
 FAILURE_CODES = tuple(sorted(FINAL_CODES - _NOT_OF_WORKERS)) + get_args(RetryReason)
 """Codes that an execution can end in on a worker. A job of an unserved model is never pulled; one ended by
 the queue or its clock has no execution."""

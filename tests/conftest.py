@@ -168,6 +168,14 @@ def engine_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return host
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _default_hangup() -> Iterator[None]:
+    """Let SIGHUP end the processes of tests: under nohup they would inherit that it is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _collected_garbage() -> Iterator[None]:
     """Collect each module's garbage at its end: an unclosed connection then fails the module that opened it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.formats.pickled import PICKLED_INDEX, converted_pickles, find_pickles
+from pagemill.engine.models.json_files import read_json_object
 from pagemill.engine.models.misplaced import found_instead
 from pagemill.engine.models.quantized.registry import find_scheme
 from pagemill.engine.models.quantized.scheme import Scheme
@@ -140,13 +140,3 @@ def read_tensors(
 def _is_constant(name: str, tensor: torch.Tensor) -> bool:
     # A real bias of that name would have one dimension.
     return bool(_CONSTANTS.search(name)) and (tensor.ndim != 1 or name.endswith("inv_freq"))
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"can't read {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"can't read {file}: not a JSON object")
-    return content

@@ -11,8 +11,8 @@ from pagemill.engine.config import EngineConfig, SchedulerConfig, resolve_max_mo
 from pagemill.engine.devices.registry import find_device
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.linear import Linear
-from pagemill.engine.models.checkpoint import read_json_object
 from pagemill.engine.models.directory import LocalModel
+from pagemill.engine.models.json_files import read_json_object
 from pagemill.engine.pooling.engine import WAITING_STEPS, PoolingEngine, PoolingParts
 from pagemill.engine.pooling.folder import EmbedderFolder, PoolingFolder
 from pagemill.engine.pooling.input_processor import PoolingInputProcessor, PoolingLimits

@@ -35,6 +35,7 @@ from pagemill.engine.models.echo import (
 from pagemill.engine.models.echo_inputs import EchoInputs
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.pooling.folder import read_pooling_folder
+from pagemill.engine.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from pagemill.engine.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -198,6 +199,9 @@ def _build_model_on(device: DeviceBackend, config: EngineConfig, ranks: RankProc
     max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
     shape = replace(model.kv_cache_shape(config.block_size, max_model_len), dtype=cache_dtype)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory, config.chat_template)
+    defaults = read_sampling_defaults(config.generation_config, model.directory)
+    if defaults:
+        logger.info("requests that do not set them sample with the model's %s", defaults)
     eos = _eos_token_ids(model, tokenizer)
     limits = resolve_limits(config, max_model_len, eos, device.step_defaults)
     limits = with_states(replace(limits, kv_windows=shape.windows), config, shape, device)
@@ -230,7 +234,7 @@ def _build_model_on(device: DeviceBackend, config: EngineConfig, ranks: RankProc
         limits=limits,
         served_models=config.served_model_name,
         vocab_size=model.vocab_size,
-        fingerprint=_with_template(model.fingerprint, tokenizer if config.chat_template else None),
+        fingerprint=_with_inputs(model.fingerprint, tokenizer if config.chat_template else None, defaults),
         tier=_tier(config, model.dtype, shape.dtype),
         device=str(device.device),
         kv_block_bytes=shape.block_bytes * config.tensor_parallel_size,
@@ -240,6 +244,7 @@ def _build_model_on(device: DeviceBackend, config: EngineConfig, ranks: RankProc
         replaced_kernels=replaced_kernels,
         encoder=encoder,
         media_refusal=media_refusal,
+        defaults=defaults,
         images=None if encoder is None else _image_processor(config, model),
         adapters=_adapter_pool(config, model),
         ranks=ranks,
@@ -320,11 +325,13 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | NoA
     return pool
 
 
-def _with_template(fingerprint: str, tokenizer: Tokenizer | None) -> str:
-    """Add a chat template that is not the model's: under it, a checkpointed conversation has other tokens."""
-    if tokenizer is None or tokenizer.chat_template is None:
-        return fingerprint
-    return hashlib.sha256(f"{fingerprint} {tokenizer.chat_template}".encode()).hexdigest()[:16]
+def _with_inputs(fingerprint: str, tokenizer: Tokenizer | None, defaults: SamplingDefaults) -> str:
+    """Add what else decides on a request's output: a chat template that is not the model's, and sampling defaults."""
+    added = [] if tokenizer is None or tokenizer.chat_template is None else [tokenizer.chat_template]
+    added += [str(defaults)] if defaults else []
+    for text in added:
+        fingerprint = hashlib.sha256(f"{fingerprint} {text}".encode()).hexdigest()[:16]
+    return fingerprint
 
 
 def _tier(config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tier:

@@ -119,6 +119,9 @@ class EngineConfig:
     """Serve token ids only."""
     chat_template: str | None = None
     """A Jinja file, or the name of one of the model's templates. Default: the model's own."""
+    generation_config: str = "auto"
+    """Where the defaults of temperature, top_k, top_p, min_p, repetition_penalty and of a chat's max_tokens come from:
+    auto, the model's generation_config.json; none, Pagemill's own; or a folder with another generation_config.json."""
     tool_call_parser: ToolParser | None = None
     """Syntax of the model's tool calls, also of an installed package. Default: derived from its chat template."""
     reasoning_parser: ReasoningParser | None = None
@@ -158,6 +161,13 @@ class EngineConfig:
         if not is_name and not Path(template or "").expanduser().is_file():
             message = f"chat_template: file {str(template)[:100]!r} does not exist"
             raise ConfigError(message, setting="chat_template")
+        given = self.generation_config
+        if (
+            given not in ("auto", "none")
+            and not (Path(given).expanduser() / "generation_config.json").is_file()
+        ):
+            message = f"generation_config: {given[:100]!r} is not auto, none or a folder with a generation_config.json"
+            raise ConfigError(message, setting="generation_config")
         lanes = max(1, len(self.served_model_name)) * self.max_adapters
         if lanes > _MAX_ADAPTED_LANES:
             raise ConfigError(

@@ -78,6 +78,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
             tool_call_parser=parts.tool_call_parser,
             reasoning_parser=parts.reasoning_parser,
             images=parts.images or parts.media_refusal,
+            defaults=parts.defaults,
         )
 
     @classmethod

@@ -100,7 +100,7 @@ class LLM:
 
         Args:
             prompts: strings (special tokens are added) or lists of token ids; a single one counts as a list of one.
-            sampling_params: one for all, or one each.
+            sampling_params: one for all, or one each; by default the model's, as `default_sampling_params` returns.
             adapter: name of an adapter, of `adapters=` or `add_adapter`: one for all, or one each. None: no adapter.
             use_tqdm: a progress bar on stderr; None: if stderr is a terminal.
 
@@ -113,7 +113,7 @@ class LLM:
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Any] = [prompts] if is_one else list(prompts)
         inputs = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in listed]
-        params = self._params_for(len(inputs), sampling_params, SamplingParams())
+        params = self._params_for(len(inputs), sampling_params, self.default_sampling_params())
         return self._run(inputs, params, self._adapters_for(len(inputs), adapter), use_tqdm)
 
     def beam_search(
@@ -155,7 +155,8 @@ class LLM:
         Args:
             conversations: lists of messages; a single one counts as a list of one. A user's content may be a list of
                 parts: `{"type": "text", "text": ...}`, and `{"type": "image", "image": ...}` with a file's bytes.
-            sampling_params: one for all, or one each; by default `max_tokens` is the rest of the context.
+            sampling_params: one for all, or one each; by default the model's, and `max_tokens` is the rest of the
+                context or the model's max_new_tokens.
             tools: functions that the model may call, in OpenAI's form. An output's text contains the calls as the model
                 writes them.
             tool_choice: "required", or the name of a function, forces a call that the schemas allow.
@@ -184,8 +185,18 @@ class LLM:
                 reasoning_effort=reasoning_effort,
             )
             inputs = [{**given, "options": options} for given in inputs]
-        params = self._params_for(len(inputs), sampling_params, SamplingParams(max_tokens=None))
+        params = self._params_for(
+            len(inputs), sampling_params, replace(self.default_sampling_params(), max_tokens=None)
+        )
         return self._run(inputs, params, self._adapters_for(len(inputs), adapter), use_tqdm)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of prompts for which none are given, with those of the model's generation_config.json.
+
+        Returns:
+            A copy of it with further fields is `dataclasses.replace(params, ...)`.
+        """
+        return SamplingParams(**self.engine.input_processor.defaults.sampling)  # type: ignore[arg-type]
 
     def add_adapter(self, name: str, source: str) -> None:
         """Load a LoRA adapter. It replaces an earlier adapter of the same name.

@@ -11,6 +11,7 @@ from pagemill.engine.outputs import MemoryUse
 from pagemill.engine.plan import Executor
 from pagemill.engine.text.input_processor import InputProcessor
 from pagemill.engine.text.pictures import ImageReader
+from pagemill.engine.text.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from pagemill.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class EngineParts(ModelParts):
     tool_call_parser: str | None = None
     """The settings of these names."""
     reasoning_parser: str | None = None
+    defaults: SamplingDefaults = NO_DEFAULTS
+    """Sampling parameters of requests that do not set them."""
     images: ImageReader | None = None
     """Prepares the images of prompts. None: see `media_refusal`."""
     inputs: type[InputProcessor] = InputProcessor

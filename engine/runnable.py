@@ -10,6 +10,7 @@ from pagemill.engine.models.checkpoint import check_header, read_config, read_sc
 from pagemill.engine.models.families.registry import find_family
 from pagemill.engine.models.formats.pickled import find_pickles
 from pagemill.engine.pooling.folder import read_pooling_folder
+from pagemill.engine.text.sampling_defaults import read_sampling_defaults
 from pagemill.engine.text.tokenizer import load_tokenizer
 
 
@@ -42,6 +43,7 @@ def check_files(config: EngineConfig, directory: Path) -> None:
     if is_stored and (any(weights.glob("*.safetensors")) or not find_pickles(weights)):
         for file in weight_files(weights):
             check_header(file)
+    read_sampling_defaults(config.generation_config, weights)
     if not config.skip_tokenizer_init and load_tokenizer(weights, config.chat_template) is None:
         raise lacks_tokenizer(config)
 
@@ -58,6 +60,7 @@ def reason_not_runnable(directory: Path) -> str | None:
     try:
         check_config(directory)
         weight_files(directory)
+        read_sampling_defaults("auto", directory)
     except ModelLoadError as error:
         return str(error)
     return None

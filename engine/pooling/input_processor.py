@@ -10,6 +10,7 @@ from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFea
 from pagemill.engine.pooling.folder import ClassifierFolder, EmbedderFolder, PoolingFolder
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Pool, PoolingKind
+from pagemill.engine.text.sampling_defaults import NO_DEFAULTS
 from pagemill.engine.text.text_encoder import EncodedText, TextEncoder
 from pagemill.engine.text.text_process import Text
 
@@ -63,6 +64,7 @@ class PoolingInputProcessor:
         raise self._refused("generate")
 
     parses_every_chat = False
+    defaults = NO_DEFAULTS
 
     def process_chat(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to generate. Raises UnsupportedFeature."""

@@ -22,6 +22,7 @@ from pagemill.engine.text.pictures import (
     place,
     with_pictures,
 )
+from pagemill.engine.text.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from pagemill.engine.text.tokenizer import Message, Tokenizer
 
 MAX_BAD_WORD_TOKENS = 32_768
@@ -50,8 +51,10 @@ class InputProcessor:
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
         images: ImageReader | str = "the model does not read images",
+        defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
         """The parsers are those of `EngineConfig`; `images` prepares pictures, or is why the model reads none."""
+        self.defaults = defaults
         self._parsers = tool_call_parser, reasoning_parser
         self._images = images
         self._tokenizer = tokenizer
@@ -64,7 +67,11 @@ class InputProcessor:
         """Leave out what is remembered of requests."""
         tools, reasoning = self._parsers
         make = partial(
-            InputProcessor, tool_call_parser=tools, reasoning_parser=reasoning, images=self._images
+            InputProcessor,
+            tool_call_parser=tools,
+            reasoning_parser=reasoning,
+            images=self._images,
+            defaults=self.defaults,
         )
         return make, (self._tokenizer, self._limits)
 
@@ -360,4 +367,5 @@ class InputProcessor:
         # The last token is never written to the cache, hence one slot more than the pool has. If there is not
         # room for even one, the scheduler refuses the request.
         pool_left = self._limits.pool_tokens // params.num_sequences - num_prompt_tokens + 1
-        return max(1, params.min_tokens, min(context_left, pool_left))
+        most = self.defaults.max_tokens
+        return max(1, params.min_tokens, min(context_left, pool_left, context_left if most is None else most))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -17,10 +18,11 @@ from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_USAGE, AsJson, app, print_
 from pagemill.cli.local_worker import download
 from pagemill.cli.terminal.checked import checked
 from pagemill.cli.terminal.views import print_rows
-from pagemill.engine.errors import ConfigError, EngineError
+from pagemill.engine.errors import ConfigError, EngineError, ModelLoadError
 from pagemill.engine.models.hubs.cached import CachedModel, cached_models
 from pagemill.engine.models.hubs.progress import size
 from pagemill.engine.models.source import ModelSource
+from pagemill.engine.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 
 if TYPE_CHECKING:
     from pagemill.engine.models.directory import LocalModel
@@ -83,10 +85,11 @@ def models(as_json: AsJson = False) -> None:
             (found.commit or "")[:_COMMIT_DIGITS],
             size(found.size_bytes),
             "unknown" if verdict is None else reason or "yes",
+            str(_defaults(found) or ""),
         )
         for found, reason in listed
     ]
-    print_rows(("model", "revision", "commit", "size", "can run"), rows)
+    print_rows(("model", "revision", "commit", "size", "can run", "samples with"), rows)
     if not cached:
         print_stderr("no model is cached; get one: pagemill pull org/name")
     elif verdict is None:
@@ -121,7 +124,16 @@ def _listed(found: CachedModel, reason: str | None, is_known: bool) -> dict[str,
         "size_bytes": found.size_bytes,
         "can_run": (reason is None) if is_known else None,
         "reason": reason,
+        "sampling_defaults": None if (defaults := _defaults(found)) is None else dataclasses.asdict(defaults),
     }
+
+
+def _defaults(found: CachedModel) -> SamplingDefaults | None:
+    """Return the model's sampling defaults; None: they cannot be read."""
+    try:
+        return read_sampling_defaults("auto", found.directory)
+    except ModelLoadError:
+        return None
 
 
 def _bytes(directory: Path) -> int:

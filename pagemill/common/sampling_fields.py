@@ -28,6 +28,8 @@ MAX_BIAS = 1e6
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields for which a model may have defaults of its own: a job that sets one to Pagemill's default says so."""
 DEFAULT_PROMPT_MAX_TOKENS = 16
 """`max_tokens` of a plain prompt that names none; a chat gets the rest of the context."""
 
@@ -56,7 +58,8 @@ class SamplingFields:
     """The sampling parameters of a request, named as in OpenAI's and vLLM's APIs.
 
     `temperature` 0 is greedy, and so is any below 1e-5. `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 switch their
-    filter off.
+    filter off. For a job that leaves out one of `MODEL_DEFAULTS`, the default of the model's generation_config.json
+    comes before the default here.
     """
 
     n: _Samples = 1

@@ -78,6 +78,7 @@ SPECIAL = {
     "served_model_name": ("x" * 300, "a!b", "a b!", ",", " ".join(f"name-{number}" for number in range(33))),
     "adapters": ("a", "=x", "a!=x"),
     "chat_template": ("/no/such/file", "/tmp", "a b", "x.jinja"),
+    "generation_config": ("/no/such/folder", "/tmp", "a b", "Auto"),
     "redis_url": BAD_URLS,
     "state_dir": ("/dev/null/state", "/proc/version/x"),
     "webhook_ca_file": ("/no/such/file", "/tmp"),

@@ -124,14 +124,15 @@ def processed(
     """
     if job.task in POOLED_TASKS:
         return *processor.process_pool(_pool_input(job)), None, ()
+    params = _params(job, job_id, processor.defaults.sampling)
     if job.images and isinstance(processor, InputProcessor):
         pictured = processor.read_images(engine_messages(job))
-        made = _processed_text(job, _params(job, job_id), pictured, processor)
+        made = _processed_text(job, params, pictured, processor)
         return *made, processor.media_of(made[0], pictured)
     messages = None
     if job.messages is not None:
         messages = [message.model_dump(mode="json", exclude_none=True) for message in job.messages]
-    return *_processed_text(job, _params(job, job_id), messages, processor), ()
+    return *_processed_text(job, params, messages, processor), ()
 
 
 def _processed_text(
@@ -154,12 +155,12 @@ def _processed_text(
     return *processor.process(**given), GENERATE, None
 
 
-def _params(job: Job, job_id: str) -> SamplingParams:
+def _params(job: Job, job_id: str, model_defaults: Mapping[str, float]) -> SamplingParams:
     """Return the job's sampling parameters as the engine's. Raises `pagemill.engine.errors.InvalidRequest`.
 
     A job without a seed (submitted by hand) gets one from its id: the same on every worker.
     """
-    fields: dict[str, Any] = job.sampling()
+    fields: dict[str, Any] = job.sampling(model_defaults)
     if fields["seed"] is None:
         digest = hashlib.blake2b(job_id.encode(), digest_size=8).digest()
         fields["seed"] = int.from_bytes(digest, "big") >> 1

@@ -46,8 +46,8 @@ _FIRST = (
     "http_host", "http_port", "drain_grace_s", "chat_template", "adapters", "device", "dtype", "kv_cache_dtype",
     "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks",
     "kv_cache_memory_bytes", "num_threads", "tensor_parallel_size", "engine_process", "verify",
-    "tool_call_parser", "reasoning_parser", "vllm_metric_names", "live_page", "live_page_hosts", "show_prompts",
-    "log_format", "log_level",
+    "generation_config", "tool_call_parser", "reasoning_parser", "vllm_metric_names", "live_page", "live_page_hosts",
+    "show_prompts", "log_format", "log_level",
 )  # fmt: skip
 """The settings that help shows first."""
 FLAGS = options(
@@ -61,6 +61,7 @@ FLAGS = options(
         "state_dir": {"metavar": "DIRECTORY"},
         "drain_grace_s": {"flag": "--drain-grace"},
         "chat_template": {"metavar": "FILE"},
+        "generation_config": {"metavar": "auto|none|FOLDER"},
         "adapters": {"flag": "--adapter", "metavar": "NAME=FOLDER", "kind": list[str]},
         "live_page_hosts": {"metavar": "NAME,..."},
         "tool_call_parser": {"metavar": "NAME"},

@@ -72,7 +72,7 @@ class JobForm:
         self._lane = lane_of(job)
         self._options = "".join(f',"{name}":{_json(value)}' for name, value in options.items())
         self._twin = f"{job.tenant}:" if job.dedupe else None
-        self._envelope = shared.decode()[1:]
+        self._envelope = (job.stated_defaults() + shared[1:]).decode()
         self._output_tokens = job.output_tokens()
 
     def digest(self, text: Text, salt: str = "") -> str:

@@ -28,6 +28,7 @@ from pagemill.common.sampling_fields import (
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_TOKEN_ID,
+    MODEL_DEFAULTS,
     SAMPLING_FIELDS,
     Bias,
     SamplingFields,
@@ -256,7 +257,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         """
         # The serializer itself returns bytes; model_dump_json would decode them.
         body = self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
-        added = b""
+        added = self.stated_defaults()
         if key is not None and self.key is None:
             added += b'"key":%b,' % json.dumps(key).encode()
         if seed is not None and self.needs_seed:
@@ -305,9 +306,26 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
             given = (self.prompt or self.prompt_token_ids or "",)
         return given
 
-    def sampling(self) -> dict[str, Any]:
-        """Return arguments for the engine's SamplingParams, with `max_tokens` resolved for plain prompts."""
+    def stated_defaults(self) -> bytes:
+        """Return the envelope's members for fields that were set to Pagemill's defaults: a model may have others."""
+        stated = self.model_fields_set.intersection(MODEL_DEFAULTS)
+        names = [name for name in MODEL_DEFAULTS if name in stated and not self._sets(name)] if stated else ()
+        return b"".join(
+            b'"%b":%b,' % (name.encode(), json.dumps(getattr(self, name)).encode()) for name in names
+        )
+
+    def sampling(self, model_defaults: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """Return arguments for the engine's SamplingParams, with `max_tokens` resolved for plain prompts.
+
+        Args:
+            model_defaults: the model's own sampling defaults, for fields that the job does not set. Beam searches and
+                probabilities of labels are of the model's distribution as it is, without them.
+        """
         fields = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        if model_defaults and self.beam_width is None and self.label_probs is None:
+            fields |= {
+                name: value for name, value in model_defaults.items() if name not in self.model_fields_set
+            }
         if self.max_tokens is None and self.messages is None:
             fields["max_tokens"] = DEFAULT_PROMPT_MAX_TOKENS
         return fields
@@ -368,7 +386,8 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         """Return the job's work without its prompt, as bytes."""
         # A greedy job does not use its seed.
         fields = _WORK_FIELDS if self.temperature > 0.0 else _WORK_FIELDS - {"seed"}
-        return self.model_dump_json(include=fields, exclude_defaults=True).encode()
+        work = self.model_dump_json(include=fields, exclude_defaults=True).encode()
+        return work + self.stated_defaults()
 
     def prompt_work(self) -> bytes:
         """Return the prompt in an unambiguous form."""

@@ -33,6 +33,7 @@ SHAPES = st.sampled_from(
         {"temperature": 0.0, "max_tokens": 4},
         {"temperature": 0, "dedupe": True},
         {"seed": 7, "dedupe": True, "n": 2},
+        {"seed": 7, "temperature": 1.0, "top_k": 0, "top_p": 1, "dedupe": True},
         {"priority": "high", "tenant": "other", "ttl": 60.0, "max_attempts": 1, "stream": True},
         {"structured_outputs": {"choice": ["a", "b"]}, "stop": "x"},
         {"max_tokens": True},
@@ -71,7 +72,8 @@ def meaning(item: Submission) -> tuple[Any, Any]:
     header = json.loads(item.header)
     if "metadata" in header:
         header["metadata"] = json.loads(header["metadata"])
-    return header, Job.from_payload(item.payload) if item.payload else None
+    job = Job.from_payload(item.payload) if item.payload else None
+    return header, job, job and job.sampling({"temperature": 0.5, "top_k": 7, "top_p": 0.5})
 
 
 @pytest.mark.slow

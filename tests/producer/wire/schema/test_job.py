@@ -139,6 +139,41 @@ def test_a_job_survives_its_envelope() -> None:
     assert set(json.loads(job.to_payload())) < set(Job.model_fields) | {"v"}
 
 
+DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
+"""Of a model, in its generation_config.json."""
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_field_that_is_set_comes_before_the_models_default(name: str) -> None:
+    default = Job.model_fields[name].default
+    for value in (default, 0.5 if name != "top_k" else 5):
+        job = Job.from_payload(Job.parse(BASE | {name: value}).to_payload())
+        assert job.sampling(DEFAULTS)[name] == value
+        assert {other: job.sampling(DEFAULTS)[other] for other in DEFAULTS if other != name} == {
+            other: DEFAULTS[other] for other in DEFAULTS if other != name
+        }
+
+
+def test_a_field_that_is_not_set_has_the_models_default() -> None:
+    job = Job.from_payload(Job.parse(BASE).to_payload())
+    assert {name: job.sampling(DEFAULTS)[name] for name in DEFAULTS} == DEFAULTS
+    assert job.sampling()["temperature"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "fields", [{"beam_width": 2}, {"label_probs": "product", "structured_outputs": {"choice": ["a", "b"]}}]
+)
+def test_the_models_defaults_do_not_change_what_is_ranked(fields: dict[str, Any]) -> None:
+    job = Job.parse(BASE | fields)
+    assert job.sampling(DEFAULTS) == job.sampling()
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_jobs_that_a_model_tells_apart_are_not_one(name: str) -> None:
+    seeded = BASE | {"seed": 1}
+    assert Job.parse(seeded).digest() != Job.parse(seeded | {name: Job.model_fields[name].default}).digest()
+
+
 @pytest.mark.parametrize(
     "payload",
     [b"", b"null", b"[]", b"{}", b'{"v":2,"prompt":"p","model":"m"}', b'{"v":1}', b"\xff", b"[" * 100_000,

@@ -320,6 +320,9 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         Args:
             model_defaults: the model's own sampling defaults, for fields that the job does not set. Beam searches and
                 probabilities of labels are of the model's distribution as it is, without them.
+
+        Returns:
+            One argument for each sampling field.
         """
         fields = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         if model_defaults and self.beam_width is None and self.label_probs is None:

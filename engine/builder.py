@@ -314,7 +314,7 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | NoA
     if (size := config.tensor_parallel_size) > 1:
         return NoAdapters(f"adapters with tensor_parallel_size={size} are not supported")
     layers = AdaptedLayers(
-        model.module, model.family, model.device.warm_up_adapters,
+        model.module, model.family, model.directory, model.device.warm_up_adapters,
         num_slots=config.adapter_slots, max_rank=config.max_adapter_rank,
     )  # fmt: skip
     memory_bytes = adapter_bytes_for(config, model.device)

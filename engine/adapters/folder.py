@@ -42,6 +42,8 @@ _REFUSED = {
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN_PATTERN = re.compile(r"\^?[\w.]+")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.(?:default\.)?weight")
+_COPY = re.compile(r"base_model\.model\.((?:(?!lora_|base_layer)\w+\.)*(?!lora_|base_layer)\w+)\.weight")
+"""PEFT saves embeddings and heads with an adapter after the vocabulary was resized, or if it cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class AdapterFolder:
 
     layers: dict[str, LowRank]
     """By the path of the layer in the model that it was trained on."""
+    copies: dict[str, torch.Tensor]
+    """Whole weights of the model, by the path of their module."""
     digest: str
 
 
@@ -90,7 +94,9 @@ def read_adapter(directory: Path) -> AdapterFolder:
         raise AdapterError(str(error)) from error
     except (OSError, RecursionError) as error:
         raise AdapterError(f"can't read {directory}: {error}") from error
-    return AdapterFolder(_paired(tensors, config), digest.hexdigest()[:32])
+    copies = {match[1]: tensor for name, tensor in tensors.items() if (match := _COPY.fullmatch(name))}
+    halves = {name: tensor for name, tensor in tensors.items() if not _COPY.fullmatch(name)}
+    return AdapterFolder(_paired(halves, config), copies, digest.hexdigest()[:32])
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
@@ -148,6 +154,10 @@ def _paired(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> d
         a, b = pair["A"], pair["B"]
         if len(a) != b.shape[1] or not len(a):
             raise AdapterError(f"{path}: lora_A has rank {len(a)} and lora_B {b.shape[1]}")
+        if not config.get("rank_pattern") and config.get("r", len(a)) != len(a):
+            raise AdapterError(
+                f"{path} has rank {len(a)}, but {CONFIG} says r={config['r']!r:.20}; one file is of another training"
+            )
         if not (a.isfinite().all() and b.isfinite().all()):
             raise AdapterError(f"{path} has numbers that are not finite")
         layers[path] = LowRank(a, b, _scale(path, len(a), config))
@@ -176,8 +186,10 @@ def _scale(path: str, rank: int, config: Mapping[str, Any]) -> float:
 
 def _matched(patterns: Any, path: str, default: Any) -> Any:
     """Return the value of the first pattern for this path, as PEFT matches them."""
-    if not isinstance(patterns, dict):
+    if patterns is None:
         return default
+    if not isinstance(patterns, dict):
+        raise AdapterError("alpha_pattern is not an object of names and numbers")
     for pattern, value in patterns.items():
         if not _PLAIN_PATTERN.fullmatch(pattern):  # a stranger's regular expression may run for ever
             raise AdapterError(f"alpha_pattern has {pattern[:100]!r}: only names of layers are supported")

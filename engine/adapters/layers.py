@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from pagemill.engine.adapters.adapter import Adapter
+from pagemill.engine.adapters.copies import check_copies
 from pagemill.engine.adapters.folder import LowRank, read_adapter
 from pagemill.engine.errors import AdapterError
 from pagemill.engine.layers.linear import Linear
@@ -43,10 +45,17 @@ class AdaptedLayers:
     """The linear layers of one model, with tables for `num_slots` adapters."""
 
     def __init__(
-        self, module: Any, family: Family, warm_up: Callable[[], None], *, num_slots: int, max_rank: int
+        self,
+        module: Any,
+        family: Family,
+        directory: Path,
+        warm_up: Callable[[], None],
+        *,
+        num_slots: int,
+        max_rank: int,
     ) -> None:
         """`module`: a causal language model that its device has rewritten; `warm_up`: `warm_up_adapters` of that."""
-        self._warm_up = warm_up
+        self._directory, self._warm_up = directory, warm_up
         self._family, self._config = family, module.config
         self._max_rank = max_rank
         self._parts: dict[str, _Part] = {}
@@ -76,12 +85,14 @@ class AdaptedLayers:
     def read(self, adapter: Adapter) -> ReadyAdapter:
         """Read an adapter's folder, check it against this model, and put its matrices on the device. Any thread.
 
-        `adapter.digest`, `rank` and `num_bytes` are not looked at: the result's adapter has them.
+        `adapter.rank` and `num_bytes` are not looked at: the result's adapter has them.
 
         Raises:
             AdapterError: the folder can't be read, or its matrices don't fit this model.
         """
         folder = read_adapter(adapter.directory)
+        if adapter.digest != folder.digest:  # after an eviction it has been checked
+            self._check_copies(folder.copies)
         matrices: list[Matrices | None] = [None] * len(self._parts)
         entries = torch.zeros(len(self._parts), _NUMBERS, dtype=torch.int64)
         num_bytes, rank = 0, max(change.rank for change in folder.layers.values())
@@ -113,6 +124,12 @@ class AdaptedLayers:
         for linear, _ in self._linears:
             assert linear.adapters is not None
             linear.adapters.matrices.pop(slot, None)
+
+    def _check_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
+        for path in copies:
+            if path not in self._head | self._embeddings:
+                raise AdapterError(f"it has {path} as a whole: only linear layers can be adapted")
+        check_copies(copies, self._directory, next(iter(self._embeddings)))
 
     def _placed(self, change: LowRank) -> Matrices:
         b = (change.b.float() * change.scale).t()

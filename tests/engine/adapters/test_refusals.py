@@ -85,6 +85,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "what is new": (config(use_bdlora={"x": 1}), "'use_bdlora' is not supported"),
     "a forged line": (config(**{"x\n\x1b[2J": 1}), "'x\\n\\x1b[2J' is not supported"),
     "a hostile pattern": (config(alpha_pattern={"(a+)+$": 1}), "only names of layers"),
+    "patterns of another type": (config(alpha_pattern=["q_proj"]), "alpha_pattern is not an object"),
+    "another rank": (config(r=16), "has rank 8, but adapter_config.json says r=16"),
     "no number": (config(lora_alpha="8"), "not a number"),
     "NaN": (tensors(nan), "numbers that are not finite"),
     "infinite alpha": (config(lora_alpha=1e300), "numbers that torch.float32 does not hold"),
@@ -117,6 +119,18 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a stray tensor": (
         tensors(lambda held: held.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 8)})),
         "an adapter of embeddings",
+    ),
+    "other embeddings": (
+        tensors(lambda held: held.update({"base_model.model.model.embed_tokens.weight": torch.ones(61, 32)})),
+        "another model.embed_tokens than the model: merge it",
+    ),
+    "a resized vocabulary": (
+        tensors(lambda held: held.update({"base_model.model.lm_head.weight": torch.ones(64, 32)})),
+        "lm_head of [64, 32], the model has [61, 32]: the vocabulary was resized",
+    ),
+    "a whole norm": (
+        tensors(lambda held: held.update({"base_model.model.model.norm.weight": torch.ones(32)})),
+        "it has model.norm as a whole",
     ),
     "the head": (
         tensors(lambda held: held.update({
@@ -198,3 +212,21 @@ def test_echo_has_none() -> None:
     llm = LLM("echo")
     with pytest.raises(UnknownAdapter, match="unknown adapter 'a': this model takes none"):
         llm.generate("x", PARAMS, adapter="a")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_the_models_own_embeddings_are_accepted(
+    dtype: torch.dtype, llm: LLM, model: Path, sound: Path, tmp_path: Path
+) -> None:
+    """PEFT saves them with `save_embedding_layers=True`, and by itself if it cannot tell whether they were resized."""
+    folder = tmp_path / "copies"
+    shutil.copytree(sound, folder)
+    base = load_file(model / "model.safetensors")
+    names = [name for name in ("model.embed_tokens.weight", "lm_head.weight") if name in base]
+    copies = {f"base_model.model.{name}": base[name].to(dtype) for name in names}
+    copies.setdefault("base_model.model.lm_head.weight", base["model.embed_tokens.weight"].to(dtype).clone())
+    tensors(lambda held: held.update(copies))(folder)
+    llm.add_adapter("copies", str(folder))
+    (output,) = llm.generate([PROMPT], PARAMS, adapter="copies", use_tqdm=False)
+    (expected,) = llm.generate([PROMPT], PARAMS, adapter="sound", use_tqdm=False)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids

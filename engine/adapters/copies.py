@@ -29,14 +29,14 @@ def check_copies(copies: Mapping[str, torch.Tensor], directory: Path, embeddings
         if own is None:
             own = _stored(embeddings, directory)  # the head is tied to them
         if own is None:
-            raise AdapterError(f"its copy of {path} cannot be compared with the model's: {_INSTEAD}")
+            raise AdapterError(f"the copy of {path} cannot be compared with the model's: {_INSTEAD}")
         if own.shape != copied.shape:
             raise AdapterError(
-                f"it has a {path} of {list(copied.shape)}, the model has {list(own.shape)}: the vocabulary was resized "
-                f"before the training; {_INSTEAD}"
+                f"{path} has the shape {list(copied.shape)}, the model's has {list(own.shape)}: the vocabulary was "
+                f"resized before the training; {_INSTEAD}"
             )
         if not torch.equal(own.to(copied.dtype), copied):
-            raise AdapterError(f"it has another {path} than the model: {_INSTEAD}")
+            raise AdapterError(f"{path} differs from the model's: {_INSTEAD}")
 
 
 def _stored(path: str, directory: Path) -> torch.Tensor | None:

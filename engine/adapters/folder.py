@@ -43,7 +43,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN_PATTERN = re.compile(r"\^?[\w.]+")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.(?:default\.)?weight")
 _COPY = re.compile(r"base_model\.model\.((?:(?!lora_|base_layer)\w+\.)*(?!lora_|base_layer)\w+)\.weight")
-"""PEFT saves embeddings and heads with an adapter after the vocabulary was resized, or if it cannot tell."""
+"""PEFT saves embeddings and heads with an adapter after a resize of the vocabulary, or if it is not sure."""
 
 
 @dataclass(frozen=True, slots=True)

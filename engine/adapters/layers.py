@@ -128,7 +128,7 @@ class AdaptedLayers:
     def _check_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
         for path in copies:
             if path not in self._head | self._embeddings:
-                raise AdapterError(f"it has {path} as a whole: only linear layers can be adapted")
+                raise AdapterError(f"{path} is saved as a whole weight: only linear layers can be adapted")
         check_copies(copies, self._directory, next(iter(self._embeddings)))
 
     def _placed(self, change: LowRank) -> Matrices:

@@ -7,6 +7,7 @@ the schema, and `verifier.py` checks finished outputs.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,52 @@ _OPPOSITES = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
 }
+
+
+_NOT_ONLY = re.compile(r"\^\(\?!\^?\[(?!\^)((?:[^\]\\]|\\.)+)\]\*\$\)")
+"""At the beginning of a pattern: no text that consists of the characters of a class."""
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+
+
+def without_look_around(pattern: str) -> tuple[str, str | None, bool]:
+    """Take the look-around out of a pattern, which regular expressions of grammars lack.
+
+    Pydantic describes a `Decimal` by `^(?!^[-+.]*$)` before the digits: a text of more than signs.
+
+    Returns:
+        A pattern for at least the same texts; a second one, if there is one, that those match too; and whether both
+        together match the same texts only.
+    """
+    required = None
+    if (start := _NOT_ONLY.match(pattern)) is not None:
+        required = f"[^{start[1]}]"
+        pattern = "^" + pattern[start.end() :].removeprefix("^")
+    kept, is_exact = "", True
+    place = 0
+    for token in _TOKEN.finditer(pattern):
+        if token.start() < place:
+            continue
+        if not _LOOK_AROUND.fullmatch(token[0]):
+            kept += token[0]
+        elif (end := _closing(pattern, token.end())) is not None:
+            place, is_exact = end + 1, False
+        else:
+            return pattern, required, True  # not a valid pattern
+    return kept, required, is_exact
+
+
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]|\(\?<?[=!]|.", re.DOTALL)
+"""An escape, a class, the beginning of a look-around, or any other character."""
+
+
+def _closing(pattern: str, start: int) -> int | None:
+    """Return the place of the parenthesis that closes a group, whose text begins at `start`."""
+    depth = 1
+    for token in _TOKEN.finditer(pattern, start):
+        depth += token[0].startswith("(") - (token[0] == ")")
+        if depth == 0:
+            return token.start()
+    return None
 
 
 class TooLarge(Exception):
@@ -147,8 +194,11 @@ class _Rewriter:
                 kept[key] = self._reference(value)
             elif key == "format":
                 kept |= self._format(schema, value)
+            elif key == "pattern" and isinstance(value, str):
+                kept[key], _, _ = without_look_around(value)
             elif key not in _DEFINITIONS and key not in _LEFT_OUT and key not in _EXPANDED:
                 kept[key] = value
+        kept |= self._of_names(schema)
         self._leave_out(schema, kept)
         parts = [part for part in self._conjuncts(schema) if part is not True]
         if self._is_loose:
@@ -160,6 +210,40 @@ class _Rewriter:
         if len(parts) == 1 and parts[0].keys() == {"anyOf"} and "anyOf" not in kept:
             return kept | parts[0]
         return kept | {"allOf": [*kept.get("allOf", ()), *parts]}
+
+    def _of_names(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return what enforces `propertyNames`, if anything can: a list of the properties, or a pattern."""
+        names = schema.get("propertyNames")
+        if isinstance(names, dict) and "$ref" in names and not names.keys() - {"$ref"} - _ANNOTATIONS:
+            names = self._target(names["$ref"])
+        if (
+            not isinstance(names, dict)
+            or "patternProperties" in schema
+            or _IN_PLACE & (schema.keys() | names.keys())
+        ):
+            return {}
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        few = finite_values(names)
+        if few is not None and isinstance(known, dict):
+            allowed = dict.fromkeys(name for name in few if isinstance(name, str))
+            return {
+                "properties": {
+                    name: self._schema(known.get(name, others))
+                    for name in (*known, *allowed)
+                    if name in allowed
+                },
+                "additionalProperties": False,
+            }
+        if known or names.keys() - _ANNOTATIONS - {"type", "pattern", "minLength", "maxLength"}:
+            return {}
+        low, high = names.get("minLength", 0), names.get("maxLength", "")
+        if "pattern" not in names:
+            pattern = rf"^[\s\S]{{{low},{high}}}$"
+        elif low == 0 and high == "" and isinstance(names["pattern"], str):
+            pattern = names["pattern"]
+        else:
+            return {}
+        return {"patternProperties": {pattern: self._schema(others)}, "additionalProperties": False}
 
     def _format(self, schema: dict[str, Any], name: Any) -> dict[str, Any]:
         """Return what enforces a format, if anything can."""
@@ -175,6 +259,12 @@ class _Rewriter:
 
     def _conjuncts(self, schema: dict[str, Any]) -> Iterator[Any]:
         """Yield rewritten schemas that say the same as the keywords that the library lacks."""
+        if isinstance(given := schema.get("pattern"), str):
+            _, required, is_exact = without_look_around(given)
+            if required is not None:
+                yield {"pattern": required}
+            if not is_exact:
+                self.wider.add("pattern")
         if (pattern := _FORMAT_PATTERNS.get(str(schema.get("format")))) is not None:
             yield {"pattern": pattern}
         if isinstance(branches := schema.get("oneOf"), list):
@@ -286,7 +376,7 @@ class _Rewriter:
                 kept["additionalProperties"] = self._schema(value)
             elif not (
                 (key == "uniqueItems" and value is False)
-                or (key == "propertyNames" and value in (True, {}))
+                or (key == "propertyNames" and (value in (True, {}) or self._of_names(schema)))
                 or key in ("$dynamicAnchor", "$recursiveAnchor")
             ):
                 self.wider.add(key)

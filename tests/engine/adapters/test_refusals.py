@@ -122,15 +122,15 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other embeddings": (
         tensors(lambda held: held.update({"base_model.model.model.embed_tokens.weight": torch.ones(61, 32)})),
-        "another model.embed_tokens than the model: merge it",
+        "model.embed_tokens differs from the model's: merge it",
     ),
     "a resized vocabulary": (
         tensors(lambda held: held.update({"base_model.model.lm_head.weight": torch.ones(64, 32)})),
-        "lm_head of [64, 32], the model has [61, 32]: the vocabulary was resized",
+        "lm_head has the shape [64, 32], the model's has [61, 32]: the vocabulary was resized",
     ),
     "a whole norm": (
         tensors(lambda held: held.update({"base_model.model.model.norm.weight": torch.ones(32)})),
-        "it has model.norm as a whole",
+        "model.norm is saved as a whole weight",
     ),
     "the head": (
         tensors(lambda held: held.update({

@@ -37,7 +37,7 @@ VALUES: list[Any] = [
     {}, {"kind": "a"}, {"kind": "b"}, {"kind": "a", "x": 1}, {"kind": "b", "y": 2}, {"x": 1}, {"y": 1},
     {"x": "s"}, {"x": 1, "y": 2}, {"kind": "c", "x": 1, "y": 2}, [],
     [1, 1], [1, 2], [1, 2, 2], 1, 5, 12, -1, "a", "b", "abc",
-    "", True, False, None,
+    "", True, False, None, ".", "-", "+.", "1.5", "-0.50", ".5", "1.", "1a", "+1", "b]", "1.55",
 ]  # fmt: skip
 EXACT: dict[str, Schema] = {
     "oneOf of disjoint types": {"oneOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
@@ -70,12 +70,32 @@ EXACT: dict[str, Schema] = {
     "dependentSchemas": OBJECT | {"dependentSchemas": {"x": {"required": ["kind"]}}},
     "unevaluatedProperties": {k: v for k, v in OBJECT.items() if k != "additionalProperties"}
     | {"unevaluatedProperties": False},
+    "names of a list": {"type": "object", "propertyNames": {"enum": ["x", "y", 1]}},
+    "names of a reference": {
+        "$defs": {"Name": {"enum": ["x", "y"], "type": "string", "title": "Name"}},
+        "type": "object", "propertyNames": {"$ref": "#/$defs/Name"}, "additionalProperties": {"type": "integer"},
+    },
+    "names among properties": OBJECT | {"propertyNames": {"enum": ["x", "z"]}},
+    "names of a length": {"type": "object", "propertyNames": {"type": "string", "maxLength": 1}},
+    "names of a pattern": {"propertyNames": {"pattern": "^[xz]"}, "additionalProperties": {"type": "integer"}},
+    "a decimal": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
+    "not only a class": {"type": "string", "pattern": r"^(?![ab\]]*$)[a-z]*$"},
     "no unique items": {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
 }  # fmt: skip
 VERIFIED: dict[str, Schema] = {
     "uniqueItems": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
     "contains": {"type": "array", "items": {"type": "integer"}, "contains": {"const": 2}},
-    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 1}},
+    "names of two rules": {"type": "object", "propertyNames": {"maxLength": 1, "pattern": "[xy]"}},
+    "names of their own rule": {"type": "object", "propertyNames": {"anyOf": [{"const": "x"}, {"maxLength": 1}]}},
+    "names beside patterns": {"type": "object", "patternProperties": {"x": True}, "propertyNames": {"maxLength": 1}},
+    "a look-ahead": {"type": "string", "pattern": "^(?=.*b)[a-c]+$"},
+    "a negative look-ahead": {"type": "string", "pattern": r"^(?!ab)[a-c\d]+"},
+    "a decimal of few digits": {
+        "type": "string",
+        "pattern": r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,1}|(?=[\d.]{1,3}0*$)\d{0,1}\.\d{0,2}0*)$",
+    },
+    "not only some characters": {"type": "string", "pattern": r"^(?![ab\]]+$)[a-z(\])]*$"},
+    "a look-behind": {"type": "string", "pattern": r"^[a-c]+(?<!b)$"},
     "overlapping oneOf": {"oneOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 7}]},
     "oneOf of required": OBJECT | {"oneOf": [{"required": ["x"]}, {"required": ["y"]}]},
     "not a pattern": {"type": "string", "not": {"pattern": "^a"}},

@@ -41,6 +41,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "producer": ("tests/producer",),
     "worker": ("tests/worker", "tests/monitoring", "tests/supervisor", "tests/sizing"),
     "commands": ("tests/cli", "tests/demo", "tests/integration/cli"),
+    "celery": ("tests/integration/celery",),
     "integration": ("tests/integration",),
     "chaos": ("tests/chaos", "tests/adversarial"),
     "project": ("tests",),

@@ -191,8 +191,10 @@ def _serving(stack: contextlib.ExitStack, url: str | None, queue: str, model: st
 
 
 def _configure(application: Celery, url: str, settings: CeleryWorkerSettings, model: str) -> None:
+    from pagemill.producer.celery.pool import use_task_pool
     from pagemill.producer.celery.serving import TRANSPORT_OPTIONS, serve_task
 
+    use_task_pool()
     logging.getLogger("celery.pool").setLevel(logging.INFO)  # at debug level it logs prompts
     options: dict[str, Any] = dict(application.conf.broker_transport_options or {})
     application.conf.update(

@@ -293,8 +293,9 @@ def test_time_limits(generate: Callable[..., Any], engine: Any) -> None:
 
 @pytest.mark.slow
 def test_celerys_own_inspection_answers(generate: Callable[..., Any], shop: Any) -> None:
-    handle = generate(prompt="x" * 1000, max_tokens=1000)
-    inspect = shop.app.control.inspect(timeout=10)
+    handle = generate(prompt="x" * 2000, max_tokens=2000)
+    # There is one worker: without the limit, each call would wait for others, and the task would end meanwhile.
+    inspect = shop.app.control.inspect(timeout=10, limit=1)
     eventually(
         lambda: handle.id in {task["id"] for tasks in (inspect.active() or {}).values() for task in tasks},
         "the task among the active ones",
@@ -302,8 +303,11 @@ def test_celerys_own_inspection_answers(generate: Callable[..., Any], shop: Any)
     replies = dict[str, Any]()
     eventually(lambda: replies.update(inspect.stats() or {}) or replies, "the statistics")
     (stats,) = replies.values()
-    assert stats["pool"]["implementation"].endswith("thread:TaskPool")
-    handle.get(timeout=PATIENCE_S)
+    assert stats["pool"]["implementation"].endswith("pool:TaskPool")
+    for change in (shop.app.control.pool_grow, shop.app.control.pool_shrink):
+        (answer,) = change(1, reply=True, timeout=PATIENCE_S, limit=1)
+        assert "another --concurrency" in str(answer)
+    assert len(handle.get(timeout=PATIENCE_S)["text"]) == 2000
 
 
 @pytest.fixture

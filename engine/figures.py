@@ -14,8 +14,8 @@ from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.execution.kv_cache import resolve_cache_dtype
+from pagemill.engine.json_files import read_json_object
 from pagemill.engine.models.directory import obtain_model
-from pagemill.engine.models.json_files import read_json_object
 from pagemill.engine.models.loader import load_outline
 from pagemill.engine.models.packaged import find_gguf
 from pagemill.engine.models.source import ModelSource

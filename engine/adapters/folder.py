@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from pagemill.engine.errors import AdapterError, ModelLoadError
+from pagemill.engine.json_files import read_json_object
 from pagemill.engine.models.checkpoint import read_tensors
 from pagemill.engine.models.formats.pickled import converted_pickles
-from pagemill.engine.models.json_files import read_json_object
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _KNOWN = frozenset({

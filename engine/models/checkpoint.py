@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.json_files import read_json_object
 from pagemill.engine.models.formats.pickled import PICKLED_INDEX, converted_pickles, find_pickles
-from pagemill.engine.models.json_files import read_json_object
 from pagemill.engine.models.misplaced import found_instead
 from pagemill.engine.models.quantized.registry import find_scheme
 from pagemill.engine.models.quantized.scheme import Scheme

@@ -10,9 +10,9 @@ from pagemill.common.fingerprint import with_commit
 from pagemill.engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
 from pagemill.engine.devices.registry import find_device
 from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.json_files import read_json_object
 from pagemill.engine.layers.linear import Linear
 from pagemill.engine.models.directory import LocalModel
-from pagemill.engine.models.json_files import read_json_object
 from pagemill.engine.pooling.engine import WAITING_STEPS, PoolingEngine, PoolingParts
 from pagemill.engine.pooling.folder import EmbedderFolder, PoolingFolder
 from pagemill.engine.pooling.input_processor import PoolingInputProcessor, PoolingLimits

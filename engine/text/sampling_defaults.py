@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagemill.common.sampling_fields import MODEL_DEFAULTS
 from pagemill.engine.errors import InvalidRequest, ModelLoadError
-from pagemill.engine.models.json_files import read_json_object
+from pagemill.engine.json_files import read_json_object
 from pagemill.engine.sampling_params import SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"

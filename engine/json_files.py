@@ -1,4 +1,4 @@
-"""JSON files of a model's folder."""
+"""JSON files of models and adapters."""
 
 from __future__ import annotations
 

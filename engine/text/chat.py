@@ -26,6 +26,7 @@ from pagemill.engine.errors import InvalidRequest, UnsupportedFeature
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Outline, Thinking
 from pagemill.engine.text.call_grammar import CallGrammar, Function, is_text_schema
+from pagemill.engine.text.chat_template import CONTINUE
 from pagemill.engine.text.harmony_turns import harmony_turns
 from pagemill.engine.text.numbered_calls import number_calls
 from pagemill.engine.text.tokenizer import Message, Tokenizer
@@ -218,6 +219,10 @@ class ChatFormat:
             raise UnsupportedFeature(
                 "thinking_token_budget: the model's template shows no thinking; use max_tokens, or start the worker "
                 f"with reasoning_parser set to one of {', '.join(THINKING)}"
+            )
+        if options.template_kwargs.get(CONTINUE) and self._tags is not None and self._tags.after:
+            raise UnsupportedFeature(
+                f"{CONTINUE}: an answer of this model has headers, and can't be continued"
             )
         words = ("reasoning_effort", *_SWITCHES)
         efforts = self._tags.efforts if self._tags else ()

@@ -18,8 +18,10 @@ from pagemill.engine.text.text_process import TextProcess
 
 _MAX_BYTES = 2**20
 _MAX_REASON = 300
-_RESERVED = {"chat_template", "continue_final_message", "conversation", "messages", "tokenize",
-             "tools"}  # fmt: skip
+_RESERVED = {"chat_template", "conversation", "messages", "tokenize", "tools"}
+CONTINUE = "continue_final_message"
+"""The variable that leaves the last turn open, as transformers' apply_chat_template has it."""
+_END = "pagemill7end"
 _SAMPLE = "pagemill7sample"
 _SAMPLE_TURNS: dict[str, tuple[str, ...]] = {
     "user": ("user",), "system": ("system", "user"), "assistant": ("user", "assistant", "user"),
@@ -63,7 +65,8 @@ class ChatTemplate:
 
         Args:
             tools: functions that the model may call, in OpenAI's form.
-            variables: further names that the template may read.
+            variables: further names that the template may read. With `CONTINUE`, the text ends with the last message,
+                which the assistant continues.
 
         Raises:
             UnsupportedFeature: there is no template.
@@ -81,9 +84,16 @@ class ChatTemplate:
         parts = self._roles_in_parts(template, values)
         if parts is None and any(message.get("role") == "user" for message in messages):
             raise InvalidRequest("the chat template leaves out the text of user messages; use another")
+        is_continued = bool(values.pop(CONTINUE, False))
+        last = messages[-1]
+        if is_continued:
+            values["add_generation_prompt"] = False
+            check_continued(last)
+            messages = [*messages[:-1], {**last, "content": f"{last['content']}{_END} "}]
         values["messages"] = [_known_fields(message, parts or ()) for message in messages]
         try:
-            return self._process.render(template, values)
+            text = self._process.render(template, values)
+            return _before_end(text, last) if is_continued else text
         except Refused as error:
             # What the template says itself (raise_exception) is the reason that its user needs.
             raise InvalidRequest(
@@ -192,6 +202,29 @@ def _known_fields(message: Mapping[str, Any], parts: Collection[str]) -> dict[st
     if (reasoning := next((known[name] for name in names if name in known), None)) is not None:
         known = {"thinking": reasoning} | known | {"reasoning_content": reasoning}
     return known
+
+
+def check_continued(message: Mapping[str, Any]) -> None:
+    """Check that there is something to continue in a last message. Raises InvalidRequest."""
+    content = message.get("content")
+    if (
+        message.get("role") != "assistant"
+        or message.get("tool_calls")
+        or not isinstance(content, str)
+        or not content
+    ):
+        raise InvalidRequest(
+            f"{CONTINUE}: the last message should be the assistant's, with a text to continue"
+        )
+
+
+def _before_end(text: str, message: Mapping[str, Any]) -> str:
+    """Return a conversation up to the end of its last message. Raises InvalidRequest if a part of that is not in it."""
+    before, end, after = text.rpartition(_END)
+    if not end or message["content"].strip() not in before:
+        raise InvalidRequest(f"{CONTINUE}: the chat template leaves out the text of the last message")
+    # A template that trims contents would have trimmed this one's end too.
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _plain(token: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pagemill.engine.errors import EngineError, InvalidRequest, ModelLoadError
 from pagemill.engine.text.byte_level import byte_characters
-from pagemill.engine.text.chat_template import ChatTemplate
+from pagemill.engine.text.chat_template import CONTINUE, ChatTemplate, check_continued
 from pagemill.engine.text.known_cost import is_decoder_bounded, unbounded_part
 from pagemill.engine.text.text_process import TextProcess, is_panic
 from pagemill.engine.text.tokenizer_files import has_tokenizer, read_tokenizer
@@ -82,7 +82,11 @@ class ByteTokenizer:
     def render_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        return "".join(f"{_text_of(m)}\n" for m in messages)
+        text = "".join(f"{_text_of(m)}\n" for m in messages)
+        if not variables.get(CONTINUE):
+            return text
+        check_continued(messages[-1])
+        return text.removesuffix("\n")
 
     def to_json(self) -> str:
         end = {"id": 256, "content": "<end>", "special": True, "normalized": False,

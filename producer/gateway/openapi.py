@@ -61,6 +61,8 @@ class _ChatRequest(_Request):
     store: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 _Prompts = Annotated[list[str | list[int]], Field(min_length=1, max_length=formats.MAX_PROMPTS)]

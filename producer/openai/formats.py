@@ -36,6 +36,8 @@ STRUCTURES: Mapping[str, str] = {
     "regex": "regex",
 }
 """Other names of a member of `structured_outputs`: vLLM's earlier ones, and SGLang's."""
+OPEN_TURNS = ("add_generation_prompt", "continue_final_message")
+"""vLLM's fields for what a chat's prompt ends with: a new turn of the assistant, or its last message."""
 _COMMON = _SAMPLING | {"model", "response_format"} | STRUCTURES.keys()
 ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
 """Text fields that do not affect the output."""
@@ -63,7 +65,7 @@ _INSTEAD: Mapping[str, str] = {
 }
 """What to use instead of some."""
 FIELDS: Mapping[str, frozenset[str]] = {
-    CHAT_URL: _COMMON | CHAT_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"},
+    CHAT_URL: _COMMON | CHAT_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", *OPEN_TURNS},
     COMPLETIONS_URL: _COMMON | {"prompt", "echo"},
 }
 """Fields that a request may have, by URL."""
@@ -87,6 +89,7 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise InvalidJob("max_tokens and max_completion_tokens exclude each other", param="max_tokens")
     _read_chat_logprobs(fields)
     _read_tools(fields)
+    _read_open_turns(fields)
     messages = fields.get("messages")
     if isinstance(messages, list):
         fields["messages"] = [_message(i, message) for i, message in enumerate(messages)]
@@ -209,6 +212,20 @@ def _read_tools(fields: dict[str, Any]) -> None:
         del fields["tool_choice"]
     if isinstance(fields.get("parallel_tool_calls"), bool):
         del fields["parallel_tool_calls"]
+
+
+def _read_open_turns(fields: dict[str, Any]) -> None:
+    """Read how the prompt ends as variables of the chat template, which others than the default are."""
+    given = {name: fields.pop(name) for name in OPEN_TURNS if name in fields}
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise InvalidJob(f"{name}: Input should be a valid boolean", param=name)
+    if all(given.get(name) for name in OPEN_TURNS):
+        raise InvalidJob("continue_final_message needs add_generation_prompt false", param=OPEN_TURNS[1])
+    variables = fields.get("chat_template_kwargs", {})
+    changed = {name: value for name, value in given.items() if value is not (name == OPEN_TURNS[0])}
+    if changed and isinstance(variables, Mapping):
+        fields["chat_template_kwargs"] = {**variables, **changed}
 
 
 def _message(number: int, message: Any) -> Any:

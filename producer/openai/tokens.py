@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pagemill.producer.openai.formats import CHAT_URL, joined_text, read_jobs
+from pagemill.producer.openai.formats import CHAT_URL, OPEN_TURNS, joined_text, read_jobs
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import PositionLogprobs, Result
 
@@ -30,6 +30,7 @@ class TokenizeRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -65,12 +66,12 @@ def read_tokens(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         kind = "messages" if "messages" in given else "prompt"
     if kind not in given:
         raise InvalidJob(f"{kind} is missing", param=kind)
-    of_chats = {"messages", "tools", "chat_template_kwargs", "add_generation_prompt"}
+    of_chats = {"messages", "tools", "chat_template_kwargs", *OPEN_TURNS}
     known = TOKEN_OPERATIONS[url][0].model_fields.keys() - ({"prompt"} if kind == "messages" else of_chats)
     for name in given.keys() - known:
         shown = name[:64]
         raise InvalidJob(f"parameter {shown} is not supported with {kind}", "unsupported_feature", shown)
-    for name in ("add_special_tokens", "add_generation_prompt", "return_token_strs"):
+    for name in ("add_special_tokens", "return_token_strs"):
         if not isinstance(given.get(name, False), bool):
             raise InvalidJob(f"{name}: Input should be a valid boolean", param=name)
     model = {"model": given["model"]} if "model" in given else {}
@@ -89,12 +90,8 @@ def _chat(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("add_special_tokens"):
         message = "add_special_tokens: a chat's special tokens are its template's"
         raise InvalidJob(message, "unsupported_feature", "add_special_tokens")
-    names = ("messages", "tools", "chat_template_kwargs")
+    names = ("messages", "tools", "chat_template_kwargs", *OPEN_TURNS)
     (fields,) = read_jobs(CHAT_URL, {name: given[name] for name in names if name in given})
-    if given.get("add_generation_prompt") is False:
-        variables = fields.get("chat_template_kwargs", {})
-        if isinstance(variables, Mapping):
-            fields["chat_template_kwargs"] = {**variables, "add_generation_prompt": False}
     return fields
 
 

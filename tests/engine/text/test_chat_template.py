@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from pagemill.engine.errors import ConfigError, InvalidRequest, ModelLoadError, UnsupportedFeature
 from pagemill.engine.llm import LLM
@@ -185,3 +186,66 @@ def test_a_message_s_name_is_a_variable(model: Path) -> None:
     assert tokenizer is not None
     chat = [{"role": "user", "name": "named", "content": "a"}, {"role": "user", "name": None, "content": "b"}]
     assert tokenizer.render_chat(chat, [], {}).split() == ["named", "a", "b"]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTINUED: dict[str, str] = {
+    "ChatML": CHATML,
+    "trimmed": CHATML.replace("m.content", "m.content | trim"),
+    "parts": CHATML.replace("{{ m.content }}", LOOP),
+    "thinking": CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
+    "end of text": CHATML + "{{ eos_token }}",
+}
+
+
+@pytest.mark.parametrize("template", CONTINUED.values(), ids=CONTINUED.keys())
+@pytest.mark.parametrize(
+    "answer", ["The answer is", "The answer is ", "  x\n", "a pagemill7end b", "<think>y</think>x"]
+)
+def test_the_last_message_is_continued_as_by_transformers(template: str, answer: str, model: Path) -> None:
+    configure(model, chat_template=template, eos_token="own")
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+    if template == CONTINUED["thinking"] and "</think>" in answer:
+        with pytest.raises(InvalidRequest, match="leaves out the text of the last message"):
+            tokenizer.render_chat(chat, [], {"continue_final_message": True})
+        return
+    found = tokenizer.render_chat(chat, [], {"continue_final_message": True})
+    reference = AutoTokenizer.from_pretrained(model)
+    turns: list[Any] = chat
+    if template == CONTINUED["parts"]:
+        turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat]
+    assert found == reference.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+    assert tokenizer.render_chat(chat, [], {"continue_final_message": False}) == tokenizer.render_chat(
+        chat, [], {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ({"role": "user", "content": "a"}, "should be the assistant's"),
+        ({"role": "assistant", "content": ""}, "with a text to continue"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "with a text to continue"),
+    ],
+)
+def test_there_must_be_something_to_continue(last: dict[str, Any], message: str, model: Path) -> None:
+    configure(model, chat_template=CHATML)
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    with pytest.raises(InvalidRequest, match=message):
+        tokenizer.render_chat([*CHAT, last], [], {"continue_final_message": True})
+
+
+def test_a_template_may_leave_out_what_should_be_continued(model: Path) -> None:
+    configure(model, chat_template="{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    with pytest.raises(InvalidRequest, match="leaves out the text of the last message"):
+        tokenizer.render_chat(
+            [*CHAT, {"role": "assistant", "content": "x"}], [], {"continue_final_message": True}
+        )

@@ -171,3 +171,39 @@ def test_an_invalid_message_is_one_complaint() -> None:
             job(messages=[wrong])
         assert "Tuple" not in str(refused.value)
         assert "at least" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "variables"),
+    [
+        (
+            {"continue_final_message": True, "add_generation_prompt": False},
+            {"continue_final_message": True, "add_generation_prompt": False},
+        ),
+        ({"continue_final_message": True}, {"continue_final_message": True}),
+        ({"continue_final_message": None, "add_generation_prompt": True}, None),
+        ({"continue_final_message": False}, None),
+        (
+            {"add_generation_prompt": False, "chat_template_kwargs": {"x": 1}},
+            {"x": 1, "add_generation_prompt": False},
+        ),
+    ],
+    ids=repr,
+)
+def test_how_the_prompt_ends_is_for_the_template(given: dict[str, Any], variables: Any) -> None:
+    assert job(**given).chat_template_kwargs == variables
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"continue_final_message": True, "add_generation_prompt": True},
+        {"continue_final_message": "yes"},
+        {"add_generation_prompt": 0},
+    ],
+    ids=repr,
+)
+def test_how_the_prompt_ends_is_checked(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        job(**given)
+    assert caught.value.param in given

@@ -33,7 +33,7 @@ MAX_TEMPLATE_BYTES: Final = 4096
 _MAX_TEMPLATE_DEPTH: Final = 8
 _RESERVED: Final = frozenset(
     {
-        "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+        "chat_template", "conversation", "documents", "max_length",
         "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict", "return_tensors",
         "tokenize", "tokenizer_kwargs", "tools", "truncation",
     }

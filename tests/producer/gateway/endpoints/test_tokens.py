@@ -67,7 +67,12 @@ def test_tokens_of_a_text_and_back(served: Served) -> None:
         ("tokenize", {"prompt": 3}, "prompt"),
         ("tokenize", {"prompt": "x", "add_special_tokens": "no"}, "add_special_tokens"),
         ("tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
-        ("tokenize", {"messages": CHAT, "continue_final_message": True}, "continue_final_message"),
+        ("tokenize", {"messages": CHAT, "continue_final_message": 1}, "continue_final_message"),
+        (
+            "tokenize",
+            {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
         ("tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
         ("detokenize", {"prompt": "x"}, "tokens"),
         ("detokenize", {"tokens": ["x"]}, None),
@@ -169,6 +174,15 @@ def test_tokens_are_the_tokenizer_s(real: Served) -> None:
         expected = tokenizer.apply_chat_template(CHAT, return_dict=False, add_generation_prompt=is_asked)
         found = post(real, "tokenize", messages=CHAT, add_generation_prompt=is_asked).json()
         assert found["tokens"] == expected
+    begun = [*CHAT, {"role": "assistant", "content": "The answer is"}]
+    expected = tokenizer.apply_chat_template(begun, return_dict=False, continue_final_message=True)
+    asked = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    assert post(real, "tokenize", **asked).json()["tokens"] == expected
+    text = tokenizer.apply_chat_template(begun, tokenize=False, continue_final_message=True)
+    greedy = {"model": "smollm2", "max_tokens": 8, "temperature": 0}
+    chat = post(real, "v1/chat/completions", **asked, **greedy).json()["choices"][0]["message"]["content"]
+    assert chat == post(real, "v1/completions", prompt=text, **greedy).json()["choices"][0]["text"]
+    expected = tokenizer.apply_chat_template(CHAT, return_dict=False, add_generation_prompt=False)
     chat = {"model": "smollm2", "messages": CHAT, "tools": [TOOL]}
     usage = post(real, "v1/chat/completions", **chat, max_tokens=1).json()["usage"]
     assert post(real, "tokenize", **chat).json()["count"] == usage["prompt_tokens"] > len(expected)

@@ -192,7 +192,10 @@ def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work):
     for r in range(num_rows):
         at_a = scores + VECTOR * r
         at_b, at_c, at_d = at_a + line, at_a + 2 * line, at_a + 3 * line
-        shift = vector.splat(f32_pointer(stats)[r])
+        largest = f32_pointer(stats)[r]
+        shift = vector.splat(
+            largest if largest != LOWEST else ZERO
+        )  # all its keys so far are hidden: they weigh 0
         a = vector.exp2(vector.subtract(vector.load(at_a), shift))
         b = vector.exp2(vector.subtract(vector.load(at_b), shift))
         c = vector.exp2(vector.subtract(vector.load(at_c), shift))

@@ -87,7 +87,7 @@ _EXP2 = (1.0000001192, 0.6931469440, 0.2402212172, 0.0555074252, 0.0096754599, 0
 
 def _emit_exp2(builder: Any, x: Any) -> Any:
     is_zero = builder.fcmp_ordered("<", x, _constant(-126.0))
-    x = _emit_maximum(builder, x, _constant(-126.0))
+    x = builder.select(is_zero, _constant(-126.0), x)  # NaN stays: a maximum would make it a number
     whole = call(builder, "llvm.rint.v16f32", F32X16, [x])
     fraction = builder.fsub(x, whole)
     result = _constant(_EXP2[-1])
@@ -112,7 +112,7 @@ multiply = _operation(lambda builder, a, b: builder.fmul(a, b), 2)
 divide = _operation(lambda builder, a, b: builder.fdiv(a, b), 2)
 maximum = _operation(_emit_maximum, 2)
 multiply_add = _operation(_emit_multiply_add, 3)  # a * b + c
-exp2 = _operation(_emit_exp2, 1)  # for x <= 127, to 1e-7; 0 below -126
+exp2 = _operation(_emit_exp2, 1)  # for x <= 127, to 1e-7; 0 below -126; NaN for NaN
 keep = _operation(_emit_keep, 5)  # a where c <= b < d, e elsewhere
 max_lanes = _operation(_emit_max, 1, types.float32)
 sum_lanes = _operation(_emit_sum, 1, types.float32)

@@ -230,3 +230,18 @@ def test_copies_of_the_models_own_embeddings_are_accepted(
     (output,) = llm.generate([PROMPT], PARAMS, adapter="copies", use_tqdm=False)
     (expected,) = llm.generate([PROMPT], PARAMS, adapter="sound", use_tqdm=False)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "layer", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+)
+def test_an_adapter_whose_products_overflow_fails_its_requests_alone(
+    layer: str, llm: LLM, model: Path, sound: Path, tmp_path: Path
+) -> None:
+    folder = save_adapter(model, tmp_path / "large", Trained(targets=(layer,)))
+    tensors(lambda held: [held[name].sign_().mul_(1e19) for name in held])(folder)
+    llm.add_adapter("large", str(folder))
+    bad, good = llm.generate([PROMPT, PROMPT], PARAMS, adapter=["large", "sound"], use_tqdm=False)
+    assert (bad.error_code, good.error_code) == ("output_invalid", None)
+    (alone,) = llm.generate([PROMPT], PARAMS, adapter="sound", use_tqdm=False)
+    assert good.outputs[0].token_ids == alone.outputs[0].token_ids

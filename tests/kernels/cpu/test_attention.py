@@ -304,6 +304,28 @@ def test_what_is_not_finite_stays_in_its_row(options):
     assert not step.attend(**options)[:130].isfinite().any()
 
 
+@pytest.mark.parametrize("options", BIASES.values(), ids=BIASES.keys())
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_query_or_key_that_is_not_finite_makes_no_numbers(bad, options):
+    """An overflow in the product before, of an adapter for instance: finite outputs would hide it."""
+    step = make_step([(1, 40), (1, 700), (1, 9), (30, 60), (5, 300)])
+    expected = step.attend(**options)
+    for token in (1, 10):
+        step.query[token, 0] = bad
+    spoiled = step.attend(**options)
+    for token in (1, 10):
+        assert not spoiled[token, 0].isfinite().any()
+        spoiled[token, 0] = expected[token, 0]
+    assert torch.equal(spoiled, expected), "the others keep their bits"
+    step = make_step([(1, 40), (30, 30)])
+    for row, position in ((0, 39), (1, 7)):
+        block = int(step.metadata.block_tables[row, position // 16])
+        step.key_cache[block, :, position % 16] = math.nan
+    spoiled = step.attend(**options)
+    assert spoiled[1:8].isfinite().all()
+    assert not spoiled[[0, 8]].isfinite().any()
+
+
 @pytest.mark.slow
 def test_a_long_prompt_reads_more_keys_than_panels_are_held_of():
     step = make_step([(40, 1500), (333, 2100)], head_dim=128)

@@ -23,6 +23,7 @@ from pagemill.monitoring.live.assets import is_loopback
 from pagemill.monitoring.live.feed import LiveFeed, LiveSources, Surroundings, WorkerFacts
 from pagemill.monitoring.live.job_ends import JobEnds
 from pagemill.monitoring.metrics.exporter import WorkerMetrics
+from pagemill.monitoring.metrics.metric import Encode
 from pagemill.monitoring.metrics.scrape import WorkerIdentity
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.tracing import Tracing
@@ -474,12 +475,12 @@ class Worker:
             state == "ready" and is_registered and self.connectivity.is_up and refusal is None, details
         )
 
-    def _render_metrics(self) -> bytes:
+    def _render_metrics(self, encode: Encode) -> bytes:
         self.counters.state = self._public_state()
         now = self._clock.now()
         ages = (now - job.started_at for job in self.table.running())
         self.counters.oldest_running_job_s = max(ages, default=0.0)
-        return self._metrics.render()
+        return self._metrics.render(encode)
 
     def _public_state(self) -> WorkerState:
         match self._state():

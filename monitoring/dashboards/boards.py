@@ -53,7 +53,7 @@ BY_P90 = f'{WORKER}, result=~"p50|p90"'
 FENCED = f'{WORKER}, result="fenced"'
 FORWARD = f'{WORKER}, phase="forward"'
 CACHED = f'{WORKER}, source="prefix_cache"'
-CLIENTS = f'{GATEWAY}, route!~"/healthz|/readyz|/metrics|/openapi.json"'
+CLIENTS = f'{GATEWAY}, route!~"/healthz?|/readyz|/metrics|/openapi.json"'
 """Clients' requests, without the probes and scrapes that would dilute every ratio."""
 FAILED = f'{CLIENTS}, status=~"5.."'
 

@@ -23,6 +23,7 @@ from pagemill.monitoring.counters import WorkerCounters
 from pagemill.monitoring.metrics.catalogue import OF_WORKERS
 from pagemill.monitoring.metrics.engine import ENGINE_METRICS
 from pagemill.monitoring.metrics.kv_cache import KV_CACHE_METRICS, accounting_errors
+from pagemill.monitoring.metrics.metric import Encode
 from pagemill.monitoring.metrics.queue import QUEUE_METRICS
 from pagemill.monitoring.metrics.scrape import SCRAPE_METRICS, ScrapeFigures, WorkerIdentity
 from pagemill.monitoring.metrics.vllm_names import vllm_families
@@ -65,10 +66,10 @@ class WorkerMetrics:
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
 
-    def render(self) -> bytes:
-        """Return the current exposition, in the text format."""
+    def render(self, encode: Encode = generate_latest) -> bytes:
+        """Return the current exposition, by default in the text format."""
         with self._scraping:  # two concurrent scrapes would both count the same accounting errors
-            return generate_latest(self._registry)
+            return encode(self._registry)
 
 
 class _WorkerCollector(Collector):

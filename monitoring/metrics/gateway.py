@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from pagemill.engine.outputs import Histogram
-from pagemill.monitoring.metrics.metric import Metric, counter, gauge, histogram
+from pagemill.monitoring.metrics.metric import Encode, Metric, counter, gauge, histogram
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 
@@ -43,8 +43,8 @@ class GatewayMetrics(Collector):
     def collect(self) -> Iterator[Family]:
         return (metric.family(self) for metric in GATEWAY_METRICS)
 
-    def exposition(self) -> bytes:
-        return generate_latest(self)
+    def exposition(self, encode: Encode = generate_latest) -> bytes:
+        return encode(self)
 
 
 GATEWAY_METRICS: tuple[Metric[GatewayMetrics], ...] = (

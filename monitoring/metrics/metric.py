@@ -13,13 +13,15 @@ from itertools import accumulate
 from typing import Generic, Literal, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 
 PREFIX = "pagemill_"
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The content type of an exposition."""
+Encode = Callable[[Collector], bytes]
+"""Writes an exposition, in one of Prometheus' formats."""
 
 Source = TypeVar("Source")
 Key = TypeVar("Key", bound=str)
@@ -35,6 +37,21 @@ Reading = (
 """One value; or one per value of the only label; or one per combination of several."""
 Figure = Number | None | Mapping[str, Number] | Mapping[Labels, Number]
 """As `Reading`, before common labels are added; None: unknown, thus no sample."""
+
+
+def choose_encoding(accept: str) -> tuple[Encode, str]:
+    """Choose a format by what a scraper accepts.
+
+    Args:
+        accept: the request's Accept header, or nothing.
+
+    Returns:
+        What writes OpenMetrics, if that is asked for, or else the text format; and its content type.
+    """
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # a version that is not a number
+        return choose_encoder("")
 
 
 @dataclass(frozen=True, slots=True)

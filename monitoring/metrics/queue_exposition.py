@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from pagemill.monitoring.metrics.metric import Metric, counter, gauge
+from pagemill.monitoring.metrics.metric import Encode, Metric, counter, gauge
 from pagemill.monitoring.metrics.queue import QUEUE_METRICS
 from pagemill.monitoring.queue_figures import QueueFigures
 
@@ -51,9 +51,9 @@ class QueueExposition:
         self._registry = CollectorRegistry()
         self._registry.register(_QueueCollector(read))
 
-    def render(self) -> bytes:
+    def render(self, encode: Encode = generate_latest) -> bytes:
         with self._scraping:
-            return generate_latest(self._registry)
+            return encode(self._registry)
 
 
 class _QueueCollector(Collector):

@@ -25,7 +25,7 @@ from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.guard.limits import STATUS_CLIENT_GONE, ClientGone, RequestLimits
 from pagemill.producer.gateway.jobs.endpoints import job_routes
 from pagemill.producer.gateway.jobs.page import announce_page
-from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from pagemill.producer.gateway.metrics import GatewayMetrics, choose_encoding
 from pagemill.producer.gateway.stored_chats import StoredChats
 from pagemill.producer.gateway.stored_responses import StoredResponses
 from pagemill.producer.gateway.webhook_endpoints import WebhookEndpoints
@@ -194,7 +194,8 @@ def _operator_routes(gateway: Gateway) -> list[Route]:
         return JsonResponse({"status": "ready", "time": int(time.time())})
 
     async def metrics(request: Request) -> Response:
-        return Response(gateway.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+        encode, content_type = choose_encoding(request.headers.get("accept", ""))
+        return Response(gateway.metrics.exposition(encode), headers={"content-type": content_type})
 
     async def described(request: Request) -> Response:
         return JsonResponse(openapi.description())

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from pagemill.monitoring.metrics.gateway import GatewayMetrics
-from pagemill.monitoring.metrics.metric import CONTENT_TYPE
+from pagemill.monitoring.metrics.metric import choose_encoding
 
-__all__ = ["CONTENT_TYPE", "GatewayMetrics"]
+__all__ = ["GatewayMetrics", "choose_encoding"]

@@ -18,12 +18,12 @@ from typing import Any
 
 from pagemill.monitoring.live import assets
 from pagemill.monitoring.live.feed import LiveFeed, TooManyWatchers
+from pagemill.monitoring.metrics.metric import Encode, choose_encoding
 from pagemill.worker.config import DEFAULT_HTTP_PORT
 
 logger = logging.getLogger(__name__)
 
 PORTS_TO_TRY = 50
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -43,7 +43,7 @@ class Health:
 class Probes:
     """The sources of the answers. Called on the server's threads: they must not block."""
 
-    metrics: Callable[[], bytes]
+    metrics: Callable[[Encode], bytes]
     health: Callable[[], Health]
     readiness: Callable[[], Health]
     startup: Callable[[], Health]
@@ -127,7 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         match path:
             case "/metrics":
-                self._send(HTTPStatus.OK, METRICS_CONTENT_TYPE, self.probes.metrics())
+                encode, content_type = choose_encoding(self.headers.get("Accept", ""))
+                self._send(HTTPStatus.OK, content_type, self.probes.metrics(encode))
             case "/healthz":
                 self._send_health(self.probes.health())
             case "/readyz":

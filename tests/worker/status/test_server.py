@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import Gauge
 
 from pagemill.worker.status.server import Health, PortTaken, Probes, StatusServer
 
@@ -19,7 +20,7 @@ class Answers:
 
     def probes(self) -> Probes:
         return Probes(
-            metrics=lambda: b"metric 1\n",
+            metrics=lambda encode: encode(Gauge("one", "A metric.", registry=None)),
             health=lambda: self.health,
             readiness=lambda: self.readiness,
             startup=lambda: self.startup,
@@ -47,8 +48,14 @@ def get(url: str) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-def test_metrics_are_served_as_they_come(server: StatusServer) -> None:
-    assert get(f"{server.url}/metrics") == (200, b"metric 1\n")
+def test_metrics_are_served_in_the_format_that_is_asked_for(server: StatusServer) -> None:
+    assert get(f"{server.url}/metrics") == (200, b"# HELP one A metric.\n# TYPE one gauge\none 0.0\n")
+    request = urllib.request.Request(
+        f"{server.url}/metrics", headers={"Accept": "application/openmetrics-text"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+        assert response.read() == b"# HELP one A metric.\n# TYPE one gauge\none 0.0\n# EOF\n"
 
 
 def test_probes_answer_503_when_they_are_not_good_and_say_why(server: StatusServer, answers: Answers) -> None:

@@ -17,7 +17,9 @@ from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, SAMPLING_FIELD
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, Result, TokenLogprob, Usage
 from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS
 
-Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank"]
+Url = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"
+]
 URLS: tuple[str, ...] = get_args(Url)
 """Those that a batch's lines may have."""
 CHAT_URL, COMPLETIONS_URL = URLS[:2]

@@ -1,8 +1,8 @@
 """Request lines of OpenAI's Batch API, and the lines that answer them.
 
 A line is `{"custom_id", "method": "POST", "url", "body"}`, its url /v1/chat/completions, /v1/completions,
-/v1/embeddings, /v1/rerank or /v1/responses. A request that succeeded is answered in the output file, any other in the
-error file. Format: the API's reference, "Batch".
+/v1/embeddings, /v1/rerank, /v1/score, /v1/classify or /v1/responses. A request that succeeded is answered in the
+output file, any other in the error file. Format: the API's reference, "Batch".
 """
 
 from __future__ import annotations

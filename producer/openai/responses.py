@@ -53,6 +53,10 @@ _INSTEAD: Mapping[str, str] = {
     "max_tool_calls": "use parallel_tool_calls false for one call",
     "stream_options": "usage is in the last event",
 }
+_ITEM = ("id", "status")
+"""Members of an item that do not affect the output: clients send items of earlier answers back as they came."""
+_PART = ("annotations", "logprobs", "cache_control", "prompt_cache_breakpoint")
+"""Likewise of a part of a message."""
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -105,20 +109,31 @@ def _messages(given: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) ->
 def _add(messages: list[dict[str, Any]], place: str, item: Any) -> None:
     """Add an item to the messages; those that make up one turn of the assistant become one message."""
     match item:
-        case {"type": "function_call", "call_id": str(name), "name": function, "arguments": arguments}:
+        case {
+            "type": "function_call",
+            "call_id": str(name),
+            "name": function,
+            "arguments": arguments,
+            **rest,
+        }:
+            check_members(rest, _ITEM, place)
             call = {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
             turn = _assistant(messages, "content_follows")
             turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
-        case {"type": "function_call_output", "call_id": str(name), "output": output}:
+        case {"type": "function_call_output", "call_id": str(name), "output": output, **rest}:
+            check_members(rest, (*_ITEM, "name"), place)
             messages.append(
                 {"role": "tool", "tool_call_id": name, "content": _text(output, f"{place}.output")}
             )
-        case {"type": "reasoning"}:
+        case {"type": "reasoning", **rest}:
+            check_members(rest, (*_ITEM, "content", "summary", "encrypted_content"), place)
             told = _text(item.get("content") or item.get("summary") or [], place)
             _assistant(messages, "reasoning")["reasoning"] = told or None
         case {"role": "assistant", "content": content, **rest} if rest.get("type", "message") == "message":
+            check_members(rest, (*_ITEM, "type", "phase"), place)
             _assistant(messages, "content")["content"] = _text(content, f"{place}.content")
         case {"role": str(role), "content": content, **rest} if rest.get("type", "message") == "message":
+            check_members(rest, (*_ITEM, "type", "phase"), place)
             messages.append({"role": role, "content": _content(content, f"{place}.content")})
         case {"type": "item_reference"}:
             raise InvalidJob(
@@ -151,6 +166,8 @@ def _text(content: Any, place: str) -> str:
         isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
         for part in content
     ):
+        for part in content:
+            check_members(part, ("type", "text", *_PART), place)
         return "".join(part["text"] for part in content)
     raise InvalidJob(f"{place}: {not_supported(content, 'text content is')}", "unsupported_feature", place)
 
@@ -162,9 +179,11 @@ def _content(content: Any, place: str) -> str | list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for part in content:
         match part:
-            case {"type": "input_image", "image_url": str(url)}:
+            case {"type": "input_image", "image_url": str(url), **rest}:
+                check_members(rest, (*_PART, "detail"), place)
                 parts.append(image_part(url))
-            case {"type": str(kind), "text": str(text)} if kind in _TEXTS:
+            case {"type": str(kind), "text": str(text), **rest} if kind in _TEXTS:
+                check_members(rest, _PART, place)
                 parts.append({"type": "text", "text": text})
             case _:
                 raise InvalidJob(f"{place}: {not_supported(content)}", "unsupported_feature", place)

@@ -16,7 +16,7 @@ from pagemill import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.openai.batch_file import BatchFile
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
-from pagemill.producer.openai.lines import BatchRequest, BatchRequests, job_of, success_line
+from pagemill.producer.openai.lines import LINE_URLS, BatchRequest, BatchRequests, job_of, success_line
 from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.producer.scripted_worker import scripted_worker
 
@@ -128,17 +128,25 @@ def test_a_file_that_makes_no_sense_is_refused_before_anything_runs(
         batch.check()
 
 
-@pytest.mark.parametrize("url", [CHAT_URL, COMPLETIONS_URL, "/v1/embeddings", "/v1/rerank", "/v1/responses"])
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT_URL: {"messages": [{"role": "user", "content": "hi"}]},
+    COMPLETIONS_URL: {"prompt": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["a"]},
+    "/v1/score": {"text_1": "hi", "text_2": ["a", "b"]},
+    "/v1/classify": {"input": ["hi", "ho"]},
+    "/v1/responses": {"input": "hi"},
+}
+
+
+def test_every_url_is_tried() -> None:
+    assert set(BODIES) == set(LINE_URLS)
+
+
+@pytest.mark.parametrize("url", LINE_URLS)
 @pytest.mark.parametrize("method", ["POST", "post", "Post"])
 def test_lines_for_azure_are_read(url: str, method: str) -> None:
-    bodies: dict[str, dict[str, Any]] = {
-        CHAT_URL: {"messages": [{"role": "user", "content": "hi"}]},
-        COMPLETIONS_URL: {"prompt": "hi"},
-        "/v1/embeddings": {"input": "hi"},
-        "/v1/rerank": {"query": "hi", "documents": ["a"]},
-        "/v1/responses": {"input": "hi"},
-    }
-    line = {"custom_id": "a", "method": method, "url": url, "body": {"model": "m", **bodies[url]}}
+    line = {"custom_id": "a", "method": method, "url": url, "body": {"model": "m", **BODIES[url]}}
     assert job_of({**line, "url": url.removeprefix("/v1")}) == job_of(line)
 
 

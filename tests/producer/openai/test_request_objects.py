@@ -207,3 +207,32 @@ def test_how_the_prompt_ends_is_checked(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob) as caught:
         job(**given)
     assert caught.value.param in given
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "1"}
+ITEMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"role": "user", "content": "x"}, ("type", "phase", "status", "id")),
+    ({"role": "assistant", "content": "x"}, ("type", "phase", "status", "id")),
+    (CALL, ("id", "status")),
+    (OUTPUT, ("id", "status", "name")),
+    ({"type": "reasoning", "summary": []}, ("id", "status", "encrypted_content", "content")),
+    ({"role": "user", "content": [{"type": "input_text", "text": "x"}]}, ()),
+    ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, ()),
+]
+"""Items of /v1/responses, and members that do not affect the output."""
+
+
+@pytest.mark.parametrize(("item", "known"), ITEMS, ids=repr)
+def test_a_member_of_an_item_is_used_or_refused_by_name(item: dict[str, Any], known: tuple[str, ...]) -> None:
+    values = {"type": "message", "content": []}
+    earlier = [{"role": "user", "content": "x"}, CALL] if item is OUTPUT else []
+    for name in known:
+        read_response({"model": "m", "input": [*earlier, item | {name: values.get(name, "x")}]})
+    spoiled = [item | {"unknown": 1}]
+    if isinstance(item.get("content"), list):
+        spoiled.append(item | {"content": [item["content"][0] | {"unknown": 1}]})
+    for one in spoiled:
+        with pytest.raises(InvalidJob, match="unknown is not supported"):
+            read_response({"model": "m", "input": [*earlier, one]})
+    read_response({"model": "m", "input": [*earlier, item | {"unknown": None}]})

@@ -169,8 +169,14 @@ BATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"model": "judge", "documents": ["w1", "w2 w3", "w4"], "top_n": 2, "return_documents": True},
         "query",
     ),
+    "/v1/score": ({"model": "judge", "text_1": "w1 w2"}, "text_2"),
+    "/v1/classify": ({"model": "judge"}, "input"),
 }
 """Bodies by URL, and the field that differs from line to line."""
+
+
+def _numbers(data: list[dict[str, Any]]) -> list[float]:
+    return [number for row in data for number in row.get("probs", (row.get("score"),))]
 
 
 @pytest.mark.slow
@@ -194,7 +200,11 @@ def test_batches(client: OpenAI, served: Served, models: Path, url: Any) -> None
     lines.sort(key=lambda line: int(line["custom_id"].removeprefix("row-")))  # they come as they end
     assert [line["custom_id"] for line in lines] == [row["custom_id"] for row in rows[:-1]]
     bodies = [line["response"]["body"] for line in lines]
-    if url == "/v1/embeddings":
+    if url in ("/v1/score", "/v1/classify"):
+        for found, text in zip(bodies, TEXTS, strict=True):
+            alone = ask(served, url, **body | {name: text}).json()["data"]
+            assert _numbers(found["data"]) == pytest.approx(_numbers(alone), abs=1e-5)
+    elif url == "/v1/embeddings":
         wanted = run(engine_of(models / "embedder"), "embed", TEXTS)
         assert np.abs(np.array([body["data"][0]["embedding"] for body in bodies]) - wanted).max() < 1e-5
     elif url == "/v1/rerank":

@@ -1,9 +1,10 @@
 """Worker processes by the hundred: forked from one that has imported everything, so each starts in milliseconds.
 
 They are processes of their own in every respect that counts here: own connections, killed by real signals. Their
-echo model has faults that the real one lacks, each in the step that begins a prompt: the byte 7 kills the worker, the
-byte 8 makes the step hang, once per nursery, the byte 9 kills the device, and so does any prompt, as often as the
-nursery says. On a dead device every step raises what CUDA would say.
+echo model has faults that the real one lacks, each in the step that begins a prompt: the byte 7 at its end kills the
+worker, the byte 8 makes the step hang, once per nursery, the byte 9 kills the device, and so does any prompt, as often
+as the nursery says. On a dead device every step raises what CUDA would say. (The canaries of an audit, which an idle
+worker computes, have every byte, but end with others.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+_SHOWN = 4000
+"""Characters of the log of a worker that has died."""
 
 _NURSERY = """
 import json, os, signal, sys
@@ -38,11 +42,12 @@ def may(fault):
 def faulty_launch(self, plan):
     global is_device_dead
     for row in plan.new_rows:
-        if 7 in row.token_ids:
+        last = row.token_ids[-1]
+        if last == 7:
             os.kill(os.getpid(), signal.SIGKILL)
-        if 8 in row.token_ids and may("hang"):
+        if last == 8 and may("hang"):
             time.sleep(3600)
-        is_device_dead = is_device_dead or 9 in row.token_ids or may("kill-device")
+        is_device_dead = is_device_dead or last == 9 or may("kill-device")
     if is_device_dead:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     return launch(self, plan)
@@ -100,6 +105,12 @@ class ForkedWorker:
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+
+def check_alive(workers: list[ForkedWorker]) -> None:
+    """Check that all run, and show the end of the log of one that does not."""
+    for worker in workers:
+        assert worker.is_alive, worker.log()[-_SHOWN:]
 
 
 class Nursery:

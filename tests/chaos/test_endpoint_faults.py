@@ -12,7 +12,7 @@ from pagemill.producer.wire.calls.reads import Outcome
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn
 from tests.chaos.echo_endpoint import EchoEndpoint
-from tests.chaos.nursery import ForkedWorker
+from tests.chaos.nursery import ForkedWorker, check_alive
 from tests.chaos.test_worker_kills import prompts, running_and_ended, submit
 from tests.worker.harness import QueueClient, eventually
 
@@ -41,7 +41,7 @@ def test_kill_9_of_the_endpoint(client: QueueClient, spawn: Spawn, endpoint: Ech
     assert any(outcome.result and outcome.result.resumed_tokens for outcome in outcomes)
     statuses = [client.status(job_id) for job_id in ids]
     assert {status.attempt for status in statuses} == {1}
-    assert all(worker.is_alive for worker in workers)
+    check_alive(workers)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.schema.errors import QueueFull, RedisUnavailable
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn, on_both_hosts
-from tests.chaos.nursery import Nursery
+from tests.chaos.nursery import Nursery, check_alive
 from tests.chaos.tcp_proxy import TcpProxy
 from tests.conftest import RedisServer
 from tests.server_clock import clocked_server
@@ -59,7 +59,7 @@ def test_kill_9_of_the_server(kills: int, client: QueueClient, spawn: Spawn, own
         time.sleep(rng.uniform(0.0, 0.5))
         own_valkey.start()
     check(client, ids, texts)
-    assert all(worker.is_alive for worker in workers)
+    check_alive(workers)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_network_misbehaves(
             proxy.reset_all()
         time.sleep(calm_s)
     check(client, ids, texts)
-    assert all(worker.is_alive for worker in workers)
+    check_alive(workers)
 
 
 @pytest.mark.slow

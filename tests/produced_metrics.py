@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.monitoring.metrics.exporter import NOT_LOADED, WorkerMetrics
+from pagemill.monitoring.metrics.metric import Encode
 from pagemill.worker.worker import Worker
 
 # Names of what runs, not of what happens.
@@ -44,10 +46,10 @@ def expected() -> set[str]:
     return {name for name, _ in children(empty.render()) if not NEEDS_A_CARD.search(name)}
 
 
-def _record(worker: Worker) -> bytes:
-    exposition = _render(worker)
+def _record(worker: Worker, encode: Encode = generate_latest) -> bytes:
+    exposition = _render(worker, generate_latest)
     _produced.update(name for name, value in children(exposition) if value)
-    return exposition
+    return exposition if encode is generate_latest else _render(worker, encode)
 
 
 def _record_and_close(worker: Worker) -> bool:

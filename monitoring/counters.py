@@ -179,6 +179,10 @@ class WorkerCounters:
         self.redis_seconds = ObservationsBy(lock, REDIS_COMMANDS, REDIS_SECONDS)
         """Round trips by transition."""
 
+        self._start_gauges()
+
+    def _start_gauges(self) -> None:
+        """Set what the worker writes as it is, and a scrape reads."""
         self.state: WorkerState = "starting"
         self.started_at = time.time()
         """Unix seconds."""

@@ -30,6 +30,8 @@ MAX_RETRIED = 12
 """More failures than this are no coincidence, and running them again would take long."""
 TESTS_FAILED = 1
 """Exit code of pytest. Others mean that it could not run the tests."""
+CRASHED = 70
+"""In place of exit code 0 if a test ended the process."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("tests/engine",),
@@ -109,10 +111,13 @@ def _pytest(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[i
         command = [sys.executable, "-m", "pytest", "-p", "tests.failures", *arguments]
         code = subprocess.run(command, cwd=ROOT, env=os.environ | environment | own, check=False).returncode
         failures: dict[str, str] = {}
+        has_ended = False
         for line in path.read_text().splitlines() if path.is_file() else ():
             entry = json.loads(line)
-            failures.setdefault(entry["test"], entry["traceback"])
-        return code, failures
+            has_ended = has_ended or "ended" in entry
+            if "test" in entry:
+                failures.setdefault(entry["test"], entry["traceback"])
+        return code if has_ended else code or CRASHED, failures
 
 
 def run_parts(parts: Sequence[str], processes: int) -> list[Outcome]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from celery.concurrency import ALIASES, thread
-from celery.utils import log
+from celery.utils import log as celery_log
 
 
 class TaskPool(thread.TaskPool):  # type: ignore[misc]  # Celery has no types
@@ -18,7 +18,7 @@ class TaskPool(thread.TaskPool):  # type: ignore[misc]  # Celery has no types
 
     def on_stop(self) -> None:
         """Wait for the running tasks, but never in a signal handler."""
-        if not log._in_sighandler:
+        if not celery_log._in_sighandler:
             super().on_stop()
 
     def on_terminate(self) -> None:

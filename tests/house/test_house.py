@@ -89,7 +89,7 @@ def test_a_bare_name_is_refused(part: str) -> None:
     assert f"import pagemill.{part}" in run.stderr
 
 
-FOREIGN = {"os", "torch", "dist", "channel", "kernel", "compiled", "module_class"}
+FOREIGN = {"os", "torch", "dist", "channel", "kernel", "compiled", "module_class", "celery_log"}
 """Names under which parts of other libraries are reached that have no public name."""
 
 

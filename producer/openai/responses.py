@@ -94,6 +94,8 @@ def read_response(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] 
 def _messages(given: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if "instructions" in given:
+        if not isinstance(given["instructions"], str):
+            raise InvalidJob("instructions: Input should be a valid string", param="instructions")
         messages.append({"role": "system", "content": given["instructions"]})
     messages += map(dict, earlier)
     items = given.get("input")

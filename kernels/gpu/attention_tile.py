@@ -17,6 +17,8 @@ from pagemill.kernels.types.layer_cache import LayerCache
 # set.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
+_CONVERTS_FP8_DIRECTLY = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+"""Triton 3.6 makes bf16 of fp8 by an instruction that sm_89 does not have."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # A running maximum starts here and not at -inf: a tile with nothing visible then gives
 # exp2(-inf - finite) = 0, where -inf minus -inf would give NaN.
@@ -127,6 +129,8 @@ def converted(tile, COMPUTE: tl.constexpr):
     if tile.dtype == tl.int8 and tl.float16 == COMPUTE:
         # 0x6480 are the bits of 1152, and the last place counts ones there: adds are four times as fast as conversions.
         return (tile.to(tl.int16) + 0x6480).to(tl.float16, bitcast=True) - 1152.0
+    elif tile.dtype == tl.float8e4nv and tl.bfloat16 == COMPUTE and not _CONVERTS_FP8_DIRECTLY:
+        return tile.to(tl.float32).to(COMPUTE)
     else:
         return tile.to(COMPUTE)
 

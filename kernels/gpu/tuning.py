@@ -74,25 +74,27 @@ class AttentionEntry:
 # prefill, sm_90: 128 keys a step take 253 registers, and spill once ALiBi is added. Of 256 dims, 128 rows spill at any
 # number of warps, and so do 64 rows at four.
 # prefill, sm_80, 128 dims: 64 keys a step spill: without wgmma, scores and output share the registers.
-# decode, scaled caches under Triton 3.6: 64 rows spill at four warps on sm_86 and newer, and 128 rows over 64 keys a
-# step on sm_80.
+# decode, scaled caches under Triton 3.6: 64 rows spill at four warps on sm_86 and newer, and over 64 keys a step on
+# sm_80 at 64 dims, over 32 keys on sm_100 at 256; so do fp32's 32 keys a step at 256 dims on sm_100 and 120.
 # prefill, scaled caches: Triton 3.6 takes more registers for a conversion than 3.9. There 128 rows spill on sm_80, 64
 # keys a step, and 64 rows at 256; so do 32 keys a step on sm_90 at 256 dims.
 ATTENTION_TILES = (
     # kernel, sm, numbers, is_scaled, head_dim, rows; rows and keys of a tile, warps, stages
-    AttentionEntry("decode", (80, 90), "fp32", None, ANY, ANY, Tile(16, 32, 8, 1)),
+    AttentionEntry("decode", (80, 90), "fp32", None, 128, ANY, Tile(16, 32, 8, 1)),
+    AttentionEntry("decode", (80, 90), "fp32", None, ANY, ANY, Tile(16, 16, 8, 1)),
     AttentionEntry("decode", (80, 90), "half", False, 128, 16, Tile(16, 64, 4, 3)),
     AttentionEntry("decode", (80, 90), "half", True, 128, 16, Tile(16, 64, 4, 2)),
     AttentionEntry("decode", (80, 90), "half", False, 128, 32, Tile(32, 64, 4, 3)),
     AttentionEntry("decode", (80, 90), "half", True, 128, 32, Tile(32, 64, 4, 2)),
     AttentionEntry("decode", (80, 90), "half", False, 128, 64, Tile(64, 64, 4, 2)),
     AttentionEntry("decode", (80, 90), "half", False, 128, ANY, Tile(128, 64, 8, 2)),
-    AttentionEntry("decode", (80, 90), "half", True, 128, ANY, Tile(64, 64, 8, 2)),
+    AttentionEntry("decode", (80, 90), "half", True, 128, ANY, Tile(64, 32, 8, 2)),
     AttentionEntry("decode", (80, 90), "half", False, ANY, 16, Tile(16, 32, 4, 3)),
     AttentionEntry("decode", (80, 90), "half", True, ANY, 16, Tile(16, 32, 4, 2)),
     AttentionEntry("decode", (80, 90), "half", False, ANY, 32, Tile(32, 32, 4, 3)),
     AttentionEntry("decode", (80, 90), "half", True, ANY, 32, Tile(32, 32, 4, 2)),
-    AttentionEntry("decode", (80, 90), "half", None, ANY, ANY, Tile(64, 32, 8, 2)),
+    AttentionEntry("decode", (80, 90), "half", False, ANY, ANY, Tile(64, 32, 8, 2)),
+    AttentionEntry("decode", (80, 90), "half", True, ANY, ANY, Tile(64, 16, 8, 2)),
     AttentionEntry("prefill", (80, 90), "fp32", None, ANY, ANY, Tile(16, 32, 8, 1)),
     AttentionEntry("prefill", (90,), "half", None, 128, ANY, Tile(128, 64, 8, 3)),
     AttentionEntry("prefill", (90,), "half", False, ANY, ANY, Tile(64, 64, 8, 2)),

@@ -37,8 +37,10 @@ ERRORS = {
 def fits(pattern: Any, value: Any) -> bool:
     """Return True if a value is what a case expects; see docs/conformance/README.md."""
     match pattern:
-        case {"json": inner}:
-            return fits(inner, json.loads(value)) and set(inner) == set(json.loads(value))
+        case {"json": inner, **more}:
+            read = json.loads(value)
+            optional = {name: one for name, one in more.get("optional", {}).items() if name in read}
+            return fits(inner | optional, read) and set(inner | optional) == set(read)
         case {"match": expression}:
             return re.fullmatch(expression, str(value)) is not None
         case {"any": "number"}:

@@ -19,7 +19,9 @@ function fits(pattern, value) {
   if (pattern === null || typeof pattern !== "object") return pattern === value;
   if ("json" in pattern) {
     const read = JSON.parse(value);
-    return fits(pattern.json, read) && Object.keys(read).every((name) => name in pattern.json);
+    const optional = Object.entries(pattern.optional ?? {}).filter(([name]) => name in read);
+    const whole = { ...pattern.json, ...Object.fromEntries(optional) };
+    return fits(whole, read) && Object.keys(read).every((name) => name in whole);
   }
   if ("match" in pattern) return new RegExp(`^(?:${pattern.match})$`, "s").test(String(value));
   if ("any" in pattern) return typeof value === pattern.any;

@@ -318,14 +318,15 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         """Return arguments for the engine's SamplingParams, with `max_tokens` resolved for plain prompts.
 
         Args:
-            model_defaults: the model's own sampling defaults, for fields that the job does not set. Beam searches and
+            model_defaults: the model's own sampling defaults, for fields that the job does not set. Scores, beams and
                 probabilities of labels are of the model's distribution as it is, without them.
 
         Returns:
             One argument for each sampling field.
         """
         fields = {name: getattr(self, name) for name in SAMPLING_FIELDS}
-        if model_defaults and self.beam_width is None and self.label_probs is None:
+        is_sampled = self.task == "generate" and self.beam_width is None and self.label_probs is None
+        if model_defaults and is_sampled:
             fields |= {
                 name: value for name, value in model_defaults.items() if name not in self.model_fields_set
             }

@@ -161,7 +161,12 @@ def test_a_field_that_is_not_set_has_the_models_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"beam_width": 2}, {"label_probs": "product", "structured_outputs": {"choice": ["a", "b"]}}]
+    "fields",
+    [
+        {"task": "score"},
+        {"beam_width": 2},
+        {"label_probs": "product", "structured_outputs": {"choice": ["a", "b"]}},
+    ],
 )
 def test_the_models_defaults_do_not_change_what_is_ranked(fields: dict[str, Any]) -> None:
     job = Job.parse(BASE | fields)

@@ -350,7 +350,7 @@ def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
     flower: Callable[..., Any], generate: Callable[..., Any], engine: Any
 ) -> None:
     (found,) = eventually(lambda: flower("workers?refresh=1"), "Flower to find the worker").values()
-    assert found["stats"]["pool"]["implementation"].endswith("thread:TaskPool")
+    assert found["stats"]["pool"]["implementation"].endswith("pool:TaskPool")
     assert [queue["name"] for queue in found["active_queues"]] == ["pagemill"]
     assert TASK in found["registered"]
 

@@ -52,9 +52,10 @@ MAX_CONNECTIONS = 32
 
 
 class AsyncProducer(AsyncDriver):
-    """Submits jobs to one queue and collects results, for asyncio. Use it on one event loop; connects on first use.
+    """Submits jobs to one queue and collects results, for asyncio; connects on first use.
 
-    As an asynchronous context manager it closes its connections at the end. Every method may raise RedisUnavailable.
+    Use one per event loop: until its loop is closed, calls on another one raise RuntimeError. As an asynchronous
+    context manager it closes its connections at the end. Every method may raise RedisUnavailable.
 
         async with AsyncProducer() as producer:
             handle = await producer.submit(prompt="The capital of France is", model="smollm2")
@@ -335,8 +336,13 @@ class AsyncProducer(AsyncDriver):
 
     async def close(self) -> None:
         """Close the connections. Later use opens new ones."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
+        if (connection := self._connection) is None:
+            return
+        is_own = connection.loop is asyncio.get_running_loop()
+        if not is_own:
+            self._check_loop(connection)
+        self._connection = None
+        if is_own:
             await connection.close()
 
     async def __aenter__(self) -> Self:
@@ -434,15 +440,28 @@ class AsyncProducer(AsyncDriver):
         return None
 
     def _connected(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        if self._connection is not None and self._connection.loop is not loop:
+            self._check_loop(self._connection)
+            self._connection = None  # its sockets ended with their loop
         if self._connection is None:
-            self._connection = _Connection(find_redis(self._url), self.queue)
+            self._connection = _Connection(find_redis(self._url), self.queue, loop)
         return self._connection
+
+    def _check_loop(self, connection: _Connection) -> None:
+        """Raise RuntimeError if the loop of a connection has not ended: waiting for it would block for ever."""
+        if not connection.loop.is_closed():
+            raise RuntimeError(
+                "this AsyncProducer is in use on another event loop; create one AsyncProducer per event loop, or share "
+                "one Producer between threads"
+            )
 
 
 class _Connection:
-    """A client, its transport and a listener."""
+    """A client, its transport and a listener, on one event loop."""
 
-    def __init__(self, url: str, queue: str) -> None:
+    def __init__(self, url: str, queue: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)
         client = open_async_client(url, queue, max_connections=MAX_CONNECTIONS, retry=retry)
         self.transport = AsyncTransport(client)

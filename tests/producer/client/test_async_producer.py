@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -51,6 +53,35 @@ async def test_a_key_with_other_work_is_a_conflict(producer: AsyncProducer) -> N
     assert (await (await producer.submit_many(jobs)).counts()).failed == 1
     with pytest.raises(IdempotencyConflict):
         await producer.submit_many(jobs, on_invalid="raise")
+
+
+async def test_a_loop_beside_the_producer_s_own_is_refused(producer: AsyncProducer) -> None:
+    handle = await producer.submit(prompt="p", model="m")
+    for call in (handle.status, handle.result, producer.close, producer.batches().__anext__):
+        with pytest.raises(RuntimeError, match="one AsyncProducer per event loop"):
+            await asyncio.to_thread(asyncio.run, call())
+    assert (await handle.status()).state == "queued"
+
+
+def test_loops_one_after_the_other_may_share_a_producer(queue: Queue) -> None:
+    # In its own process: asyncio warns of the sockets of a loop that was closed without them.
+    code = """
+import asyncio, sys
+from pagemill import AsyncProducer, ResultTimeout
+
+producer = AsyncProducer(sys.argv[1], queue=sys.argv[2])
+handle = asyncio.run(producer.submit(prompt="p", model="m"))
+for _ in range(2):
+    try:
+        asyncio.run(handle.result(timeout=0.01))
+    except ResultTimeout:
+        print(asyncio.run(handle.status()).state)
+asyncio.run(producer.close())
+asyncio.run(producer.close())
+"""
+    command = [sys.executable, "-c", code, queue.url, queue.name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.split(), done.stderr) == (["queued", "queued"], "")
 
 
 async def test_errors_are_the_same(producer: AsyncProducer) -> None:

@@ -16,6 +16,7 @@ Importing this loads neither Ray nor numpy; `pip install 'pagemill[ray]'` instal
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -144,8 +145,10 @@ class QueueActor:
                 given = parse_job({"tenant": self._tenant, **given})
             elif "tenant" not in given.model_fields_set:
                 given = given.model_copy(update={"tenant": self._tenant})
-            # Equal work of a tenant is one job, in whichever batches Ray puts its rows.
-            key = given.key or f"{given.tenant}-{given.digest()}"
+            # Equal work of a tenant is one job, in whichever batches Ray puts its rows; a key alone does not make work
+            # equal. Hashed, since a key may be as long as keys can be.
+            work = f"{given.tenant}\0{given.key or ''}\0{given.digest()}"
+            key = hashlib.blake2b(work.encode(), digest_size=16).hexdigest()
             keyed = given.model_copy(update={"key": key})
             keyed.to_payload(max_bytes=self._producer.preparer.max_bytes)  # raises if the job is too large
         except InvalidJob as error:

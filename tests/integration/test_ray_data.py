@@ -82,6 +82,25 @@ def test_never_more_than_a_window_is_under_way(client: QueueClient, valkey_url: 
     assert client.counts("r").succeeded == 100
 
 
+def test_a_key_does_not_make_different_work_equal(client: QueueClient, valkey_url: str) -> None:
+    def job(row: Mapping[str, Any]) -> dict[str, Any]:
+        return echo(row) | {"key": row["key"], "tenant": row["tenant"]}
+
+    rows = [
+        ("a", "k", "t"),
+        ("b", "k", "t"),
+        ("a", "k", "t"),
+        ("a", "l", "t"),
+        ("a", "k", "u"),
+        ("c", "k" * 128, "t"),
+    ]
+    batch = dict(zip(("text", "key", "tenant"), zip(*rows, strict=True), strict=True))
+    with running_worker(worker_config(valkey_url, client.queue)):
+        made = ray_data.QueueActor(job, run="r", url=client.url, queue=client.queue)(batch)
+    assert made["output"] == [text for text, _, _ in rows]
+    assert client.counts("r").succeeded == 5
+
+
 @pytest.mark.slow
 def test_a_row_that_is_no_job_fails_alone(client: QueueClient, valkey_url: str) -> None:
     def job(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class GenerationTask(NativeTask):
         shadow: str | None = None,
         **options: Any,
     ) -> AsyncResult:
-        """Submit the job; Celery's options become the job's.
+        """Submit the job; Celery's options become the job's. With `task_always_eager`, also wait for its end, like `apply`.
 
         Args:
             args: one prompt, messages, a mapping of fields, or an earlier result.
@@ -73,6 +73,8 @@ class GenerationTask(NativeTask):
             QueueFull: the queue accepts no more jobs.
             RedisUnavailable: the server does not respond.
         """
+        if self.app.conf.task_always_eager:
+            return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
         chosen = task_id or uuid()
         own = {"link": link, "link_error": link_error, "shadow": shadow}
         message = self._message(chosen, args, kwargs, options | own)

@@ -13,6 +13,7 @@ from typing import Any
 
 from celery import Task
 from celery.exceptions import Ignore, SoftTimeLimitExceeded, TimeLimitExceeded
+from celery.utils import uuid
 
 from pagemill.common.error_codes import FINAL_CODES
 from pagemill.producer.client import flows
@@ -74,7 +75,9 @@ class NativeTask(Task):  # type: ignore[misc]
             raise outcome
         if outcome is not None:
             return dict(outcome)
-        job_id = f"{request.id}.{request.retries}" if request.retries else request.id
+        job_id = request.id or uuid()  # a call like a function's has no id
+        if request.retries:
+            job_id = f"{job_id}.{request.retries}"
         try:
             return plain_result(self._generate(job_id, job_fields(args, fields, self.model)))
         except PagemillError as error:

@@ -112,6 +112,20 @@ def test_a_failed_job_fails_its_task(shop: Any, relay: Any) -> None:
         handle.get(timeout=PATIENCE_S)
 
 
+def test_calls_without_a_message_wait_for_their_job(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shop.generate("hello")["text"] == "hello"
+    assert shop.generate.apply(kwargs={"prompt": "hello"}).get()["text"] == "hello"
+    monkeypatch.setitem(shop.app.conf, "task_always_eager", True)
+    assert shop.generate.apply_async(kwargs={"prompt": "hello"}, task_id="e1").get()["text"] == "hello"
+    assert chain(shop.generate.s("this"), shop.shout.s()).delay().get() == "THIS"
+    refused = shop.generate.delay(prompt="hello", max_tokens=-1)
+    assert refused.failed()
+    assert "max_tokens" in str(refused.result)
+    monkeypatch.setitem(shop.app.conf, "task_eager_propagates", True)
+    with pytest.raises(ValueError, match="max_tokens"):
+        shop.generate.delay(prompt="hello", max_tokens=-1)
+
+
 def test_a_wrong_job_is_refused_in_the_caller(shop: Any) -> None:
     with pytest.raises(InvalidJob):
         shop.generate.delay(prompt="x", max_tokens=0)

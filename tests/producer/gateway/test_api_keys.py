@@ -50,6 +50,15 @@ def post(served: Served, key: str | None, **fields: Any) -> httpx.Response:
     return httpx.post(f"{served.base_url}/completions", json=ASK | fields, headers=headers, timeout=60)
 
 
+def test_probes_and_metrics_need_no_key(tmp_path: Path, valkey_url: str, queue_name: str) -> None:
+    write_keys(path := tmp_path / "keys.json", **ENTRIES)
+    with gateway(valkey_url, queue_name, keys_path=path) as served:
+        for probe in ("healthz", "health", "readyz", "metrics"):
+            assert httpx.get(f"{served.url}/{probe}", timeout=60).status_code == 200
+        assert httpx.post(f"{served.url}/health", timeout=60).status_code == 405
+        assert httpx.get(f"{served.base_url}/models", timeout=60).status_code == 401
+
+
 @pytest.mark.slow
 def test_a_key_decides_whose_job_it_is(
     made: tuple[Served, Served, dict[str, str], Path], valkey_url: str, queue_name: str

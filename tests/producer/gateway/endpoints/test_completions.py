@@ -89,6 +89,16 @@ def test_what_is_streamed_is_what_is_answered_whole(client: OpenAI) -> None:
     assert usage == whole.usage
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_usage_in_every_chunk_may_be_asked_for(client: OpenAI, asked: bool) -> None:
+    ask: dict[str, Any] = {"model": "echo", "messages": CHAT, "max_tokens": 3, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": asked}
+    *others, last = client.chat.completions.create(**ask, stream_options=options)
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 3
+    assert {chunk.usage for chunk in others} == {None}
+
+
 def test_several_prompts_in_one_request(client: OpenAI) -> None:
     ask: dict[str, Any] = {
         "model": "echo",

@@ -28,6 +28,7 @@ _SENTENCEPIECE = {None, "LlamaTokenizer", "LlamaTokenizerFast", "BaichuanTokeniz
                   "InternLM3Tokenizer"}  # fmt: skip
 _LLAMA_LIKE = ("llama", "mistral", "baichuan", "internlm", "internlm2", "internlm3", "aquila")
 _TIKTOKEN = "QWenTokenizer"
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _OWN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
               "chat_template.json")  # fmt: skip
 
@@ -57,7 +58,8 @@ def read_tokenizer(directory: Path) -> Any:
     kind = config.get("tokenizer_class")
     is_code = "auto_map" in config
     if (directory / "tokenizer.json").is_file():
-        if is_code or "auto_map" in _read_json(directory / "config.json"):
+        # transformers replaces the rules of a file by those of the model type's class, even if this class is named.
+        if kind in _GENERIC or is_code or "auto_map" in _read_json(directory / "config.json"):
             return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if (directory / "qwen.tiktoken").is_file() and kind in (_TIKTOKEN, None):

@@ -227,6 +227,15 @@ class TestOthers:
         for text in TEXTS:
             assert tokenizer.encode(text) == reference.encode(text).ids
 
+    @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "TokenizersBackend"])
+    def test_a_file_keeps_its_rules_under_another_model_type(self, kind: str, tmp_path: Path) -> None:
+        reference = self.byte_level(tmp_path, kind)
+        reference.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+        tokenizer = HuggingFaceTokenizer(tmp_path)
+        for text in TEXTS:
+            assert tokenizer.encode(text) == reference.encode(text).ids
+
     @pytest.mark.parametrize("missing", ["merges.txt", "vocab.json"])
     def test_half_of_it(self, missing: str, tmp_path: Path) -> None:
         self.byte_level(tmp_path, "GPT2Tokenizer")

@@ -52,7 +52,7 @@ class GenerationTask(NativeTask):
         shadow: str | None = None,
         **options: Any,
     ) -> AsyncResult:
-        """Submit the job; Celery's options become the job's. With `task_always_eager`, also wait for its end, like `apply`.
+        """Submit the job; Celery's options become the job's. With `task_always_eager`, act like `apply` instead.
 
         Args:
             args: one prompt, messages, a mapping of fields, or an earlier result.

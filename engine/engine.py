@@ -28,9 +28,9 @@ from pagemill.engine.outputs import (
 from pagemill.engine.parts import EngineParts
 from pagemill.engine.plan import StepPlan, StepResult
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduling.given import Scores
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.scheduler import Scheduler
+from pagemill.engine.scheduling.scoring import Scores
 from pagemill.engine.structured_output.grammars import MASK_WAIT_S, Grammars
 from pagemill.engine.tasks import GENERATE, Generate, Score, Task
 from pagemill.engine.text.best_of import BestOf
@@ -332,7 +332,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
         for index in range(request.params.num_sequences):
             sequence = Sequence(request, index)
             if isinstance(request.task, Score):
-                sequence.given = Scores(sequence, request.task.continuations[index])
+                sequence.scoring = Scores(sequence, request.task.continuations[index])
             if resume is not None:
                 self._resume(sequence, resume[index])
             request.sequences.append(sequence)

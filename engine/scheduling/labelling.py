@@ -40,6 +40,6 @@ class Labelling:
             found += [
                 sequence
                 for sequence in request.live_sequences
-                if sequence.given is not None and sequence.given.is_complete and sequence not in parents
+                if sequence.scoring is not None and sequence.scoring.is_complete and sequence not in parents
             ]
         return found

@@ -55,8 +55,8 @@ class Grammar(Protocol):
         ...
 
 
-class Given(Protocol):
-    """What a sequence that is given its tokens wants to know about them. It samples none, see `given`."""
+class Scoring(Protocol):
+    """What a sequence that is given its tokens wants to know about them. It samples none, see scoring.py."""
 
     num_scored: int
     """Tokens after the prompt that are scored as the prompt's are."""
@@ -124,7 +124,7 @@ class Sequence:
     """True if it got its row between two steps: the next plan with work for it must bring a `NewRow`."""
     continuation: tuple[int, ...] = ()
     """The tokens that it is given. `output_token_ids` has all but the last, which predicts nothing."""
-    given: Given | None = None
+    scoring: Scoring | None = None
     """What is wanted of its continuation. None: it samples."""
     fork_of: Sequence | None = None
     """The chain whose first `fork_at` tokens this one shares; it enters once they are computed."""
@@ -169,8 +169,8 @@ class Sequence:
     @property
     def num_cacheable_tokens(self) -> int:
         """Leading tokens that the prefix cache may serve: a token that is not computed has no logits."""
-        if self.given is not None:
-            return self.given.num_cacheable_tokens
+        if self.scoring is not None:
+            return self.scoring.num_cacheable_tokens
         return 0 if self.request.lacks_prompt_logprobs() else self.num_known_tokens - 1
 
     def token_ids(self) -> list[int]:

@@ -18,11 +18,11 @@ from pagemill.engine.outputs import Capacity, FinishReason, SchedulerStats
 from pagemill.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.scheduling.admissibility import check_fits, check_labels_fit
 from pagemill.engine.scheduling.drafter import accepted
-from pagemill.engine.scheduling.given import drop_chains, has_nan
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.labelling import Labelling
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
+from pagemill.engine.scheduling.scoring import drop_chains, has_nan
 from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder
 from pagemill.engine.scheduling.stopping import append_sampled
 from pagemill.engine.scheduling.suspects import Suspects
@@ -371,9 +371,9 @@ class Scheduler:
         """Record log-probabilities of given tokens: the prompt's, or those that end the sequence."""
         if has_nan(found):
             return self._fail_invalid(sequence.request)
-        if sequence.given is None:
+        if sequence.scoring is None:
             sequence.request.record_prompt_logprobs(work.first_scored, found)
-        elif not sequence.is_finished and (ends := sequence.given.take(work, found)) is not None:
+        elif not sequence.is_finished and (ends := sequence.scoring.take(work, found)) is not None:
             ended, updates = ends
             for each in ended:
                 self._end(each)

@@ -85,7 +85,7 @@ class StepBuilder:
         """Place a sequence in its row, with its current blocks."""
         request, row = sequence.request, sequence.row
         assert row is not None
-        num_scored = 0 if sequence.given is None else sequence.given.num_scored
+        num_scored = 0 if sequence.scoring is None else sequence.scoring.num_scored
         self._new_rows.append(
             NewRow(
                 row=row,
@@ -135,8 +135,8 @@ class StepBuilder:
             work.new_block_ids, work.replaced_blocks = slots.new_block_ids, slots.replaced_blocks
             self._block_copies += slots.block_copies
         request = sequence.request
-        if sequence.given is not None:
-            sequence.given.request(work)
+        if sequence.scoring is not None:
+            sequence.scoring.request(work)
         elif request.prompt_logprobs and request.lacks_prompt_logprobs(work.start, work.start + num_tokens):
             work.num_prompt_logprobs = request.params.prompt_logprobs
         if sequence.forced_token_ids:
@@ -174,7 +174,7 @@ class StepBuilder:
             token_index += work.num_tokens
             if not is_caught_up:
                 step.prefilling.append(sequence)
-            elif sequence.given is not None:
+            elif sequence.scoring is not None:
                 continue  # what is found ends it
             elif sequence.request.is_plain:  # `_add_sample` without the cases it never has
                 if self._drafts and (drafts := self._drafts.pop(work.row, None)) is not None:

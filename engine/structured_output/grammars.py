@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.errors import EngineError, UnsupportedFeature
 from pagemill.engine.outputs import GrammarStats, Histogram, HistogramSnapshot, LabelValues
-from pagemill.engine.scheduling.given import start_labels
 from pagemill.engine.scheduling.request import Request
+from pagemill.engine.scheduling.scoring import start_labels
 from pagemill.engine.structured_output.choice import ChoiceCompiler
 from pagemill.engine.structured_output.outlined import OutlinedGrammar, TagVocabulary
 from pagemill.engine.structured_output.replayed import ReplayedGrammar

@@ -104,7 +104,7 @@ def start_labels(request: Request, tree: LabelTree) -> None:
     request.sequences += [Sequence(request, number) for number in range(1, len(tree.chains))]
     for sequence, chain in zip(request.sequences, tree.chains, strict=True):
         sequence.continuation, sequence.output_token_ids = chain.token_ids, list(chain.token_ids[:-1])
-        sequence.given = Reads(sequence, start + chain.first_read - 1, chain.reads)
+        sequence.scoring = Reads(sequence, start + chain.first_read - 1, chain.reads)
         if chain.parent is not None:
             sequence.fork_of = request.sequences[chain.parent]
             sequence.fork_at = start + chain.num_shared
@@ -130,9 +130,9 @@ def has_nan(found: Iterable[Any]) -> bool:
 def _finish_labels(request: Request) -> SequenceUpdate:
     assert request.labels is not None
     found = [
-        [list(values or ()) for values in chain.given.found]
+        [list(values or ()) for values in chain.scoring.found]
         for chain in request.sequences
-        if isinstance(chain.given, Reads)
+        if isinstance(chain.scoring, Reads)
     ]
     scores = request.labels.scores(found)
     first = drop_chains(request)

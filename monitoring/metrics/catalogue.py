@@ -42,9 +42,9 @@ SECTIONS = (
     Section(
         "queue",
         "Queue",
-        "Exported by every worker of the queue and by `pagemill exporter`: take `max by (queue, model,"
-        " priority)` before you sum. Absent while Redis does not respond. Models after the first 100 are"
-        " one, `other`.",
+        "Exported by every worker of the queue and by `pagemill exporter`:\n"
+        "take `max by (queue, model, priority)` before you sum. Absent while Redis does not respond.\n"
+        "Models after the first 100 are one, `other`.",
         JOBS_AND_WORKERS,
     ),
     Section(
@@ -67,8 +67,8 @@ SECTIONS = (
     Section(
         "gateway",
         "Gateway",
-        "Exported by `pagemill gateway`. A route is `(none)` for requests that were rejected before routing; a series"
-        " begins with the first response.",
+        "Exported by `pagemill gateway`. A route is `(none)` for requests that were rejected before routing;\n"
+        "a series begins with the first response.",
         GATEWAY_METRICS,
     ),
 )

@@ -86,7 +86,7 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         prompts = _prompts(fields.pop("prompt", None))
         fields = _read_echo(fields)
         return [fields | prompt for prompt in prompts]
-    most = fields.pop("max_completion_tokens", None)
+    most = read_bound(fields, "max_completion_tokens")
     if most is not None and fields.setdefault("max_tokens", most) != most:
         raise InvalidJob("max_tokens and max_completion_tokens exclude each other", param="max_tokens")
     _read_chat_logprobs(fields)
@@ -96,6 +96,14 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(messages, list):
         fields["messages"] = [_message(i, message) for i, message in enumerate(messages)]
     return [fields]
+
+
+def read_bound(fields: dict[str, Any], name: str) -> int | None:
+    """Take OpenAI's other name of `max_tokens` from the fields. Raises InvalidJob under that name."""
+    value = _as_integer(fields.pop(name, None))
+    if value is not None and (type(value) is not int or value < 1):
+        raise InvalidJob(f"{name}: Input should be an integer of 1 or more", param=name)
+    return value
 
 
 def _as_integer(value: Any) -> Any:

@@ -15,6 +15,7 @@ from pagemill.producer.openai.formats import (
     image_part,
     joined_parts,
     not_supported,
+    read_bound,
 )
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import Output, Result, Usage
@@ -76,8 +77,8 @@ def read_response(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] 
         raise InvalidJob(f"{what} {shown} is not supported{hint}", "unsupported_feature", shown)
     chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
     chat |= {"messages": _messages(given, earlier), "separate_reasoning": True}
-    if "max_output_tokens" in given:
-        chat["max_tokens"] = given["max_output_tokens"]
+    if (most := read_bound(given, "max_output_tokens")) is not None:
+        chat["max_tokens"] = most
     if "tools" in given:
         chat["tools"] = _tools(given["tools"])
     if "tool_choice" in given:

@@ -132,6 +132,16 @@ def test_whole_floats_are_integers() -> None:
             job(max_tokens=wrong)
 
 
+@pytest.mark.parametrize("wrong", [0, -1, 16.5, 1e300, True, "16", [], {}])
+def test_a_wrong_bound_is_reported_under_the_name_it_was_given(wrong: Any) -> None:
+    with pytest.raises(InvalidJob, match=r"^max_completion_tokens: ") as error:
+        job(max_completion_tokens=wrong)
+    assert error.value.param == "max_completion_tokens"
+    with pytest.raises(InvalidJob, match=r"^max_output_tokens: ") as error:
+        read_response({"model": "m", "input": "x", "max_output_tokens": wrong})
+    assert error.value.param == "max_output_tokens"
+
+
 @pytest.mark.parametrize(
     "given",
     [

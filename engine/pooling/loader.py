@@ -208,8 +208,3 @@ def _check_report(report: Any, module: Any, *, may_lack_pooler: bool) -> None:
     ]
     if surplus:  # ignoring a bias or a layer would compute another function
         raise ModelLoadError(f"{len(surplus)} tensors have no place in the model, {surplus[0]} first")
-
-
-def directory_name(directory: Path) -> str:
-    """Return the name that a directory's model is served under."""
-    return directory.resolve().name

@@ -76,11 +76,6 @@ class LabelTree:
     def num_bytes(self) -> int:
         return 300 * self.num_tokens
 
-    @property
-    def num_computed(self) -> int:
-        """Tokens beside the prompt's that go through the model."""
-        return sum(len(chain.token_ids) - 1 - chain.num_shared for chain in self.chains)
-
     def scores(self, found: Sequence[Sequence[Sequence[float]]]) -> LabelScores:
         """Return the labels' probabilities from log-probabilities, by chain, read and branch."""
         if self._kind == "constrained":

@@ -40,19 +40,15 @@ class Tokenizer(Protocol):
         """Return the token as the vocabulary spells it; None if that is unknown or there is no such token."""
         ...
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of the conversation with the assistant's turn opened.
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """Return the conversation's prompt with the assistant's turn opened. The template adds the special tokens.
 
         Raises:
             UnsupportedFeature: there is no chat template.
             InvalidRequest: invalid messages, or the template rejects them.
         """
-        ...
-
-    def render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> str:
-        """Like `encode_chat`, as text, with tools and the template's variables. Raises the same."""
         ...
 
     def to_json(self) -> str | None:
@@ -75,9 +71,6 @@ class ByteTokenizer:
 
     def piece(self, token_id: int) -> str | None:
         return "<end>" if token_id == self.eos_token_id else byte_characters()[token_id]
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode(self.render_chat(messages, (), {}))
 
     def render_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
@@ -168,10 +161,6 @@ class HuggingFaceTokenizer:
     def piece(self, token_id: int) -> str | None:
         piece: str | None = None if self._backend is None else self._backend.id_to_token(token_id)
         return piece
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        # The template adds the special tokens itself.
-        return self.encode(self.render_chat(messages, (), {}), add_special_tokens=False)
 
     def render_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]

@@ -29,6 +29,7 @@ MAX_PROMPTS = 128
 """Prompts in one request for completions."""
 _MAX_WHOLE = 2**53
 """Floats are exact up to this number."""
+_SEEDS = 2**63
 _MAX_SHOWN = 64
 """Characters of an unknown field's name that an error quotes."""
 
@@ -41,7 +42,7 @@ STRUCTURES: Mapping[str, str] = {
 OPEN_TURNS = ("add_generation_prompt", "continue_final_message")
 """vLLM's fields for what a chat's prompt ends with: a new turn of the assistant, or its last message."""
 _COMMON = _SAMPLING | {"model", "response_format"} | STRUCTURES.keys()
-ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
+ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Text fields that do not affect the output."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -53,6 +54,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "suffix": ("",),
+    "verbosity": ("medium",),
 }
 """Unsupported fields, with the values that have no effect."""
 _INSTEAD: Mapping[str, str] = {
@@ -82,6 +84,7 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if url in POOLED_URLS:
         return read_pooled(url, body)
     fields = _read_structures(_supported(url, body))
+    _read_seed(fields)
     if url == COMPLETIONS_URL:
         prompts = _prompts(fields.pop("prompt", None))
         fields = _read_echo(fields)
@@ -96,6 +99,15 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(messages, list):
         fields["messages"] = [_message(i, message) for i, message in enumerate(messages)]
     return [fields]
+
+
+def _read_seed(fields: dict[str, Any]) -> None:
+    """Read OpenAI's range of seeds, which has negative ones. Of them -1 is random, as in other servers."""
+    seed = fields.get("seed")
+    if type(seed) is int and -_SEEDS <= seed < 0:
+        fields["seed"] = seed + _SEEDS
+        if seed == -1:
+            del fields["seed"]
 
 
 def read_bound(fields: dict[str, Any], name: str) -> int | None:
@@ -208,7 +220,7 @@ def _read_chat_logprobs(fields: dict[str, Any]) -> None:
         raise InvalidJob("logprobs: Input should be a valid boolean", param="logprobs")
     if is_wanted:
         fields["logprobs"] = 0 if top is None else top
-    elif top is not None:
+    elif top not in (None, 0):
         raise InvalidJob("top_logprobs needs logprobs: true", param="top_logprobs")
 
 
@@ -244,8 +256,11 @@ def _message(number: int, message: Any) -> Any:
         return message
     # Clients send earlier answers back unchanged, with their empty fields.
     told = {name: value for name, value in message.items() if value not in (None, [])}
-    if told.get("content") is None and told.get("role") == "assistant" and "tool_calls" not in told:
-        told["content"] = ""  # an answer that was all reasoning
+    if told.get("role") == "assistant":
+        if isinstance(told.get("refusal"), str):
+            told.setdefault("content", told.pop("refusal"))  # it is what the assistant answered
+        if told.get("content") is None and "tool_calls" not in told:
+            told["content"] = ""  # an answer that was all reasoning
     if told.get("role") == "developer":
         told["role"] = "system"
     if "reasoning_content" in told:
@@ -260,7 +275,11 @@ def _content(parts: list[Any], place: str) -> str | list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for part in parts:
         match part:
-            case {"type": "text", "text": str(text), **rest}:
+            case {"type": "text", "text": str(text), **rest} | {
+                "type": "refusal",
+                "refusal": str(text),
+                **rest,
+            }:
                 check_members(rest, _PART_MEMBERS, place)
                 found.append({"type": "text", "text": text})
             case {"type": "image_url", "image_url": {"url": str(url), **more}, **rest}:

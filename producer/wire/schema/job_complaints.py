@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 
@@ -22,7 +23,12 @@ def invalid_job(error: ValidationError, known: Iterable[str]) -> InvalidJob:
     Args:
         known: names of fields that a misspelt one may have meant.
     """
-    return InvalidJob(_reasons(error, list(known)), _code(error), _param(error))
+    fields = list(known)
+    reasons = _reasons(error, fields)
+    param = _param(error)
+    if param is None and (first := re.match(r"\w+", reasons)) and first[0] in fields:
+        param = first[0]
+    return InvalidJob(reasons, _code(error), param)
 
 
 def _code(error: ValidationError) -> str:
@@ -63,7 +69,10 @@ def _reasons(error: ValidationError, known: list[str]) -> str:
     causes = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     for item in [item for item in items if item["type"] != "too_short" or item["loc"] not in causes][:8]:
         place = ".".join(_place(item["loc"]))
-        message = item["msg"].removeprefix("Value error, ")
+        # JSON's names of Python's types.
+        message = (
+            item["msg"].removeprefix("Value error, ").replace("Tuple", "List").replace("dictionary", "object")
+        )
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             message = _no_such_field(str(item["loc"][-1]), known)
         elif item["type"] == "tuple_type":

@@ -246,3 +246,59 @@ def test_a_member_of_an_item_is_used_or_refused_by_name(item: dict[str, Any], kn
         with pytest.raises(InvalidJob, match="unknown is not supported"):
             read_response({"model": "m", "input": [*earlier, one]})
     read_response({"model": "m", "input": [*earlier, item | {"unknown": None}]})
+
+
+def test_negative_seeds_are_seeds_and_minus_one_is_random() -> None:
+    assert "seed" not in read_job(CHAT_URL, CHAT | {"seed": -1})
+    seeds = {job(seed=seed).seed for seed in (-2, -3, 1 - 2**63, 0, 5)}
+    assert len(seeds) == 5
+    for wrong in (-(2**63) - 1, 2**63, -1.5, "-1"):
+        with pytest.raises(InvalidJob, match="seed"):
+            job(seed=wrong)
+
+
+def test_what_clients_send_without_an_effect_is_accepted() -> None:
+    given: dict[str, Any] = {
+        "logprobs": False,
+        "top_logprobs": 0,
+        "prompt_cache_retention": "24h",
+        "verbosity": "medium",
+    }
+    assert job(**given) == job()
+    with pytest.raises(InvalidJob, match="top_logprobs needs logprobs"):
+        job(top_logprobs=2)
+    with pytest.raises(InvalidJob, match="this value of verbosity"):
+        job(verbosity="low")
+
+
+def test_a_refusal_in_the_history_is_what_the_assistant_answered() -> None:
+    part = {"type": "refusal", "refusal": "No."}
+    for answer in (
+        {"content": None, "refusal": "No."},
+        {"content": [part]},
+        {"content": "No.", "refusal": None},
+    ):
+        parsed = job(messages=[*CHAT["messages"], {"role": "assistant", **answer}, *CHAT["messages"]])
+        assert parsed.messages is not None
+        assert parsed.messages[1].content == "No."
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+    ],
+    ids=str,
+)
+def test_an_error_of_several_fields_names_one(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJob) as error:
+        job(**given)
+    assert error.value.param == "response_format"
+
+
+def test_messages_speak_of_lists_and_objects() -> None:
+    with pytest.raises(InvalidJob, match="messages: List should have at least 1 item"):
+        job(messages=[])
+    with pytest.raises(InvalidJob, match="logit_bias: Input should be a valid object"):
+        job(logit_bias=[])

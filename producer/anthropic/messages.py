@@ -35,6 +35,8 @@ _READ = frozenset(
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
+    # Thinking of earlier turns is what the client sends.
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 }
 _WITHOUT_EFFECT = frozenset({"cache_control"})
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -56,7 +58,11 @@ def read_message(body: Mapping[str, Any], *, is_count: bool = False) -> dict[str
     if "max_tokens" not in given and not is_count:
         raise InvalidJob("max_tokens is required", param="max_tokens")
     chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
-    chat |= {"messages": list(_messages(given)), "separate_reasoning": True}
+    messages = list(_messages(given))
+    chat |= {"messages": messages, "separate_reasoning": True}
+    match messages[-1:]:
+        case [{"role": "assistant", "content": begun, **rest}] if begun and "tool_calls" not in rest:
+            chat |= {"add_generation_prompt": False, "continue_final_message": True}
     if "stop_sequences" in given:
         chat["stop"] = given["stop_sequences"]
     if given.get("tools"):

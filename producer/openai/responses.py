@@ -44,6 +44,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "service_tier": ("auto", "default", "flex"),
     "top_logprobs": (0,),
+    "stream_options": ({}, {"include_obfuscation": False}),
 }
 _INSTEAD: Mapping[str, str] = {
     "conversation": "send previous_response_id, or the earlier items in input",
@@ -165,13 +166,18 @@ def _assistant(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
 def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        for part in content:
-            check_members(part, ("type", "text", *_PART), place)
-        return "".join(part["text"] for part in content)
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        match part:
+            case {"type": str(kind), "text": str(text), **rest} if kind in _TEXTS:
+                check_members(rest, _PART, place)
+            case {"type": "refusal", "refusal": str(text), **rest}:
+                check_members(rest, _PART, place)
+            case _:
+                break
+        texts.append(text)
+    else:
+        return "".join(texts)
     raise InvalidJob(f"{place}: {not_supported(content, 'text content is')}", "unsupported_feature", place)
 
 

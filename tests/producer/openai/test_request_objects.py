@@ -283,6 +283,20 @@ def test_a_refusal_in_the_history_is_what_the_assistant_answered() -> None:
         assert parsed.messages[1].content == "No."
 
 
+def test_a_refusal_in_an_earlier_response_is_text() -> None:
+    part = {"type": "refusal", "refusal": "No."}
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": [part]},
+        {"role": "user", "content": "y"},
+    ]
+    options = {"include_obfuscation": False}
+    chat = read_response({"model": "m", "input": items, "stream_options": options})
+    assert [message["content"] for message in chat["messages"]] == ["x", "No.", "y"]
+    with pytest.raises(InvalidJob, match=r"input\.1\.content"):
+        read_response({"model": "m", "input": [items[0], items[1] | {"content": [{"type": "refusal"}]}]})
+
+
 @pytest.mark.parametrize(
     "given",
     [

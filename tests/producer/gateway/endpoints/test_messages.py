@@ -13,6 +13,9 @@ import httpx
 import pytest
 from anthropic import Anthropic
 
+from pagemill.producer.anthropic.messages import read_message
+from pagemill.producer.openai.formats import CHAT_URL, read_job
+from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.producer.gateway.serving import Served, gateway, write_keys
 from tests.producer.gateway.weather import ANSWER, PARAMETERS
 from tests.worker.harness import PATIENCE_S
@@ -112,6 +115,36 @@ def test_forced_calls_schemas_and_limits(claude: Anthropic) -> None:
     assert cut.stop_reason == "max_tokens"
     stopped: Any = claude.messages.create(**plain, max_tokens=40, stop_sequences=["two"])
     assert (stopped.content[0].text, stopped.stop_reason) == ("one ", "end_turn")
+
+
+CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
+
+
+@pytest.mark.parametrize(
+    ("last", "opens"),
+    [
+        ({"role": "assistant", "content": "The answer is"}, CONTINUED),
+        ({"role": "assistant", "content": [{"type": "text", "text": "It is"}]}, CONTINUED),
+        ({"role": "assistant", "content": ""}, {}),
+        ({"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}, {}),
+        ({"role": "user", "content": "And?"}, {}),
+        ({"role": "user", "content": []}, {}),
+    ],
+    ids=repr,
+)
+def test_the_answer_continues_what_the_assistant_has_begun(last: Any, opens: dict[str, bool]) -> None:
+    first = {"role": "user", "content": "Why?"}
+    chat = read_message({"model": "m", "max_tokens": 4, "messages": [first, last]})
+    assert {name: chat[name] for name in CONTINUED if name in chat} == opens
+    read_job(CHAT_URL, chat)
+
+
+def test_kept_thinking_needs_no_management_of_the_context() -> None:
+    ask = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert read_message(ask | {"context_management": kept}) == read_message(ask)
+    with pytest.raises(InvalidJob, match="this value of context_management is not supported"):
+        read_message(ask | {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}})
 
 
 def test_the_tokens_of_a_prompt(claude: Anthropic) -> None:

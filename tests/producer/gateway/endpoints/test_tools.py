@@ -97,8 +97,8 @@ def test_a_conversation_goes_on_with_what_was_answered(client: OpenAI) -> None:
     [
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
-        ({"tools": [WEATHER, WEATHER]}, None, "two functions have one name"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, None, "tools lack"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "two functions have one name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "tools lack"),
         ({"extra_body": {"thinking_budget": 3}}, "thinking_budget", "use thinking_token_budget"),
         (
             {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}},

@@ -28,6 +28,7 @@ from pagemill.cli.local_worker import settled_workers
 from pagemill.cli.terminal import options, views
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked, served_name
 from pagemill.cli.terminal.grouped import grouped
+from pagemill.common.plain_text import escaped
 from pagemill.producer.client.handles import JobHandle
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.client.sync import Producer
@@ -156,8 +157,8 @@ def _is_answer(error: BaseException | None) -> bool:
 
 
 def print_stderr(message: str) -> None:
-    """Print to stderr: stdout is for the result."""
-    typer.echo(message, err=True)
+    """Print to stderr: stdout is for the result. What a message quotes cannot control the terminal."""
+    typer.echo("\n".join(map(escaped, message.split("\n"))), err=True)
 
 
 class Commands(typer.Typer):

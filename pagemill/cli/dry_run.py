@@ -13,6 +13,7 @@ import typer
 from pagemill.cli.app import print_stderr
 from pagemill.cli.local_worker import has_server, live_workers
 from pagemill.cli.terminal.checked import served_name
+from pagemill.common.plain_text import escaped
 from pagemill.engine.errors import InvalidRequest
 from pagemill.producer.dataset.run import DatasetRun
 from pagemill.producer.dataset.tables.rows import RowError
@@ -117,7 +118,7 @@ def _print(number: int, step: str, job: Job | RowError, size: TokenCount, *, as_
     if isinstance(job, Job):
         typer.echo(prompt_text(job))
     else:
-        typer.echo(f"{'skipped' if job.is_skipped else 'bad row'}: {job.message}")
+        typer.echo(f"{'skipped' if job.is_skipped else 'bad row'}: {escaped(job.message)}")
 
 
 def _configured(path: Path) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment
 
+from pagemill.common.plain_text import escaped
 from pagemill.producer.dataset.summary import Summary
 
 BAR_WIDTH = 30
@@ -117,7 +118,7 @@ def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
 def bars(counts: dict[str, int]) -> list[tuple[str, str, int]]:
     """Return (label, bar of block characters, count) for the terminal."""
     most = max(counts.values(), default=1)
-    return [(label, "█" * max(1, round(BAR_WIDTH * n / most)), n) for label, n in counts.items()]
+    return [(escaped(label), "█" * max(1, round(BAR_WIDTH * n / most)), n) for label, n in counts.items()]
 
 
 def curve_rows(summary: Summary) -> list[list[str]]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pagemill.common.plain_text import escaped
 from pagemill.producer.doctor.memory_check import held_by, in_words, remedy
 from pagemill.producer.wire.calls.memory import Kind
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo
@@ -49,7 +50,7 @@ def print_result(result: Result, as_json: bool) -> None:
 
 def _print_probabilities(numbers: Mapping[str, float]) -> None:
     for label in sorted(numbers, key=lambda name: -numbers[name]):
-        typer.echo(f"{numbers[label]:.4f}\t{label}")
+        typer.echo(f"{numbers[label]:.4f}\t{escaped(label)}")
 
 
 def _print_rows_of_numbers(result: Result) -> None:
@@ -187,19 +188,20 @@ def print_queue(queue: str, stats: QueueStats, kinds: Mapping[Kind, float], as_j
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Print a table to a terminal; to a pipe a header and tab-separated lines, untruncated.
 
-    Pairs without columns are a record, with its names in bold. A cell may be a styled `Text`.
+    Pairs without columns are a record, with its names in bold. A cell may be a styled `Text`; any other cannot control
+    the terminal or add a cell.
     """
-    rows = list(rows)
+    rows = [[cell if isinstance(cell, Text) else escaped(str(cell)) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         for row in ([columns] if columns else []) + rows:
-            typer.echo("\t".join(str(value) for value in row))
+            typer.echo("\t".join(map(str, row)))
         return
     table = Table(*columns, show_header=bool(columns), box=None, pad_edge=False)
     if not columns and all(len(row) == 2 for row in rows):
         table.add_column(style="bold")
         table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*(value if isinstance(value, Text) else str(value) for value in row))
+        table.add_row(*row)
     Console(highlight=False, markup=False).print(table)
 
 

@@ -15,6 +15,8 @@ _CHAT_SHAPE = (
     'a chat is a list of messages like {"role": "user", "content": "..."}; '
     "a text by itself is a prompt=, or the content of one message"
 )
+_NAMES_OF_TYPES = {"Tuple": "List", "a dictionary": "an object", "dictionary": "object"}
+"""Python's, and JSON's for them."""
 
 
 def invalid_job(error: ValidationError, known: Iterable[str]) -> InvalidJob:
@@ -69,10 +71,9 @@ def _reasons(error: ValidationError, known: list[str]) -> str:
     causes = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     for item in [item for item in items if item["type"] != "too_short" or item["loc"] not in causes][:8]:
         place = ".".join(_place(item["loc"]))
-        # JSON's names of Python's types.
-        message = (
-            item["msg"].removeprefix("Value error, ").replace("Tuple", "List").replace("dictionary", "object")
-        )
+        message = item["msg"].removeprefix("Value error, ")
+        for python, json in _NAMES_OF_TYPES.items():
+            message = message.replace(python, json)
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             message = _no_such_field(str(item["loc"][-1]), known)
         elif item["type"] == "tuple_type":

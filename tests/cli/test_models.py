@@ -102,8 +102,8 @@ def test_a_pipe_gets_a_table(run: Run, hub: LoopbackHub) -> None:
     assert Path(pulled.stdout.strip(), "model.safetensors").is_file()
     assert f"org/good: commit {commit}, 1.2 kB, in" in pulled.stderr
     header, row = run("models").stdout.splitlines()
-    assert header.split("\t") == ["model", "revision", "commit", "size", "can run"]
-    assert row.split("\t") == ["org/good", "main", commit[:12], "1.2 kB", "yes"]
+    assert header.split("\t") == ["model", "revision", "commit", "size", "can run", "samples with"]
+    assert row.split("\t") == ["org/good", "main", commit[:12], "1.2 kB", "yes", ""]
 
 
 @pytest.mark.slow

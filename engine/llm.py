@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Literal
 
 from pagemill.engine.adapters.adapter import Adapter
@@ -22,7 +24,9 @@ from pagemill.engine.tasks import GENERATE, Task
 from pagemill.engine.text.chat import ChatOptions
 from pagemill.engine.text.tokenizer import Message
 
-Prompt = str | Sequence[int]
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
 ToolChoice = Literal["none", "auto", "required"] | str
 AdapterNames = str | Sequence[str | None] | None
 
@@ -99,20 +103,20 @@ class LLM:
         Prompts with a common beginning run one after another, and requests with necessarily equal outputs run once.
 
         Args:
-            prompts: strings (special tokens are added) or lists of token ids; a single one counts as a list of one.
+            prompts: strings (special tokens are added) or token ids, as lists or arrays, or vLLM's dicts of either
+                (`prompt`, `prompt_token_ids`); a single one counts as a list of one.
             sampling_params: one for all, or one each; by default the model's, as `default_sampling_params` returns.
             adapter: name of an adapter, of `adapters=` or `add_adapter`: one for all, or one each. None: no adapter.
             use_tqdm: a progress bar on stderr; None: if stderr is a terminal.
 
         Returns:
-            One output per prompt, in the order of the prompts.
+            One output per prompt, in the order of the prompts. One that failed while it ran has an `error`.
 
         Raises:
             InvalidRequest: one of the prompts cannot run; nothing has been generated.
+            TypeError: a prompt or its parameters have another type.
         """
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        listed: list[Any] = [prompts] if is_one else list(prompts)
-        inputs = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in listed]
+        inputs = _read_prompts(prompts)
         params = self._params_for(len(inputs), sampling_params, self.default_sampling_params())
         return self._run(inputs, params, self._adapters_for(len(inputs), adapter), use_tqdm)
 
@@ -223,6 +227,8 @@ class LLM:
     ) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or default] * count
+        if isinstance(given, Mapping):
+            raise TypeError("sampling_params is a SamplingParams, not a dict: write SamplingParams(**params)")
         if len(given) != count:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one, or one each")
         return list(given)
@@ -280,6 +286,9 @@ class LLM:
             for request_id in results:
                 self.engine.abort(request_id)
             raise
+        failed = [result.error for result in results.values() if result.error is not None]
+        if failed:
+            logger.warning("%d of %d requests failed, the first: %s", len(failed), len(results), failed[0])
         return [
             results[f"llm-{base + number}"]
             if first[number] == number
@@ -301,6 +310,37 @@ class LLM:
         finally:
             if bar is not None:
                 bar.close()
+
+
+def _read_prompts(prompts: Any) -> list[dict[str, Any]]:
+    """Return the arguments that the input processor takes for each prompt. Raises TypeError."""
+    given = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(given, str | Mapping) or (
+        isinstance(given, Sequence) and given and isinstance(given[0], Integral)
+    ):
+        given = [given]
+    if not isinstance(given, Iterable):
+        raise TypeError(f"prompts are texts or token ids, not {type(prompts).__name__}")
+    return [_read_prompt(one) for one in given]
+
+
+def _read_prompt(prompt: Any) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, Mapping):
+        match {name: value for name, value in prompt.items() if value is not None}:
+            case {"prompt_token_ids": ids, **rest} if rest.keys() <= {"prompt"}:
+                prompt = ids
+            case {"prompt": str(text), **rest} if not rest:
+                return {"prompt": text}
+            case _:
+                raise TypeError("a prompt that is a dict has prompt or prompt_token_ids, and nothing else")
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, Sequence):
+        raise TypeError(f"a prompt is a text or token ids, not {type(prompt).__name__}")
+    if ids and hasattr(ids[0], "item"):  # numbers of numpy or torch
+        ids = [one.item() for one in ids]
+    return {"prompt_token_ids": ids}
 
 
 def _merge_key(adapter: Adapter | None, media: Sequence[MediaItem]) -> str | None:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.builder import build_parts
@@ -51,6 +53,40 @@ def test_one_prompt_stands_for_a_list_of_one(llm: LLM) -> None:
     assert texts(llm, "abc") == texts(llm, ["abc"]) == [["abc"]]
     assert texts(llm, [97, 98]) == texts(llm, [[97, 98]]) == [["ab"]]
     assert texts(llm, []) == []
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        np.array([97, 98]),
+        np.array([[97, 98]], dtype=np.uint16),
+        torch.tensor([[97, 98]]),
+        [np.array([97, 98])],
+        [np.int64(97), np.int64(98)],
+        ((97, 98),),
+        {"prompt_token_ids": [97, 98]},
+        [{"prompt_token_ids": np.array([97, 98]), "prompt": None}],
+        {"prompt": "ab"},
+        np.array(["ab"]),
+        ("ab",),
+    ],
+    ids=repr,
+)
+def test_prompts_of_other_types(llm: LLM, prompts: Any) -> None:
+    assert texts(llm, prompts) == [["ab"]]
+    assert texts(llm, (text for text in ["ab"])) == [["ab"]]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 5, [None], ["a", 5], {}, {"prompt": 5}, {"prompt": "a", "image": b""}, [1.5]],
+    ids=repr,
+)
+def test_other_types_are_refused_before_anything_ran(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(TypeError, match="prompt"):
+        llm.generate(prompts, params(), use_tqdm=False)
+    with pytest.raises(TypeError, match=r"SamplingParams\(\*\*params\)"):
+        llm.generate("a", {"max_tokens": 3}, use_tqdm=False)  # type: ignore[arg-type]
 
 
 def test_max_tokens_is_16_unless_said_otherwise(llm: LLM) -> None:
@@ -271,7 +307,7 @@ def test_a_step_that_fails_once_costs_nobody(overlapped: bool, at_launch: bool) 
     assert engine.stats().scheduler.steps_failed >= 1
 
 
-def test_a_failed_request_tells_its_error_in_the_result() -> None:
+def test_a_failed_request_tells_its_error_in_the_result(caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM("echo")
     llm.engine = Engine(
         replace(build_parts(EngineConfig(model="echo")), executor=FailingRunner(at_launch=True))
@@ -281,3 +317,4 @@ def test_a_failed_request_tells_its_error_in_the_result() -> None:
     assert bad.outputs[0].finish_reason == "error"
     assert bad.error is not None
     assert "RuntimeError" in bad.error
+    assert "1 of 2 requests failed, the first: the step raised RuntimeError" in caplog.text

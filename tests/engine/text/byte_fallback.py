@@ -55,9 +55,6 @@ class ByteFallback:
     def piece(self, token_id: int) -> str | None:
         return self.backend.id_to_token(token_id)
 
-    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
-        raise NotImplementedError
-
     def render_chat(self, messages: Sequence[Any], tools: Sequence[Any], variables: Any) -> str:
         raise NotImplementedError
 

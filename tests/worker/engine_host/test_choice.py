@@ -20,7 +20,7 @@ from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.text.tokenizer import load_tokenizer
 import pagemill.worker.worker
 tokenizer = load_tokenizer(packaged_model_directory())
-assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "Hi"}]))
+assert tokenizer.decode(tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "Hi"}], (), {})))
 print(sorted(name for name, module in sys.modules.items() if module and name in ("torch", "numba", "triton")))
 """
 

@@ -14,9 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagemill.producer.client import job_search
+from pagemill.producer.client.effects import Flow, T
 from pagemill.producer.client.preparer import check_id
 from pagemill.producer.gateway.api_keys import ApiKey
-from pagemill.producer.gateway.bounded_answer import bounded_answer
+from pagemill.producer.gateway.bounded_answer import bounded_answer, noting_answers
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.guard.origin import LOOPBACK
@@ -66,9 +67,7 @@ class JobEndpoints:
     async def queue(self, request: Request) -> Response:
         """The queue's figures; for a tenant's key its own waiting jobs alone."""
         _, tenant = await self._admit(request)
-        async with bounded_answer(), self._turns:
-            found = await self._gateway.producer.run_flow(overview.queue(self._queue, tenant))
-        return _answer(found)
+        return _answer(await self._read(overview.queue(self._queue, tenant)))
 
     async def list(self, request: Request) -> Response:
         """Jobs of a state, tenant, model, key or batch."""
@@ -81,8 +80,7 @@ class JobEndpoints:
             self._queue, wanted, batch=asked["batch"], after=asked["after"], limit=PAGE_JOBS
         )
         try:
-            async with self._turns:
-                found = await self._gateway.producer.run_flow(flow)
+            found = await self._read(flow)
         except AccessDenied:
             message = "the server's access rules do not let the gateway look for ended jobs: it needs +scan"
             raise ApiError(403, message, "scan_denied") from None
@@ -95,11 +93,7 @@ class JobEndpoints:
         after = request.query_params.get("after", "0")
         if not (after.isascii() and after.isdigit() and len(after) < 10):
             raise _wrong("after")
-        async with self._turns:
-            found = await self._gateway.producer.run_flow(
-                overview.batches(self._queue, tenant, int(after), PAGE_JOBS)
-            )
-        return _answer(found)
+        return _answer(await self._read(overview.batches(self._queue, tenant, int(after), PAGE_JOBS)))
 
     async def show(self, request: Request) -> Response:
         """A job's record, its timeline and where its time went; not the jobs it waited behind, which are others'."""
@@ -135,7 +129,8 @@ class JobEndpoints:
         job = await self._find(request, tenant)
         if not caller.allows(job.model):
             raise ApiError(403, "the API key may not use the job's model", "model_not_allowed")
-        done = await self._gateway.producer.dead_letters().replay([job.id])
+        async with bounded_answer():
+            done = await self._gateway.producer.dead_letters().replay([job.id])
         if (reason := done.refused.get(job.id)) is not None:
             raise ApiError(409, f"the job can't be replayed: {reason}", "not_replayed")
         is_new = job.id in done.jobs
@@ -146,14 +141,16 @@ class JobEndpoints:
         """Cancel the unfinished jobs of a batch: those of the key's tenant, or all for an operator's key."""
         caller, tenant = await self._admit(request)
         batch_id = check_id(request.path_params["batch_id"])
-        async with self._turns:
-            stopped = await self._gateway.producer.run_flow(
-                overview.cancel_batch(self._queue, tenant, batch_id)
-            )
+        stopped = await self._read(overview.cancel_batch(self._queue, tenant, batch_id))
         if stopped is None:
             raise not_found("batch", batch_id)
         _log("cancel batch", caller, batch_id, str(stopped))
         return _answer({"id": batch_id, "stopped": stopped})
+
+    async def _read(self, flow: Flow[T]) -> T:
+        """Run a flow in its turn. Raises RedisUnavailable if a call is not answered for `ANSWER_S`."""
+        async with bounded_answer() as answered, self._turns:
+            return await self._gateway.producer.run_flow(noting_answers(flow, answered))
 
     async def _admit(self, request: Request) -> tuple[ApiKey, str]:
         """Return the request's key, and the tenant whose jobs it sees, '' for all. Raises ApiError."""

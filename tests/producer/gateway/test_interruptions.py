@@ -243,6 +243,33 @@ def test_a_server_that_hangs_is_a_503_for_each_request(
     queue.transport.close()
 
 
+def test_the_page_of_jobs_has_a_503_while_the_server_hangs(
+    own_valkey: RedisServer, queue_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lists are series of calls in turns: none waits for longer than one call may take."""
+    monkeypatch.setattr(bounded_answer, "ANSWER_S", 0.2)
+    asked = [
+        ("GET", "list"),
+        ("GET", "batches"),
+        ("GET", "queue"),
+        ("POST", "batches/b/cancel"),
+        ("GET", "list"),
+    ]
+    with gateway(own_valkey.url, queue_name, models=["m"]) as served, ThreadPoolExecutor(8) as threads:
+
+        def request(one: tuple[str, str]) -> httpx.Response:
+            return httpx.request(one[0], f"{served.url}/jobs/api/{one[1]}", timeout=10.0)
+
+        assert [request(one).status_code for one in asked] == [200, 200, 200, 404, 200]
+        assert own_valkey.process is not None
+        own_valkey.process.send_signal(signal.SIGSTOP)
+        try:
+            answers = list(threads.map(request, asked))
+        finally:
+            own_valkey.process.send_signal(signal.SIGCONT)
+        assert [answer.status_code for answer in answers] == [503] * len(asked)
+
+
 @pytest.mark.slow
 def test_requests_outlive_a_server_that_comes_back(
     own_valkey: RedisServer, queue_name: str, caplog: pytest.LogCaptureFixture

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -29,7 +29,9 @@ from pagemill.cli.terminal import options, views
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked, served_name
 from pagemill.cli.terminal.grouped import grouped
 from pagemill.common.plain_text import escaped
+from pagemill.producer.client.effects import Effect
 from pagemill.producer.client.handles import JobHandle
+from pagemill.producer.client.listener import Watched
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls import memory, registry
@@ -255,6 +257,14 @@ Timeout = Annotated[
 ]
 
 
+class _NoticingProducer(Producer):
+    """Prints a line if a call is not answered for `SILENT_S`."""
+
+    def _perform(self, effect: Effect, watches: dict[str, Watched]) -> Any:
+        with noticed_wait() if isinstance(effect, Call) else nullcontext():
+            return super()._perform(effect, watches)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AtQueue:
     """The options of a command that works on a queue."""
@@ -263,7 +273,7 @@ class AtQueue:
     queue: Queue = "default"
 
     def producer(self) -> Producer:
-        return Producer(self.redis_url, queue=self.queue)
+        return _NoticingProducer(self.redis_url, queue=self.queue)
 
     def run(self, call: Call[T]) -> T:
         """Run a call that is not a method of Producer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import redis
 from typer.testing import CliRunner, Result
 
 from pagemill.__main__ import app, drop_service_links
+from pagemill.cli import app as cli_app
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.transitions import PulledJob
@@ -316,3 +318,19 @@ def test_variables_of_kubernetes_services_are_not_settings(monkeypatch: pytest.M
     drop_service_links()
     assert "PAGEMILL_GATEWAY_PORT" not in os.environ
     assert os.environ["PAGEMILL_HTTP_PORT"] == "9790"
+
+
+@pytest.mark.parametrize("command", [("status", "a"), ("dead", "list"), ("queue", "stats")], ids=" ".join)
+def test_commands_say_that_they_wait_for_redis(
+    own_valkey: RedisServer, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server that takes connections and does not answer."""
+    monkeypatch.setattr(cli_app, "SILENT_S", 0.1)
+    process = own_valkey.process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    resumed = threading.Timer(0.3, process.send_signal, [signal.SIGCONT])
+    resumed.start()
+    done = CliRunner().invoke(app, [*command, "--redis-url", own_valkey.url])
+    resumed.join()
+    assert done.stderr.count("waiting for Redis") == 1, done.output

@@ -331,6 +331,18 @@ local function used_by(job)
     math.min(tonumber(output or 0), MAX_USED_TOKENS))
 end
 
+-- Somebody has to be told of the end. Ids that nobody claims outlive their records, so each one removes two of those.
+local function owe_notice(box, id)
+  redis.call('ZADD', box, int(NOW), id)
+  for _, old in ipairs(redis.call('ZRANGEBYSCORE', box, '-inf', int(NOW - DEAD_TTL), 'LIMIT', 0, 2)) do
+    if redis.call('EXISTS', P .. 'job:' .. old) == 1 then
+      redis.call('ZADD', box, int(NOW), old)
+    else
+      redis.call('ZREM', box, old)
+    end
+  end
+end
+
 -- A job leaves all that concerns the living, and its end is recorded. `out` is nil where the end is shared.
 local function record_end(id, job, state, out)
   ends = ends + 1
@@ -365,10 +377,10 @@ local function record_end(id, job, state, out)
     redis.call('ZADD', P .. 'dead', int(NOW), id)
   end
   if job.webhook then
-    redis.call('ZADD', P .. 'outbox', int(NOW), id)
+    owe_notice(P .. 'outbox', id)
   end
   if job.relay then
-    redis.call('ZADD', P .. 'outbox:' .. job.relay, int(NOW), id)
+    owe_notice(P .. 'outbox:' .. job.relay, id)
   end
   if job.idem then
     settle_idempotency(id, job, state)

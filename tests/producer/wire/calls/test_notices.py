@@ -89,6 +89,25 @@ def test_an_end_stays_a_week_for_its_notice_and_a_day_after_it(queue: Queue) -> 
     assert day - 60_000 < queue.client.pttl(f"{queue.prefix}out:a") <= day
 
 
+@pytest.mark.parametrize("relay", ["", "celery"])
+def test_ids_that_nobody_claims_do_not_outlive_their_records_for_ever(queue: Queue, relay: str) -> None:
+    """No worker may send webhooks, or no relay runs."""
+    box = f"{queue.prefix}outbox" + (f":{relay}" if relay else "")
+
+    def end(*names: str) -> None:
+        for name in names:
+            submit_relayed(queue, name, "B") if relay else queue.submit(name, **HOOK)
+            queue.commit(queue.pull_one())
+
+    end(*(f"old-{i}" for i in range(5)), "kept")
+    long_ago = queue.client.time()[0] * 1000 - 15 * 86_400_000
+    queue.client.zadd(box, dict.fromkeys(queue.client.zrange(box, 0, -1), long_ago))
+    queue.client.delete(*(f"{queue.prefix}job:old-{i}" for i in range(5)))
+    end("new-1", "new-2", "new-3")
+    assert {name.decode() for name in queue.client.zrange(box, 0, -1)} == {"kept", "new-1", "new-2", "new-3"}
+    assert {n.outcome.job_id for n in notices(queue, relay)} == {"kept", "new-1", "new-2", "new-3"}
+
+
 def test_a_claim_ends_after_so_many_bytes(valkey_queue: Queue) -> None:
     queue = valkey_queue
     queue.submit(*(f"j{i}" for i in range(6)), **HOOK)

@@ -103,7 +103,7 @@ class WorkerConfig(BaseSettings):
     """Name of the model's revision, for jobs that pin one and for rollouts. Default: the hub's commit, or
     a digest of weights and settings."""
     state_dir: Directory | None = None
-    """The embedded server's data directory. Default: ~/.local/state/pagemill."""
+    """The embedded server's data directory. Default: ~/.local/state/pagemill, or in XDG_STATE_HOME."""
     http_host: HostName = "127.0.0.1"
     """Address that serves metrics and health."""
     http_port: int | None = Field(default=None, ge=0, le=65535)

@@ -177,6 +177,43 @@ def test_queue_stats_copes_with_short_memory_as_a_documented_user(
     assert memory.SAMPLE_RIGHTS not in done.stderr
 
 
+COMMANDS = (
+    "status {job}", "inspect {job}", "why {job}", "cancel {job}", "verify {job}", "usage", "workers", "batch list",
+    "batch status {batch}", "batch cancel {batch}", "batch results {batch}", "queue stats", "queue pause",
+    "queue resume", "queue limit", "queue limit --jobs 9", "queue weights acme=2", "queue quota acme --running 2",
+    "dead list", "dead show {job}", "dead replay {job}", "dead purge {job}", "recall list", "adapter list",
+    "rollout status m", "rollout start m --to r2 --share 0.5 --force", "rollout halt m", "rollout finish m",
+    "top --once",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_command_runs_as_the_documented_producer_with_short_memory(
+    own_valkey: RedisServer, queue_name: str, tmp_path: Path
+) -> None:
+    url = own_valkey.url.replace("redis://", "redis://producer:word@")
+    environment = {
+        "PAGEMILL_REDIS_URL": url,
+        "PAGEMILL_QUEUE": queue_name,
+        "PAGEMILL_STATE_DIR": str(tmp_path),
+    }
+    with redis.Redis.from_url(own_valkey.url) as admin:
+        admin.execute_command(
+            "ACL", "SETUSER", "producer", *documented_users(queue_name)["producer"], ">word"
+        )
+        with Producer(url, queue=queue_name, model="m") as producer:
+            job = producer.submit(prompt="p").id
+            batch = producer.submit_many([{"prompt": "p"}]).id
+        admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] * 1.25))
+        for command in COMMANDS:
+            arguments = command.format(job=job, batch=batch).split()
+            done = CliRunner().invoke(app, arguments, env=environment)
+            assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+            assert done.exit_code in (0, 1, 4), (command, done.output)
+        denied = admin.execute_command("ACL", "LOG")
+    assert {entry[b"object"] for entry in denied} <= {b"randomkey", b"client|setinfo"}
+
+
 def test_what_a_purge_may_run_besides_is_documented(valkey_url: str) -> None:
     (listed,) = re.findall(r"needs `(\+scan[^`]*)`", CONFIDENTIALITY_PAGE.read_text(encoding="utf-8"))
     documented = {word[1:].upper() for word in listed.split()}

@@ -63,6 +63,19 @@ def has_counted(worker: Worker, *names: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_clock_that_is_off_is_counted(
+    valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's clock goes wrong after the start: an alert is about the difference."""
+    server_time, off = JobQueue.server_time, [0.0]
+    monkeypatch.setattr(JobQueue, "server_time", lambda queue: server_time(queue) + off[0])
+    with running_worker(worker_config(valkey_url, queue_name, model="echo", lease_s=1.0)) as worker:
+        assert abs(scrape(worker)["redis_clock_skew_seconds{}"]) < 30
+        off[0] = -3600.0
+        eventually(lambda: scrape(worker)["redis_clock_skew_seconds{}"] < -3500, "a heartbeat")
+
+
+@pytest.mark.slow
 def test_memory_for_a_fraction_of_the_jobs(client: QueueClient) -> None:
     """Sequences outgrow the cache: some are preempted, others wait."""
     settings = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 8, "host_cache_gib": 0.001}

@@ -111,6 +111,25 @@ def test_an_effort_that_the_template_does_not_know_is_refused(tokenizer: Hugging
         ChatFormat(tokenizer).prepare(TURNS, ChatOptions(reasoning_effort="low"), SamplingParams())
 
 
+@pytest.mark.parametrize("more", [{}, {"strict": True}], ids=["forced", "strict"])
+def test_parameters_are_closed_unless_the_schema_says_otherwise(
+    tokenizer: HuggingFaceTokenizer, more: dict[str, Any]
+) -> None:
+    """A model would invent arguments, which JSON Schema allows by default."""
+    place = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+    def grammar(parameters: dict[str, Any]) -> str:
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
+        options = ChatOptions(tools=[tool], choice="required")
+        shape = ChatFormat(tokenizer, "hermes").prepare(TURNS, options, SamplingParams()).params
+        assert shape.structured_outputs is not None
+        return str(shape.structured_outputs.grammar)
+
+    nested = {"type": "object", "properties": {"place": place}}
+    assert grammar(nested).count('"additionalProperties": false') == 2
+    assert grammar(place | {"additionalProperties": True}).count('"additionalProperties": false') == 0
+
+
 @pytest.mark.parametrize(("is_parallel", "calls"), [(None, 1), (False, 1), (True, 16)])
 def test_one_call_is_forced_unless_several_are_allowed(
     tokenizer: HuggingFaceTokenizer, is_parallel: bool | None, calls: int

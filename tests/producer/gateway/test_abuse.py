@@ -61,7 +61,7 @@ def post(
         b'{"model": "echo", "prompt": "\\ud800"}', b'{"model": "echo", "prompt": "x", "n": 1e400}',
         b'{"model": "echo", "prompt": "x", "stop": ["' + b"y" * 5000 + b'"]}', b'{"\\ud800": 1}',
         b'{"model": "echo", "prompt": {"$ne": 1}}', b'{"model": ["echo"], "prompt": "x"}',
-        b'{"model": "echo", "prompt": "x", "seed": -1}', b'{"model": "echo", "prompt": []}',
+        b'{"model": "echo", "prompt": "x", "seed": 9223372036854775808}', b'{"model": "echo", "prompt": []}',
         b'{"model": "echo", "prompt": [true]}', b'{"model": "echo", "prompt": "x", "stream": "yes"}',
         b'{"model": "echo", "prompt": "x", "stream": true, "stream_options": {"include_usage": 1}}',
         b'{"model": "echo", "prompt": "x", "logit_bias": {"x": 1}}',

@@ -110,8 +110,11 @@ function showTiles({ waiting, counts, followers, dead }) {
 }
 
 async function showList(isMore = false) {
-  if (!isMore && listed.pages > 1) return; // what was asked for further is not taken away again
+  // What was asked for further is not taken away again, also by an answer that was on its way.
+  const asked = view, isKept = () => view !== asked || (!isMore && listed.pages > 1);
+  if (isKept()) return;
   const found = await ask(query("list", { ...view.fields, after: isMore ? listed.after : "" }));
+  if (isKept()) return;
   const before = isMore ? listed : { jobs: [], looked: 0, pages: 0 };
   const jobs = [...new Map([...before.jobs, ...found.jobs].map((job) => [job.id, job])).values()];
   listed = { jobs, after: found.after, looked: before.looked + found.looked, pages: before.pages + 1 };
@@ -123,8 +126,10 @@ async function showList(isMore = false) {
 }
 
 async function showBatchList(isMore = false) {
-  if (!isMore && batches.pages > 1) return;
+  const isKept = () => !isMore && batches.pages > 1;
+  if (isKept()) return;
   const found = await ask(query("batches", { after: isMore ? batches.after : "" }));
+  if (isKept()) return;
   const before = isMore ? batches : { batches: [], pages: 0 };
   const shown = [...new Map([...before.batches, ...found.batches].map((batch) => [batch.id, batch])).values()];
   batches = { batches: shown, after: found.after, pages: before.pages + 1 };

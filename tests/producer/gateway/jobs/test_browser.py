@@ -135,6 +135,37 @@ def test_jobs_are_found_by_state_tenant_key_batch_and_id(scene: Scene) -> None:
     eventually(lambda: scene.browser.text("#jobs-empty"), "no job at all")
 
 
+HOLD_THE_LIST = """
+const original = window.fetch;
+window.held = new Promise((release) => { window.release = release; });
+window.state = "";
+window.fetch = async (url, options) => {
+  const answer = await original(url, options);
+  if (!String(url).includes("/list?") || String(url).includes("after=") || window.state) return answer;
+  window.state = "held";
+  await window.held;
+  setTimeout(() => { window.fetch = original; window.state = "seen"; }, 100);
+  return answer;
+};
+document.dispatchEvent(new Event("visibilitychange"));
+"""
+
+
+def test_an_answer_that_was_on_its_way_takes_no_page_away(scene: Scene) -> None:
+    def state() -> object:
+        return scene.browser.run("return window.state")
+
+    scene.go("list?batch=b-1")
+    eventually(lambda: len(scene.ids()) == 50, "a page of the batch")
+    scene.browser.run(HOLD_THE_LIST)
+    eventually(lambda: state() == "held", "the periodic refresh")
+    scene.click("#more")
+    eventually(lambda: len(scene.ids()) == 100, "the next page")
+    scene.browser.run("window.release()")
+    eventually(lambda: state() == "seen", "the answer of the refresh")
+    assert len(scene.ids()) == 100
+
+
 def test_a_job_s_timeline_metadata_and_errors_are_text(scene: Scene) -> None:
     scene.go("job/runs-1")
     eventually(lambda: scene.browser.text("#job-title") == "runs-1", "the job")

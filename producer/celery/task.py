@@ -128,6 +128,8 @@ class NativeTask(Task):  # type: ignore[misc]
             return
         try:
             self.update_state(state=PROGRESS, meta=progress.model_dump(mode="json"))
+        except (SoftTimeLimitExceeded, TimeLimitExceeded):
+            raise
         except Exception as error:  # any error of the backend: progress is optional
             logger.warning("no progress for task %s: %s", self.request.id, error)
 

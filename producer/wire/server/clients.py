@@ -29,6 +29,7 @@ from pydantic import AfterValidator
 from redis import connection, exceptions
 from redis.asyncio import connection as async_connection
 
+from pagemill.producer.wire.process.interruption import carrying_interruptions
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidAddress
 from pagemill.producer.wire.server.locators import Address, ClusterLocator, Locator, SentinelLocator
@@ -233,7 +234,23 @@ def _is_demoted(error: exceptions.ResponseError) -> bool:
     )
 
 
-class _Leaving:
+class _Interruptible:
+    """A mixin of the driver's connections: what a signal handler raises is not tried again, whatever its class is."""
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        with carrying_interruptions():
+            return super().read_response(*args, **options)  # type: ignore[misc]  # the driver's connection
+
+    def send_packed_command(self, *args: Any, **options: Any) -> Any:
+        with carrying_interruptions():
+            return super().send_packed_command(*args, **options)  # type: ignore[misc]
+
+    def _connect(self) -> Any:
+        with carrying_interruptions():
+            return super()._connect()  # type: ignore[misc]
+
+
+class _Leaving(_Interruptible):
     """A mixin of the driver's connections that connects again after its server became a replica.
 
     A proxy or a name may lead to the new primary by then, while the old one keeps its connections open.
@@ -243,7 +260,7 @@ class _Leaving:
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().read_response(*args, **options)  # type: ignore[misc]  # the driver's connection
+            return super().read_response(*args, **options)
         except exceptions.ResponseError as error:
             self._is_stale = self._is_stale or _is_demoted(error)
             raise
@@ -252,7 +269,7 @@ class _Leaving:
         if self._is_stale:
             self._is_stale = False
             self.disconnect()  # type: ignore[attr-defined]
-        return super().send_packed_command(*args, **options)  # type: ignore[misc]
+        return super().send_packed_command(*args, **options)
 
 
 class _AsyncLeaving:
@@ -274,7 +291,7 @@ class _AsyncLeaving:
         return await super().send_packed_command(*args, **options)  # type: ignore[misc]
 
 
-class _Locating:
+class _Locating(_Interruptible):
     """A mixin of the driver's connections that locates the server at each connect."""
 
     _locator: Locator

@@ -17,6 +17,7 @@ import redis
 import redis.asyncio
 from redis import exceptions
 
+from pagemill.producer.wire.process.interruption import Interrupted, interruption
 from pagemill.producer.wire.schema.errors import (
     AccessDenied,
     InvalidAddress,
@@ -64,7 +65,8 @@ def wrap_errors() -> Iterator[None]:
     """Turn the driver library's errors into Pagemill's."""
     try:
         yield
-    except (exceptions.RedisError, OSError) as error:
+    except (exceptions.RedisError, OSError, Interrupted) as error:
+        _raise_interruption(error)
         raise _translated(error) from error
 
 
@@ -74,9 +76,16 @@ def _reading() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        _raise_interruption(error)
         if (ours := _ours(error)) is error:
             raise
         raise ours from error
+
+
+def _raise_interruption(error: BaseException) -> None:
+    """Raise what a signal handler raised, if that is what became this error."""
+    if (raised := interruption(error)) is not None:
+        raise raised
 
 
 def _ours(error: Exception) -> Exception:
@@ -228,8 +237,9 @@ class Pending(Generic[T]):
             self._connection.send_command("EVALSHA", *_evalsha(call))
         except (exceptions.RedisError, OSError):
             pass  # `finish` sends it again, and raises the error
-        except BaseException:
+        except BaseException as error:
             self.abandon()
+            _raise_interruption(error)
             raise
 
     def finish(self) -> T:
@@ -245,6 +255,7 @@ class Pending(Generic[T]):
             raise _translated(error) from error
         except BaseException as error:
             connection.disconnect()
+            _raise_interruption(error)
             if not isinstance(error, exceptions.RedisError | OSError) and not (
                 isinstance(error, Exception) and _is_of_parser(error)
             ):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from pagemill.producer.wire.process.interruption import interruption
 from pagemill.producer.wire.schema.errors import InvalidAddress, StoreError
 from pagemill.producer.wire.store.stub import Reference
 
@@ -109,6 +110,8 @@ class Store:
         except FileNotFoundError as error:
             raise StoreError("a stored file is missing") from error
         except Exception as error:
+            if (raised := interruption(error)) is not None:
+                raise raised from None
             # Never the message: it may hold addresses, or what a request was signed with.
             raise StoreError(f"the store fails with {type(error).__name__}", "away") from error
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from pagemill import Producer
 from pagemill.producer.client.handles import JobHandle
+from pagemill.producer.wire.process.interruption import interruption as told
+from pagemill.producer.wire.store.store import Store
 from tests.conftest import RedisServer
 
 INTERRUPTED_S = 0.1
@@ -50,6 +55,14 @@ def interruption(error: Exception) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+ERRORS = [
+    SoftLimit("time is up"),
+    HandlerFailed("x"),
+    ValueError("x"),
+    TimeoutError("x"),
+    ConnectionError("x"),
+]
+"""The last two are also what the driver raises, and what it tries again after."""
 CALLS: dict[str, Callable[[Producer, JobHandle], Any]] = {
     "submit": lambda producer, _: producer.submit(prompt="x", model="m"),
     "submit_many": lambda producer, _: producer.submit_many([{"prompt": "x", "model": "m"}] * 600),
@@ -63,7 +76,7 @@ CALLS: dict[str, Callable[[Producer, JobHandle], Any]] = {
 @pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals arrive in the main thread"
 )
-@pytest.mark.parametrize("error", [SoftLimit("time is up"), HandlerFailed("x"), ValueError("x")], ids=repr)
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_an_exception_of_a_signal_handler_reaches_the_caller(
     own_valkey: RedisServer, error: Exception
 ) -> None:
@@ -78,3 +91,20 @@ def test_an_exception_of_a_signal_handler_reaches_the_caller(
             assert handle.status().state in ("queued", state), f"the producer works after {name}"
         jobs = producer.submit_many({"prompt": str(i), "model": "m"} for i in range(3))
         assert jobs.counts().queued == 3
+
+
+def test_so_does_one_that_is_raised_while_a_store_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(f"file://{tmp_path}")
+    monkeypatch.setattr(LocalFileSystem, "rm_file", lambda *_: time.sleep(60))
+    error = SoftLimit("time is up")
+    with interruption(error), pytest.raises(SoftLimit) as raised:
+        store.delete(f"{store.url}/file")
+    assert raised.value is error
+
+
+def test_only_a_handler_interrupts() -> None:
+    with pytest.raises(TimeoutError) as raised:
+        raise TimeoutError
+    assert told(raised.value) is None

@@ -13,7 +13,12 @@ from safetensors import SafetensorError, safe_open
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.json_files import read_json_object
-from pagemill.engine.models.formats.pickled import PICKLED_INDEX, converted_pickles, find_pickles
+from pagemill.engine.models.formats.pickled import (
+    PICKLED_INDEX,
+    PICKLED_WHOLE,
+    converted_pickles,
+    find_pickles,
+)
 from pagemill.engine.models.misplaced import found_instead
 from pagemill.engine.models.quantized.registry import find_scheme
 from pagemill.engine.models.quantized.scheme import Scheme
@@ -56,19 +61,14 @@ def weight_files(directory: Path) -> list[Path]:
             ones can't be converted.
     """
     whole = directory / _WHOLE
-    if (directory / _INDEX).is_file():
-        try:
-            return _indexed(directory, _INDEX)
-        except ModelLoadError:
-            if not whole.is_file():
-                raise
-            # The index of earlier files, which one file has replaced.
     if whole.is_file():
-        return [whole]
+        return [whole]  # an index beside it is of earlier files, which this one has replaced
+    if (directory / _INDEX).is_file():
+        return _indexed(directory, _INDEX)
     files = [file for file in sorted(directory.glob("*.safetensors")) if not _NOT_WEIGHTS.match(file.name)]
     if files:
         return files
-    if (directory / PICKLED_INDEX).is_file():
+    if (directory / PICKLED_INDEX).is_file() and not (directory / PICKLED_WHOLE).is_file():
         return converted_pickles(_indexed(directory, PICKLED_INDEX))
     if pickles := find_pickles(directory):
         return converted_pickles(pickles)

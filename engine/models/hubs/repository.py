@@ -87,10 +87,10 @@ def weight_names(names: Collection[str], directory: Path, repository: str) -> li
         ("model.safetensors.index.json", "model.safetensors", ".safetensors"),
         ("pytorch_model.bin.index.json", "pytorch_model.bin", ".bin"),
     ):
+        if whole in names:
+            return [whole]  # an index beside it is of earlier files
         if index in names:
             return _indexed(directory / index, names, repository)
-        if whole in names:
-            return [whole]
         others = [name for name in sorted(names) if name.endswith(ending) and _is_plain(name)]
         if others := [name for name in others if not _NOT_WEIGHTS.match(name)]:
             return others

@@ -208,6 +208,14 @@ class TestWeights:
         (tmp_path / "model.safetensors").touch()
         assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
 
+    @pytest.mark.parametrize("has_shards", [True, False])
+    def test_a_whole_file_replaces_indexed_ones(self, has_shards: bool, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+        (tmp_path / "model.safetensors").touch()
+        if has_shards:
+            (tmp_path / "model-1.safetensors").touch()
+        assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
+
     def test_another_shape(self, tmp_path: Path) -> None:
         edit_config(write_llama(tmp_path), intermediate_size=80)
         with pytest.raises(ModelLoadError, match=r"has shape \[.*\], config\.json asks for \[.*80.*\]"):

@@ -19,7 +19,13 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.families.registry import find_family
-from pagemill.engine.models.formats.gguf_tokenizer import add_bos, correct_tokenizer, sentencepiece_of
+from pagemill.engine.models.formats.gguf_tokenizer import (
+    add_bos,
+    check_tokenizer_field,
+    correct_tokenizer,
+    end_token_ids,
+    sentencepiece_of,
+)
 from pagemill.engine.models.formats.shards import ShardWriter
 from pagemill.engine.text.tokenizer_files import save_sentencepiece
 
@@ -91,18 +97,8 @@ def _text(reader: Any, key: str) -> str:
     return "" if field is None else str(field.contents())
 
 
-def end_token_ids(reader: Any) -> list[int]:
-    """Return the ids of the tokens that end an output: of the text, of a turn and of a message."""
-    found: list[int] = []
-    for name in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"):
-        field = reader.get_field(f"tokenizer.ggml.{name}")
-        value = [] if field is None else field.contents()
-        found += [int(one) for one in (value if isinstance(value, list) else [value])]
-    return list(dict.fromkeys(found))
-
-
 def check_fields(reader: Any, architecture: str, config: Any, name: str) -> None:
-    """Check that each field of the architecture is used or has no effect. Raises ModelLoadError for any other."""
+    """Check that each field of the architecture and the tokenizer is used or has no effect. Raises ModelLoadError."""
     mapped = GGUF_CONFIG_MAPPING.get(architecture, {})
     heads = getattr(config, "num_attention_heads", 0) or 1
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
@@ -128,6 +124,8 @@ def check_fields(reader: Any, architecture: str, config: Any, name: str) -> None
     }
     for key in reader.fields:
         prefix, _, rest = key.partition(".")
+        if prefix == "tokenizer":
+            check_tokenizer_field(key, reader, name)
         if prefix != architecture or mapped.get(rest) is not None:
             continue
         value = reader.get_field(key).contents()

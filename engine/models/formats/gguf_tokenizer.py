@@ -6,6 +6,7 @@ from typing import Any
 
 from tokenizers import Regex, pre_tokenizers, processors
 
+from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.text.sentencepiece_model import SentencePieceModel
 from pagemill.engine.text.tiktoken_vocabulary import QWEN_PATTERN
 
@@ -17,15 +18,80 @@ _PATTERNS = {
     "llama-v3": _LLAMA3_PATTERN,
     "qwen2": QWEN_PATTERN,
 }
-
+_SINGLE_DIGITS = frozenset(
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+)
+"""Kinds that cut out each digit, and the rest by GPT-2's pattern."""
+_BY_TRANSFORMERS = frozenset(
+    {
+        "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "dbrx", "smaug-bpe", "tekken",
+        "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "qwen35", "gpt-4o", "llama4", "kanana2", "talkie",
+        "minimax-m2",
+    }
+)  # fmt: skip
+_GPT2 = frozenset({"", "default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling"})
+_FIELDS = frozenset(
+    {
+        "add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "merges", "model", "pre",
+        "precompiled_charsmap", "remove_extra_whitespaces", "scores", "token_type", "token_type_count", "tokens",
+        "eos_token_ids",
+    }
+)  # fmt: skip
+_ENDS = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<end_of_utterance>",
+     "<|endoftext|>", "<|return|>", "<|call|>", "<EOT>"}
+)  # fmt: skip
+"""Control tokens that end an output in files without the fields for them."""
+_CONTROL = 3
 
 _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3"})
 """Kinds whose tokens are whole words of the vocabulary before merges, and whose texts begin with BOS by default."""
 
 
 def _kind(reader: Any) -> str:
-    field = reader.get_field("tokenizer.ggml.pre")
-    return "" if field is None else str(field.contents())
+    return str(_value(reader, "pre", ""))
+
+
+def _value(reader: Any, name: str, default: Any = None) -> Any:
+    field = reader.get_field(f"tokenizer.ggml.{name}")
+    return default if field is None else field.contents()
+
+
+def check_tokenizer_field(key: str, reader: Any, name: str) -> None:
+    """Check that a field of the tokenizer is used or has no effect. Raises ModelLoadError."""
+    field, value = key.removeprefix("tokenizer.ggml."), reader.get_field(key).contents()
+    is_known = field in _FIELDS or field.endswith("_token_id") or not key.startswith("tokenizer.ggml.")
+    if _value(reader, "model") == "gpt2":
+        if field in ("add_eos_token", "add_sep_token") and value:
+            is_known = False
+        if field == "pre":
+            is_known = value in _PATTERNS or value in _SINGLE_DIGITS | _BY_TRANSFORMERS | _GPT2
+    if not is_known:
+        raise ModelLoadError(
+            f"{name}: {key} = {str(value)[:60]} is not supported; give the original checkpoint"
+        )
+
+
+def end_token_ids(reader: Any) -> list[int]:
+    """Return the ids of the tokens that end an output: of the text, of a turn and of a message.
+
+    Older files name the first alone. As in llama.cpp, the others are then found by their names.
+    """
+    found: list[int] = []
+    for name in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"):
+        value = _value(reader, name, [])
+        found += [int(one) for one in (value if isinstance(value, list) else [value])]
+    if all(_value(reader, name) is None for name in ("eos_token_ids", "eot_token_id", "eom_token_id")):
+        tokens, types = _value(reader, "tokens", []), _value(reader, "token_type", [])
+        ends = {
+            token: number
+            for number, (token, kind) in enumerate(zip(tokens, types, strict=False))
+            if kind == _CONTROL and token in _ENDS
+        }
+        if ends.keys() >= {"<|return|>", "<|call|>"}:
+            ends.pop("<|end|>", None)  # in gpt-oss, a message is not the end
+        found += ends.values()
+    return list(dict.fromkeys(found))
 
 
 def add_bos(tokenizer: Any, reader: Any) -> None:
@@ -50,7 +116,7 @@ def correct_tokenizer(tokenizer: Any, reader: Any) -> None:
     if kind in _PATTERNS:
         split = pre_tokenizers.Split(Regex(_PATTERNS[kind]), "isolated")
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    elif kind == "smollm":
+    elif kind in _SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         by_pattern = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, by_pattern])

@@ -37,6 +37,7 @@ _SAMPLING = frozenset(SAMPLING_FIELDS) - {"prompt_logprobs", *CHAT_FIELDS}
 STRUCTURES: Mapping[str, str] = {
     **{f"guided_{kind}": kind for kind in ("json", "choice", "regex", "grammar")},
     "regex": "regex",
+    "ebnf": "grammar",
 }
 """Other names of a member of `structured_outputs`: vLLM's earlier ones, and SGLang's."""
 OPEN_TURNS = ("add_generation_prompt", "continue_final_message")
@@ -65,6 +66,13 @@ _INSTEAD: Mapping[str, str] = {
     "thinking": "use chat_template_kwargs or reasoning_effort",
     "thinking_budget": "use thinking_token_budget",
     "include_reasoning": "use separate_reasoning",
+    "enable_thinking": "use chat_template_kwargs",
+    "reasoning": "use reasoning_effort",
+    "max_new_tokens": "use max_tokens",
+    "use_beam_search": "use beam_width",
+    "guided_decoding_backend": "leave it out",
+    "guided_whitespace_pattern": "leave it out",
+    "json_schema": "use response_format",
     "web_search_options": "offer a function in tools",
 }
 """What to use instead of some."""
@@ -118,12 +126,12 @@ def read_bound(fields: dict[str, Any], name: str) -> int | None:
     return value
 
 
-def _as_integer(value: Any) -> Any:
-    """Return whole floats as integers, since some languages and libraries have only floats."""
+def _as_integer(value: Any, depth: int = 2) -> Any:
+    """Return whole floats as integers, also in lists: some languages and libraries have only floats."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) <= _MAX_WHOLE else value
-    if isinstance(value, list) and value and isinstance(value[0], float):
-        return [_as_integer(item) for item in value]
+    if depth and isinstance(value, list) and any(isinstance(item, float | list) for item in value):
+        return [_as_integer(item, depth - 1) for item in value]
     return value
 
 

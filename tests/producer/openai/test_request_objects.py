@@ -123,13 +123,22 @@ def test_whole_floats_are_integers() -> None:
         assert (list(found) if isinstance(found, tuple) else found) == value
     assert type(parsed.max_tokens) is int
     assert job(logprobs=True, top_logprobs=2.0, max_completion_tokens=4.0).logprobs == 2
-    assert read_job(COMPLETIONS_URL, PROMPT | {"prompt": [1.0, 2.0]})["prompt_token_ids"] == [1, 2]
+    for prompt in ([1.0, 2.0], [1, 2.0], [[1, 2.0]]):
+        assert read_job(COMPLETIONS_URL, PROMPT | {"prompt": prompt})["prompt_token_ids"] == [1, 2]
     chat = read_response({"model": "m", "input": "x", "max_output_tokens": 5.0, "ignore_eos": True})
     read = parse_job(read_job(CHAT_URL, chat))
     assert (read.max_tokens, read.ignore_eos) == (5, True)
     for wrong in (16.5, 1e300, True):
         with pytest.raises(InvalidJob, match="max_tokens"):
             job(max_tokens=wrong)
+
+
+@pytest.mark.parametrize(
+    "name", ["guided_decoding_backend", "guided_whitespace_pattern", "max_new_tokens", "enable_thinking"]
+)
+def test_names_of_other_engines_have_a_hint(name: str) -> None:
+    with pytest.raises(InvalidJob, match=f"parameter {name} is not supported; (use|leave) "):
+        job(**{name: 5})
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 16.5, 1e300, True, "16", [], {}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,11 +103,22 @@ def stopping() -> ApiError:
     return retry_later(503, "the gateway is being stopped", "stopping")
 
 
+_OTHER_TASK = re.compile(
+    r" and takes no [a-z, ]+ job: submit with task (embed|rerank|classify|generate)( or score)?"
+)
+_URLS_OF_TASKS = {
+    "embed": "/v1/embeddings",
+    "rerank": "/v1/rerank or /v1/score",
+    "classify": "/v1/classify",
+    "generate": "/v1/chat/completions or /v1/completions",
+}
+
+
 def in_openai_words(code: str, message: str) -> tuple[str, str]:
     """Return an error's code and message as OpenAI's clients recognize them: some shorten the prompt and try again."""
     if code == "prompt_too_long":
         return "context_length_exceeded", f"the model's maximum context length is exceeded: {message}"
-    return code, message
+    return code, _OTHER_TASK.sub(lambda found: f": use {_URLS_OF_TASKS[found[1]]}", message)
 
 
 def error_body(code: str, message: str) -> dict[str, str]:

@@ -28,3 +28,26 @@ def test_a_prompt_longer_than_the_context(error: PagemillError) -> None:
 def test_other_errors_keep_their_words() -> None:
     told = as_api_error(InvalidJob("no", "schema_invalid"))
     assert (told.code, told.message) == ("schema_invalid", "no")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            "the model gives vectors and takes no rerank job: submit with task embed",
+            "the model gives vectors: use /v1/embeddings",
+        ),
+        (
+            "the model scores pairs of texts and takes no embed job: submit with task rerank",
+            "the model scores pairs of texts: use /v1/rerank or /v1/score",
+        ),
+        (
+            "the model generates text and takes no embed, classify or rerank job: submit with task generate or score, "
+            "or start a worker with another",
+            "the model generates text: use /v1/chat/completions or /v1/completions, or start a worker with another",
+        ),
+    ],
+)
+def test_another_task_is_named_by_its_address(message: str, expected: str) -> None:
+    told = as_api_error(JobFailed(message, "unsupported_feature"))
+    assert (told.code, told.message) == ("unsupported_feature", expected)

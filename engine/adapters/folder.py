@@ -161,6 +161,9 @@ def _paired(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> d
         if not (a.isfinite().all() and b.isfinite().all()):
             raise AdapterError(f"{path} has numbers that are not finite")
         layers[path] = LowRank(a, b, _scale(path, len(a), config))
+    for pattern in config.get("alpha_pattern") or ():
+        if not any(_is_of(pattern, path) for path in layers):
+            raise AdapterError(f"alpha_pattern has {pattern[:100]!r}, which matches no layer of it")
     return layers
 
 
@@ -193,7 +196,11 @@ def _matched(patterns: Any, path: str, default: Any) -> Any:
     for pattern, value in patterns.items():
         if not _PLAIN_PATTERN.fullmatch(pattern):  # a stranger's regular expression may run for ever
             raise AdapterError(f"alpha_pattern has {pattern[:100]!r}: only names of layers are supported")
-        name = pattern.removeprefix("^")
-        if path == name or (name == pattern and path.endswith(f".{name}")):
+        if _is_of(pattern, path):
             return value
     return default
+
+
+def _is_of(pattern: str, path: str) -> bool:
+    name = pattern.removeprefix("^")
+    return path == name or (name == pattern and path.endswith(f".{name}"))

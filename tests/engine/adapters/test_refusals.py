@@ -86,6 +86,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a forged line": (config(**{"x\n\x1b[2J": 1}), "'x\\n\\x1b[2J' is not supported"),
     "a hostile pattern": (config(alpha_pattern={"(a+)+$": 1}), "only names of layers"),
     "patterns of another type": (config(alpha_pattern=["q_proj"]), "alpha_pattern is not an object"),
+    "a mistyped pattern": (config(alpha_pattern={"q_porj": 4}), "'q_porj', which matches no layer of it"),
     "another rank": (config(r=16), "has rank 8, but adapter_config.json says r=16"),
     "no number": (config(lora_alpha="8"), "not a number"),
     "NaN": (tensors(nan), "numbers that are not finite"),

@@ -302,12 +302,12 @@ class _Locating(_Interruptible):
 
     def _connect(self) -> Any:
         self.host, self.port = self._locator.locate()
-        return super()._connect()  # type: ignore[misc]  # the driver's connection is next in line
+        return super()._connect()
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         try:
             with _noticing_moves():
-                return super().read_response(*args, **options)  # type: ignore[misc]
+                return super().read_response(*args, **options)
         except exceptions.ConnectionError:
             self.disconnect()  # type: ignore[attr-defined]
             raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from pagemill.engine.errors import ModelLoadError
 
 # Part of the directory's name: a new conversion format must not find an older result.
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 _HEADER = struct.Struct("<4sIQQ")
 _SMALLEST_TENSOR = 24
 """Bytes of a tensor's entry with no name and one dimension: lengths, dimension, type and offset."""

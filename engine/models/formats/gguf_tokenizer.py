@@ -39,7 +39,7 @@ _FIELDS = frozenset(
 )  # fmt: skip
 _ENDS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<end_of_utterance>",
-     "<|endoftext|>", "<|return|>", "<|call|>", "<EOT>"}
+     "<|return|>", "<|call|>", "<EOT>"}
 )  # fmt: skip
 """Control tokens that end an output in files without the fields for them."""
 _CONTROL = 3
@@ -59,14 +59,15 @@ def _value(reader: Any, name: str, default: Any = None) -> Any:
 
 def check_tokenizer_field(key: str, reader: Any, name: str) -> None:
     """Check that a field of the tokenizer is used or has no effect. Raises ModelLoadError."""
-    field, value = key.removeprefix("tokenizer.ggml."), reader.get_field(key).contents()
+    field = key.removeprefix("tokenizer.ggml.")
     is_known = field in _FIELDS or field.endswith("_token_id") or not key.startswith("tokenizer.ggml.")
-    if _value(reader, "model") == "gpt2":
-        if field in ("add_eos_token", "add_sep_token") and value:
-            is_known = False
-        if field == "pre":
-            is_known = value in _PATTERNS or value in _SINGLE_DIGITS | _BY_TRANSFORMERS | _GPT2
-    if not is_known:
+    is_certain = field not in ("pre", "add_eos_token", "add_sep_token")
+    if is_known and (is_certain or _value(reader, "model") != "gpt2"):
+        return
+    value = reader.get_field(key).contents()
+    if is_certain or (
+        value not in _PATTERNS.keys() | _SINGLE_DIGITS | _BY_TRANSFORMERS | _GPT2 if field == "pre" else value
+    ):
         raise ModelLoadError(
             f"{name}: {key} = {str(value)[:60]} is not supported; give the original checkpoint"
         )

@@ -45,7 +45,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "commands": ("tests/cli", "tests/demo", "tests/integration/cli"),
     "celery": ("tests/integration/celery",),
     "integration": ("tests/integration",),
-    "chaos": ("tests/chaos", "tests/adversarial"),
+    "chaos": ("tests/chaos",),
+    "adversarial": ("tests/adversarial",),
     "project": ("tests",),
 }
 """The paths of each part; a path that is named nearer to a test decides."""

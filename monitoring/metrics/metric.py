@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Generic, Literal, TypeVar
 
@@ -20,6 +21,9 @@ from prometheus_client.registry import Collector
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 
 PREFIX = "pagemill_"
+ALLOWUTF8 = "allow-utf-8"
+_KEEP_VALID_NAMES = ("underscores", "values")
+"""The escaping schemes that do not change a valid name."""
 Encode = Callable[[Collector], bytes]
 """Writes an exposition, in one of Prometheus' formats."""
 
@@ -49,9 +53,13 @@ def choose_encoding(accept: str) -> tuple[Encode, str]:
         What writes OpenMetrics, if that is asked for, or else the text format; and its content type.
     """
     try:
-        return choose_encoder(accept)
+        encode, content_type = choose_encoder(accept)
     except (TypeError, ValueError):  # a version that is not a number
         return choose_encoder("")
+    # prometheus-client 0.26 replaces the colons of valid names in OpenMetrics. No name here needs to be escaped.
+    if isinstance(encode, partial) and encode.keywords.get("escaping") in _KEEP_VALID_NAMES:
+        encode = partial(encode, escaping=ALLOWUTF8)
+    return encode, content_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,19 @@ def gateway() -> GatewayMetrics:
     "accept",
     [
         "application/openmetrics-text",
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=values",
+        "application/openmetrics-text;version=1.0.0;escaping=underscores",
         "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
     ],
 )
 def test_openmetrics_has_the_numbers_of_the_text_format(accept: str) -> None:
     encode, content_type = choose_encoding(accept)
     assert content_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
+    watched = metrics(engine_stats(), QUEUE, vllm_names=True)
+    assert b"vllm:generation_tokens_total" in watched.render(encode)
     for text, opened in (
-        (metrics(engine_stats(), QUEUE).render(), metrics(engine_stats(), QUEUE).render(encode)),
+        (watched.render(), watched.render(encode)),
         (gateway().exposition(), gateway().exposition(encode)),
     ):
         assert opened.endswith(b"# EOF\n")

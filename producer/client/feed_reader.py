@@ -31,6 +31,9 @@ class _Sample:
     calls: tuple[ToolCall, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
+    """Of the tokens from `num_sent` on: those of a long output would take megabytes."""
+    num_sent: int = 0
+    """Tokens that events have returned."""
 
     @classmethod
     def of(cls, output: Output) -> _Sample:
@@ -57,7 +60,17 @@ class _Sample:
             fields["tool_calls"],
         )
         self.token_ids += delta.token_ids
-        self.logprobs = None if delta.logprobs is None else [*(self.logprobs or ()), *delta.logprobs]
+        if delta.logprobs is None:
+            self.logprobs = None
+        else:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+
+    def forget(self) -> None:
+        """Drop what events have returned, and no later one repeats."""
+        self.num_sent = len(self.token_ids)
+        if self.logprobs is not None:
+            self.logprobs = []
 
     def begins(self, grown: _Sample) -> bool:
         """Return whether `grown` continues this."""
@@ -85,7 +98,7 @@ class _Sample:
             offset=since.tokens,
             token_ids=tuple(self.token_ids[since.tokens :]),
             text=self.text[since.characters :],
-            logprobs=None if self.logprobs is None else tuple(self.logprobs[since.tokens :]),
+            logprobs=None if self.logprobs is None else tuple(self.logprobs[since.tokens - self.num_sent :]),
             reasoning=self.reasoning[since.reasoning :],
             tool_calls=new_call_parts(since.calls, self.calls),
         )
@@ -136,6 +149,8 @@ class FeedReader:
         # Who reads late gets one event for several tokens, and so catches up.
         events = [self._samples[index].gain(feed.attempt, mark) for index, mark in before.items()]
         events += [self._samples[index].snapshot(feed.attempt) for index in sorted(as_a_whole)]
+        for index in before.keys() | as_a_whole:
+            self._samples[index].forget()
         self._stale -= as_a_whole
         self._fresh = False
         self.position += len(feed.deltas)
@@ -149,7 +164,10 @@ class FeedReader:
         self._samples[whole.index] = whole
         if whole.index in self._stale:
             self._stale.discard(whole.index)
-            return [whole.snapshot(attempt)]
-        if whole.has_all_of(seen):
-            return []
-        return [whole.gain(attempt, seen.mark()) if seen.begins(whole) else whole.snapshot(attempt)]
+            events = [whole.snapshot(attempt)]
+        elif whole.has_all_of(seen):
+            events = []
+        else:
+            events = [whole.gain(attempt, seen.mark()) if seen.begins(whole) else whole.snapshot(attempt)]
+        whole.forget()
+        return events

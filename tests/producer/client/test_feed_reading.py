@@ -6,7 +6,17 @@ from typing import Any
 
 from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Emit, Wait, Watch
-from pagemill.producer.wire.schema.outputs import StreamEvent
+from pagemill.producer.client.feed_reader import FeedReader
+from pagemill.producer.wire.calls.reads import Feed
+from pagemill.producer.wire.schema.outputs import (
+    Delta,
+    Output,
+    PositionLogprobs,
+    Result,
+    StreamEvent,
+    TokenLogprob,
+    Usage,
+)
 from tests.producer.driving import Queue, delta
 
 
@@ -75,3 +85,31 @@ def test_a_result_without_a_feed_replaces_it_too(queue: Queue) -> None:
     reader, job = begun_again(queue)
     queue.commit(job, "short")
     assert reader.look() == [("snapshot", 0, "short"), ("end", 0, "")]
+
+
+def test_log_probabilities_are_told_once_and_not_kept() -> None:
+    def grown(*positions: int) -> Feed:
+        deltas = [
+            Delta(index=0, offset=at, token_ids=(at,), text="x", logprobs=(logprobs(at),)) for at in positions
+        ]
+        return Feed("running", 1, 1, deltas, None)
+
+    def logprobs(at: int) -> PositionLogprobs:
+        return PositionLogprobs(chosen=TokenLogprob(token_id=at, logprob=-1.0, text="x"))
+
+    reader = FeedReader("job")
+    whole = Output(index=0, text="x" * 9, token_ids=tuple(range(9)), logprobs=tuple(map(logprobs, range(9))))
+    told: list[int] = []
+    ended = Feed("succeeded", 1, 1, [], result(whole))
+    for feed in (grown(0, 1), grown(2), grown(), grown(3, 4, 5), ended):
+        for event in reader.read(feed):
+            told += [position.chosen.token_id for position in event.logprobs or ()]
+            assert len(event.logprobs or ()) == len(event.token_ids)
+        assert not any(sample.logprobs for sample in reader._samples.values())
+    assert told == list(range(9))
+
+
+def result(output: Output) -> Result:
+    return Result(
+        id="job", model="m", outputs=(output,), usage=Usage(prompt_tokens=1, completion_tokens=9), seed=1
+    )

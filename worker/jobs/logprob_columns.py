@@ -53,7 +53,7 @@ class LogprobColumns:
 
     def positions(self, start: int = 0) -> Iterator[PositionLogprobs]:
         for row in self._rows(start):
-            yield PositionLogprobs.model_validate(row)
+            yield PositionLogprobs(**row)
 
     def json(self) -> bytes:
         """Return the JSON of `Output.logprobs`."""

@@ -20,6 +20,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.dataclasses import dataclass
 from pydantic_core import from_json
 
 from pagemill.common.plain_text import escaped, shortened
@@ -50,7 +51,12 @@ def _adapter(model: Any) -> TypeAdapter[Any]:
     return TypeAdapter(model)
 
 
-class TokenLogprob(WireModel):
+_LOGPROBS = ConfigDict(hide_input_in_errors=True, allow_inf_nan=False)
+"""Of dataclasses: a long output has ten thousands of these objects, and models would take five times the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LOGPROBS)
+class TokenLogprob:
     """One token and its log probability; None if the token was forced, or nothing predicts it."""
 
     token_id: int
@@ -59,7 +65,8 @@ class TokenLogprob(WireModel):
     """The token's text; for part of a character its bytes, as `bytes:\\xe4\\xbd`."""
 
 
-class PositionLogprobs(WireModel):
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LOGPROBS)
+class PositionLogprobs:
     """The chosen token of one output position, and the most likely ones."""
 
     chosen: TokenLogprob

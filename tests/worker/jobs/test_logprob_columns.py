@@ -21,7 +21,7 @@ ENTRIES = st.builds(
 
 
 def as_read(text: bytes) -> list[TokenLogprobs | None]:
-    rows = (None if row is None else PositionLogprobs.model_validate(row) for row in json.loads(text))
+    rows = (None if row is None else PositionLogprobs(**row) for row in json.loads(text))
     return [
         row
         and TokenLogprobs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_numbers_after_other_tokens_are_not_compared() -> None:
     one = result(0, 1, logprobs=logprobs(-1.0, -2.0))
     other = Result.model_validate(one.model_dump())
     changed = other.outputs[0].logprobs or ()
-    moved = changed[1].model_copy(update={"chosen": TokenLogprob(token_id=9, logprob=-9.0)})
+    moved = replace(changed[1], chosen=TokenLogprob(token_id=9, logprob=-9.0))
     output = other.outputs[0].model_copy(update={"token_ids": (0, 9), "logprobs": (changed[0], moved)})
     found = compare(one, other.model_copy(update={"outputs": (output,)}))
     assert (found.exactness, found.max_logprob_difference) == ("neither", 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from pagemill.common.gc_pause import gc_paused
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import partial_outputs, read_deltas
 from pagemill.producer.wire.schema.errors import (
@@ -259,7 +260,8 @@ def _result(end: _End, out: bytes) -> Result:
 
 def _own_result(out: bytes, job_id: str, computed_by: str) -> Result:
     """Return a result as that of `job_id`: equal jobs share the result of the job that ran."""
-    result = Result.model_validate_json(opened(out, "result", computed_by))
+    with gc_paused():
+        result = Result.model_validate_json(opened(out, "result", computed_by))
     if result.id == job_id:
         return result
     return result.model_copy(update={"id": job_id, "copied_from": result.id})

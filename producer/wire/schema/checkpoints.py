@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pagemill.common.gc_pause import gc_paused
 from pagemill.producer.wire.schema.outputs import (
     Checkpoint,
     CheckpointSample,
@@ -19,7 +20,10 @@ from pagemill.producer.wire.schema.text.parsed_text import ParsedText
 
 def read_deltas(job_id: str, entries: Iterable[bytes]) -> list[Delta]:
     """Parse a job's entries as deltas. Raises ValueError for an invalid entry, or one that can't be opened here."""
-    return [Delta.model_validate_json(opened(unsigned_entry(entry), "delta", job_id)) for entry in entries]
+    with gc_paused():
+        return [
+            Delta.model_validate_json(opened(unsigned_entry(entry), "delta", job_id)) for entry in entries
+        ]
 
 
 def merge_checkpoint(

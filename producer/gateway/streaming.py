@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from pagemill.producer.openai.formats import (
     completion_id,
     finish_reason,
     is_chat,
+    is_part_of_character,
+    joined_text,
     logprobs_body,
     reasoning_body,
     total_usage,
@@ -41,6 +43,8 @@ END_PATIENCE_S = 10.0
 _DONE = b"data: [DONE]\n\n"
 _PING = b": waiting\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_MAX_POSITIONS = 64
+"""Of the log-probabilities in one chunk: formatting thousands would stop the event loop."""
 _MERGED_EVENTS = 64
 """Events of several jobs buffered for a slow client; the rest stays in Redis."""
 
@@ -61,6 +65,8 @@ class _Sample:
 
     sent: dict[str | int, str] = field(default_factory=dict)
     sent_positions: int = 0
+    sent_characters: int = 0
+    """Of the text that the positions which were sent last end at."""
     seen: dict[str | int, str] = field(default_factory=dict)
     calls: dict[int, ToolCallDelta] = field(default_factory=dict)
     has_begun: bool = False
@@ -150,9 +156,12 @@ class CompletionStream:
         has_begun = False
         try:
             async for number, event in self._timely(self._events()):
-                for chunk in await self._chunks_of(number, event):
-                    has_begun = True
-                    yield chunk
+                for part in _parts(event):
+                    if part.offset > event.offset:
+                        await asyncio.sleep(0)
+                    for chunk in await self._chunks_of(number, part):
+                        has_begun = True
+                        yield chunk
         except (PagemillError, ApiError) as error:
             if not has_begun:
                 raise
@@ -209,8 +218,11 @@ class CompletionStream:
         pieces = []
         for one in news or [TextDelta("content", "")]:
             body = {"delta": _delta(one)} if is_chat(self._ask.url) else {"text": one.text}
-            offset = len(self._samples[number, index].sent.get(one.part, "")) - len(one.text)
+            sample = self._samples[number, index]
+            offset = len(sample.sent[one.part]) - len(one.text) if one.text else sample.sent_characters
             logprobs = logprobs_body(self._ask.url, positions or None, offset)
+            if positions:
+                sample.sent_characters = offset + len(joined_text(positions))
             pieces.append(self._chunk(self._choice(number, index, body, logprobs)))
             positions = None
         return pieces
@@ -263,6 +275,24 @@ class CompletionStream:
     def _chunk(self, choices: bytes, usage: dict[str, Any] | None = None) -> bytes:
         end = b',"usage":%b' % _json(usage) if self._ask.include_usage else b""
         return b'data: %b,"choices":%b%b}\n\n' % (self._head, choices, end)
+
+
+def _parts(event: StreamEvent) -> Iterator[StreamEvent]:
+    """Cut an event with many log-probabilities: the first part has all of the text."""
+    positions = event.logprobs
+    if positions is None or len(positions) <= _MAX_POSITIONS:
+        yield event
+        return
+    start = 0
+    while start < len(positions):
+        end = start + _MAX_POSITIONS
+        while end < len(positions) and is_part_of_character(positions[end].chosen):
+            end += 1  # not between the tokens of one character
+        changes: dict[str, Any] = {"offset": event.offset + start, "logprobs": positions[start:end]}
+        if start:
+            changes |= {"type": "token", "text": "", "reasoning": "", "tool_calls": ()}
+        yield event.model_copy(update=changes)
+        start = end
 
 
 async def _merged(handles: Sequence[AsyncJobHandle]) -> AsyncIterator[tuple[int, StreamEvent]]:

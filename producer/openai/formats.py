@@ -476,9 +476,14 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "bytes": list(token_bytes(token)), "logprob": _certain(token.logprob)}
 
 
+def is_part_of_character(token: TokenLogprob) -> bool:
+    """Return whether the token's text spells bytes."""
+    return _SPELLED.fullmatch(token.text) is not None
+
+
 def token_bytes(token: TokenLogprob) -> bytes:
     """Return a token's bytes: its text's, or those that the text spells if it is part of a character."""
-    if _SPELLED.fullmatch(token.text):
+    if is_part_of_character(token):
         return bytes.fromhex(token.text.removeprefix("bytes:").replace("\\x", ""))
     return token.text.encode()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from starlette.types import Message, Scope
@@ -15,7 +15,7 @@ from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.guard.limits import ClientGone
 from pagemill.producer.gateway.request_parsing import ParsedRequest
 from pagemill.producer.gateway.streaming import CompletionStream, EventStream
-from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL, is_chat
+from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL, is_chat, logprobs_body
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import PositionLogprobs, StreamEvent, TokenLogprob
 
@@ -129,3 +129,56 @@ async def test_a_chunk_is_the_json_of_the_whole_object(url: str, include_usage: 
     assert (choice["index"], choice["finish_reason"]) == (3, None)
     assert (choice["delta"]["content"] if is_chat(url) else choice["text"]) == TEXT
     assert choice["logprobs"] is not None
+
+
+LONG = ["a", " b", *(f"bytes:\\x{byte:02x}" for byte in "\u4f60\U0001f600".encode())] * 60
+
+
+@pytest.mark.parametrize("url", [CHAT_URL, COMPLETIONS_URL])
+@pytest.mark.parametrize("kind", ["token", "snapshot"])
+async def test_many_log_probabilities_are_sent_in_parts(
+    url: str, kind: Literal["token", "snapshot"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they are what one chunk would have: the gateway's other requests run between the parts."""
+    positions = tuple(
+        PositionLogprobs(chosen=TokenLogprob(token_id=number, logprob=-number / 8, text=text))
+        for number, text in enumerate(LONG)
+    )
+    events = [
+        StreamEvent(
+            type=kind, token_ids=tuple(range(540)), text="a b\u4f60\U0001f600" * 60, logprobs=positions
+        ),
+        StreamEvent(type="token", offset=540, token_ids=(0,), text="a", logprobs=positions[:1]),
+    ]
+    turns = 0
+
+    async def turning() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def told(stream: CompletionStream) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+        for event in events:
+            yield 0, event
+
+    monkeypatch.setattr(CompletionStream, "_events", told)
+    beside = asyncio.create_task(turning())
+    async with AsyncProducer("redis://127.0.0.1:1", queue="q") as producer:
+        stream = CompletionStream(asked(url, include_usage=False), [AsyncJobHandle(producer, "one")])
+        chunks = [chunk async for chunk in stream.chunks()]
+    beside.cancel()
+    assert turns >= 6
+    bodies = [
+        json.loads(chunk.removeprefix(b"data: "))["choices"][0] for chunk in chunks if b"DONE" not in chunk
+    ]
+    text = "".join(body["delta"].get("content", "") if is_chat(url) else body["text"] for body in bodies)
+    assert text == events[0].text + "a"
+    found = [body["logprobs"] for body in bodies if body["logprobs"]]
+    whole = logprobs_body(url, positions + positions[:1])
+    assert whole is not None
+    for name, values in whole.items():
+        if values is not None:
+            parts = [part[name] for part in found]
+            assert [value for part in parts for value in part] == values
+            assert max(map(len, parts)) <= 80

@@ -238,13 +238,16 @@ class Readers(Parties):
         self.read_time()
 
     def tell_all(self) -> None:
-        """Return every notice owed, claimed or not: none may be missing afterwards."""
+        """Return every notice owed, claimed or not: none may be missing afterwards.
+
+        A server that is killed after a claim answers the repeated call without what it gave to the first one.
+        """
         for box in RELAYS:
-            owed = self.queue.client.zrange(f"{self.queue.prefix}outbox{':' if box else ''}{box}", 0, -1)
-            for name in owed:
-                self.queue.client.zadd(f"{self.queue.prefix}outbox{':' if box else ''}{box}", {name: 0})
-            while notices := self.send(outbox.claim(self.queue.name, 64, 3_600_000, relay=box)):
-                self.observe([notice.outcome.job_id for notice in notices])
-                for notice in notices:
-                    self.ledger.told(notice.outcome.job_id, box)
-                    self.settle(notice.outcome.job_id, notice.tries, None, box)
+            key = f"{self.queue.prefix}outbox{':' if box else ''}{box}"
+            while owed := self.queue.client.zrange(key, 0, -1):
+                self.queue.client.zadd(key, dict.fromkeys(owed, 0))
+                while notices := self.send(outbox.claim(self.queue.name, 64, 3_600_000, relay=box)):
+                    self.observe([notice.outcome.job_id for notice in notices])
+                    for notice in notices:
+                        self.ledger.told(notice.outcome.job_id, box)
+                        self.settle(notice.outcome.job_id, notice.tries, None, box)

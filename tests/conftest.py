@@ -33,6 +33,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(bare_names.__file__).parent), os.environ.get("PYTHONPATH")])
 )
 
+# Kernels that share work are tested with two threads, also on one core.
+os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, len(os.sched_getaffinity(0)))))
+
 # A shell starts background jobs with SIGINT ignored, and children inherit that: the tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

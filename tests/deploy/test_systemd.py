@@ -21,7 +21,8 @@ UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
 
 def installed(unit: Path, folder: Path) -> Path:
     """The unit as it would be where /opt/pagemill and its user are: systemd looks for both."""
-    text = unit.read_text().replace("/opt/pagemill/bin/pagemill", f"{sys.executable} -m pagemill")
+    python = sys.executable.replace("%", "%%")
+    text = unit.read_text().replace("/opt/pagemill/bin/pagemill", f'"{python}" -m pagemill')
     text = re.sub(r"^(User|Group)=pagemill$", r"\1=root", text, flags=re.MULTILINE)
     target = folder / unit.name.replace("@.", "@9790.")
     target.write_text(text)

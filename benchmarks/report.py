@@ -89,12 +89,13 @@ def table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
 
 
 def model_directory(model: str) -> Path:
-    """Return the directory of a model named on a command line; one of a hub is downloaded."""
+    """Return the directory of a model named on a command line, which every engine reads; one of a hub is downloaded."""
+    from benchmarks.dense import dense_directory
     from pagemill.engine.errors import EngineError
     from pagemill.engine.models.directory import obtain_model
 
     try:
-        return obtain_model(model, print).directory
+        return dense_directory(obtain_model(model, print).directory)
     except EngineError as error:
         raise SystemExit(f"--model {model}: {error}") from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pagemill.engine.errors import AdapterError, ModelLoadError
-from pagemill.engine.models.checkpoint import read_tensors, weight_files
+from pagemill.engine.models.checkpoint import read_dense
 
 _INSTEAD = "merge it into the model with PEFT's merge_and_unload, and serve the merged model"
 
@@ -47,7 +47,7 @@ def _stored(path: str, directory: Path) -> torch.Tensor | None:
         return wanted.endswith(f".{name}") or f".{name}".endswith(wanted)
 
     try:
-        found = read_tensors(weight_files(directory), lambda name: name if is_wanted(name) else None)
+        found = read_dense(directory, lambda name: name if is_wanted(name) else None)
     except ModelLoadError:  # there is none, or the weights are random
         return None
     return next(iter(found.values())) if len(found) == 1 else found.get(f"{path}.weight")

@@ -21,29 +21,41 @@ class QuantizedWeight:
     shape: tuple[int, int]
     dtype: torch.dtype
     """The model's."""
-    read: Callable[[], GroupedWeight]
+    read: Callable[[], GroupedWeight | torch.Tensor]
+    """Returns a tensor of the shape where the numbers do not have groups with a scale."""
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def dense(self) -> torch.Tensor:
         """Return the weight as a tensor of the model's dtype."""
-        return self.read().dequantise().to(self.dtype)
+        weight = self.read()
+        return (weight if isinstance(weight, torch.Tensor) else weight.dequantise()).to(self.dtype)
+
+    def grouped(self) -> GroupedWeight | None:
+        """Return the weight as it is stored; None if its numbers do not have groups with a scale."""
+        weight = self.read()
+        return None if isinstance(weight, torch.Tensor) else weight
 
     def outputs(self, part: slice) -> QuantizedWeight:
         part = slice(*part.indices(self.shape[0]))
-        return QuantizedWeight(
-            (part.stop - part.start, self.shape[1]), self.dtype, lambda: self.read().outputs(part)
-        )
+
+        def read() -> GroupedWeight | torch.Tensor:
+            weight = self.read()
+            return weight[part] if isinstance(weight, torch.Tensor) else weight.outputs(part)
+
+        return QuantizedWeight((part.stop - part.start, self.shape[1]), self.dtype, read)
 
     def inputs(self, part: slice) -> QuantizedWeight | torch.Tensor:
         """Return the weight of some inputs, as a tensor if these are not whole groups."""
         part = slice(*part.indices(self.shape[1]))
-        if self.read().inputs(part) is None:
+        whole = self.grouped()
+        if whole is None or whole.inputs(part) is None:
             return self.dense()[:, part].contiguous()
 
         def read() -> GroupedWeight:
-            cut = self.read().inputs(part)
+            whole = self.grouped()
+            cut = None if whole is None else whole.inputs(part)
             assert cut is not None
             return cut
 
@@ -73,20 +85,23 @@ def joined(weights: Sequence[Weight]) -> Weight:
     """Return one weight with the weights' outputs concatenated, as it is stored if all are stored alike."""
     if len(weights) == 1:
         return weights[0]
-    parts = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    if len(parts) < len(weights) or merged([part.read() for part in parts]) is None:
+    if grouped(weights) is None:
         return dense(weights)
 
     def read() -> GroupedWeight:
-        whole = merged([part.read() for part in parts])
+        whole = grouped(weights)
         assert whole is not None
         return whole
 
-    return QuantizedWeight((sum(map(len, parts)), parts[0].shape[1]), parts[0].dtype, read)
+    return QuantizedWeight((sum(map(len, weights)), weights[0].shape[1]), weights[0].dtype, read)
 
 
 def grouped(weights: Sequence[Weight]) -> GroupedWeight | None:
-    """Read weights as one of few bits; None if one is a tensor, or their numbers are of different kinds."""
-    if not all(isinstance(weight, QuantizedWeight) for weight in weights):
-        return None
-    return merged([weight.read() for weight in weights if isinstance(weight, QuantizedWeight)])
+    """Read weights as one of few bits; None if one is not of few bits, or their numbers are of different kinds."""
+    parts = []
+    for weight in weights:
+        part = weight.grouped() if isinstance(weight, QuantizedWeight) else None
+        if part is None:
+            return None
+        parts.append(part)
+    return merged(parts)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.json_files import read_json_object
+from pagemill.engine.models.formats.gguf_tensors import SOURCE, map_tensors, read_contents
 from pagemill.engine.models.formats.pickled import (
     PICKLED_INDEX,
     PICKLED_WHOLE,
@@ -20,6 +21,7 @@ from pagemill.engine.models.formats.pickled import (
     find_pickles,
 )
 from pagemill.engine.models.misplaced import found_instead
+from pagemill.engine.models.quantized.reader import join_parts, widened
 from pagemill.engine.models.quantized.registry import find_scheme
 from pagemill.engine.models.quantized.scheme import Scheme
 
@@ -54,12 +56,16 @@ def read_scheme(directory: Path) -> Scheme | None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the model's safetensors files; pickled weights are converted the first time.
+    """Return the model's safetensors files, and the GGUF file that holds the others' tensors.
+
+    Pickled weights are converted the first time.
 
     Raises:
         ModelLoadError: there are none, or the index names files that are missing or lie elsewhere; or pickled
             ones can't be converted.
     """
+    if (source := directory / SOURCE).is_symlink():
+        return [source, *sorted(directory.glob("*.safetensors"))]
     whole = directory / _WHOLE
     if whole.is_file():
         return [whole]  # an index beside it is of earlier files, which this one has replaced
@@ -111,6 +117,9 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def check_header(file: Path) -> None:
     """Raise ModelLoadError unless the header is valid and the file as long as it says."""
+    if file.name == SOURCE:
+        read_contents(file)
+        return
     with _opened(file):
         pass
 
@@ -127,14 +136,31 @@ def read_tensors(
         ModelLoadError: a file is truncated or not a safetensors file, or all tensors are left out.
     """
     tensors: dict[str, torch.Tensor] = {}
+
+    def own_name(name: str) -> str | None:
+        return name if renamed is None else renamed(name)
+
     for file in files:
+        if file.name == SOURCE:
+            mapped = map_tensors(file)
+            tensors |= {own: tensor for name, tensor in mapped.items() if (own := own_name(name)) is not None}
+            continue
         with _opened(file) as opened:
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
-                if (own := renamed(name) if renamed is not None else name) is not None:
+                if (own := own_name(name)) is not None:
                     tensors[own] = opened.get_tensor(name)
     if renamed is not None and not tensors:
         raise ModelLoadError(f"no tensor of {files[0].parent} belongs to a language model")
     return {name: tensor for name, tensor in tensors.items() if not _is_constant(name, tensor)}
+
+
+def read_dense(
+    directory: Path, renamed: Callable[[str], str | None] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors by name, quantised ones dequantised in fp32. Raises as `read_tensors`."""
+    tensors = read_tensors(weight_files(directory), renamed)
+    scheme = read_scheme(directory)
+    return tensors if scheme is None else widened(join_parts(tensors, scheme, torch.float32))
 
 
 def _is_constant(name: str, tensor: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ from pagemill.engine.models.families.generic import attention_shape
 from pagemill.engine.models.families.registry import find_family
 from pagemill.engine.models.layer_windows import layer_windows
 from pagemill.engine.models.plausibility import check_dtypes, check_packing, check_sizes
-from pagemill.engine.models.quantized.reader import join_parts, place, placeholders, widened
+from pagemill.engine.models.quantized.reader import check_quantized, join_parts, place, placeholders, widened
 from pagemill.engine.models.quantized.scheme import Scheme
 from pagemill.engine.models.sharding import finish_sharding, sharded_class
 from pagemill.engine.models.source import ModelSource
@@ -292,6 +292,7 @@ def _load_module(
                 check_packing(tensors)
             else:
                 tensors = join_parts(tensors, scheme, dtype)
+                check_quantized(tensors, scheme)
                 # Of a generic family, its own modules are observed and compared with what will serve.
                 if family.convert_tensors is not unchanged or family.is_generic:
                     logger.info("%s: the weights are widened, and then converted", family.name)
@@ -425,7 +426,7 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     raw = read_config(directory)
     family = find_family(raw)
     model_config = _build_config(family, raw, directory)
-    dtype = resolve_dtype(config, model_config, device, is_quantised=bool(raw.get("quantization_config")))
+    dtype = resolve_dtype(config, model_config, device, is_quantised=read_scheme(directory) is not None)
     context_length = _context_length(family, model_config)
     module_class: Any = causal_lm_class(model_config)
     # What a model of no registered family computes is only seen where it runs.

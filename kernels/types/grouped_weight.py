@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """W[o, order[i]] = (codes[o, i] - zeros[o, g]) * scales[o, g], with g = i // group_size."""
+    """W[o, order[i]] = (codes[o, i] - zeros[o, g]) * scales[o, g] + offsets[o, g], with g = i // group_size."""
 
     codes: torch.Tensor
     """[out_features, in_features]: uint8 or int8, or float8_e4m3fn without NaN"""
@@ -22,6 +22,8 @@ class GroupedWeight:
     """int64 [in_features], a permutation; None: the inputs are in their own order"""
     bits: int = 8
     """4: every code is one of 0 .. 15"""
+    offsets: torch.Tensor | None = None
+    """fp32 [out_features, num_groups], where codes times scales are exact; None: all are 0"""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -37,25 +39,31 @@ class GroupedWeight:
         numbers = self.codes.float().view(out_features, -1, self.group_size)
         if self.zeros is not None:
             numbers -= self.zeros.float()[:, :, None]
-        weight = numbers.mul_(self.scales[:, :, None]).view(out_features, in_features)
+        numbers.mul_(self.scales[:, :, None])
+        if self.offsets is not None:
+            numbers += self.offsets[:, :, None]
+        weight = numbers.view(out_features, in_features)
         return weight if self.order is None else weight[:, torch.argsort(self.order)]
 
+    def _changed(
+        self, codes: torch.Tensor, of_groups: Callable[[torch.Tensor], torch.Tensor]
+    ) -> GroupedWeight:
+        """Return a weight of other codes, `of_groups` applied to each tensor [out_features, num_groups]."""
+        zeros, offsets = (None if part is None else of_groups(part) for part in (self.zeros, self.offsets))
+        return replace(self, codes=codes, scales=of_groups(self.scales), zeros=zeros, offsets=offsets)
+
     def to(self, device: torch.device) -> GroupedWeight:
-        zeros, order = (None if part is None else part.to(device) for part in (self.zeros, self.order))
-        return replace(
-            self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, order=order
-        )
+        order = None if self.order is None else self.order.to(device)
+        return replace(self._changed(self.codes.to(device), lambda part: part.to(device)), order=order)
 
     def in_groups_of(self, size: int) -> GroupedWeight:
         """Return the same weight in smaller groups. `size` divides the group size."""
         if (times := self.group_size // size) == 1:
             return self
-        zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, dim=1)
-        return replace(self, scales=self.scales.repeat_interleave(times, dim=1), zeros=zeros)
+        return self._changed(self.codes, lambda part: part.repeat_interleave(times, dim=1))
 
     def outputs(self, part: slice) -> GroupedWeight:
-        zeros = None if self.zeros is None else self.zeros[part]
-        return replace(self, codes=self.codes[part], scales=self.scales[part], zeros=zeros)
+        return self._changed(self.codes[part], lambda per_group: per_group[part])
 
     def inputs(self, part: slice) -> GroupedWeight | None:
         """Return the weight of some inputs; None if these are not whole groups."""
@@ -63,8 +71,7 @@ class GroupedWeight:
         if self.order is not None or part.start % size or part.stop % size:
             return None
         groups = slice(part.start // size, part.stop // size)
-        zeros = None if self.zeros is None else self.zeros[:, groups]
-        return replace(self, codes=self.codes[:, part], scales=self.scales[:, groups], zeros=zeros)
+        return self._changed(self.codes[:, part], lambda per_group: per_group[:, groups])
 
 
 def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight | None:
@@ -80,16 +87,26 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight | None:
     if any(weight.group_size % size for weight in weights):
         return None
     parts = [weight.in_groups_of(size) for weight in weights]
-    zeros = None
-    if any(part.zeros is not None for part in parts):
-        zeros = torch.cat(
-            [
-                torch.zeros_like(part.scales, dtype=torch.int16) if part.zeros is None else part.zeros
-                for part in parts
-            ]
-        )
-    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    return GroupedWeight(codes, scales, zeros, first.order, first.bits)
+    return GroupedWeight(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        _joined([part.zeros for part in parts], parts, torch.int16),
+        first.order,
+        first.bits,
+        _joined([part.offsets for part in parts], parts, torch.float32),
+    )
+
+
+def _joined(
+    per_group: Sequence[torch.Tensor | None], weights: Sequence[GroupedWeight], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return zeros or offsets of these weights concatenated, 0 for those without; None: none has them."""
+    if all(part is None for part in per_group):
+        return None
+    pairs = zip(per_group, weights, strict=True)
+    return torch.cat(
+        [torch.zeros_like(weight.scales, dtype=dtype) if part is None else part for part, weight in pairs]
+    )
 
 
 def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

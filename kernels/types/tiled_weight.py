@@ -33,9 +33,9 @@ class TiledWeight:
 
     @classmethod
     def of(cls, weight: GroupedWeight) -> TiledWeight | None:
-        """Return None if the groups are of no power of two, or fewer than 32 inputs."""
+        """Return None if the groups have offsets, a size that is not a power of two, or fewer than 32 inputs."""
         chunk = gcd(weight.group_size, LARGEST_CHUNK)
-        if chunk < SMALLEST_CHUNK:
+        if chunk < SMALLEST_CHUNK or weight.offsets is not None:
             return None
         is_packed = weight.bits == 4 and weight.codes.dtype is torch.uint8
         is_float = weight.codes.dtype is torch.float8_e4m3fn

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.dense import dense_smollm2
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.devices import cpu
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.loader import resolve_dtype
-from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.test_greedy_exactness import TEXT
 from tests.engine.tiny_model import save_tiny_llama
@@ -84,7 +84,7 @@ class Scores:
 
 
 def transformers_scores(ids: list[int], dtype: torch.dtype) -> Scores:
-    model = AutoModelForCausalLM.from_pretrained(packaged_model_directory(), dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(dense_smollm2(), dtype=dtype).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
     return Scores(
@@ -106,7 +106,7 @@ def own_scores(ids: list[int], llm: LLM) -> Scores:
 def test_as_near_to_fp32_as_transformers_is_in_bfloat16() -> None:
     """Sums, activations between products, softmax and norms are fp32 here; there each result is rounded."""
     torch.set_num_threads(1)
-    ids = AutoTokenizer.from_pretrained(packaged_model_directory())(TEXT)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(dense_smollm2())(TEXT)["input_ids"]
     exact, theirs = (transformers_scores(ids, dtype) for dtype in (torch.float32, torch.bfloat16))
     llm = LLM("smollm2", dtype="bfloat16", num_kv_blocks=64, num_threads=1)
     assert "compiled: forward pass, decoder layers" in llm.engine.model_parts

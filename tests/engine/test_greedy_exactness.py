@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.dense import dense_smollm2
 from pagemill.engine.llm import LLM
-from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def references() -> list[Reference]:
     in a twentieth of the time that `generate` takes. So `generate` writes every fourth reference, and any other
     whose proposal, by the engine's plainest configuration, is not confirmed.
     """
-    directory = packaged_model_directory()
+    directory = dense_smollm2()
     torch.set_num_threads(1)
     ids = AutoTokenizer.from_pretrained(directory)(TEXT)["input_ids"]
     prompts = [ids[start : start + length] for start, length in SLICES]

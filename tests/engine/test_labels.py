@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.dense import dense_smollm2
 from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import (
@@ -21,7 +22,6 @@ from pagemill.engine.errors import (
     UnsupportedFeature,
 )
 from pagemill.engine.llm import LLM, CompletionOutput
-from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Outline
@@ -387,7 +387,7 @@ def test_bad_ones_are_refused(
 def smollm2() -> tuple[LLM, Any]:
     from transformers import AutoModelForCausalLM
 
-    directory = packaged_model_directory()
+    directory = dense_smollm2()
     return LLM("smollm2", num_kv_blocks=400), AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32
     )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.dense import dense_smollm2
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.models.packaged import packaged_model_directory
 from tests.conftest import ROOT
 from tests.engine.adapters.trained import Trained, save_adapter
 from tests.worker.harness import running_worker, worker_config
@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs/adapters.md").read_text()
 
 @pytest.mark.slow
 def test_the_examples(valkey_url: str, tmp_path: Path) -> None:
-    folder = save_adapter(packaged_model_directory(), tmp_path / "french", Trained(std=0.3))
+    folder = save_adapter(dense_smollm2(), tmp_path / "french", Trained(std=0.3))
     queued, direct = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     config = worker_config(
         valkey_url, "default", model="smollm2", num_kv_blocks=64, adapters=(f"french={folder}",)

@@ -57,7 +57,7 @@ def cached_conversion(name: str, source: str, write: Callable[[Path], None]) -> 
     except OSError as error:
         if target.is_dir():  # a cache that can only be read serves as well
             return target
-        raise _not_kept(source, target.parent, error) from error
+        raise not_kept(source, target.parent, error) from error
     return target
 
 
@@ -114,7 +114,8 @@ def _limit_bytes() -> float:
     return limit * 2**30
 
 
-def _not_kept(source: str, directory: Path, error: OSError) -> EngineError:
+def not_kept(source: str, directory: Path, error: OSError) -> EngineError:
+    """Return what to raise if a conversion can't be written to a directory of the cache."""
     message = (
         f"{source}, converted, can't be kept in {directory}: {error.strerror or error}; "
         f"give {_DIRECTORY_VARIABLE} a directory with room for it that this user can write"
@@ -224,7 +225,7 @@ def _remove_unused(target: Path) -> int:
 
 
 def _size_of(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.iterdir()) if directory.is_dir() else 0
+    return sum(file.lstat().st_size for file in directory.iterdir()) if directory.is_dir() else 0
 
 
 def _fsync(path: Path) -> None:

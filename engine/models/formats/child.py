@@ -28,6 +28,8 @@ def main(kind: str, directory: Path, files: list[Path]) -> None:
     if kind == "pickle":
         from pagemill.engine.models.formats.pickle_conversion import convert_pickles as convert
     else:
+        # gguf imports it, if it is installed, for files that are written: seconds.
+        sys.modules.setdefault("mistral_common", None)  # type: ignore[arg-type]
         from pagemill.engine.models.formats.gguf_conversion import convert_gguf as convert
     from pagemill.engine.models.formats.shards import SHARD_BYTES
 

@@ -1,4 +1,4 @@
-"""GGUF files: converted once to a Hugging Face directory, in a process of its own."""
+"""GGUF files: each gets a Hugging Face directory once, made in a process of its own, that refers to its matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from pagemill.engine.errors import ModelLoadError
 
 # Part of the directory's name: a new conversion format must not find an older result.
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 _HEADER = struct.Struct("<4sIQQ")
 _SMALLEST_TENSOR = 24
 """Bytes of a tensor's entry with no name and one dimension: lengths, dimension, type and offset."""
@@ -45,14 +45,17 @@ def check_gguf(file: Path) -> None:
 
 
 def gguf_directory(file: Path) -> Path:
-    """Return the directory of the model that the file holds, in fp32; converts it the first time.
+    """Return a directory of the model that the file holds; makes it the first time.
+
+    It has the configuration, the tokenizer and the tensors that must be changed; the matrices stay in the file.
 
     Raises:
         ModelLoadError: the file is damaged, or of an unsupported architecture or tensor type.
-        EngineError: the result can't be stored.
+        EngineError: the directory can't be written.
     """
     # Not in a light install, whose commands look for models too.
-    from pagemill.engine.models.formats.cache import cached_conversion, identity
+    from pagemill.engine.models.formats.cache import cached_conversion, identity, not_kept
+    from pagemill.engine.models.formats.gguf_tensors import link_source
     from pagemill.engine.models.formats.process import convert
 
     check_gguf(file)
@@ -60,7 +63,12 @@ def gguf_directory(file: Path) -> Path:
         if importlib.util.find_spec(needed) is None:
             raise ModelLoadError(f"reading {file} needs the package {needed}: pip install 'pagemill[gguf]'")
     name = f"{_plain(file.stem)}-{identity([file])}-v{_FORMAT_VERSION}"
-    return cached_conversion(name, str(file), lambda work: convert("gguf", [file], work))
+    directory = cached_conversion(name, str(file), lambda work: convert("gguf", [file], work))
+    try:
+        link_source(directory, file)
+    except OSError as error:
+        raise not_kept(str(file), directory, error) from error
+    return directory
 
 
 def _plain(stem: str) -> str:

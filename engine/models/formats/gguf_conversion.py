@@ -1,11 +1,13 @@
-"""A GGUF file to a Hugging Face directory; runs in the converting process alone.
+"""A Hugging Face directory for a GGUF file; made in the converting process alone.
 
-transformers knows the names, the layouts and the tokenizers; gguf knows the numbers. Tensors are converted one by
-one, so that memory is needed for a shard and not for the model.
+transformers knows the names, the layouts and the tokenizers; gguf knows the numbers. Matrices stay in the file if the
+model has them as they are, or with their rows in another order; the other tensors are dequantized one by one.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.families.registry import find_family
+from pagemill.engine.models.formats.gguf_tensors import Contents, Entry
 from pagemill.engine.models.formats.gguf_tokenizer import (
     add_bos,
     check_tokenizer_field,
@@ -31,19 +34,30 @@ from pagemill.engine.text.tokenizer_files import save_sentencepiece
 
 # Frequencies that follow from the configuration, or are refused below.
 _ROPE_FACTORS = "rope_freqs.weight"
+_EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<part>gate|up|down)_exps)\.weight")
+_MAPPED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+"""Architectures that transformers has under other names."""
+_SIZES = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Fields that transformers does not read."""
+_STACKING = ("Qwen2MoeTensorProcessor",)
+"""Those of models whose experts' gate and up projections are one tensor, the gates' rows first."""
 
 
 def convert_gguf(files: list[Path], directory: Path) -> None:
-    """Write config.json, the tokenizer and the dequantised tensors of one file into `directory`.
+    """Write config.json, the tokenizer and the tensors that must be changed of one file into `directory`.
 
     Raises:
         ModelLoadError: an unsupported architecture or tensor type, or tensors that are not the architecture's.
     """
     (file,) = files
-    gguf.GGUFReader = cache(gguf.GGUFReader)  # transformers reads the file three times, seconds each
+    # transformers reads the file three times, and asks for the names of every module, seconds each.
+    gguf.GGUFReader, gguf.get_tensor_name_map = cache(_Reader), cache(gguf.get_tensor_name_map)
     reader = _read(file)
     architecture = _text(reader, "general.architecture")
-    if architecture not in names.GGUF_SUPPORTED_ARCHITECTURES:
+    if _MAPPED.get(architecture, architecture) not in names.GGUF_SUPPORTED_ARCHITECTURES:
         raise ModelLoadError(
             f"{file.name}: GGUF files of architecture {architecture!r} are not supported; give the original checkpoint"
         )
@@ -61,14 +75,19 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
             f"{file.name} is damaged: it names more layers than it has tensors; download it again"
         )
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    for rest, name in _SIZES.items():
+        if (field := reader.get_field(f"{architecture}.{rest}")) is not None:
+            setattr(config, name, int(field.contents()))
     check_fields(reader, architecture, config, file.name)
     config.dtype = torch.float32
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
     find_family(config.to_dict())
-    _write_tensors(reader, architecture, model, directory)
+    contents = _write_tensors(reader, architecture, model, directory)
     config.save_pretrained(directory)
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": contents.json()}))
     generation = GenerationConfig.from_model_config(config)
     if ends := end_token_ids(reader):
         generation.eos_token_id = ends if len(ends) > 1 else ends[0]
@@ -80,6 +99,18 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
         correct_tokenizer(tokenizer, reader)
         add_bos(tokenizer, reader)
         tokenizer.save_pretrained(directory)
+
+
+class _Reader(gguf.GGUFReader):  # type: ignore[misc]
+    """The package's, with a plain array in place of the mapped one: it takes slices of it by the million."""
+
+    @property
+    def data(self) -> Any:
+        return self._data
+
+    @data.setter
+    def data(self, mapped: Any) -> None:
+        self._data = np.asarray(mapped)
 
 
 def _read(file: Path) -> Any:
@@ -99,7 +130,7 @@ def _text(reader: Any, key: str) -> str:
 
 def check_fields(reader: Any, architecture: str, config: Any, name: str) -> None:
     """Check that each field of the architecture and the tokenizer is used or has no effect. Raises ModelLoadError."""
-    mapped = GGUF_CONFIG_MAPPING.get(architecture, {})
+    mapped = GGUF_CONFIG_MAPPING.get(_MAPPED.get(architecture, architecture), {})
     heads = getattr(config, "num_attention_heads", 0) or 1
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     rope = getattr(config, "rope_parameters", None) or {}
@@ -126,7 +157,7 @@ def check_fields(reader: Any, architecture: str, config: Any, name: str) -> None
         prefix, _, rest = key.partition(".")
         if prefix == "tokenizer":
             check_tokenizer_field(key, reader, name)
-        if prefix != architecture or mapped.get(rest) is not None:
+        if prefix != architecture or mapped.get(rest) is not None or rest in _SIZES:
             continue
         value = reader.get_field(key).contents()
         if value not in neutral.get(rest, ()):
@@ -146,25 +177,25 @@ def _check_types(reader: Any, file: Path) -> None:
             ) from error
 
 
-def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) -> None:
+def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) -> Contents:
+    """Write the tensors that must be changed. Returns where the others are in the file."""
     processor = names.TENSOR_PROCESSORS.get(architecture, names.TensorProcessor)(
         config=model.config.to_dict()
     )
     mapping = names.get_gguf_hf_weights_map(model, processor)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = _Shapes({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
     parsed: dict[str, Any] = {"tensors": {}}
-    writer = ShardWriter(directory)
+    writer, stored = ShardWriter(directory), _Stored()
 
     def write(name: str, tensor: torch.Tensor) -> None:
-        if expected.get(name) != tuple(tensor.shape):
-            raise ModelLoadError(
-                f"{name} has shape {list(tensor.shape)}, its header asks for {expected.get(name)}"
-            )
+        shapes.check(name, tuple(tensor.shape))
         writer.add(name, tensor)
 
     for tensor in reader.tensors:
         if tensor.name == _ROPE_FACTORS:
             apply_rope_factors(model.config, torch.from_numpy(tensor.data.copy()))
+            continue
+        if stored.add(tensor, processor, mapping, shapes):
             continue
         weights = gguf.dequantize(tensor.data, tensor.tensor_type)
         result = processor.process(
@@ -178,10 +209,89 @@ def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) 
     for name, whole in parsed["tensors"].items():
         write(name, whole)
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
-    missing = sorted(name for name in expected if name not in writer and name not in tied)
+    missing = sorted(shapes.unseen - tied)
     if missing:
         raise ModelLoadError(f"{len(missing)} tensors are missing, {missing[0]} first; download it again")
     writer.close()
+    return Contents(stored.entries, tuple(stored.orders))
+
+
+class _Shapes:
+    """The shapes of a model's tensors; which of them have been seen."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self.unseen = set(shapes)
+
+    def check(self, name: str, found: tuple[int, ...]) -> None:
+        if (expected := self._shapes.get(name)) != found:
+            raise ModelLoadError(f"{name} has shape {list(found)}, its header asks for {expected}")
+        self.unseen.discard(name)
+
+    def check_experts(self, name: str, part: str, found: tuple[int, ...]) -> None:
+        """Check the gate, up or down projections [experts, rows, columns] of a model that stacks and merges them."""
+        count, rows, columns = found
+        self.check(name, (count, rows if part == "down" else 2 * rows, columns))
+
+
+class _Stored:
+    """The matrices that stay in the file."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.orders: list[tuple[int, ...]] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def add(self, tensor: Any, processor: Any, mapping: dict[str, str], shapes: _Shapes) -> bool:
+        """Return False for a tensor that must be changed, and for one that the model does not have."""
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        if (experts := _EXPERTS.fullmatch(tensor.name)) is not None:
+            name = mapping.get(experts["name"])
+            stacked = re.sub(r"\.experts\.\w+$", ".experts", name or "")
+            if len(shape) != 3 or type(processor).__name__ not in _STACKING or name == stacked:
+                return False
+            shapes.check_experts(str(name), experts["part"], shape)
+            self._enter(f"{stacked}.*.{experts['part']}_proj.weight", tensor, *shape[1:], experts=shape[0])
+            return True
+        name = mapping.get(tensor.name)
+        if len(shape) != 2 or name is None or not name.endswith(".weight"):
+            return False
+        order = _order_of_rows(tensor.name, shape, processor)
+        if order is None:
+            return False
+        shapes.check(name, shape)
+        number = None
+        if order != tuple(range(shape[0])):
+            number = self._numbers.setdefault(order, len(self.orders))
+            self.orders += [order] if number == len(self.orders) else []
+        self._enter(name, tensor, *shape, order=number)
+        return True
+
+    def _enter(
+        self, name: str, tensor: Any, rows: int, columns: int, experts: int = 0, order: int | None = None
+    ) -> None:
+        kind, offset = tensor.tensor_type.name, int(tensor.data_offset)
+        row_bytes = int(tensor.n_bytes) // (rows * max(1, experts))
+        self.entries[name] = Entry(kind, offset, rows, columns, row_bytes, experts, order)
+
+
+def _order_of_rows(name: str, shape: tuple[int, int], processor: Any) -> tuple[int, ...] | None:
+    """Return the order in which a matrix' rows become the model's; None: the processor does something else to it."""
+    numbers = np.broadcast_to(np.arange(shape[0], dtype=np.float32)[:, None], shape)
+    try:
+        result = processor.process(
+            weights=numbers, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
+        )
+    except (ValueError, TypeError, KeyError):  # it wants all of the weights
+        return None
+    if (
+        result.name != name
+        or result.weights.shape != shape
+        or not (result.weights == result.weights[:, :1]).all()
+    ):
+        return None
+    order = tuple(int(row) for row in result.weights[:, 0])
+    return order if sorted(order) == list(range(shape[0])) else None
 
 
 def apply_rope_factors(config: Any, factors: torch.Tensor) -> None:

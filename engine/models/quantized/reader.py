@@ -45,9 +45,13 @@ def join_parts(tensors: Mapping[str, torch.Tensor], scheme: Scheme, dtype: torch
             out[f"{module}.weight"] = found["weight"]
         else:
             raise ModelLoadError(f"{module} has {', '.join(sorted(found))}, and no {scheme.main}")
-    if not any(isinstance(weight, QuantizedWeight) for weight in out.values()):
-        raise ModelLoadError("quantization_config names a format, and no tensor is in it")
     return out
+
+
+def check_quantized(tensors: Mapping[str, Weight], scheme: Scheme) -> None:
+    """Raise `ModelLoadError` if no tensor of a checkpoint is in the format that it names, but for GGUF."""
+    if scheme.has_quantized_tensors and not any(isinstance(t, QuantizedWeight) for t in tensors.values()):
+        raise ModelLoadError("quantization_config names a format, and no tensor is in it")
 
 
 def widened(tensors: Mapping[str, Weight]) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from pagemill.engine.models.quantized.awq import Awq
 from pagemill.engine.models.quantized.compressed import CompressedTensors
 from pagemill.engine.models.quantized.float4 import Mxfp4
 from pagemill.engine.models.quantized.float8 import Float8
+from pagemill.engine.models.quantized.gguf import Gguf
 from pagemill.engine.models.quantized.gptq import Gptq
 from pagemill.engine.models.quantized.scheme import Scheme
 
@@ -18,6 +19,7 @@ SCHEMES: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": CompressedTensors,
     "fbgemm_fp8": Float8,
     "fp8": Float8,
+    "gguf": Gguf,
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }

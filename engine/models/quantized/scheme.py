@@ -57,7 +57,7 @@ class Parts:
         return scales
 
     def weight(
-        self, out_features: int, in_features: int, read: Callable[[], GroupedWeight]
+        self, out_features: int, in_features: int, read: Callable[[], GroupedWeight | torch.Tensor]
     ) -> QuantizedWeight:
         return QuantizedWeight((out_features, in_features), self.dtype, read)
 
@@ -95,6 +95,8 @@ class Scheme(ABC):
     """The part that every quantised weight has."""
     parts: tuple[str, ...]
     """All that may stand beside it."""
+    has_quantized_tensors = True
+    """Whether every checkpoint of the format has one."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -43,7 +43,9 @@ def pack_grouped(weight: GroupedWeight) -> PackedWeight | None:
 
 
 def _exact_offsets(weight: GroupedWeight) -> torch.Tensor | None:
-    """Return -zeros * scales if these are exact: then number * scale + offset is rounded once, like the weight."""
+    """Return the offsets if they are exact: then number * scale + offset is rounded once, like the weight."""
+    if weight.offsets is not None:
+        return weight.offsets if weight.zeros is None else None
     if weight.zeros is None:
         return torch.zeros_like(weight.scales)
     offsets = -(weight.zeros.double() * weight.scales.double())
@@ -64,6 +66,8 @@ def _pack_nibbles(weight: GroupedWeight, offsets: torch.Tensor) -> PackedWeight:
 
 
 def _pack_bytes(weight: GroupedWeight) -> PackedWeight | None:
+    if weight.offsets is not None:
+        return None
     numbers = weight.codes
     if weight.zeros is not None:
         wide = numbers.view(len(numbers), -1, GROUP).short() - weight.zeros[:, :, None]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pagemill.engine.models.packaged import packaged_model_directory
+from benchmarks.dense import dense_smollm2
 from tests.conftest import ROOT
 from tests.integration.conformance.environments import outside, python_with
 from tests.producer.gateway.serving import gateway
@@ -89,7 +89,7 @@ def test_results_equal_those_of_transformers(
     valkey_url: str, pytestconfig: pytest.Config, tasks: Path
 ) -> None:
     python = python_with(pytestconfig, *PACKAGES)
-    directory = packaged_model_directory()
+    directory = dense_smollm2()
     expected = evaluate(python, tasks, "hf", pretrained=directory, dtype="float32")
     queue = f"q-{uuid.uuid4().hex[:12]}"
     with (

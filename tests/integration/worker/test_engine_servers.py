@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.dense import dense_smollm2
 from benchmarks.engines import peers
-from pagemill.engine.models.packaged import find_gguf, packaged_model_directory
+from pagemill.engine.models.packaged import find_gguf
 from tests.worker.harness import QueueClient, eventually, get_json, running_worker, worker_config
 
 START_S = 400.0
@@ -32,7 +33,7 @@ def llama_cpp(port: int) -> list[str]:
 
 
 def vllm(port: int) -> list[str]:
-    return ["-m", "vllm.entrypoints.openai.api_server", "--model", str(packaged_model_directory()),
+    return ["-m", "vllm.entrypoints.openai.api_server", "--model", str(dense_smollm2()),
             "--served-model-name", "smollm2", "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "8",
             "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
 

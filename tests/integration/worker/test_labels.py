@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.dense import dense_smollm2
 from pagemill import InvalidJob, Job, JobFailed, Producer
-from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.producer.celery.task import plain_result
 from pagemill.producer.dataset.tables.rows import open_source
 from tests.chaos.nursery import Nursery
@@ -45,7 +45,7 @@ def expected(prompt: str, labels: list[str]) -> dict[str, float]:
     """Score each label by transformers; " neutral" has the end token, since another label goes on from it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    directory = packaged_model_directory()
+    directory = dense_smollm2()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     start, scores = tokenizer.encode(prompt), []

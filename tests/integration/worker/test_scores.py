@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.dense import dense_smollm2
 from pagemill import InvalidJob, Job, JobFailed, Producer
-from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from tests.chaos.nursery import Nursery
@@ -37,14 +37,14 @@ def queue(valkey_url: str) -> Iterator[Producer]:
 def model() -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(packaged_model_directory(), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(dense_smollm2(), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(packaged_model_directory())
+    return AutoTokenizer.from_pretrained(dense_smollm2())
 
 
 def expected(model: Any, prompt: list[int], continuation: list[int]) -> list[float]:

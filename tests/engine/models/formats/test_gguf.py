@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,25 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
 
+from benchmarks.dense import dense_directory
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.llm import LLM
-from pagemill.engine.models.checkpoint import read_tensors, weight_files
+from pagemill.engine.models.checkpoint import (
+    check_header,
+    read_dense,
+    read_scheme,
+    read_tensors,
+    weight_files,
+)
 from pagemill.engine.models.directory import check_model, model_directory
+from pagemill.engine.models.formats.gguf_tensors import SOURCE
 from pagemill.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[4]
 HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB = 256, 2, 4, 2, 300
 # One for each matrix of the file: 7 in a layer, the embedding and the head.
 KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K,
@@ -140,15 +152,200 @@ def test_every_common_type_is_dequantised_as_gguf_does(
     with caplog.at_level(logging.INFO):
         directory = model_directory(str(file))
     assert any("converting Tiny.Mixed.gguf" in message for message in caplog.messages)
-    found = read_tensors(weight_files(directory))
+    found = read_dense(directory)
     assert found.keys() == {converted_name(name) for name in stored}
     for name, (data, kind) in stored.items():
         expected = gguf.dequantize(data, kind)
         assert np.isfinite(expected).all(), name
         if "attn_q" in name or "attn_k" in name:
             expected = restored(expected, HEADS if "attn_q" in name else KV_HEADS)
-        assert found[converted_name(name)].dtype == torch.float32
-        assert np.array_equal(found[converted_name(name)].numpy(), expected), (name, kind)
+        assert np.array_equal(found[converted_name(name)].float().numpy(), expected), (name, kind)
+
+
+@pytest.mark.slow
+def test_matrices_stay_in_the_file(tmp_path: Path) -> None:
+    write(file := tmp_path / "Tiny.Mixed.gguf", kinds=KINDS)
+    directory = model_directory(str(file))
+    tensors = load_file(directory / "model-00001.safetensors")
+    assert {tensor.ndim for tensor in tensors.values()} == {1}
+    assert [path.name for path in weight_files(directory)] == [SOURCE, "model-00001.safetensors"]
+    assert read_scheme(directory).describe().startswith("gguf: 1 of BF16, 1 of F16, 1 of F32")  # type: ignore[union-attr]
+
+
+GROUPED = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q4_K, Kind.IQ4_NL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_the_layers_multiply_the_numbers_of_the_file(
+    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Logits as from the same numbers in fp32, to the last bit; integers stay integers where a scale has 32 inputs."""
+    write(file := tmp_path / "Tiny.gguf", kinds=(kind,))
+    dense = dense_directory(model_directory(str(file)))
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=3)
+
+    def logprobs(model: str) -> Any:
+        with caplog.at_level(logging.INFO):
+            (out,) = LLM(model, num_threads=1, num_kv_blocks=64).generate(
+                "ab 1234567", params, use_tqdm=False
+            )
+        return out.outputs[0].logprobs
+
+    expected = logprobs(str(dense))
+    caplog.clear()
+    assert logprobs(str(file)) == expected
+    is_kept = "integers, lossless" in caplog.text
+    assert is_kept == (kind in GROUPED)
+
+
+@pytest.mark.slow
+def test_a_file_that_is_moved_is_read_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(file := tmp_path / "Tiny.gguf", kinds=KINDS)
+    directory = model_directory(str(file))
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    file.rename(moved := elsewhere / "Tiny.gguf")
+    with pytest.raises(ModelLoadError, match=f"can't read {file}: .*; give the path of the file"):
+        read_tensors(weight_files(directory))
+    with caplog.at_level(logging.INFO):
+        assert model_directory(str(moved)) == directory
+    assert not any("converting" in message for message in caplog.messages)
+    assert read_tensors(weight_files(directory))
+
+
+@pytest.mark.slow
+def test_a_file_that_has_become_shorter_is_refused(tmp_path: Path) -> None:
+    write(file := tmp_path / "Tiny.gguf", kinds=KINDS)
+    directory = model_directory(str(file))
+    break_off(file)
+    for check in (lambda: read_tensors(weight_files(directory)), lambda: check_header(directory / SOURCE)):
+        with pytest.raises(ModelLoadError, match=r"its tensors end at \d+: download it again"):
+            check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda quantization: quantization.pop("tensors"),
+        lambda quantization: quantization.pop("orders"),
+        lambda quantization: quantization["tensors"].update(a={}),
+        lambda quantization: quantization["tensors"].update(a=3),
+    ],
+)
+def test_a_damaged_directory_is_refused(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    write(file := tmp_path / "Tiny.gguf")
+    config_file = model_directory(str(file)) / "config.json"
+    config = json.loads(config_file.read_text())
+    change(config["quantization_config"])
+    config_file.write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="can't read quantization_config of a GGUF file"):
+        LLM(str(file))
+
+
+EXPERTS, EXPERT_SIZE = 4, 64
+
+
+def write_experts(file: Path, kinds: tuple[Kind, Kind, Kind]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A tiny random Qwen3 MoE as llama.cpp writes it; returns transformers' configuration and tensors."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, moe_intermediate_size=EXPERT_SIZE,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=64,
+        num_experts=EXPERTS, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=128,
+        rope_theta=10000.0, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    )  # fmt: skip
+    random, tensors = np.random.default_rng(1), {}
+    writer = gguf.GGUFWriter(file, "qwen3moe")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_expert_feed_forward_length(EXPERT_SIZE)
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(2)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(64)
+    writer.add_value_length(64)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(byte_level_vocabulary())
+    writer.add_token_types([1] * 257 + [3] * (VOCAB - 257))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(258)
+
+    def add(name: str, own: str, shape: tuple[int, ...], kind: Kind = Kind.F32) -> None:
+        weights = (random.standard_normal(shape) * 0.1 + (len(shape) == 1)).astype(np.float32)
+        data = gguf.quantize(weights, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        tensors[own] = torch.from_numpy(gguf.dequantize(data, kind).reshape(shape).copy())
+
+    gate, up, down = kinds
+    add("token_embd.weight", "model.embed_tokens.weight", (VOCAB, HIDDEN))
+    for layer in range(LAYERS):
+        own = f"model.layers.{layer}."
+        for name, part, rows in (
+            ("q", "q_proj", HEADS),
+            ("k", "k_proj", KV_HEADS),
+            ("v", "v_proj", KV_HEADS),
+        ):
+            add(f"blk.{layer}.attn_{name}.weight", f"{own}self_attn.{part}.weight", (64 * rows, HIDDEN), gate)
+        add(f"blk.{layer}.attn_output.weight", f"{own}self_attn.o_proj.weight", (HIDDEN, HIDDEN), gate)
+        for name, size in (
+            ("attn_norm", HIDDEN),
+            ("ffn_norm", HIDDEN),
+            ("attn_q_norm", 64),
+            ("attn_k_norm", 64),
+        ):
+            part = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}.get(name)
+            part = part or f"self_attn.{name.removeprefix('attn_')}"
+            add(f"blk.{layer}.{name}.weight", f"{own}{part}.weight", (size,))
+        add(f"blk.{layer}.ffn_gate_inp.weight", f"{own}mlp.gate.weight", (EXPERTS, HIDDEN))
+        add(f"blk.{layer}.ffn_gate_exps.weight", f"{own}gate", (EXPERTS, EXPERT_SIZE, HIDDEN), gate)
+        add(f"blk.{layer}.ffn_up_exps.weight", f"{own}up", (EXPERTS, EXPERT_SIZE, HIDDEN), up)
+        add(
+            f"blk.{layer}.ffn_down_exps.weight",
+            f"{own}mlp.experts.down_proj",
+            (EXPERTS, HIDDEN, EXPERT_SIZE),
+            down,
+        )
+        both = torch.cat([tensors.pop(f"{own}gate"), tensors.pop(f"{own}up")], dim=1)
+        tensors[f"{own}mlp.experts.gate_up_proj"] = both
+    add("output.weight", "lm_head.weight", (VOCAB, HIDDEN))
+    add("output_norm.weight", "model.norm.weight", (HIDDEN,))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return config, tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kinds", [(Kind.Q4_0, Kind.Q4_0, Kind.Q8_0), (Kind.Q8_0, Kind.Q4_1, Kind.F16)], ids=["alike", "mixed"]
+)
+def test_experts_stay_in_the_file_too(kinds: tuple[Kind, Kind, Kind], tmp_path: Path) -> None:
+    from transformers import Qwen3MoeForCausalLM
+
+    config, tensors = write_experts(file := tmp_path / "Tiny.MoE.gguf", kinds)
+    reference: Any = Qwen3MoeForCausalLM(config).eval()
+    reference.load_state_dict(tensors)
+    directory = model_directory(str(file))
+    stored = load_file(directory / "model-00001.safetensors")
+    assert {tensor.ndim for tensor in stored.values()} == {1}
+    llm = LLM(str(file), num_threads=1, num_kv_blocks=64)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for prompt in ("ab 1234567", "x"):
+        (out,) = llm.generate(prompt, params, use_tqdm=False)
+        tokens = list(out.prompt_token_ids)
+        for _ in range(8):
+            with torch.inference_mode():
+                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert out.outputs[0].token_ids == tokens[len(out.prompt_token_ids) :]
 
 
 @pytest.mark.slow
@@ -399,3 +596,41 @@ def test_a_sentencepiece_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
     prompt = tokenizer.render_chat([{"role": "user", "content": "Hi"}], (), {})
     assert tokenizer.encode(prompt, add_special_tokens=False) == reference.encode("Hi")
     assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (2, 32000)
+
+
+_PEAK = """
+import resource, sys
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices.cpu import CpuBackend
+from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.models.loader import load_model
+from pagemill.kernels.cpu.matmul import fp32, grouped_packing
+
+device = CpuBackend()
+fp32.warm_up()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = load_model(EngineConfig(model=sys.argv[1]), device)
+device.fuse(model.module, model.family.decoder, model.dtype, LinearOptions(None, False))
+print(before, peak(), model.weight_bytes())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1], ids=["Q8_0", "Q4_1"])
+def test_a_large_file_takes_little_more_memory_than_its_packed_weights(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped pages included: they are given back, a matrix at a time."""
+    size = 2048
+    monkeypatch.setitem(globals(), "HIDDEN", size)
+    monkeypatch.setitem(globals(), "LAYERS", 10)
+    write(file := tmp_path / "Large.gguf", kinds=(kind,))
+    model_directory(str(file))
+    run = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(file)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    before, peak, kept = map(int, run.stdout.split()[-3:])
+    assert kept > 10 * 6 * size * size * (0.7 if kind is Kind.Q4_1 else 1.0)
+    assert peak - before < 1.3 * kept + (32 << 20), (before >> 20, peak >> 20, kept >> 20)

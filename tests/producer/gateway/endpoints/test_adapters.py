@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 from transformers import AutoTokenizer
 
-from pagemill.engine.models.packaged import packaged_model_directory
+from benchmarks.dense import dense_smollm2
 from pagemill.worker.worker import Worker
 from tests.engine.adapters.trained import Trained, merged_tokens, save_adapter
 from tests.producer.gateway.serving import Served, gateway, write_keys
@@ -29,7 +29,7 @@ NAMES = ("smollm2", "red", "blue")
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root, model = tmp_path_factory.mktemp("adapters"), packaged_model_directory()
+    root, model = tmp_path_factory.mktemp("adapters"), dense_smollm2()
     return {
         name: save_adapter(model, root / name, Trained(rank=8, seed=seed, std=0.3))
         for seed, name in enumerate(NAMES[1:])
@@ -65,7 +65,7 @@ def test_three_models_in_one_batch(
     valkey_url: str, queue: str, client: OpenAI, worker: Worker, adapters: dict[str, Path]
 ) -> None:
     eventually(lambda: {model.id for model in client.models.list()} == set(NAMES), "adapters are listed")
-    directory = packaged_model_directory()
+    directory = dense_smollm2()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     prompt = tokenizer(PROMPT).input_ids
     wanted = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from pagemill.engine.models.packaged import packaged_model_directory
+from benchmarks.dense import dense_smollm2
 from tests.producer.gateway.serving import Served, gateway, write_keys
 from tests.worker.harness import PATIENCE_S, running_worker, worker_config
 
@@ -133,8 +133,8 @@ def real(valkey_url: str) -> Iterator[Served]:
 def test_scores_of_an_evaluation_are_the_model_s(real: Served) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(packaged_model_directory())
-    model = AutoModelForCausalLM.from_pretrained(packaged_model_directory(), dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(dense_smollm2())
+    model = AutoModelForCausalLM.from_pretrained(dense_smollm2(), dtype=torch.float32).eval()
     pairs = [(TEXT + " is", end) for end in (" Paris", " London", " the city of Paris")]
     contexts = [tokenizer.encode(context) for context, _ in pairs]
     prompts = [
@@ -160,7 +160,7 @@ def test_scores_of_an_evaluation_are_the_model_s(real: Served) -> None:
 def test_tokens_are_the_tokenizer_s(real: Served) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(packaged_model_directory())
+    tokenizer: Any = AutoTokenizer.from_pretrained(dense_smollm2())
     prompt = tokenizer.encode(TEXT)
     for is_special in (True, False):
         found = post(

@@ -1,0 +1,132 @@
+"""The tensors of a GGUF file, mapped into memory: the directory made of it says where each of them is.
+
+Its config.json has, as `quantization_config`, `{"quant_method": "gguf", "tensors": {NAME: ENTRY}, "orders": [ORDER]}`.
+NAME is transformers', with `*` for the number of an expert. An order is a permutation of a tensor's rows.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.json_files import read_json_object
+
+METHOD = "gguf"
+SOURCE = ".source.gguf"
+"""A link to the file, in the directory that was made of it."""
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types whose numbers are torch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a matrix is, or one for each expert."""
+
+    type: str
+    """ggml's name of it."""
+    offset: int
+    """In bytes, from the beginning of the file."""
+    rows: int
+    columns: int
+    row_bytes: int
+    experts: int = 0
+    """0: it is not one of experts."""
+    order: int | None = None
+    """The number of the order in which its rows are the model's; None: they are in order."""
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The entries of a file by name, and the orders that they refer to."""
+
+    entries: Mapping[str, Entry]
+    orders: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Contents:
+        """Read a `quantization_config`. Raises `ModelLoadError`."""
+        try:
+            entries = {name: Entry(**entry) for name, entry in config["tensors"].items()}
+            return cls(entries, tuple(map(tuple, config["orders"])))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ModelLoadError(f"can't read quantization_config of a GGUF file: {error!r}") from error
+
+    def matrices(self) -> Iterator[tuple[str, Entry, int]]:
+        """Yield the name of each matrix, its entry, and where it begins in the file."""
+        for name, entry in self.entries.items():
+            for expert in range(max(1, entry.experts)):
+                offset = entry.offset + expert * entry.rows * entry.row_bytes
+                yield (name.replace("*", str(expert)) if entry.experts else name), entry, offset
+
+    def json(self) -> dict[str, Any]:
+        entries = {name: entry.json() for name, entry in self.entries.items()}
+        return {"quant_method": METHOD, "tensors": entries, "orders": list(map(list, self.orders))}
+
+
+def link_source(directory: Path, file: Path) -> None:
+    """Let the directory that was made of a file's contents refer to this path of it. Raises `OSError`."""
+    link, target = directory / SOURCE, file.resolve()
+    if link.is_symlink() and link.readlink() == target:
+        return
+    temporary = directory / f"{SOURCE}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)
+
+
+def read_contents(file: Path) -> Contents:
+    """Return what the directory with this link says of the file. Raises `ModelLoadError` if the file is another."""
+    quantization = read_json_object(file.with_name("config.json")).get("quantization_config")
+    contents = Contents.of(quantization if isinstance(quantization, dict) else {})
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise ModelLoadError(
+            f"can't read {file.readlink()}: {error.strerror}; give the path of the file"
+        ) from error
+    end = max(
+        (e.offset + max(1, e.experts) * e.rows * e.row_bytes for e in contents.entries.values()), default=0
+    )
+    if end > size:
+        raise ModelLoadError(
+            f"{file.resolve()} has {size} bytes, its tensors end at {end}: download it again"
+        )
+    return contents
+
+
+def map_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return the matrices by name: numbers [rows, columns] of a type in FLOATS, others' blocks as uint8 [rows, bytes].
+
+    Raises:
+        ModelLoadError: the file is not there, or not as long as its directory says.
+    """
+    contents = read_contents(file)
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing writes to these tensors
+        content = torch.frombuffer(mapped, dtype=torch.uint8)
+    tensors = {}
+    for name, entry, offset in contents.matrices():
+        matrix = content[offset : offset + entry.rows * entry.row_bytes].view(entry.rows, entry.row_bytes)
+        tensors[name] = _floats(matrix, entry, contents) if entry.type in FLOATS else matrix
+    return tensors
+
+
+def _floats(matrix: torch.Tensor, entry: Entry, contents: Contents) -> torch.Tensor:
+    dtype = FLOATS[entry.type]
+    if matrix.storage_offset() % dtype.itemsize:
+        matrix = matrix.clone()
+    numbers = matrix.view(dtype)
+    return numbers if entry.order is None else numbers[torch.tensor(contents.orders[entry.order])]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagemill.engine.models.checkpoint import read_config, read_dense
 from pagemill.engine.models.formats.cache import cached_conversion
-from pagemill.engine.models.formats.gguf_tensors import SOURCE
+from pagemill.engine.models.formats.gguf import SOURCE
 from pagemill.engine.models.formats.shards import ShardWriter
 from pagemill.engine.models.packaged import packaged_model_directory
 

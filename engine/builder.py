@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import logging
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +36,7 @@ from pagemill.engine.models.echo import (
     is_echo,
 )
 from pagemill.engine.models.echo_inputs import EchoInputs
+from pagemill.engine.models.source import ModelSource
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.pooling.folder import read_pooling_folder
 from pagemill.engine.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
@@ -73,12 +77,43 @@ def _load_parts(config: EngineConfig, model: LocalModel | None) -> EngineParts:
     check_model(config.model)  # fails before torch is loaded
     if is_echo(config.model):
         return _build_echo(config)
-    model = model or obtain_runnable(config)  # with the collector on
-    config = located(config, model)
-    with _paused_collector():
-        is_whole = config.tensor_parallel_size == 1
-        parts = _build_model(config, None) if is_whole else _build_parallel(config)
+    found: Future[LocalModel] | None = None
+    if model is None:
+        if ModelSource.parse(config.model).is_file:
+            found = _obtain_meanwhile(config)
+        else:
+            model = obtain_runnable(config)  # with the collector on
+    from pagemill.engine.devices.registry import find_device
+
+    device = find_device(config.device)
+    device.tune_process(config.num_threads)
+    with device.preparing():
+        if found is not None:
+            importlib.import_module("pagemill.engine.models.loader")
+            model = found.result()
+        assert model is not None
+        config = located(config, model)
+        with _paused_collector():
+            is_whole = config.tensor_parallel_size == 1
+            parts = _build_model(device, config, None) if is_whole else _build_parallel(device, config)
     return replace(parts, fingerprint=with_commit(parts.fingerprint, model.commit))
+
+
+def _obtain_meanwhile(config: EngineConfig) -> Future[LocalModel]:
+    """Read a GGUF file on a thread, which takes seconds of another process.
+
+    The thread ends with this process, which can be interrupted meanwhile.
+    """
+    found: Future[LocalModel] = Future()
+
+    def obtain() -> None:
+        try:
+            found.set_result(obtain_runnable(config))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=obtain, name="pagemill-gguf", daemon=True).start()
+    return found
 
 
 def describe_model(config: EngineConfig) -> str:
@@ -128,14 +163,14 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _build_parallel(config: EngineConfig) -> EngineParts:
+def _build_parallel(device: DeviceBackend, config: EngineConfig) -> EngineParts:
     from pagemill.engine.execution.parallel.rank_processes import RankProcesses
     from pagemill.engine.models.loader import check_split
 
     check_split(config)
     ranks = RankProcesses(config)
     try:
-        return _build_model(ranks.config, ranks)
+        return _build_model(device, ranks.config, ranks)
     except BaseException:
         ranks.close()
         raise
@@ -169,17 +204,8 @@ def _build_echo(config: EngineConfig) -> EngineParts:
     )
 
 
-def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
+def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
     """Build this process's model: the whole of it, or rank 0's share."""
-    from pagemill.engine.devices.registry import find_device
-
-    device = find_device(config.device)
-    device.tune_process(config.num_threads)
-    with device.preparing():
-        return _build_model_on(device, config, ranks)
-
-
-def _build_model_on(device: DeviceBackend, config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
     from pagemill.engine.execution.kernel_check import check_kernels
     from pagemill.engine.execution.kv_cache import (
         MAX_COPIED_BYTES,

@@ -9,7 +9,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.models.directory import check_model
 from pagemill.engine.models.echo import is_echo
-from pagemill.engine.models.packaged import PACKAGED_MODEL
+from pagemill.engine.models.source import ModelSource
 from pagemill.engine.pooling.folder import read_pooling_folder
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ AnyEngine: TypeAlias = "Engine | PoolingEngine"
 def load_engine(config: EngineConfig) -> AnyEngine:
     """Load the model into the engine it needs. Raises `ConfigError`, mostly `ModelLoadError`."""
     check_model(config.model)
-    if is_echo(config.model) or config.model == PACKAGED_MODEL:
+    if is_echo(config.model) or ModelSource.parse(config.model).is_file:
         return Engine.from_config(config)
     model = obtain_runnable(config)
     folder = read_pooling_folder(model.directory)

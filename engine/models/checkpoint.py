@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.json_files import read_json_object
-from pagemill.engine.models.formats.gguf_tensors import SOURCE, map_tensors, read_contents
+from pagemill.engine.models.formats.gguf import SOURCE
+from pagemill.engine.models.formats.gguf_tensors import map_tensors, read_contents
 from pagemill.engine.models.formats.pickled import (
     PICKLED_INDEX,
     PICKLED_WHOLE,
@@ -41,6 +42,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     raw = read_json_object(directory / "config.json")
     raw.pop(_QUANTIZATION, None)
     return raw
+
+
+def names_scheme(directory: Path) -> bool:
+    """Return True if config.json says that the weights are quantised, in whatever format. Raises `ModelLoadError`."""
+    return bool(read_json_object(directory / "config.json").get(_QUANTIZATION))
 
 
 def read_scheme(directory: Path) -> Scheme | None:

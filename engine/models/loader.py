@@ -33,7 +33,13 @@ from pagemill.engine.layers.positions.rope import (
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.layers.recurrent import recurrent_kinds
 from pagemill.engine.layers.share import ShardingPlan, Share, TensorSplit, planned_split
-from pagemill.engine.models.checkpoint import read_config, read_scheme, read_tensors, weight_files
+from pagemill.engine.models.checkpoint import (
+    names_scheme,
+    read_config,
+    read_scheme,
+    read_tensors,
+    weight_files,
+)
 from pagemill.engine.models.directory import model_directory
 from pagemill.engine.models.expert_tensors import ExpertTensors
 from pagemill.engine.models.families.family import Family, unchanged
@@ -426,7 +432,7 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     raw = read_config(directory)
     family = find_family(raw)
     model_config = _build_config(family, raw, directory)
-    dtype = resolve_dtype(config, model_config, device, is_quantised=read_scheme(directory) is not None)
+    dtype = resolve_dtype(config, model_config, device, is_quantised=names_scheme(directory))
     context_length = _context_length(family, model_config)
     module_class: Any = causal_lm_class(model_config)
     # What a model of no registered family computes is only seen where it runs.

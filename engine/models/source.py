@@ -74,6 +74,11 @@ class ModelSource:
         return self.kind in ("huggingface", "modelscope", "plugin")
 
     @property
+    def is_file(self) -> bool:
+        """True for a GGUF file, such as the packaged model's."""
+        return self.kind in ("packaged", "gguf")
+
+    @property
     def served_name(self) -> str:
         """The name that jobs use unless another is configured: the repository's, the folder's, or the file's."""
         if self.kind == "echo":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import struct
 from pathlib import Path
 
 from pagemill.engine.errors import ModelLoadError
 
+SOURCE = ".source.gguf"
+"""A link to the file, in the directory that was made of it."""
 # Part of the directory's name: a new conversion format must not find an older result.
 _FORMAT_VERSION = 5
 _HEADER = struct.Struct("<4sIQQ")
@@ -55,7 +58,6 @@ def gguf_directory(file: Path) -> Path:
     """
     # Not in a light install, whose commands look for models too.
     from pagemill.engine.models.formats.cache import cached_conversion, identity, not_kept
-    from pagemill.engine.models.formats.gguf_tensors import link_source
     from pagemill.engine.models.formats.process import convert
 
     check_gguf(file)
@@ -65,10 +67,21 @@ def gguf_directory(file: Path) -> Path:
     name = f"{_plain(file.stem)}-{identity([file])}-v{_FORMAT_VERSION}"
     directory = cached_conversion(name, str(file), lambda work: convert("gguf", [file], work))
     try:
-        link_source(directory, file)
+        _link_source(directory, file)
     except OSError as error:
         raise not_kept(str(file), directory, error) from error
     return directory
+
+
+def _link_source(directory: Path, file: Path) -> None:
+    """Let the directory that was made of a file's contents refer to this path of it. Raises `OSError`."""
+    link, target = directory / SOURCE, file.resolve()
+    if link.is_symlink() and link.readlink() == target:
+        return
+    temporary = directory / f"{SOURCE}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)
 
 
 def _plain(stem: str) -> str:

@@ -7,7 +7,6 @@ NAME is transformers', with `*` for the number of an expert. An order is a permu
 from __future__ import annotations
 
 import mmap
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -20,8 +19,6 @@ from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.json_files import read_json_object
 
 METHOD = "gguf"
-SOURCE = ".source.gguf"
-"""A link to the file, in the directory that was made of it."""
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types whose numbers are torch's."""
 
@@ -72,17 +69,6 @@ class Contents:
     def json(self) -> dict[str, Any]:
         entries = {name: entry.json() for name, entry in self.entries.items()}
         return {"quant_method": METHOD, "tensors": entries, "orders": list(map(list, self.orders))}
-
-
-def link_source(directory: Path, file: Path) -> None:
-    """Let the directory that was made of a file's contents refer to this path of it. Raises `OSError`."""
-    link, target = directory / SOURCE, file.resolve()
-    if link.is_symlink() and link.readlink() == target:
-        return
-    temporary = directory / f"{SOURCE}.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(link)
 
 
 def read_contents(file: Path) -> Contents:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagemill.engine.builder import EngineParts, _build_model_on
+from pagemill.engine.builder import EngineParts, _build_model
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.devices import registry
 from pagemill.engine.devices.backend import HostCopy, Mark, Reached, packed, unpacked
@@ -120,7 +120,7 @@ def parts(device: MetaCuda, tmp_path_factory: pytest.TempPathFactory) -> EngineP
         enforce_eager=True,
         stage_inputs=True,
     )
-    return _build_model_on(device, settings, None)
+    return _build_model(device, settings, None)
 
 
 def _step(*works: RowWork, samples: Sequence[Sample] = (), **params: Any) -> StepPlan:

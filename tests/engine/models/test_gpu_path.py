@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from pagemill.engine.builder import _build_model_on
+from pagemill.engine.builder import _build_model
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.execution.cuda_graphs import DecodeGraphs
 from pagemill.engine.parts import EngineParts
@@ -86,7 +86,7 @@ def _plans(parts: EngineParts, **fields: Any) -> list[StepPlan]:
 
 
 def _build(directory: Path, device: MetaCuda, options: dict[str, Any]) -> EngineParts:
-    return _build_model_on(device, EngineConfig(model=str(directory), **(_MODEL | options)), None)
+    return _build_model(device, EngineConfig(model=str(directory), **(_MODEL | options)), None)
 
 
 def _launch(parts: EngineParts, plans: list[StepPlan], watch: Watch) -> None:

@@ -29,7 +29,7 @@ from pagemill.engine.models.checkpoint import (
     weight_files,
 )
 from pagemill.engine.models.directory import check_model, model_directory
-from pagemill.engine.models.formats.gguf_tensors import SOURCE
+from pagemill.engine.models.formats.gguf import SOURCE
 from pagemill.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -247,11 +247,15 @@ class _Stored:
         shape = tuple(int(size) for size in reversed(tensor.shape))
         if (experts := _EXPERTS.fullmatch(tensor.name)) is not None:
             name = mapping.get(experts["name"])
-            stacked = re.sub(r"\.experts\.\w+$", ".experts", name or "")
-            if len(shape) != 3 or type(processor).__name__ not in _STACKING or name == stacked:
+            if name is None or len(shape) != 3 or type(processor).__name__ not in _STACKING:
                 return False
-            shapes.check_experts(str(name), experts["part"], shape)
-            self._enter(f"{stacked}.*.{experts['part']}_proj.weight", tensor, *shape[1:], experts=shape[0])
+            shapes.check_experts(name, experts["part"], shape)
+            self._enter(
+                f"{name.rpartition('.')[0]}.*.{experts['part']}_proj.weight",
+                tensor,
+                *shape[1:],
+                experts=shape[0],
+            )
             return True
         name = mapping.get(tensor.name)
         if len(shape) != 2 or name is None or not name.endswith(".weight"):
@@ -284,6 +288,8 @@ def _order_of_rows(name: str, shape: tuple[int, int], processor: Any) -> tuple[i
         )
     except (ValueError, TypeError, KeyError):  # it wants all of the weights
         return None
+    if result.weights is numbers and result.name == name:
+        return tuple(range(shape[0]))
     if (
         result.name != name
         or result.weights.shape != shape

@@ -243,6 +243,22 @@ def test_a_damaged_directory_is_refused(change: Callable[[dict[str, Any]], objec
         LLM(str(file))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [Kind.Q4_0, Kind.Q4_K, Kind.Q6_K, Kind.F16], ids=["Q4_0", "Q4_K", "Q6_K", "F16"]
+)
+def test_ranks_read_their_shares(kind: Kind, tmp_path: Path) -> None:
+    write(file := tmp_path / "Tiny.gguf", kinds=(kind,))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    tokens = []
+    for size in (1, 2):
+        llm = LLM(str(file), num_threads=1, num_kv_blocks=64, tensor_parallel_size=size)
+        (out,) = llm.generate("ab 1234567", params, use_tqdm=False)
+        tokens.append(out.outputs[0].token_ids)
+        llm.close()
+    assert tokens[0] == tokens[1]
+
+
 EXPERTS, EXPERT_SIZE = 4, 64
 
 

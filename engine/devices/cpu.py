@@ -71,6 +71,15 @@ def _has_amx() -> bool:
     return amx_tile.IS_NATIVE
 
 
+@cache
+def _has_fast_int8_products() -> bool:
+    if not _has_numba():
+        return False
+    from pagemill.kernels.cpu.matmul import int8_tile
+
+    return int8_tile.PRODUCTS is int8_tile.BYTES
+
+
 def _multiplies_bf16(dtype: torch.dtype | None) -> bool:
     return dtype is torch.bfloat16 and _has_bf16_products()
 
@@ -98,6 +107,8 @@ class CpuBackend(DeviceBackend):
         if self.module_dtype(dtype) is not torch.float32:
             name = str(dtype).removeprefix("torch.")
             logger.warning("torch emulates %s on this CPU, slowly: dtype=float32 is faster", name)
+        if config.quantization == "int8" and not _has_fast_int8_products():
+            logger.warning("int8 may be slower than float32 on this CPU, which does not have AVX-512 VNNI")
         if config.quantization == "fp8":
             raise ConfigError(
                 "quantization='fp8' needs a GPU that multiplies such numbers; on a CPU use int8",

@@ -125,3 +125,14 @@ def test_emulation_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         CpuBackend().check(EngineConfig(model="smollm2"), dtype)
     (warning,) = caplog.messages
     assert warning == "torch emulates bfloat16 on this CPU, slowly: dtype=float32 is faster"
+
+
+def test_int8_without_vnni_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_fast in (True, False):
+        monkeypatch.setattr(cpu, "_has_fast_int8_products", lambda is_fast=is_fast: is_fast)
+        for quantization in (None, "int8"):
+            CpuBackend().check(EngineConfig(model="smollm2", quantization=quantization), torch.float32)
+    (warning,) = caplog.messages
+    assert warning == "int8 may be slower than float32 on this CPU, which does not have AVX-512 VNNI"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from tests.conftest import ROOT
@@ -52,3 +53,29 @@ def test_each_file_begins_with_what_it_needs() -> None:
         if missing and not file.startswith("features/"):
             lacking[file] = missing
     assert lacking == {}
+
+
+def test_replies_may_grow() -> None:
+    """A reply of more than three values is a map, and a shorter one may get more: older clients ignore them."""
+    rigid = []
+    for path in (ROOT / "producer" / "wire" / "calls").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            target, source = _unpacked(node)
+            if not isinstance(target, ast.Tuple) or not _is_reply(source):
+                continue
+            if len(target.elts) > 4 or not isinstance(target.elts[-1], ast.Starred):
+                rigid.append(f"{path.name}:{target.lineno}")
+    assert rigid == []
+
+
+def _unpacked(node: ast.AST) -> tuple[ast.AST | None, ast.AST | None]:
+    """Return the target of an assignment or a loop, and what it takes apart."""
+    if isinstance(node, ast.Assign):
+        return node.targets[0], node.value
+    if isinstance(node, ast.For | ast.comprehension):
+        return node.target, node.iter
+    return None, None
+
+
+def _is_reply(source: ast.AST | None) -> bool:
+    return isinstance(source, ast.Name) and source.id in {"reply", "row", "rows", "record"}

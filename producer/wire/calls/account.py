@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pagemill.producer.wire.calls.history import Execution, JobHistory, read_history
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import WireModel
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 Cause = Literal[
     "dependency", "delay", "equal_job", "retry_pause", "paused", "no_worker", "no_capability", "quota", "rate_limit",
@@ -274,17 +274,19 @@ def why(queue: str, job_id: str) -> Call[JobAccount | None]:
 def _read(queue: str, job_id: str, reply: list[Any]) -> JobAccount | None:
     if not reply:
         return None
-    found, clock, paused, limited, over, served, lanes = reply
-    now = int(clock)
-    history = read_history(queue, job_id, found)
+    found = as_map(reply)
+    now = int(found["now"])
+    history = read_history(queue, job_id, found["job"])
     assert history is not None
-    nobody, unable = _unserved(served, now, has_run=bool(history.executions))
-    spans = (_spans(paused, now), nobody, unable, _spans(over, now), _spans(limited, now))
-    held: Cause = "dependency" if history.after else "equal_job" if b"twin" in found[0][::2] else "delay"
+    nobody, unable = _unserved(found["served"], now, has_run=bool(history.executions))
+    paused, over, limited = (_spans(found[name], now) for name in ("paused", "over_quota", "rate_limited"))
+    spans = (paused, nobody, unable, over, limited)
+    has_twin = "twin" in as_map(as_map(found["job"])["record"])
+    held: Cause = "dependency" if history.after else "equal_job" if has_twin else "delay"
     life = _lifetime(history, now, held, spans)
     parts = account(life)
     last = read_spent(life.runs[-1].spent) if life.runs else {}
-    behind = _behind(lanes, history, dict(parts).get("behind", 0) / 1000)
+    behind = _behind(found["started"], history, dict(parts).get("behind", 0) / 1000)
     return JobAccount(
         id=job_id,
         state=history.state,
@@ -346,9 +348,8 @@ def _spans(spells: list[bytes], now: int) -> list[Span]:
 
 def _behind(lanes: list[Any], job: JobHistory, seconds: float) -> tuple[Behind, ...]:
     jobs: dict[tuple[str, str], int] = {}
-    for lane, number in zip(lanes[::2], lanes[1::2], strict=True):
-        name = lane.decode()
-        _, priority, tenant, _ = keys.split_lane(name) if ":" in name else ("", "", "", "")
+    for lane, number in as_map(lanes).items():
+        _, priority, tenant, _ = keys.split_lane(lane) if ":" in lane else ("", "", "", "")
         jobs[tenant, priority] = jobs.get((tenant, priority), 0) + int(number)
     own = (job.tenant, job.priority)
     if job.state not in ("queued", "delayed") and own in jobs:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import WireModel
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 Verdict = Literal["clean", "alone", "disputed", "deviates", "changed"]
 SettleReply = Literal["superseded", "left", "gone", "already_done"]
@@ -58,9 +58,15 @@ def vote(
 
 
 def _view(reply: list[Any]) -> AuditView:
-    state, reason, wanted, position, more, answers, *_ = reply
-    texts = tuple(answer.decode() for answer in answers)
-    return AuditView(state.decode(), reason.decode(), bool(wanted), position, bool(more), texts)
+    found = as_map(reply)
+    return AuditView(
+        state=found["state"].decode(),
+        reason=found["reason"].decode(),
+        is_wanted=bool(found["is_wanted"]),
+        position=found["position"],
+        has_more=bool(found["has_more"]),
+        answers=tuple(answer.decode() for answer in found["answers"]),
+    )
 
 
 def _verdict(reply: list[bytes]) -> tuple[Verdict, str]:
@@ -117,8 +123,8 @@ def close(queue: str, worker_id: str, *, keep: bool) -> Call[int]:
     return Call("recall_keep", (keys.prefix(queue),), (worker_id, int(not keep)), int)
 
 
-def _accused(worker: bytes, flat: list[bytes], jobs: int) -> Accused:
-    known = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+def _accused(worker: bytes, flat: list[bytes], jobs: int, *_: Any) -> Accused:
+    known = {name: value.decode() for name, value in as_map(flat).items()}
     clean_at = known.get("clean_at")
     return Accused(
         worker=worker.decode(),

@@ -14,7 +14,7 @@ from pagemill.producer.wire.calls.reads import Outcome, read_outcome
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import BatchCounts, BatchInfo, BatchItem
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 PAGE_JOBS = 250
 LIST_BATCHES = 100
@@ -83,37 +83,32 @@ def _ids(reply: list[bytes]) -> list[str]:
 def _counts(reply: Any) -> BatchCounts | None:
     if not reply:
         return None
-    return _batch_counts(_record(reply))
+    return _batch_counts(as_map(reply))
 
 
-def _record(reply: Any) -> dict[bytes, bytes]:
-    flat = list(reply)
-    return dict(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _batch_counts(record: dict[bytes, bytes]) -> BatchCounts:
-    return BatchCounts(**{name: int(record.get(name.encode(), 0)) for name in BatchCounts.model_fields})
+def _batch_counts(record: dict[str, bytes]) -> BatchCounts:
+    return BatchCounts(**{name: int(record.get(name, 0)) for name in BatchCounts.model_fields})
 
 
 def _listed(reply: list[Any]) -> list[BatchInfo]:
     found = []
-    for batch_id, flat, lane, owner in reply[1:]:
-        record = _record(flat)
-        tenant = owner.decode() or (keys.split_lane(lane.decode())[2] if lane else None)
-        created_at = int(record.get(b"created_at", 0)) / 1000
+    for row in map(as_map, reply[1:]):
+        record, lane = as_map(row["counts"]), row["lane"]
+        tenant = row["tenant"].decode() or (keys.split_lane(lane.decode())[2] if lane else None)
+        created_at = int(record.get("created_at", 0)) / 1000
         if tenant == SEVERAL:
             tenant = None
         counts = _batch_counts(record)
-        found.append(BatchInfo(id=batch_id.decode(), created_at=created_at, counts=counts, tenant=tenant))
+        found.append(BatchInfo(id=row["id"].decode(), created_at=created_at, counts=counts, tenant=tenant))
     return found
 
 
 def _page(letter: str, reply: list[Any]) -> Page:
-    position, rows = reply
+    position, rows, *_ = reply
     items: list[BatchItem] = []
     stored: dict[int, Outcome] = {}
     stored_bytes = 0
-    for at, record in rows:
+    for at, record, *_ in rows:
         outcome = read_outcome(record)
         if outcome.stored is not None:
             stored[len(items)] = outcome

@@ -88,7 +88,7 @@ def purge(queue: str, job_ids: Sequence[str]) -> Call[int]:
 
 
 def _page(queue: str, reply: list[Any]) -> LetterPage:
-    seen, rows = reply
+    seen, rows, *_ = reply
     return LetterPage(seen, [_letter(queue, row) for row in rows])
 
 

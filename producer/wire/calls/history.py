@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from pagemill.producer.wire.calls.reads import unpack_progress
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import END_STATES, ErrorInfo, Progress, State, WireModel
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 ExecutionEnd = Literal[
     "running", "retried", "released", "lost", "crashed", "succeeded", "failed", "cancelled", "expired", "dead"
@@ -90,11 +90,11 @@ def read_history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None
     """Return a job's history from the script's reply."""
     if not reply:
         return None
-    flat, entries, out, live_workers, unmet = reply
-    record = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    found = as_map(reply)
+    record = {name: value.decode() for name, value in as_map(found["record"]).items()}
     _, priority, tenant, model = keys.split_lane(record["lane"])
-    error = ErrorInfo.model_validate_json(out) if out else None
-    past = [_past(json.loads(entry.decode("utf-8", "replace"))) for entry in entries]
+    error = ErrorInfo.model_validate_json(found["error"]) if found["error"] else None
+    past = [_past(json.loads(entry.decode("utf-8", "replace"))) for entry in found["executions"]]
     return JobHistory(
         id=job_id,
         queue=queue,
@@ -116,8 +116,8 @@ def read_history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None
         attempts_failed=int(record.get("failures", 0)),
         crashes=int(record.get("crashes", 0)),
         stop_asked=record.get("ending"),
-        live_workers=live_workers,
-        unmet=keys.needed_words(record["lane"]) if unmet and live_workers else (),
+        live_workers=found["live_workers"],
+        unmet=keys.needed_words(record["lane"]) if found["is_unmet"] and found["live_workers"] else (),
         progress=unpack_progress(record.get("progress"), record.get("progress_at")),
         executions=(*past, *_last(record, past, error)),
         error=error.model_copy(update={"partial": ()}) if error is not None else None,

@@ -72,7 +72,7 @@ def jobs_page(queue: str, url: str = "", ttl_ms: int = 0) -> Call[str]:
 
 
 def _page(reply: list[Any]) -> JobPage:
-    place, looked, rows = reply
+    place, looked, rows, *_ = reply
     lines = []
     for row in rows:
         with suppress(

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 MAX_WEIGHT = 1000
 MAX_LIMIT = 1e12
@@ -76,16 +76,19 @@ def set_weights(queue: str, wanted: Mapping[str, int]) -> Call[dict[str, int]]:
 
 
 def _limits(reply: list[bytes]) -> QueueLimits:
-    jobs, payload_bytes, rate, burst, memory_share = (float(value) if value else None for value in reply)
+    found = {name: float(value) for name, value in as_map(reply).items()}
+
+    def whole(name: str) -> int | None:
+        return int(found[name]) if name in found else None
+
     return QueueLimits(
-        jobs=None if jobs is None else int(jobs),
-        payload_bytes=None if payload_bytes is None else int(payload_bytes),
-        rate=rate,
-        burst=None if burst is None else int(burst),
-        memory_share=memory_share,
+        jobs=whole("limit"),
+        payload_bytes=whole("max_payload"),
+        rate=found.get("rate"),
+        burst=whole("burst"),
+        memory_share=found.get("memory_share"),
     )
 
 
 def _weights(reply: Any) -> dict[str, int]:
-    flat = list(reply)
-    return {name.decode(): int(weight) for name, weight in zip(flat[::2], flat[1::2], strict=True)}
+    return {name: int(weight) for name, weight in as_map(reply).items()}

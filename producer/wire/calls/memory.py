@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 DEFAULT_SHARE = 0.85
 """Of maxmemory, up to which jobs are taken; the rest is for what running jobs write."""
@@ -48,8 +48,8 @@ class MemoryUse:
 
     @classmethod
     def parse(cls, reply: list[Any]) -> MemoryUse:
-        used, most, share, refused = reply
-        return cls(int(used), int(most), float(share), refused)
+        found = as_map(reply)
+        return cls(int(found["used"]), int(found["most"]), float(found["share"]), found["refused"])
 
     @property
     def is_refusing(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagemill.producer.wire.calls.reads import Outcome, read_outcome
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +80,25 @@ def finish_delivery(
     return Call("outbox_settle", (keys.prefix(queue),), args, bool)
 
 
-def _pending(reply: tuple[int, int, int, list[list[bytes]]], relay: str) -> Pending:
-    due, total, expired, first = reply
-    found = [
+def _pending(reply: list[Any], relay: str) -> Pending:
+    found = as_map(reply)
+    first = [
         Due(job_id.decode(), _tenant(receiver) if relay else receiver.decode(errors="replace"))
-        for job_id, receiver in first
+        for job_id, receiver, *_ in found["first"]
     ]
-    return Pending(due, total, expired, found)
+    return Pending(found["due"], found["total"], found["expired"], first)
 
 
 def _notices(reply: list[list[Any]]) -> list[Notice]:
     return [
         Notice(
-            url=url.decode(errors="replace"),
-            tries=tries,
-            tenant=_tenant(lane),
-            finished_at=int(finished_at) / 1000 if finished_at.isdigit() else 0.0,
-            outcome=read_outcome(record),
+            url=found["receiver"].decode(errors="replace"),
+            tries=found["tries"],
+            tenant=_tenant(found["lane"]),
+            finished_at=int(found["finished_at"]) / 1000 if found["finished_at"].isdigit() else 0.0,
+            outcome=read_outcome(found["end"]),
         )
-        for url, tries, lane, finished_at, record in reply
+        for found in map(as_map, reply)
     ]
 
 

@@ -19,7 +19,7 @@ from pagemill.producer.wire.calls.metering.quotas import QuotaLeft, read_lines
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.promise import Promise
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 Kind = Literal["now", "later"]
 
@@ -162,14 +162,14 @@ def _quantile(kept: Sequence[float], share: float) -> float:
 
 
 def _read_inputs(reply: list[Any]) -> EstimateInputs:
-    now, paused, rate, running, lanes, workers, kept_now, kept_later, left = reply
+    found = as_map(reply)
     names = {letter: priority for priority, letter in keys.PRIORITY_CLASSES.items()}
     return EstimateInputs(
-        int(now),
-        bool(paused),
-        float(rate) if rate else None,
-        running,
-        tuple(
+        now=int(found["now"]),
+        is_paused=bool(found["paused"]),
+        rate=float(found["rate"]) if found["rate"] else None,
+        running=found["running"],
+        lanes=tuple(
             WaitingLane(
                 names[level.decode()],
                 tenant.decode(),
@@ -177,9 +177,9 @@ def _read_inputs(reply: list[Any]) -> EstimateInputs:
                 jobs,
                 sum(map(float, costs)) / len(costs) if costs else 0.0,
             )
-            for level, tenant, weight, jobs, costs in lanes
+            for level, tenant, weight, jobs, costs, *_ in found["lanes"]
         ),
-        tuple(WorkerInfo.model_validate_json(said) for said in workers),
-        {"now": tuple(map(float, kept_now)), "later": tuple(map(float, kept_later))},
-        next(iter(read_lines([left] if left else []).values()), None),
+        workers=tuple(map(WorkerInfo.model_validate_json, found["workers"])),
+        kept={"now": tuple(map(float, found["kept_now"])), "later": tuple(map(float, found["kept_later"]))},
+        left=next(iter(read_lines([found["quotas"]] if found["quotas"] else []).values()), None),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 LOOK_KEYS = 200
 BATCH_JOBS = 32
@@ -94,7 +94,7 @@ def read(queue: str, name: str, place: str = "") -> Call[Content]:
 def jobs(queue: str, tenant: str, job_ids: Sequence[str], *, by_force: bool) -> Call[Removed]:
     """Remove jobs. Those that run are asked to end, unless they go by force: their workers are refused then."""
     args: tuple[str | int, ...] = (tenant, int(by_force), *job_ids)
-    return Call("purge_jobs", (keys.prefix(queue),), args, lambda reply: _removed(0, *reply))
+    return Call("purge_jobs", (keys.prefix(queue),), args, _removed)
 
 
 def batch_owners(queue: str, batch_id: str, start: int) -> Call[BatchOwners]:
@@ -107,7 +107,7 @@ def batch_jobs(
 ) -> Call[Removed]:
     """Remove the tenant's jobs from a part of a batch; `whole`: all of it is the tenant's."""
     args = (tenant, int(by_force), batch_id, start, BATCH_JOBS, int(whole))
-    return Call("purge_batch", (keys.prefix(queue),), args, lambda reply: _removed(*reply))
+    return Call("purge_batch", (keys.prefix(queue),), args, _removed)
 
 
 def batch_feed(queue: str, batch_id: str, start: int) -> Call[int]:
@@ -136,7 +136,7 @@ def places(queue: str, tenant: str, named: Sequence[tuple[Place, str]]) -> Call[
 
 
 def _page(reply: list[Any]) -> KeyPage:
-    cursor, rows = reply
+    cursor, rows, *_ = reply
     return KeyPage(cursor.decode(), [_key(row) for row in rows])
 
 
@@ -145,8 +145,10 @@ def _key(row: list[bytes]) -> Key:
     return Key(name, owner, tuple(values))  # type: ignore[arg-type]  # the script's words
 
 
-def _removed(looked: int, gone: list[bytes], running: list[bytes], left: list[bytes]) -> Removed:
-    return Removed(_decode(gone), _decode(running), _decode(left), looked)
+def _removed(reply: list[Any]) -> Removed:
+    found = as_map(reply)
+    gone, running, left = (_decode(found[name]) for name in ("gone", "running", "left"))
+    return Removed(gone, running, left, found.get("looked", 0))
 
 
 def _content(reply: list[Any]) -> Content:
@@ -154,7 +156,7 @@ def _content(reply: list[Any]) -> Content:
 
 
 def _owners(reply: list[Any]) -> BatchOwners:
-    recorded, looked, tenants = reply
+    recorded, looked, tenants, *_ = reply
     return BatchOwners(recorded.decode(), looked, _decode(tenants))
 
 

@@ -202,20 +202,22 @@ def read_outcome(record: list[Any]) -> Outcome:
     except PagemillError:
         raise
     except (ValueError, TypeError, LookupError) as error:
-        job_id, word = record[0].decode(), record[1].decode(errors="replace")
+        found = as_map(record)
+        job_id, word = found["id"].decode(), found["state"].decode(errors="replace")
         message = f"the stored record of job {job_id} is damaged: {type(error).__name__}"
         state: Any = word if word in END_STATES else "failed"
         return Outcome(job_id=job_id, state=state, error=ErrorInfo(code=DAMAGED, message=message))
 
 
 def _outcome(record: list[Any]) -> Outcome:
-    job_id, state, key, metadata, out, leader, created_at, finished_at, entries, *more = record
-    word: Any = state.decode() or None
+    found = as_map(record)
+    job_id, out, leader = found["id"].decode(), found.get("outcome", b""), found.get("leader", b"").decode()
+    word: Any = found["state"].decode() if "state" in found else None
     if word not in (None, *ACTIVE_STATES, *END_STATES):
         raise ValueError(word)
-    own_metadata = opened_metadata(metadata, job_id.decode())
-    copied_s = max(0.0, (int(finished_at) - int(created_at)) / 1000) if leader else None
-    parse = partial(_result, _End(job_id.decode(), leader.decode(), copied_s, own_metadata))
+    own_metadata = opened_metadata(found.get("metadata", b""), job_id)
+    copied_s = max(0.0, (int(found["finished_at"]) - int(found["at"])) / 1000) if leader else None
+    parse = partial(_result, _End(job_id, leader, copied_s, own_metadata))
     stored = _stored(out, parse) if word == "succeeded" else None
     result, error = None, None
     if word == "succeeded" and out and stored is None:
@@ -224,23 +226,23 @@ def _outcome(record: list[Any]) -> Outcome:
         except SealedError as sealed:
             error = ErrorInfo(code=sealed.code, message=str(sealed))
     elif word in JOB_ERRORS and out:
-        error = _error(job_id.decode(), out, entries)
+        error = _error(job_id, out, found.get("entries", []))
     return Outcome(
-        job_id=job_id.decode(),
+        job_id=job_id,
         state=word,
-        key=key.decode(),
+        key=found.get("key", b"").decode(),
         metadata=own_metadata,
         result=result,
         stored=stored,
         error=error,
-        is_superseded=bool(more and more[0]),
+        is_superseded="superseded_at" in found,
     )
 
 
 def _recorded(reply: list[Any]) -> Recorded:
-    record, payload = reply
+    record, payload, *_ = reply
     try:
-        return Recorded(_outcome(record), payload, int(record[6] or 0) / 1000)
+        return Recorded(_outcome(record), payload, int(as_map(record).get("at", 0)) / 1000)
     except (ValueError, TypeError, LookupError):
         return Recorded(None, payload, 0.0)
 
@@ -274,12 +276,14 @@ def _error(job_id: str, out: bytes, entries: list[bytes]) -> ErrorInfo:
 
 
 def _feed(job_id: str, reply: list[Any]) -> Feed:
-    state, epoch, attempt, entries, out, leader = reply
-    word: Any = state.decode() or None
-    parse = partial(_result, _End(job_id, leader.decode()))
+    found = as_map(reply)
+    word: Any = found["state"].decode() if "state" in found else None
+    out = found.get("outcome", b"")
+    parse = partial(_result, _End(job_id, found.get("leader", b"").decode()))
     stored = _stored(out, parse) if word == "succeeded" else None
     result = parse(out) if word == "succeeded" and out and stored is None else None
-    return Feed(word, epoch, attempt, read_deltas(job_id, entries), result, stored)
+    deltas = read_deltas(job_id, found["entries"])
+    return Feed(word, found["epoch"], found["attempt"], deltas, result, stored)
 
 
 def _statuses(queue: str, job_ids: tuple[str, ...], reply: list[list[Any]]) -> list[JobStatus | None]:

@@ -14,7 +14,7 @@ from pagemill.producer.wire.calls.memory import NO_MEMORY_LIMIT, MemoryUse
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.needs import BASE
 from pagemill.producer.wire.schema.outputs import WireModel
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 WORKER_TTL_MS = 10_000
 
@@ -194,7 +194,7 @@ def doorbells(queue: str, models: Sequence[str]) -> list[str]:
 
 
 def _running_page(reply: list[Any]) -> RunningPage:
-    looked, job_ids = reply
+    looked, job_ids, *_ = reply
     return RunningPage(looked, [job_id.decode() for job_id in job_ids])
 
 
@@ -203,8 +203,16 @@ def _nothing(reply: Any) -> None:
 
 
 def _stats_page(reply: list[Any]) -> StatsPage:
-    flat, rows, leases, dead, paused, followers, cursor, memory = reply
-    counts = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    totals = QueueStats(counts, {}, {}, leases, dead, bool(paused), followers, MemoryUse.parse(memory))
-    lanes = {name.decode(): (jobs, int(age_ms) / 1000) for name, jobs, age_ms in rows}
-    return StatsPage(totals, lanes, cursor.decode())
+    found = as_map(reply)
+    totals = QueueStats(
+        counts={name: int(value) for name, value in as_map(found["counts"]).items()},
+        waiting={},
+        oldest_s={},
+        leases=found["leases"],
+        dead=found["dead"],
+        paused=bool(found["paused"]),
+        followers=found["followers"],
+        memory=MemoryUse.parse(found["memory"]),
+    )
+    lanes = {name.decode(): (jobs, int(age_ms) / 1000) for name, jobs, age_ms in found["lanes"]}
+    return StatsPage(totals, lanes, found["cursor"].decode())

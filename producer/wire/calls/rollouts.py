@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pagemill.producer.wire.calls.registry import StatsPage
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 Side = Literal["stable", "canary"]
 SIDES: tuple[Side, ...] = get_args(Side)
@@ -128,7 +128,7 @@ def move_back(queue: str, model: str) -> Call[int]:
 def statuses(queue: str, models: Sequence[str] = ()) -> Call[list[RolloutStatus]]:
     """Return the rollouts of these models, or all of them, without what waits."""
     return Call(
-        "rollouts", (keys.prefix(queue),), tuple(models), lambda reply: [_status(*row) for row in reply]
+        "rollouts", (keys.prefix(queue),), tuple(models), lambda reply: [_status(row) for row in reply]
     )
 
 
@@ -179,17 +179,11 @@ def _ids(reply: list[bytes]) -> list[str]:
     return [job_id.decode() for job_id in reply]
 
 
-def _status(
-    model: bytes,
-    text: bytes,
-    flat: list[bytes],
-    canary_ms: list[bytes],
-    stable_ms: list[bytes],
-    canaries: int,
-    workers: int,
-) -> RolloutStatus:
-    state, share, by, to = text.decode().split()
-    counted = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+def _status(row: list[Any]) -> RolloutStatus:
+    found = as_map(row)
+    state, share, by, to = found["rollout"].decode().split()
+    counted = {name: value.decode() for name, value in as_map(found["counted"]).items()}
+    canaries: int = found["canary_workers"]
 
     def number(name: str, default: int = 0) -> int:
         return int(float(counted.get(name, default)))
@@ -200,18 +194,18 @@ def _status(
         return SideFigures(live, jobs, failures, _quantile(runs, 0.5), _quantile(runs, 0.9))
 
     return RolloutStatus(
-        model=model.decode(),
-        state=state,  # type: ignore[arg-type]
+        model=found["model"].decode(),
+        state=state,
         to=to,
         share=int(share) / SHARES,
-        by=by,  # type: ignore[arg-type]
+        by=by,
         margin=number("margin", SHARES) / SHARES,
         least=number("least"),
         started_at=number("started_at") / 1000,
         changed_at=number("changed_at") / 1000,
         halted_for=counted.get("reason"),
-        canary=side("canary", canaries, canary_ms),
-        stable=side("stable", max(0, workers - canaries), stable_ms),
+        canary=side("canary", canaries, found["canary_ms"]),
+        stable=side("stable", max(0, found["workers"] - canaries), found["stable_ms"]),
         compared=number("compared"),
         agreed=number("agreed"),
     )

@@ -18,7 +18,7 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
 from pagemill.producer.wire.schema.needs import known_words
 from pagemill.producer.wire.schema.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
-from pagemill.producer.wire.server.scripts import Call, listed
+from pagemill.producer.wire.server.scripts import Call, as_map, listed
 
 LEASE_MS = 6000
 SWEEP_LIMIT = 64
@@ -295,36 +295,34 @@ def parse_words(reply: list[bytes]) -> Any:
 
 
 def _sweep_reply(reply: list[Any]) -> SweepReply:
-    reclaimed, dead, cancelled, expired, promoted, due, deaths, lapses, *level = reply
+    found = as_map(reply)
     memory: tuple[Literal["ok", "near", "full"], ...] = ("ok", "near", "full")
-    buried = tuple((job_id.decode(), crashes) for job_id, crashes in deaths)
-    lapsed = tuple((job_id.decode(), worker.decode()) for job_id, worker in lapses)
     return SweepReply(
-        reclaimed,
-        dead,
-        cancelled,
-        expired,
-        promoted,
-        due if due >= 0 else None,
-        buried,
-        lapsed,
-        memory[level[0] if level else 0],
+        reclaimed=found.get("reclaimed", 0),
+        dead=found.get("dead", 0),
+        cancelled=found.get("cancelled", 0),
+        expired=found.get("expired", 0),
+        promoted=found.get("promoted", 0),
+        next_due_ms=found.get("next_due"),
+        buried=tuple((job_id.decode(), crashes) for job_id, crashes in found.get("buried", ())),
+        lapsed=tuple((job_id.decode(), worker.decode()) for job_id, worker in found.get("lapsed", ())),
+        memory=memory[found.get("memory", 0)],
     )
 
 
 def _pull_reply(reply: list[Any]) -> PullReply:
-    jobs, swept, paused, queued, limited_ms, bells = reply
+    found = as_map(reply)
     return PullReply(
-        [_pulled_job(*job) for job in jobs],
-        _sweep_reply(swept),
-        bool(paused),
-        queued,
-        limited_ms if limited_ms >= 0 else None,
-        tuple(name.decode() for name in bells),
+        jobs=[_pulled_job(*job) for job in found["jobs"]],
+        swept=_sweep_reply(found["swept"]),
+        paused=bool(found["paused"]),
+        queued=found["queued"],
+        limited_ms=found["limited"] if found["limited"] >= 0 else None,
+        bells=tuple(name.decode() for name in found["bells"]),
     )
 
 
-def _pulled_job(words: bytes, payload: bytes, entries: Sequence[bytes] = ()) -> PulledJob:
+def _pulled_job(words: bytes, payload: bytes, entries: Sequence[bytes] = (), *_: Any) -> PulledJob:
     lines = words.decode(errors="replace").split("\n")
     found = {name: value for name, _, value in (line.partition("=") for line in lines)}
     deadline = found.get("deadline")
@@ -346,7 +344,7 @@ def _pulled_job(words: bytes, payload: bytes, entries: Sequence[bytes] = ()) -> 
 
 
 def _renew_reply(reply: list[list[bytes]]) -> RenewReply:
-    lost, cancelled = reply
+    lost, cancelled, *_ = reply
     return RenewReply(parse_words(lost), parse_words(cancelled))
 
 

@@ -2,8 +2,8 @@
 -- KEYS[1] prefix
 -- ARGV[1] worker  [2] what it computes  [3] bytes of inputs that may be kept until its next clean canary
 --   [4] 1: with the answers so far
--- Returns {its state: quarantined | disputed | kept | '', why, 1 if its answer is wanted now, the position up to which jobs are
---   committed, 1 if there is more to do and the call is to be repeated, the answers}
+-- Returns names and values: state (quarantined | disputed | kept | ''), reason, is_wanted (1 if its answer is wanted now),
+--   position (up to which jobs are committed), has_more (1 if there is more to do: repeat the call), answers
 -- @include audits
 -- @include trails
 redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
@@ -20,4 +20,7 @@ if ARGV[4] == '1' then
     answers[i] = redis.call('HGET', agreed, 'a' .. i)
   end
 end
-return {known[1] or '', known[2] or '', asked[1] and not asked[3] and 1 or 0, position, has_more and 1 or 0, answers}
+return {
+  'state', known[1] or '', 'reason', known[2] or '', 'is_wanted', asked[1] and not asked[3] and 1 or 0,
+  'position', position, 'has_more', has_more and 1 or 0, 'answers', answers
+}

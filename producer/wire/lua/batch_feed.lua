@@ -1,7 +1,7 @@
 -- The ends of a batch, in the order they came.
 -- KEYS[1] prefix
 -- ARGV[1] batch id  [2] position to read from  [3] jobs at most  [4] bytes after which to stop
--- Returns {next position, {position, end record} and so on}; what was acknowledged is left out
+-- Returns {next position, {position, end as `end_record` returns it} and so on}; what was acknowledged is left out
 -- @include records
 local base = tonumber(redis.call('HGET', P .. 'batch:' .. ARGV[1], 'base') or 0)
 local position = math.max(base, tonumber(ARGV[2]))
@@ -12,8 +12,8 @@ for _, id in ipairs(redis.call('LRANGE', P .. 'bfeed:' .. ARGV[1], from, from + 
     break
   end
   position = position + 1
-  local record, size = end_record(id)
-  if record[2] ~= '' then
+  local record, size, state = end_record(id)
+  if state then
     items[#items + 1] = {position, record}
     bytes = bytes + size
   end

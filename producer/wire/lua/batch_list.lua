@@ -1,13 +1,16 @@
 -- The batches of a queue, the one that was last added to or ended first; purged ones are gone.
 -- KEYS[1] prefix
 -- ARGV[1] how many to pass over  [2] how many at most, up to 250
--- Returns {how many there are, {id, {name, count...}, lane of its first job or '', tenant of all of its jobs, * for
---   several or ''}...}; the names are those of batch_counts, and created_at
+-- Returns {how many there are, names and values of each: id, counts (names of batch_counts, and created_at), lane (of its
+--   first job or ''), tenant (of all of its jobs, * for several, or '')}
 local first, most = tonumber(ARGV[1]), math.min(tonumber(ARGV[2]), 250)
 local found = {redis.call('ZCARD', P .. 'bexpiry')}
 for _, id in ipairs(redis.call('ZREVRANGE', P .. 'bexpiry', first, first + most - 1)) do
   local first_job = redis.call('LRANGE', P .. 'bjobs:' .. id, 0, 0)[1]
   local lane = first_job and redis.call('HGET', P .. 'job:' .. first_job, 'lane') or ''
-  found[#found + 1] = {id, redis.call('HGETALL', P .. 'batch:' .. id), lane, redis.call('GET', P .. 'bowner:' .. id) or ''}
+  found[#found + 1] = {
+    'id', id, 'counts', redis.call('HGETALL', P .. 'batch:' .. id), 'lane', lane,
+    'tenant', redis.call('GET', P .. 'bowner:' .. id) or ''
+  }
 end
 return found

@@ -1,6 +1,6 @@
 -- @include records
 -- @include revisions
--- What `history` returns of a job, or nil.
+-- What `history` returns of a job, as names and values, or nil.
 local function executions_of(id)
   local key = P .. 'job:' .. id
   local job = redis.call('HMGET', key, 'lane', 'state', 'shared')
@@ -9,8 +9,9 @@ local function executions_of(id)
   end
   local _, _, _, model = split_lane(job[1])
   return {
-    redis.call('HGETALL', key), redis.call('LRANGE', P .. 'history:' .. id, 0, -1),
-    job[2] ~= 'succeeded' and outcome_of(id, job[3]) or '',
-    redis.call('ZCOUNT', P .. 'serves:' .. model, int(NOW), '+inf'), job[2] == 'queued' and is_unmet(job[1]) and 1 or 0
+    'record', redis.call('HGETALL', key), 'executions', redis.call('LRANGE', P .. 'history:' .. id, 0, -1),
+    'error', job[2] ~= 'succeeded' and outcome_of(id, job[3]) or '',
+    'live_workers', redis.call('ZCOUNT', P .. 'serves:' .. model, int(NOW), '+inf'),
+    'is_unmet', job[2] == 'queued' and is_unmet(job[1]) and 1 or 0
   }
 end

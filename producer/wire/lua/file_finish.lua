@@ -1,7 +1,7 @@
 -- All pieces are there: from now on the file can be read.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id  [3] ms it is kept
--- Returns {expires, bytes, chunks, JSON}, or nothing: the upload took too long, or it was deleted meanwhile
+-- Returns its names and values as `file_list`, or nothing: the upload took too long, or it was deleted meanwhile
 -- @include files
 local file = read_record(redis.call('HGET', P .. 'files:' .. ARGV[1], ARGV[2]))
 if not file or file.expires <= NOW then
@@ -14,4 +14,4 @@ for n = 0, file.chunks - 1 do
 end
 file.ready = '1'
 keep_until(ARGV[1], ARGV[2], file, NOW + ARGV[3])
-return {int(file.expires), file.bytes, file.chunks, file.text}
+return described(ARGV[2], file)

@@ -1,12 +1,12 @@
 -- A tenant's files, or one of them.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id, '' for all
--- Returns {{id, expires, bytes, chunks, JSON}...}: those that are whole and have not expired
+-- Returns names and values (id, expires, bytes, chunks, record: JSON) of those that are whole and have not expired
 -- @include files
 local found = {}
 local function add(id, file)
   if file and file.ready == '1' and file.expires > NOW then
-    found[#found + 1] = {id, int(file.expires), file.bytes, file.chunks, file.text}
+    found[#found + 1] = described(id, file)
   end
 end
 if ARGV[2] ~= '' then

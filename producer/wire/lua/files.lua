@@ -21,6 +21,13 @@ local function find_file(tenant, id)
   end
 end
 
+-- A file as scripts return it, in names and values.
+local function described(id, file)
+  return {
+    'id', id, 'expires', int(file.expires), 'bytes', file.bytes, 'chunks', file.chunks, 'record', file.text
+  }
+end
+
 -- Let a file live until `expires` at least; the record's own time is always the chunks' time.
 local function keep_until(tenant, id, file, expires)
   file.expires = expires

@@ -3,11 +3,16 @@
 -- ARGV name and value in turn, '' for no limit of the queue's own: limit (jobs that may wait), max_payload (bytes),
 --   rate (jobs a second that may start), burst (how many of them at once), and memory_share (of the server's maxmemory,
 --   up to which jobs are taken)
--- Returns {limit, max_payload, rate, burst, memory_share}, '' where there is none
-local NAMES = {limit = true, max_payload = true, rate = true, burst = true, memory_share = true}
+-- Returns names and values of the limits that there are
+-- @include records
+local NAMES = {'limit', 'max_payload', 'rate', 'burst', 'memory_share'}
+local known = {}
+for _, name in ipairs(NAMES) do
+  known[name] = true
+end
 for i = 1, #ARGV, 2 do
   local value = tonumber(ARGV[i + 1])
-  if not NAMES[ARGV[i]] or (ARGV[i + 1] ~= '' and not (value and value > 0 and value <= 1e12)) then
+  if not known[ARGV[i]] or (ARGV[i + 1] ~= '' and not (value and value > 0 and value <= 1e12)) then
     return redis.error_reply('PAGEMILL bad limit at ARGV ' .. i)
   end
 end
@@ -22,8 +27,4 @@ if #ARGV > 0 then
   -- A bucket of another size, or that fills at another speed, begins full.
   redis.call('HDEL', P .. 'meta', 'level', 'level_at', 'memory_looked', 'memory_at')
 end
-local replies = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload', 'rate', 'burst', 'memory_share')
-for i = 1, 5 do
-  replies[i] = replies[i] or ''
-end
-return replies
+return named(NAMES, redis.call('HMGET', P .. 'meta', unpack(NAMES)))

@@ -3,7 +3,8 @@
 -- KEYS[1] prefix
 -- ARGV[1] how many at most  [2] claim in ms  [3] the relay's name, or '' for webhooks
 -- ARGV[4..] ids: of these alone, those that are still due
--- Returns {URL or the relay's name, tries so far with this one, lane, finished_at, end record} each
+-- Returns names and values each: receiver (URL or the relay's name), tries (so far, with this one), lane, finished_at,
+--   end (as `end_record` returns it)
 -- @include records
 -- @include core/clock
 local MAX_BYTES = 1048576
@@ -35,7 +36,9 @@ for _, id in ipairs(due) do
     redis.call('ZADD', box, int(NOW + ARGV[2]), id)
     local tries = redis.call('HINCRBY', P .. 'job:' .. id, field == 'relay' and 'relayed' or 'notified', 1)
     local record, size = end_record(id)
-    notices[#notices + 1] = {job[1], tries, job[2], job[3], record}
+    notices[#notices + 1] = {
+      'receiver', job[1], 'tries', tries, 'lane', job[2], 'finished_at', job[3], 'end', record
+    }
     bytes = bytes + size
   end
 end

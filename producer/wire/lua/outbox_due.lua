@@ -2,7 +2,8 @@
 -- KEYS[1] prefix
 -- ARGV[1] how many at most  [2] the relay's name, or '' for webhooks
 -- ARGV[3..] id and ms of each that is postponed, unless it was claimed since
--- Returns {due, in the outbox, expired, {{id, URL or lane}...}}. Expired: entries whose record is gone; they are removed.
+-- Returns names and values: due, total (in the outbox), expired (entries whose record is gone; they are removed), first
+--   ({id, URL or lane} each)
 -- @include core/clock
 -- No try is put off for longer.
 local MAX_PAUSE = 7200000
@@ -29,4 +30,6 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', box, '-inf', int(NOW), 'LIMIT', 
     expired = expired + 1
   end
 end
-return {redis.call('ZCOUNT', box, '-inf', int(NOW)), redis.call('ZCARD', box), expired, found}
+return {
+  'due', redis.call('ZCOUNT', box, '-inf', int(NOW)), 'total', redis.call('ZCARD', box), 'expired', expired, 'first', found
+}

@@ -1,10 +1,10 @@
 -- What decides when a job would end that is submitted to a lane now. Reads only, and a bounded part of the queue.
 -- KEYS[1] prefix
 -- ARGV[1] the lane
--- Returns {now in ms, paused (0 or 1), the rate limit in jobs a second or '', jobs that run,
---   {class, tenant, weight, jobs that wait, costs of some of them, evenly spaced} per lane of the model and of no lower class,
---   what each of its live workers says as JSON, how promises of a job that starts at once were kept, the same of one that
---   waits, the tenant's line of quotas as submit returns it, or ''}
+-- Returns names and values: now (ms), paused (0 or 1), rate (the limit in jobs a second or ''), running (jobs), lanes
+--   ({class, tenant, weight, jobs that wait, costs of some of them, evenly spaced} per lane of the model and of no lower
+--   class), workers (what each live one of the model reports as JSON), kept_now (how promises of a job that starts at once
+--   were kept), kept_later (the same of one that waits), quotas (the tenant's line as submit returns it, or '')
 -- @include features/quotas
 local MAX_LANES, MAX_WORKERS, PER_LANE = 256, 64, 16
 local samples = 512
@@ -51,7 +51,8 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'serves:' .. model, int(NOW
 end
 local meta = redis.call('HMGET', P .. 'meta', 'paused', 'rate')
 return {
-  int(NOW), meta[1] == '1' and 1 or 0, meta[2] or '', redis.call('ZCARD', P .. 'leases'), lanes, workers,
-  redis.call('LRANGE', P .. 'kept:now:' .. model, 0, -1), redis.call('LRANGE', P .. 'kept:later:' .. model, 0, -1),
-  has_quotas() and new_quotas().line(own) or ''
+  'now', int(NOW), 'paused', meta[1] == '1' and 1 or 0, 'rate', meta[2] or '', 'running', redis.call('ZCARD', P .. 'leases'),
+  'lanes', lanes, 'workers', workers, 'kept_now', redis.call('LRANGE', P .. 'kept:now:' .. model, 0, -1),
+  'kept_later', redis.call('LRANGE', P .. 'kept:later:' .. model, 0, -1),
+  'quotas', has_quotas() and new_quotas().line(own) or ''
 }

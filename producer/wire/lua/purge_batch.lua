@@ -4,7 +4,7 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] 1: also jobs that run  [3] batch id  [4] position to start from  [5] jobs to look at
 --   [6] 1: every job of the batch is the tenant's, rows that are no jobs too
--- Returns {jobs looked at, ids removed, ids of jobs that run, ids left for the next call}
+-- Returns names and values as `purge_jobs`, and looked (jobs looked at)
 -- @include core/states
 -- @include purging
 local key, from = P .. 'bjobs:' .. ARGV[3], tonumber(ARGV[4])
@@ -16,4 +16,4 @@ for i, id in ipairs(ids) do
     redis.call('LSET', key, from + i - 1, '')
   end
 end
-return {#ids, gone, running, left}
+return {'looked', #ids, 'gone', gone, 'running', running, 'left', left}

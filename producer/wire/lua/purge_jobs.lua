@@ -2,7 +2,7 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] 1: also jobs that run, whose workers are refused from then on; 0: those are asked to end
 --   [3] and on: ids
--- Returns {ids removed, ids of jobs that run, ids left for the next call}
+-- Returns names and values: gone (ids removed), running (ids of jobs that run), left (ids left for the next call)
 -- @include core/states
 -- @include purging
 for i = 3, #ARGV do
@@ -11,4 +11,4 @@ for i = 3, #ARGV do
     remove(ARGV[i], job, ARGV[2] == '1')
   end
 end
-return {gone, running, left}
+return {'gone', gone, 'running', running, 'left', left}

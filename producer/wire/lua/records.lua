@@ -15,20 +15,20 @@ local function named(names, values)
   return reply
 end
 
--- The end of a job: {id, state or '', key, metadata, outcome, the id whose end it shares or '', created_at, finished_at,
--- checkpoint entries (unless it succeeded), when another result replaced the first or ''}; and the bytes of it
+local END_NAMES = {'id', 'state', 'key', 'leader', 'at', 'finished_at', 'superseded_at', 'metadata', 'outcome', 'entries'}
+
+-- The end of a job as names and values, and its bytes. `leader`: the id whose end it shares. `entries`: of its checkpoint,
+-- unless it succeeded. `superseded_at`: when another result replaced the first.
 local function end_record(id)
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'key', 'leader', 'at', 'finished_at', 'shared', 'saved',
-    'superseded_at')
-  local entries, bytes = {}, 0
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'key', 'leader', 'at', 'finished_at', 'superseded_at',
+    'shared', 'saved')
+  local entries, bytes = false, 0
   if job[1] ~= 'succeeded' then
-    entries, bytes = redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1), tonumber(job[7] or 0)
+    entries, bytes = redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1), tonumber(job[8] or 0)
   end
-  local outcome = outcome_of(id, job[6])
-  return {
-    id, job[1] or '', job[2] or '', redis.call('GET', P .. 'md:' .. id) or '', outcome, job[3] or '', job[4] or '',
-    job[5] or '', entries, job[8] or ''
-  }, bytes + #outcome
+  local outcome = outcome_of(id, job[7])
+  local values = {id, job[1], job[2], job[3], job[4], job[5], job[6], redis.call('GET', P .. 'md:' .. id), outcome, entries}
+  return named(END_NAMES, values), bytes + #outcome, job[1]
 end
 
 local function has_ended(state)

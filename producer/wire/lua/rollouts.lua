@@ -1,8 +1,9 @@
 -- What is known of rollouts. Reads only.
 -- KEYS[1] prefix
 -- ARGV models; none for all
--- Returns per model with a rollout {model, `<state> <share> <by> <revision>`, names and values of what is counted,
---   ms that the canary's latest executions took, those of the stable side, live workers of the canary, live workers of the model}
+-- Returns per model with a rollout names and values: model, rollout (`<state> <share> <by> <revision>`), counted (names and
+--   values), canary_ms (what the canary's latest executions took), stable_ms (the same of the stable side),
+--   canary_workers (live ones of the canary), workers (live ones of the model)
 -- @include features/rollouts
 local models, replies = {unpack(ARGV)}, {}
 if #models == 0 then
@@ -12,9 +13,11 @@ for _, model in ipairs(models) do
   local rollout = rollouts.of(model)
   if rollout then
     replies[#replies + 1] = {
-      model, redis.call('HGET', P .. 'rollouts', model), redis.call('HGETALL', P .. 'rollout:' .. model),
-      redis.call('LRANGE', P .. 'ran:canary:' .. model, 0, -1), redis.call('LRANGE', P .. 'ran:stable:' .. model, 0, -1),
-      rollouts.live_workers(model .. '~' .. rollout.to), rollouts.live_workers(model)
+      'model', model, 'rollout', redis.call('HGET', P .. 'rollouts', model),
+      'counted', redis.call('HGETALL', P .. 'rollout:' .. model),
+      'canary_ms', redis.call('LRANGE', P .. 'ran:canary:' .. model, 0, -1),
+      'stable_ms', redis.call('LRANGE', P .. 'ran:stable:' .. model, 0, -1),
+      'canary_workers', rollouts.live_workers(model .. '~' .. rollout.to), 'workers', rollouts.live_workers(model)
     }
   end
 end

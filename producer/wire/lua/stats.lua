@@ -1,10 +1,10 @@
 -- A queue at a glance, its lanes a page at a time.
 -- KEYS[1] prefix
 -- ARGV[1] cursor, '0' for the first page
--- Returns {names and counts by state, {lane, jobs, age of its oldest in ms} per waiting set of this page, leases, dead,
---   paused, jobs that follow an equal one, cursor of the next page or '0', {bytes of memory in use, maxmemory, share of
---   it for submits, jobs refused for want of it}}. A lane may be told twice. Without a maxmemory, or where the server does not
---   tell it, both bytes are 0.
+-- Returns names and values: counts (by state), lanes ({lane, jobs, age of its oldest in ms} per waiting set of this page),
+--   leases, dead, paused, followers (jobs that follow an equal one), cursor (of the next page, or '0'), memory (names and
+--   values: used, in bytes; most, the maxmemory; share, of it for submits; refused, jobs for want of it). A lane may be
+--   listed twice. Without a maxmemory, or where the server does not report it, both bytes are 0.
 -- @include core/memory
 local scanned = redis.call('SSCAN', P .. 'lanes', ARGV[1], 'COUNT', 1000)
 local lanes = {}
@@ -16,7 +16,9 @@ end
 local meta = redis.call('HMGET', P .. 'meta', 'paused', 'followers', 'memory_share', 'memory_refused')
 local memory = ARGV[1] == '0' and read_memory() or {0, 0}
 return {
-  redis.call('HGETALL', P .. 'counts'), lanes, redis.call('ZCARD', P .. 'leases'), redis.call('ZCARD', P .. 'dead'),
-  meta[1] == '1' and 1 or 0, tonumber(meta[2] or 0), scanned[1],
-  {memory[1], memory[2], meta[3] or tostring(MEMORY_SHARE), tonumber(meta[4] or 0)}
+  'counts', redis.call('HGETALL', P .. 'counts'), 'lanes', lanes, 'leases', redis.call('ZCARD', P .. 'leases'),
+  'dead', redis.call('ZCARD', P .. 'dead'), 'paused', meta[1] == '1' and 1 or 0, 'followers', tonumber(meta[2] or 0),
+  'cursor', scanned[1], 'memory', {
+    'used', memory[1], 'most', memory[2], 'share', meta[3] or tostring(MEMORY_SHARE), 'refused', tonumber(meta[4] or 0)
+  }
 }

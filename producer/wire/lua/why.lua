@@ -1,9 +1,10 @@
 -- What a job's lifetime is accounted from.
 -- KEYS[1] prefix
 -- ARGV[1] id
--- Returns nothing for an unknown job, or {as `history`, now ms, spells of the pause, of the rate limit, of its tenant's quotas,
---   {1 if it knows all that the job needs, `<last heartbeat> <until>`, spells without} per set of words that workers know, lanes of its model and how many
---   jobs of each started while it last waited, in turn}; spells are `<from> <to>`, newest first
+-- Returns nothing for an unknown job, or names and values: job (as `history`), now (ms), paused, rate_limited and
+--   over_quota (spells of the pause, of the rate limit, of its tenant's quotas), served ({1 if it knows all that the job
+--   needs, `<last heartbeat> <until>`, spells without} per set of words that workers know), started (lanes of its model and
+--   how many jobs of each started while it last waited, in turn); spells are `<from> <to>`, newest first
 -- @include core/knowing
 -- @include executions
 local MAX_MINUTES = 61
@@ -48,5 +49,6 @@ for name, number in pairs(starts) do
   lanes[#lanes + 1] = number
 end
 return {
-  found, int(NOW), spells_of('spells:paused'), spells_of('spells:rate'), spells_of('over:' .. tenant), served, lanes
+  'job', found, 'now', int(NOW), 'paused', spells_of('spells:paused'), 'rate_limited', spells_of('spells:rate'),
+  'over_quota', spells_of('over:' .. tenant), 'served', served, 'started', lanes
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 LEASE_MS = 10_000
 _DAY_MS = 86_400_000
@@ -103,10 +103,9 @@ def cancel(queue: str, tenant: str, batch_id: str) -> Call[ApiBatch | None]:
 def _claim(reply: list[Any]) -> Claim | None:
     if not reply:
         return None
-    batch_id, token, flat = reply
+    batch_id, token, flat, *_ = reply
     return Claim(_batch(batch_id, flat), int(token))
 
 
-def _batch(batch_id: bytes, flat: list[bytes]) -> ApiBatch:
-    values = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    return ApiBatch(batch_id.decode(), values)
+def _batch(batch_id: bytes, flat: list[bytes], *_: Any) -> ApiBatch:
+    return ApiBatch(batch_id.decode(), {name: value.decode() for name, value in as_map(flat).items()})

@@ -7,7 +7,7 @@ from typing import Any
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.sealing import opened_metadata, ring
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 MAX_HOOKS = 8
 """Per tenant."""
@@ -41,7 +41,6 @@ def _change(queue: str, tenant: str, hook_id: str, value: bytes) -> Call[Hooks]:
 
 
 def _hooks(reply: list[Any]) -> Hooks:
-    done, flat = reply
-    found = ((name.decode(), value) for name, value in zip(flat[::2], flat[1::2], strict=True))
-    opened = ((name, opened_metadata(value, name)) for name, value in found)
+    done, flat, *_ = reply
+    opened = ((name, opened_metadata(value, name)) for name, value in as_map(flat).items())
     return Hooks(bool(done), {name: value for name, value in opened if value is not None})

@@ -35,5 +35,5 @@ def take(queue: str, name: str, rate: Rate, count: int = 1, *, returned: int = 0
 
 
 def _reply(reply: list[Any]) -> RateReply:
-    taken, left, wait_ms = reply
+    taken, left, wait_ms, *_ = reply
     return RateReply(bool(taken), int(left), int(wait_ms) / 1000)

@@ -37,6 +37,6 @@ def set_metadata(queue: str, tenant: str, job_id: str, metadata: Mapping[str, An
 
 
 def _page(reply: list[Any]) -> ChatPage:
-    rows, last = reply
-    named = ((job_id.decode(), text) for job_id, text in rows)
+    rows, last, *_ = reply
+    named = ((job_id.decode(), text) for job_id, text, *_ in rows)
     return ChatPage([(job_id, opened_metadata(text, job_id) or {}) for job_id, text in named], last.decode())

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import QueueFull
 from pagemill.producer.wire.schema.sealing import ring
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 CHUNK_BYTES = 256 << 10
 UPLOAD_MS = 900_000
@@ -79,11 +79,8 @@ def write(
 
 def finish(queue: str, tenant: str, file_id: str, ttl_s: float) -> Call[StoredFile | None]:
     """Make the file readable for `ttl_s` seconds. None: parts are missing, begin again."""
-
-    def parse(reply: list[Any]) -> StoredFile | None:
-        return _file([file_id.encode(), *reply]) if reply else None
-
-    return Call("file_finish", (keys.prefix(queue),), (tenant, file_id, int(1000 * ttl_s)), parse)
+    args = (tenant, file_id, int(1000 * ttl_s))
+    return Call("file_finish", (keys.prefix(queue),), args, lambda reply: _file(reply) if reply else None)
 
 
 def find(queue: str, tenant: str, file_id: str) -> Call[StoredFile | None]:
@@ -120,13 +117,13 @@ def delete(queue: str, tenant: str, file_id: str) -> Call[DeleteReply]:
 
 
 def _file(row: list[Any]) -> StoredFile:
-    file_id, expires, size, chunks, text = row
-    about = json.loads(text)
+    found = as_map(row)
+    about = json.loads(found["record"])
     return StoredFile(
-        id=file_id.decode(),
-        expires_at=int(expires) / 1000,
-        size=int(size),
-        chunks=int(chunks),
+        id=found["id"].decode(),
+        expires_at=int(found["expires"]) / 1000,
+        size=int(found["bytes"]),
+        chunks=int(found["chunks"]),
         filename=about["filename"],
         purpose=about["purpose"],
         created_at=about["created_at"],

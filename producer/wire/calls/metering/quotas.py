@@ -8,7 +8,7 @@ from typing import Any
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
-from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.scripts import Call, as_map
 
 EVERYBODY = "*"
 """Stands for every tenant without quotas of its own."""
@@ -140,5 +140,4 @@ def _unpacked(packed: bytes) -> Quota:
 
 
 def _quotas(reply: Any) -> dict[str, Quota]:
-    flat = list(reply)
-    return {tenant.decode(): _unpacked(packed) for tenant, packed in zip(flat[::2], flat[1::2], strict=True)}
+    return {tenant: _unpacked(packed) for tenant, packed in as_map(reply).items()}

@@ -3,11 +3,11 @@
 -- ARGV[1] worker id  [2] lease in ms  [3] jobs at most  [4] cost at most, in tokens  [5] jobs the worker holds
 -- ARGV[6] tokens that one sequence can have  [7] what it knows: 1 and its words, joined by +
 -- ARGV[8] classes to pull from: 012, or 0 where only urgent jobs find room  [9] and on: the models it serves
--- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, 0 if this worker may take none of them now, ms
---   until the rate limit lets the next job start or -1, names whose bells to wait for, none if all}, each job being
---   {words, payload, and its checkpoint list if it has one}; words are lines `<name>=<value>`: id, token, attempt, at, cost, and
---   where it has them alone (1: a suspect), crashes, deadline, lost_by, fingerprint and what features add. A reply of many values
---   costs the server more than their bytes do.
+-- Returns names and values: jobs, swept (as `sweep`), paused (0 or 1), queued (jobs that wait in lanes; 0 if this worker may
+--   take none of them now), limited (ms until the rate limit lets the next job start, or -1), bells (names whose bells to
+--   wait for, none if all). A job is {words, payload, and its checkpoint list if it has one}; words are lines
+--   `<name>=<value>`: id, token, attempt, at, cost, and where it has them alone (1: a suspect), crashes, deadline, lost_by,
+--   fingerprint and what features add: many values cost the server more than their bytes do.
 -- @include core/hooks
 -- @include core/states
 -- @include core/sweeping
@@ -226,10 +226,13 @@ if not paused and max_jobs > 0 and not runs_suspect() then
   save_choices()
 end
 for _, hook in ipairs(on_due) do
-  swept[6] = hook(swept[6])
+  swept.next_due = hook(swept.next_due)
 end
 local queued = 0
 if not nothing_left then
   queued = (redis.call('HGET', P .. 'counts', 'queued') or 0) - (redis.call('HGET', P .. 'meta', 'followers') or 0)
 end
-return {jobs, swept, paused and 1 or 0, queued, limited, #models < #ARGV - 8 and models or {}}
+return {
+  'jobs', jobs, 'swept', swept_reply(swept), 'paused', paused and 1 or 0, 'queued', tonumber(queued), 'limited', limited,
+  'bells', #models < #ARGV - 8 and models or {}
+}

@@ -1,9 +1,9 @@
 -- Run the clock for a queue: lapsed leases, deadlines, due jobs, expired batches.
 -- KEYS[1] prefix
 -- ARGV[1] how many of each at most  [2] ms that a lease must have been over
--- Returns {reclaimed, dead, cancelled, expired, promoted, ms until the next delayed job is due or -1,
---   {{id, crashes} of each that became dead}, {{id, worker} of each whose lease lapsed},
---   the server's memory: 0 has room, 1 near the queue's limit, 2 at it, so that new jobs are rejected}
+-- Returns names and values, without what is 0 or empty: reclaimed, dead, cancelled, expired, promoted, next_due (ms until
+--   the next delayed job is due, if there is one), buried ({id, crashes} of each that became dead), lapsed ({id, worker} of
+--   each whose lease lapsed), memory (the server's: 1 near the queue's limit, 2 at it, so that new jobs are rejected)
 -- @include core/sweeping
 -- @include core/memory
 -- From this much of maxmemory below the limit on, the queue warns.
@@ -19,5 +19,5 @@ local function memory_level()
 end
 
 local done = sweep(tonumber(ARGV[1]), tonumber(ARGV[2]))
-done[#done + 1] = memory_level()
-return done
+done.memory = memory_level()
+return swept_reply(done)

@@ -135,8 +135,10 @@ local function sweep_workers(limit)
   end
 end
 
--- Returns reclaimed, dead, cancelled, expired, promoted, ms until the next delayed job is due (or -1), the id and crashes
--- of each that became dead, and the id and worker of each whose lease lapsed.
+local SWEPT = {'reclaimed', 'dead', 'cancelled', 'expired', 'promoted', 'next_due', 'buried', 'lapsed', 'memory'}
+
+-- Returns counts by name; `next_due`, the ms until the next delayed job is due, or -1; `buried`, the id and crashes of each
+-- that became dead; and `lapsed`, the id and worker of each whose lease lapsed.
 local function sweep(limit, patience)
   local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0, buried = {}, lapsed = {}}
   sweep_settling()
@@ -152,6 +154,20 @@ local function sweep(limit, patience)
     redis.call('ZREM', P .. 'dead', id)
   end
   local due = redis.call('ZRANGE', P .. 'delayed', 0, 0, 'WITHSCORES')[2]
-  local wait = due and tonumber(due) < HELD and math.max(0, due - NOW) or -1
-  return {done.reclaimed, done.dead, done.cancelled, done.expired, done.promoted, wait, done.buried, done.lapsed}
+  done.next_due = due and tonumber(due) < HELD and math.max(0, due - NOW) or -1
+  return done
+end
+
+-- What `sweep` returned as names and values, without what is 0, empty or -1.
+local function swept_reply(done)
+  local reply = {}
+  for _, name in ipairs(SWEPT) do
+    local value = done[name]
+    local size = type(value) == 'table' and #value or value or 0
+    if size > 0 or (name == 'next_due' and size == 0) then
+      reply[#reply + 1] = name
+      reply[#reply + 1] = value
+    end
+  end
+  return reply
 end

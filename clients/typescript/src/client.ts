@@ -86,16 +86,16 @@ export class Pagemill {
   }
 
   async status(id: string): Promise<{ state: State }> {
-    const [fields] = await this.call("status", id);
-    if (fields.length === 0) throw new PagemillError("not_found", `no job ${id}`);
-    return { state: fields[fields.indexOf("state") + 1] };
+    const { state } = map((await this.call("status", id))[0]);
+    if (!state) throw new PagemillError("not_found", `no job ${id}`);
+    return { state };
   }
 
   /** Waits for a job's result. */
   async result(id: string, { timeoutMs = 600_000 } = {}): Promise<Result> {
     for (const giveUp = Date.now() + timeoutMs; ; await sleep(POLL_MS)) {
-      const end = record(await this.call("outcome", id));
-      if (end.state === "") throw new PagemillError("not_found", `no job ${id}`);
+      const end = map(await this.call("outcome", id));
+      if (!end.state) throw new PagemillError("not_found", `no job ${id}`);
       if (!ACTIVE.has(end.state)) return resultOf(end);
       if (Date.now() > giveUp) throw new PagemillError("timeout", `job ${id} is ${end.state}; it goes on`);
     }
@@ -105,7 +105,8 @@ export class Pagemill {
   async *stream(id: string): AsyncGenerator<StreamEvent, void> {
     let [epoch, position, seen] = [0, 0, new Map<number, string>()];
     for (;;) {
-      const [[state, now, , entries, end]] = await this.call("feed", 4, id, epoch, position, ENTRIES_PER_READ);
+      const [reply] = await this.call("feed", 4, id, epoch, position, ENTRIES_PER_READ);
+      const { state, epoch: now, entries, outcome: end } = map(reply);
       if (!state) throw new PagemillError("not_found", `no job ${id}`);
       if (Number(now) !== epoch) {
         if (seen.size > 0) yield { restart: true };
@@ -138,11 +139,9 @@ export class Pagemill {
   }
 
   async batchCounts(batch: string): Promise<Record<string, number>> {
-    const flat = await this.call("batch_counts", batch);
-    if (flat.length === 0) throw new PagemillError("not_found", `no batch ${batch}`);
-    const counts: Record<string, number> = {};
-    for (let i = 0; i < flat.length; i += 2) counts[flat[i]] = Number(flat[i + 1]);
-    return counts;
+    const counts = Object.entries(map(await this.call("batch_counts", batch)));
+    if (counts.length === 0) throw new PagemillError("not_found", `no batch ${batch}`);
+    return Object.fromEntries(counts.map(([name, count]) => [name, Number(count)]));
   }
 
   /** Yields {key, state, result or error} of every job of a batch, in the order of the submit, as they end. */
@@ -151,8 +150,8 @@ export class Pagemill {
     for (let position = 0; position < total; ) {
       const [next, page] = await this.call("batch_ordered", batch, position, JOBS_PER_PAGE, BYTES_PER_PAGE);
       for (const [, end] of page) {
-        const { key, state, body } = record(end);
-        yield { key, state: state as State, [state === "succeeded" ? "result" : "error"]: body ? JSON.parse(body) : undefined };
+        const { key = "", state, outcome } = map(end);
+        yield { key, state, [state === "succeeded" ? "result" : "error"]: outcome ? JSON.parse(outcome) : undefined };
       }
       if (Number(next) === position) await sleep(POLL_MS);
       position = Number(next);
@@ -195,10 +194,12 @@ function header(id: string, job: Job, batch: string): string {
   return JSON.stringify(fields);
 }
 
-const record = ([id, state, key, , body]: any[]) => ({ id: id as string, state: state as State | "", key: key as string, body: body as string });
+// A reply of names and values in turn. Later releases may add names.
+const map = (flat: any[]): Record<string, any> =>
+  Object.fromEntries(flat.flatMap((name, i) => (i % 2 === 0 ? [[name, flat[i + 1]]] : [])));
 
-function resultOf({ id, state, body }: ReturnType<typeof record>): Result {
-  const content = body ? JSON.parse(body) : undefined;
+function resultOf({ id, state, outcome }: Record<string, any>): Result {
+  const content = outcome ? JSON.parse(outcome) : undefined;
   if (state === "succeeded") return content;
   throw new PagemillError(state, `job ${id} ${state}: ${content?.message ?? "no more is known"}`, content);
 }

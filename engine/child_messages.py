@@ -21,13 +21,14 @@ class Reader:
     def __init__(self) -> None:
         self._received = bytearray()
 
-    def messages(self, received: bytes) -> Iterator[tuple[Any, ...]]:
+    def messages(self, received: bytes | memoryview) -> Iterator[tuple[Any, ...]]:
         """Yield the messages that these bytes complete."""
         self._received += received
         while len(self._received) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
             if len(self._received) < end:
                 return
-            message: tuple[Any, ...] = marshal.loads(self._received[_LENGTH.size : end])
+            with memoryview(self._received) as view:
+                message: tuple[Any, ...] = marshal.loads(view[_LENGTH.size : end])
             del self._received[:end]
             yield message

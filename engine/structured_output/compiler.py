@@ -11,6 +11,7 @@ from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import Histogram
 from pagemill.engine.structured_output.nursery import Nursery
 from pagemill.engine.structured_output.schema_process import SchemaProcess
+from pagemill.engine.structured_output.served_grammar import ServedGrammar
 
 MAX_BYTES = 512 << 20
 """For all schemas and their processes: idle ones beyond it are dropped; above it, no schema is compiled."""
@@ -19,6 +20,12 @@ MOST_BYTES = 1 << 30
 MAX_SCHEMAS = 1024
 QUICK_S = 0.005
 """Grammars that took longer for their last token are not waited for while other requests can run."""
+_FREE_WAIT_S = 0.001
+"""A step may wait this long for each output's mask."""
+MAX_CREDIT_S = 0.15
+CREDIT_SHARE = 0.05
+"""Longer waits come out of a credit that grows by this share of the time, so that masks that are slow again and again
+delay the other outputs by at most `MAX_CREDIT_S` and this share."""
 _NUM_COMPILING = 2
 """Schemas that are tried for the first time, and as many slow ones."""
 
@@ -33,6 +40,8 @@ class SchemaCompiler:
         self._uncompiled: list[SchemaProcess] = []
         """Those with a process are being compiled, the others wait."""
         self._busy: set[SchemaProcess] = set()
+        self._credit_s = MAX_CREDIT_S
+        self._credited_at = time.perf_counter()
         self.seconds = seconds
         self.hits = 0
         self.misses = 0
@@ -85,21 +94,33 @@ class SchemaCompiler:
             self._start_compiling()
 
     def wait_for_quick(self, timeout_s: float) -> None:
-        """Wait, at most `timeout_s`, for the answer of every output whose previous one came quickly."""
-        deadline = time.perf_counter() + timeout_s
-        while late := [
+        """Wait for the answer of every output whose previous one came quickly.
+
+        At most `timeout_s`, and no longer than all earlier waits leave.
+        """
+        late = self._quick_ones()
+        if not late:
+            return
+        started = now = time.perf_counter()
+        elapsed_s, self._credited_at = started - self._credited_at, started
+        self._credit_s = min(MAX_CREDIT_S, self._credit_s + CREDIT_SHARE * elapsed_s)
+        free_s = _FREE_WAIT_S * len(late)
+        deadline = started + min(timeout_s, free_s + self._credit_s)
+        while late and now < deadline:
+            self.pump(deadline - now)
+            late, now = self._quick_ones(), time.perf_counter()
+        for grammar in late:
+            grammar.last_seconds = math.inf
+        self._credit_s -= min(self._credit_s, max(0.0, now - started - free_s))
+
+    def _quick_ones(self) -> list[ServedGrammar]:
+        return [
             grammar
             for schema in self._busy
             if schema.is_done
             for grammar in schema.pending.values()
             if grammar.last_seconds < QUICK_S
-        ]:
-            left = deadline - time.perf_counter()
-            if left <= 0:
-                for grammar in late:
-                    grammar.last_seconds = math.inf
-                return
-            self.pump(left)
+        ]
 
     def close(self) -> None:
         """End all processes."""

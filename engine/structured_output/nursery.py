@@ -12,6 +12,8 @@ from pagemill.engine.child_process import environment
 from pagemill.engine.structured_output.server import MEMORY_LIMIT_MIB, TIME_LIMIT_S
 from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 
+_CHUNK = 1 << 16
+
 
 class Nursery:
     """Starts its process on first use, and again after it ended."""
@@ -25,6 +27,8 @@ class Nursery:
     ) -> None:
         self.time_limit_s = time_limit_s
         self.memory_limit_mib = memory_limit_mib
+        self.received = memoryview(bytearray(_CHUNK))
+        """For what one read of a process's socket brings; the engine's thread alone reads them."""
         self.process: subprocess.Popen[bytes] | None = None
         self._vocabulary = vocabulary
         self._control: socket.socket | None = None

@@ -17,7 +17,6 @@ from pagemill.engine.structured_output.nursery import Nursery
 from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedGrammar
 from pagemill.engine.structured_output.server import GROWTH_LIMIT_MIB, TOKEN_LIMIT_S
 
-_CHUNK = 1 << 16
 _RECORD_BYTES = 4 << 10
 """The size of a schema without a process, besides its text and its mask."""
 
@@ -142,20 +141,19 @@ class SchemaProcess:
     def receive(self) -> bool:
         """Take the answers that have arrived. True if its size changed."""
         before = self._process_bytes
-        received = b"more"
-        while received and self.socket is not None:
+        received = self._nursery.received
+        size = len(received)
+        while size == len(received) and self.socket is not None:
             try:
-                received = self.socket.recv(_CHUNK)
+                size = self.socket.recv_into(received)
             except BlockingIOError:
                 break
             except OSError:
-                received = b""
-            for message in self._reader.messages(received):
+                size = 0
+            for message in self._reader.messages(received[:size]):
                 self._take(message)
-            if not received:
+            if not size:
                 self._ended()
-            elif len(received) < _CHUNK:
-                break
         if not self.pending and not self._outgoing and self.is_done:
             self._busy.discard(self)
         return self._process_bytes != before

@@ -45,7 +45,7 @@ _COPIED_BYTES = 2 << 20
 """Of the first process's memory, about so much is written to and so copied."""
 _STEPS_FOLLOWED = 16
 _NICENESS = 5
-_ANSWERS_PER_SIZE = 64
+_ANSWERS_PER_SIZE = 256
 _SLOW_S = 0.001
 _ARM_INTERVAL_S = 0.01
 _SEND_INTERVAL_S = 0.002
@@ -66,7 +66,8 @@ class SchemaServer:
         self._eos_token_ids = eos_token_ids
         self._places: dict[int, tuple[MatcherGrammar, list[int]]] = {}
         """Sequence number -> its matcher, and the tokens so far."""
-        self._num_answers = 0
+        self._answers_to_size = _ANSWERS_PER_SIZE
+        """Answers until the memory is measured again."""
         _, self._shared_bytes = memory()
         self._size = 0
         self._kind = self._text = ""
@@ -99,14 +100,16 @@ class SchemaServer:
 
     def _messages(self) -> Iterator[tuple[Any, ...]]:
         """Yield messages. Quick answers are sent together, once none is pending, to wake the engine once."""
-        reader = Reader()
+        reader, chunk = Reader(), memoryview(bytearray(_CHUNK))
         while True:
             self._flush()
-            received = self._connection.recv(_CHUNK)
-            if not received:
+            if self._answers_to_size <= 0:  # now, while nobody waits for it
+                self._measure()
+            size = self._connection.recv_into(chunk)
+            if not size:
                 return
             self._sent_at = time.perf_counter()
-            for message in reader.messages(received):
+            for message in reader.messages(chunk[:size]):
                 yield message
                 if time.perf_counter() - self._sent_at > _SEND_INTERVAL_S:
                     self._flush()
@@ -136,13 +139,14 @@ class SchemaServer:
         if seconds > _SLOW_S:  # what another process took of this time may be most of it
             seconds = min(seconds, time.process_time() - self._armed_cpu_s)
             self._armed_at = 0.0
-        self._num_answers += 1
-        if seconds > 0.01 or self._num_answers % _ANSWERS_PER_SIZE == 0:
+        self._answers_to_size -= 1
+        if seconds > 0.01:
             self._measure()
         self._answer(Answer(ask.number, self._size, seconds, is_complete, forced, error, mask, replayed_s))
 
     def _measure(self) -> None:
         """Measure how much memory of the first process it has really copied: a question of 3 ms to the kernel."""
+        self._answers_to_size = _ANSWERS_PER_SIZE
         self._size = _COPIED_BYTES + max(0, memory()[1] - self._shared_bytes)
 
     def _arm(self, seconds: float) -> None:

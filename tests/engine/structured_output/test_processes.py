@@ -38,7 +38,7 @@ from pagemill.engine.structured_output.messages import Answer
 from pagemill.engine.structured_output.nursery import Nursery
 from pagemill.engine.structured_output.schema_process import SchemaProcess
 from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedGrammar
-from pagemill.engine.structured_output.server import TOKEN_LIMIT_S
+from pagemill.engine.structured_output.server import QUICK_LIMIT_S, TOKEN_LIMIT_S
 from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 from pagemill.engine.text.tokenizer import ByteTokenizer
 
@@ -317,6 +317,57 @@ def test_a_token_that_takes_too_long_is_waited_for_once(compiler: SchemaCompiler
     assert not doomed.is_ready
     pump_until(compiler, lambda: doomed.is_ready)
     assert isinstance(doomed.failure, SchemaTooComplex)
+
+
+def test_masks_that_are_slow_again_and_again_delay_the_others_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For 10 s an output after the other takes 0.1 s for its first mask, beside steps of 5 ms. By a simulated clock."""
+    compiler = make()
+    start(compiler, "regex", "a+")
+    now, end = 0.0, 10.0
+    monkeypatch.setattr(compiler_module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(compiler, "_credited_at", now)
+    schema, waited_s, answered_at, pending = compiler.compile("regex", "a+"), 0.0, 0.0, list[ServedGrammar]()
+
+    def pump(timeout_s: float) -> None:
+        nonlocal now
+        now += min(timeout_s, max(0.0, answered_at - now))
+        if now >= answered_at:
+            schema.pending.clear()
+
+    monkeypatch.setattr(compiler, "pump", pump)
+    while now < end:
+        if not schema.pending:
+            pending.append(schema.grammar(MaskBudget()))
+            pending[-1].prepare(ord("a"))
+            answered_at = now + 0.1
+        before = now
+        compiler.wait_for_quick(0.05)
+        waited_s += now - before
+        now += 0.005
+        pump(0.0)
+    assert len(pending) > 90
+    assert waited_s <= 0.15 + 0.05 * end + 0.001 * len(pending) + 1e-6
+
+
+@pytest.mark.slow
+def test_a_hostile_schema_delays_others_by_its_first_try_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is sent: an ordinary schema is compiled after at most 0.3 s of CPU time of others."""
+    compiler = make(time_limit_s=1.0)
+    start(compiler, "regex", "a+")
+    forks: list[None] = []
+    fork = compiler._nursery.fork
+    monkeypatch.setattr(compiler._nursery, "fork", lambda: forks.append(None) or fork())
+    for number in range(3):
+        users = [compiler.compile("json", SLOW).grammar(MaskBudget()) for _ in range(50)]
+        forks.clear()
+        start(compiler, "regex", f"b{{{number + 1}}}")
+        assert len(forks) * QUICK_LIMIT_S <= 0.3
+    assert users
+    schema = compiler.compile("json", SLOW)
+    pump_until(compiler, lambda: schema.is_done)
+    assert isinstance(schema.error, SchemaTooComplex)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import threading
@@ -12,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
-MAX_STOPS, MAX_FILES = 20, 9
+MAX_STOPS, MAX_FILES, MAX_NAMES = 20, 9, 30
 ROW = re.compile(r"\| \d+ \| `([\w/.]+)` \| `([\w.]+)` \|")
 LISTENERS = {"worker/jobs/job_counters.py", "worker/jobs/journal.py"}
 MEASURES = {"worker/jobs/speed.py", "worker/jobs/leases.py"}
@@ -22,6 +23,35 @@ MEASURES = {"worker/jobs/speed.py", "worker/jobs/leases.py"}
 def documented() -> list[tuple[str, str]]:
     """The stops that the page shows, as file and function."""
     return ROW.findall((ROOT / "docs" / "architecture.md").read_text())
+
+
+def passed() -> set[str]:
+    """The types that the page says pass between the stops."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    return set(re.findall(r"`(\w+)`", text.partition("Between them pass")[2].partition(":\n")[0]))
+
+
+def annotated(stops: list[tuple[str, str]]) -> set[str]:
+    """The names in the signatures of the functions of these files."""
+    names = set()
+    for file in {file for file, _ in stops}:
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            if isinstance(node, ast.FunctionDef):
+                hints = [each.annotation for each in (*node.args.args, *node.args.kwonlyargs)] + [
+                    node.returns
+                ]
+                names |= {
+                    part.id for hint in hints if hint for part in ast.walk(hint) if isinstance(part, ast.Name)
+                }
+    return names
+
+
+def test_the_path_has_few_names() -> None:
+    stops = documented()
+    names = {part for _, function in stops for part in function.split(".")}
+    assert len(passed()) >= 5
+    assert passed() <= annotated(stops), "the page names a type that no stop takes or returns"
+    assert len(names | passed()) <= MAX_NAMES
 
 
 def traced(client: QueueClient) -> list[tuple[str, str]]:

@@ -305,7 +305,7 @@ class Admission:
         elif reply.jobs:
             self.blocked = None
             for start in range(0, len(reply.jobs), JOBS_PER_START):
-                self._take_in(reply.jobs[start : start + JOBS_PER_START])
+                self._take(reply.jobs[start : start + JOBS_PER_START])
         elif room.urgent_only:
             self._blocked_for("rows", BLOCKED_POLL_S)
         elif reply.queued and reply.limited_ms is not None:
@@ -342,7 +342,7 @@ class Admission:
         while not self._stop.is_set() and not self._leases.wait_renewed(away_since, BLOCKED_POLL_S):
             self._counters.admission_blocked_seconds.inc("redis", BLOCKED_POLL_S)
 
-    def _take_in(self, pulled: list[PulledJob]) -> None:
+    def _take(self, pulled: list[PulledJob]) -> None:
         """Open, announce and start jobs. Those in the store are started once they have been fetched."""
         at_hand: list[RunningJob | None] = []
         for item in pulled:

@@ -103,7 +103,7 @@ class SchemaServer:
         reader, chunk = Reader(), memoryview(bytearray(_CHUNK))
         while True:
             self._flush()
-            if self._answers_to_size <= 0:  # now, while nobody waits for it
+            if self._answers_to_size <= 0:  # between two requests, so that it delays no answer
                 self._measure()
             size = self._connection.recv_into(chunk)
             if not size:

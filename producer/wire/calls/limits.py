@@ -78,14 +78,14 @@ def set_weights(queue: str, wanted: Mapping[str, int]) -> Call[dict[str, int]]:
 def _limits(reply: list[bytes]) -> QueueLimits:
     found = {name: float(value) for name, value in as_map(reply).items()}
 
-    def whole(name: str) -> int | None:
+    def integer(name: str) -> int | None:
         return int(found[name]) if name in found else None
 
     return QueueLimits(
-        jobs=whole("limit"),
-        payload_bytes=whole("max_payload"),
+        jobs=integer("limit"),
+        payload_bytes=integer("max_payload"),
         rate=found.get("rate"),
-        burst=whole("burst"),
+        burst=integer("burst"),
         memory_share=found.get("memory_share"),
     )
 

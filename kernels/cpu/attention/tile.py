@@ -98,10 +98,13 @@ def _pair_up(lines, num_rows, num_lines):
 
 
 @jit
-def _score(is_paired, scores, q, key_panels, num_rows, depth, zeros):
-    """scores = q @ keys: KEYS columns of every row. `depth` is that of the panels; `zeros` the address of a vector."""
+def _score(is_paired, scores, q, key_panels, num_rows, depth, zeros, first_panel, end_panel):
+    """scores = q @ keys: the columns of some panels, for every row.
+
+    `depth` is that of the panels; `zeros` the address of a vector.
+    """
     num_parts, num_lines = _num_parts(num_rows), depth // vector.LANES
-    for panel in range(KEYS // PANEL):
+    for panel in range(first_panel, end_panel):
         keys = key_panels + PANEL_ROW * depth * panel
         for part in range(num_parts):
             first, last = _rows_of(part, num_rows)
@@ -149,13 +152,13 @@ def _add_values(is_paired, acc, acc_stride, scores, value_panels, num_rows, num_
 
 
 @jit(exact=True)
-def _prepare_row(row, line, first_visible, first_hidden, distance, slope, softcap, key_scales):
-    """Scale, cap, bias and mask a row's KEYS scores, whose lines lie `line` bytes apart.
+def _prepare_row(row, line, num_lines, first_visible, first_hidden, distance, slope, softcap, key_scales):
+    """Scale, cap, bias and mask a row's scores, whose lines lie `line` bytes apart.
 
     `distance` is from the query to the first key.
     """
     visible, hidden = vector.splat(np.float32(first_visible)), vector.splat(np.float32(first_hidden))
-    for i in range(LINES):
+    for i in range(num_lines):
         numbers = vector.load(row + line * i)
         offset = np.float32(vector.LANES * i)
         if key_scales != 0:
@@ -171,18 +174,21 @@ def _prepare_row(row, line, first_visible, first_hidden, distance, slope, softca
 
 
 @jit(exact=True)
-def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work):
+def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work, is_half):
     """Turn the scores of a part's rows into weights, and rescale what the rows have gathered.
 
-    stats [2, LANES]: their maxima and sums; `work` is the address of LANES vectors and one more. Rows share the
+    `is_half`: all keys of the second half of the lines are hidden, which are left alone. stats [2, LANES]: their maxima and sums; `work` is the address of LANES vectors and one more. Rows share the
     reductions over lanes: one after the other each would wait for its own.
     """
     line, totals, factors = VECTOR * num_rows, stats + VECTOR, work + VECTOR * vector.LANES
     for r in range(num_rows):
         at = scores + VECTOR * r
         low = vector.maximum(vector.load(at), vector.load(at + line))
-        high = vector.maximum(vector.load(at + 2 * line), vector.load(at + 3 * line))
-        vector.store(work + VECTOR * r, vector.maximum(low, high))
+        if is_half:
+            vector.store(work + VECTOR * r, low)
+        else:
+            high = vector.maximum(vector.load(at + 2 * line), vector.load(at + 3 * line))
+            vector.store(work + VECTOR * r, vector.maximum(low, high))
     old = vector.load(stats)
     new = vector.maximum(vector.max_of_each(work), old)
     vector.store(stats, new)
@@ -198,18 +204,22 @@ def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work):
         )  # all its keys so far are hidden: they weigh 0
         a = vector.exp2(vector.subtract(vector.load(at_a), shift))
         b = vector.exp2(vector.subtract(vector.load(at_b), shift))
-        c = vector.exp2(vector.subtract(vector.load(at_c), shift))
-        d = vector.exp2(vector.subtract(vector.load(at_d), shift))
-        vector.store(work + VECTOR * r, vector.add(vector.add(a, b), vector.add(c, d)))
+        sums = vector.add(a, b)
         if value_scales != 0:
             a = vector.multiply(a, vector.load(value_scales))
             b = vector.multiply(b, vector.load(value_scales + VECTOR))
-            c = vector.multiply(c, vector.load(value_scales + 2 * VECTOR))
-            d = vector.multiply(d, vector.load(value_scales + 3 * VECTOR))
         vector.store(at_a, a)
         vector.store(at_b, b)
-        vector.store(at_c, c)
-        vector.store(at_d, d)
+        if not is_half:
+            c = vector.exp2(vector.subtract(vector.load(at_c), shift))
+            d = vector.exp2(vector.subtract(vector.load(at_d), shift))
+            sums = vector.add(sums, vector.add(c, d))
+            if value_scales != 0:
+                c = vector.multiply(c, vector.load(value_scales + 2 * VECTOR))
+                d = vector.multiply(d, vector.load(value_scales + 3 * VECTOR))
+            vector.store(at_c, c)
+            vector.store(at_d, d)
+        vector.store(work + VECTOR * r, sums)
         factor = f32_pointer(factors)[r]
         if factor != ONE:
             _rescale(acc + acc_stride * r, acc_stride, factor)
@@ -225,7 +235,9 @@ def _rescale(acc, size, factor):
 
 
 @jit
-def _softmax_tile(room, num_rows, first_key, position, group, rules, key_scales, value_scales, acc_stride):
+def _softmax_tile(
+    room, num_rows, first_key, position, group, rules, key_scales, value_scales, acc_stride, is_half
+):
     """Mask, bias and weigh one tile of scores; `position` is that of the first token, scales are 0 or the tile's."""
     for part in range(_num_parts(num_rows)):
         first, last = _rows_of(part, num_rows)
@@ -244,6 +256,7 @@ def _softmax_tile(room, num_rows, first_key, position, group, rules, key_scales,
                 _prepare_row(
                     rows + VECTOR * (r - first),
                     VECTOR * (last - first),
+                    LINES // 2 if is_half else LINES,
                     first_seen - first_key,
                     first_hidden - first_key,
                     np.float32(first_key - query),
@@ -252,7 +265,7 @@ def _softmax_tile(room, num_rows, first_key, position, group, rules, key_scales,
                     key_scales,
                 )
         stat, acc = room.stats + 2 * VECTOR * part, room.acc + acc_stride * first
-        _softmax_part(rows, last - first, stat, acc, acc_stride, value_scales, room.work)
+        _softmax_part(rows, last - first, stat, acc, acc_stride, value_scales, room.work, is_half)
 
 
 @jit
@@ -323,12 +336,17 @@ def _room_in(scratch, num_rows, head_dim):
 
 
 @jit
-def _gather(is_paired, panels, cache, table, low, high, tile):
-    """Fill the panels of a tile of keys, and of their values, from the keys low .. high - 1."""
+def _gather(is_paired, panels, cache, table, low, high, tile, num_there):
+    """Fill the panels of a tile of keys, and of their values, from the keys low .. high - 1.
+
+    The first `num_there` of the tile are there, and zeros behind them.
+    """
     head_dim, depth = cache.head_dim, _depth(cache.head_dim)
     values = panels + F32 * KEYS * depth
+    if num_there:
+        low = max(low, tile + num_there)
     # What lies in the other columns may be no number, or slow to multiply with: numbers next to zero.
-    if high - low < KEYS:
+    elif high - low < KEYS:
         fill(panels, slot_bytes(head_dim) // F32, ZERO)
     gather_keys(panels, depth, cache, table, low, high, tile)
     gather_values(values, KEYS, cache, table, low, high, tile)
@@ -346,11 +364,11 @@ def attend_tile(
     scratch,
     panels,  # a slot per tile of keys that may be held, and one for all the others
     num_slots,
-    num_held,  # so many tiles of keys, from key 0 on, lie in their slots already
+    num_held,  # so many keys, from key 0 on, lie in their slots already, and zeros behind them
     num_tokens,
     position,  # of the first token
 ):
-    """Attention of one tile of queries. Returns how many tiles of keys, from key 0 on, now lie in their slots."""
+    """Attention of one tile of queries. Returns how many keys, from key 0 on, now lie in their slots."""
     group, head_dim = queries.group, cache.head_dim
     num_rows, depth, acc_stride = num_tokens * group, _depth(head_dim), F32 * _padded(head_dim)
     # Of heads whose panels are filled: what is left over from packing would be taken for their ends.
@@ -366,16 +384,20 @@ def attend_tile(
         slot = min(tile // KEYS, num_slots - 1)
         key_panels = panels + slot * slot_bytes(head_dim)
         value_panels = key_panels + F32 * KEYS * depth
-        if slot >= num_held:
-            _gather(is_paired, key_panels, cache, table, low, high, tile)
+        num_there = max(0, num_held - tile)
+        if tile + num_there < high:
+            _gather(is_paired, key_panels, cache, table, low, high, tile, num_there)
         if cache.key_scales != 0:
             gather_scales(room.key_factors, cache.key_scales, cache, table, low, high, tile)
         if cache.value_scales != 0:
             gather_scales(room.value_factors, cache.value_scales, cache, table, low, high, tile)
-        _score(is_paired, room.scores, room.q, key_panels, num_rows, depth, room.zeros)
+        first_panel, end_panel = (low - tile) // PANEL, (high - tile + PANEL - 1) // PANEL
+        _score(
+            is_paired, room.scores, room.q, key_panels, num_rows, depth, room.zeros, first_panel, end_panel
+        )
         _softmax_tile(
             room, num_rows, tile, position, group, rules, room.key_factors if cache.key_scales != 0 else 0,
-            room.value_factors if cache.value_scales != 0 else 0, acc_stride,
+            room.value_factors if cache.value_scales != 0 else 0, acc_stride, end_panel < KEYS // PANEL,
         )  # fmt: skip
         if is_paired:
             _pair_up(room.scores, num_rows, LINES)
@@ -384,7 +406,8 @@ def attend_tile(
             (low - tile) // vector.LANES, (high - tile + vector.LANES - 1) // vector.LANES,
         )  # fmt: skip
     _store_tile(queries, cache, room, num_rows, acc_stride, rules.sinks)
-    return min(end // KEYS, num_slots - 1) if begin == 0 else 0
+    num_held = min(end, (num_slots - 1) * KEYS) if begin == 0 else 0
+    return num_held // KEYS * KEYS if is_paired else num_held  # what is paired can get no further keys
 
 
 @jit

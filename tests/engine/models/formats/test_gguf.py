@@ -64,6 +64,36 @@ def byte_level_vocabulary() -> list[str]:
     return [*byte_characters(), "ab", *(f"<|extra_{n}|>" for n in range(VOCAB - 257))]
 
 
+SIZES: dict[str, Any] = {"block_count": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS}
+
+
+def begin(file: Path, architecture: str, pre: str, sizes: dict[str, Any]) -> gguf.GGUFWriter:
+    """A file with the fields that both architectures have; `pre` splits its texts."""
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(sizes["block_count"])
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(sizes["heads"])
+    writer.add_head_count_kv(sizes["kv_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(byte_level_vocabulary())
+    writer.add_token_types([1] * 257 + [3] * (VOCAB - 257))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(258)
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write(
     file: Path, *, kinds: tuple[Kind, ...] = (Kind.F32,), architecture: str = "llama",
     change: Callable[[dict[str, Any]], object] = lambda fields: None,
@@ -71,25 +101,11 @@ def write(
 ) -> dict[str, tuple[np.ndarray, Kind]]:  # fmt: skip
     """A tiny random LLaMA as llama.cpp writes it; returns the bytes of each tensor and their kind."""
     random = np.random.default_rng(0)
-    fields: dict[str, Any] = {"block_count": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS, "vocab": VOCAB}
+    fields = {**SIZES, "vocab": VOCAB}
     change(fields)
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_block_count(fields["block_count"])
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(fields["heads"])
-    writer.add_head_count_kv(fields["kv_heads"])
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    writer = begin(file, architecture, "llama-bpe", fields)
     writer.add_vocab_size(fields["vocab"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(byte_level_vocabulary())
-    writer.add_token_types([1] * 257 + [3] * (VOCAB - 257))
-    writer.add_token_merges(["a b"])
     writer.add_bos_token_id(257)
-    writer.add_eos_token_id(258)
     add(writer)
     stored: dict[str, tuple[np.ndarray, Kind]] = {}
 
@@ -124,10 +140,7 @@ def write(
     vector("output_norm.weight")
     if surplus:
         vector(surplus)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return stored
 
 
@@ -262,98 +275,58 @@ def test_ranks_read_their_shares(kind: Kind, tmp_path: Path) -> None:
 EXPERTS, EXPERT_SIZE = 4, 64
 
 
-def write_experts(file: Path, kinds: tuple[Kind, Kind, Kind]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A tiny random Qwen3 MoE as llama.cpp writes it; returns transformers' configuration and tensors."""
-    from transformers import Qwen3MoeConfig
+NORMS = {
+    "attn_norm": ("input_layernorm", HIDDEN),
+    "ffn_norm": ("post_attention_layernorm", HIDDEN),
+    "attn_q_norm": ("self_attn.q_norm", 64),
+    "attn_k_norm": ("self_attn.k_norm", 64),
+}
+ATTENTION = {
+    "attn_q": ("q_proj", (64 * HEADS, HIDDEN)),
+    "attn_k": ("k_proj", (64 * KV_HEADS, HIDDEN)),
+    "attn_v": ("v_proj", (64 * KV_HEADS, HIDDEN)),
+    "attn_output": ("o_proj", (HIDDEN, HIDDEN)),
+}
 
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, moe_intermediate_size=EXPERT_SIZE,
-        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=64,
-        num_experts=EXPERTS, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=128,
-        rope_theta=10000.0, rms_norm_eps=1e-5, tie_word_embeddings=False,
-    )  # fmt: skip
+
+def write_experts(file: Path, kinds: tuple[Kind, Kind, Kind]) -> dict[str, torch.Tensor]:
+    """A tiny random Qwen3 MoE as llama.cpp writes it; returns its tensors by transformers' names."""
     random, tensors = np.random.default_rng(1), {}
-    writer = gguf.GGUFWriter(file, "qwen3moe")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(HIDDEN)
+    writer = begin(file, "qwen3moe", "qwen2", SIZES)
     writer.add_expert_feed_forward_length(EXPERT_SIZE)
     writer.add_expert_count(EXPERTS)
     writer.add_expert_used_count(2)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
     writer.add_key_length(64)
     writer.add_value_length(64)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(byte_level_vocabulary())
-    writer.add_token_types([1] * 257 + [3] * (VOCAB - 257))
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(258)
 
     def add(name: str, own: str, shape: tuple[int, ...], kind: Kind = Kind.F32) -> None:
         weights = (random.standard_normal(shape) * 0.1 + (len(shape) == 1)).astype(np.float32)
         data = gguf.quantize(weights, kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
         tensors[own] = torch.from_numpy(gguf.dequantize(data, kind).reshape(shape).copy())
 
     gate, up, down = kinds
-    add("token_embd.weight", "model.embed_tokens.weight", (VOCAB, HIDDEN))
+    add("token_embd", "model.embed_tokens.weight", (VOCAB, HIDDEN))
     for layer in range(LAYERS):
-        own = f"model.layers.{layer}."
-        for name, part, rows in (
-            ("q", "q_proj", HEADS),
-            ("k", "k_proj", KV_HEADS),
-            ("v", "v_proj", KV_HEADS),
-        ):
-            add(f"blk.{layer}.attn_{name}.weight", f"{own}self_attn.{part}.weight", (64 * rows, HIDDEN), gate)
-        add(f"blk.{layer}.attn_output.weight", f"{own}self_attn.o_proj.weight", (HIDDEN, HIDDEN), gate)
-        for name, size in (
-            ("attn_norm", HIDDEN),
-            ("ffn_norm", HIDDEN),
-            ("attn_q_norm", 64),
-            ("attn_k_norm", 64),
-        ):
-            part = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}.get(name)
-            part = part or f"self_attn.{name.removeprefix('attn_')}"
-            add(f"blk.{layer}.{name}.weight", f"{own}{part}.weight", (size,))
-        add(f"blk.{layer}.ffn_gate_inp.weight", f"{own}mlp.gate.weight", (EXPERTS, HIDDEN))
-        add(f"blk.{layer}.ffn_gate_exps.weight", f"{own}gate", (EXPERTS, EXPERT_SIZE, HIDDEN), gate)
-        add(f"blk.{layer}.ffn_up_exps.weight", f"{own}up", (EXPERTS, EXPERT_SIZE, HIDDEN), up)
-        add(
-            f"blk.{layer}.ffn_down_exps.weight",
-            f"{own}mlp.experts.down_proj",
-            (EXPERTS, HIDDEN, EXPERT_SIZE),
-            down,
-        )
-        both = torch.cat([tensors.pop(f"{own}gate"), tensors.pop(f"{own}up")], dim=1)
-        tensors[f"{own}mlp.experts.gate_up_proj"] = both
-    add("output.weight", "lm_head.weight", (VOCAB, HIDDEN))
-    add("output_norm.weight", "model.norm.weight", (HIDDEN,))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return config, tensors
+        block, own = f"blk.{layer}", f"model.layers.{layer}"
+        for name, (part, shape) in ATTENTION.items():
+            add(f"{block}.{name}", f"{own}.self_attn.{part}.weight", shape, gate)
+        for name, (part, size) in NORMS.items():
+            add(f"{block}.{name}", f"{own}.{part}.weight", (size,))
+        experts = f"{own}.mlp.experts"
+        add(f"{block}.ffn_gate_inp", f"{own}.mlp.gate.weight", (EXPERTS, HIDDEN))
+        add(f"{block}.ffn_gate_exps", "gate", (EXPERTS, EXPERT_SIZE, HIDDEN), gate)
+        add(f"{block}.ffn_up_exps", "up", (EXPERTS, EXPERT_SIZE, HIDDEN), up)
+        add(f"{block}.ffn_down_exps", f"{experts}.down_proj", (EXPERTS, HIDDEN, EXPERT_SIZE), down)
+        tensors[f"{experts}.gate_up_proj"] = torch.cat([tensors.pop("gate"), tensors.pop("up")], dim=1)
+    add("output", "lm_head.weight", (VOCAB, HIDDEN))
+    add("output_norm", "model.norm.weight", (HIDDEN,))
+    finish(writer)
+    return tensors
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kinds", [(Kind.Q4_0, Kind.Q4_0, Kind.Q8_0), (Kind.Q8_0, Kind.Q4_1, Kind.F16)], ids=["alike", "mixed"]
-)
-def test_experts_stay_in_the_file_too(kinds: tuple[Kind, Kind, Kind], tmp_path: Path) -> None:
-    from transformers import Qwen3MoeForCausalLM
-
-    config, tensors = write_experts(file := tmp_path / "Tiny.MoE.gguf", kinds)
-    reference: Any = Qwen3MoeForCausalLM(config).eval()
-    reference.load_state_dict(tensors)
-    directory = model_directory(str(file))
-    stored = load_file(directory / "model-00001.safetensors")
-    assert {tensor.ndim for tensor in stored.values()} == {1}
-    llm = LLM(str(file), num_threads=1, num_kv_blocks=64)
+def assert_greedy(llm: LLM, reference: Any) -> None:
+    """What the engine generates is what transformers' module gives, token by token."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     for prompt in ("ab 1234567", "x"):
         (out,) = llm.generate(prompt, params, use_tqdm=False)
@@ -362,6 +335,27 @@ def test_experts_stay_in_the_file_too(kinds: tuple[Kind, Kind, Kind], tmp_path: 
             with torch.inference_mode():
                 tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert out.outputs[0].token_ids == tokens[len(out.prompt_token_ids) :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kinds", [(Kind.Q4_0, Kind.Q4_0, Kind.Q8_0), (Kind.Q8_0, Kind.Q4_1, Kind.F16)], ids=["alike", "mixed"]
+)
+def test_experts_stay_in_the_file_too(kinds: tuple[Kind, Kind, Kind], tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, moe_intermediate_size=EXPERT_SIZE,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=64,
+        num_experts=EXPERTS, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=128,
+        rope_theta=10000.0, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    )  # fmt: skip
+    reference: Any = Qwen3MoeForCausalLM(config).eval()
+    reference.load_state_dict(write_experts(file := tmp_path / "Tiny.MoE.gguf", kinds))
+    directory = model_directory(str(file))
+    stored = load_file(directory / "model-00001.safetensors")
+    assert {tensor.ndim for tensor in stored.values()} == {1}
+    assert_greedy(LLM(str(file), num_threads=1, num_kv_blocks=64), reference)
 
 
 @pytest.mark.slow
@@ -381,15 +375,7 @@ def test_a_file_generates_what_its_tensors_do_in_transformers(tmp_path: Path) ->
             heads = HEADS if "q_proj" in name else KV_HEADS
             state[name] = torch.from_numpy(restored(state[name].numpy(), heads).copy())
     reference.load_state_dict(state)
-    llm = LLM(str(file), num_threads=1, num_kv_blocks=64)
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    for prompt in ("ab 1234567", "x"):
-        (out,) = llm.generate(prompt, params, use_tqdm=False)
-        tokens = list(out.prompt_token_ids)
-        for _ in range(8):
-            with torch.inference_mode():
-                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert out.outputs[0].token_ids == tokens[len(out.prompt_token_ids) :]
+    assert_greedy(LLM(str(file), num_threads=1, num_kv_blocks=64), reference)
 
 
 def break_off(file: Path) -> None:

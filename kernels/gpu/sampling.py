@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pagemill.kernels.gpu.sampling_whole_row import whole_row_cuts
 from pagemill.kernels.gpu.tuning import LAUNCHES, MAX_SAMPLING_SPLITS, sampling_splits
 from pagemill.kernels.types.sampling_rows import SamplingRows
 
@@ -30,8 +29,6 @@ _BINS_PER_NAT = tl.constexpr(12.0)  # the bins span distances, and differences o
 _CAPACITY = 4096
 """Logits of a row's band."""
 _MAX_SPLITS = 16
-SEARCHES_BANDS = True
-"""False: the older kernel, one program per row; until both have been measured."""
 _ONE = tl.constexpr(2.0**43)  # a weight of 1 in fixed point: 2**19 of them fit into int64
 _DIGIT = tl.constexpr(16)
 _NUM_DIGITS = tl.constexpr(8)  # four bits each, 31 in all: a distance has no sign
@@ -380,8 +377,6 @@ def sample_tokens(
 
 def _cuts(logits: torch.Tensor, peaks: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Return the bits of each row's largest distance that may be drawn, [num_rows] int32."""
-    if not SEARCHES_BANDS:
-        return whole_row_cuts(logits, peaks, rows)
     bands, sizes, sums = _bands(logits, peaks, rows)
     cuts = logits.new_empty(len(logits), dtype=torch.int32)
     sampling_cuts_kernel[(len(logits),)](

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 
 from benchmarks.gpu.row_kernels import COMPILED_SIZES, LLAMA_SIZES, TOY_SIZES, Sizes, projected, sampling_rows
 from benchmarks.gpu.section import Bench, Row
 from pagemill.kernels import dispatch
-from pagemill.kernels.gpu import sampling
 from pagemill.kernels.types.layer_cache import allocate_layer
 
 _TARGET = 0.8
@@ -69,22 +67,9 @@ def run_sampling(bench: Bench) -> Iterator[Row]:
         logits = 3 * torch.randn(num_rows, vocab_size, device=bench.device)
         floor = bench.floor.seconds(logits.nbytes)
         yield from _drawn(bench, logits, "temperature alone")
-        for searches_bands in (True, False):
-            with _search(bands=searches_bands):
-                kind = "bands" if searches_bands else "whole rows"
-                yield from _drawn(bench, logits, f"top-k, top-p, min-p, {kind}", has_filters=True)
+        yield from _drawn(bench, logits, "top-k, top-p, min-p", has_filters=True)
         seconds = bench.measure(lambda logits=logits: logits.sort(dim=-1))  # type: ignore[misc]
         yield Row(case=f"{num_rows} rows, torch's sort", measured=seconds, floor=floor)
-
-
-@contextmanager
-def _search(*, bands: bool) -> Iterator[None]:
-    """Search the cuts in bands, or with the older kernel in whole rows."""
-    sampling.SEARCHES_BANDS = bands
-    try:
-        yield
-    finally:
-        sampling.SEARCHES_BANDS = True
 
 
 def _drawn(bench: Bench, logits: torch.Tensor, name: str, *, has_filters: bool = False) -> Iterator[Row]:

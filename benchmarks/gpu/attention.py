@@ -33,9 +33,6 @@ FALCON_7B = Shape("falcon-7b", 71, 1, 64)
 GPT2 = Shape("gpt2", 12, 12, 64)
 GEMMA_2B = Shape("gemma-2b", 8, 1, 256)
 
-_PREDICTED_SHARE = {("FA3", True): 0.9, ("FA3", False): 0.76, ("cuDNN", False): 0.8}
-"""By library and whether a step decodes. Of 2026-11-24, before any ran here."""
-
 # One timed call walks over enough layers that none of their keys is still in the L2 cache (60 MB on an H200) when its
 # turn comes.
 _BYTES_PER_CALL = 512 * 2**20
@@ -113,9 +110,7 @@ def peer_rows(bench: Bench, workload: Workload, ours: Row, amount: float) -> Ite
             peers.append(("FA3", load_fa3(bench).attend, True))
     if workload.is_dense:
         peers.append(("cuDNN", _dense_attention, False))  # over other keys: without an error
-    is_decode = workload.metadata.max_query_len == 1
     for name, attend, is_paged in peers:
-        share = _PREDICTED_SHARE.get((name, is_decode))
         facts: dict[str, Any] = {}
         seconds = None
         try:
@@ -133,7 +128,6 @@ def peer_rows(bench: Bench, workload: Workload, ours: Row, amount: float) -> Ite
             ours,
             case=f"{name}: {ours.case}",
             measured=seconds,
-            prediction=ours.floor / share if share and ours.floor else None,
             target=None,
             ok=facts["error"] <= TOLERANCE[torch.bfloat16] if "error" in facts else None,
             facts=facts,

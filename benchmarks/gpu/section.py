@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.gpu.floors import Ceilings, CostModel, expected
+from benchmarks.gpu.floors import Ceilings, CostModel
 from pagemill.kernels.dispatch import FaceName
 
 Part = Literal["preflight", "first", "1", "2"]
@@ -32,7 +32,7 @@ class Scale(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure. `measured`, `floor` and `prediction` are all in `unit`."""
+    """One figure. `measured` and `floor` are in `unit`."""
 
     case: str
     measured: float | None = None
@@ -40,8 +40,6 @@ class Row:
     """s; B/s, FLOP/s; error: relative, or absolute where the case says so; x: a ratio; requests."""
     floor: float | None = None
     """The least time there could be, by the rates measured in the same run."""
-    prediction: float | None = None
-    """Written down before the measurement."""
     target: float | None = None
     """The share of the floor that is aimed at; of a ratio, the ratio."""
     ok: bool | None = None
@@ -59,7 +57,7 @@ class Row:
         return None if self.target is None or reached is None else reached >= self.target
 
     def to_json(self) -> dict[str, Any]:
-        figures = ("measured", "floor", "prediction", "share")
+        figures = ("measured", "floor", "share")
         finite = {name: _finite(getattr(self, name)) for name in figures}
         return asdict(self) | finite | {"meets_target": self.meets_target}
 
@@ -105,10 +103,6 @@ class Bench:
     @property
     def floor(self) -> CostModel:
         return CostModel(self.ceilings)
-
-    @property
-    def expected(self) -> CostModel:
-        return expected(self.ceilings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ _SCALES = {
     "B/s": ((1e9, "GB/s"),),
     "FLOP/s": ((1e12, "TFLOP/s"),),
 }
-_COLUMNS = ("case", "measured", "floor", "predicted", "share", "target", "")
+_COLUMNS = ("case", "measured", "floor", "share", "target", "")
 _WIDEST_CASE = 60
 _HEADLINES = {"tokens_per_s", "jobs_per_s"}
 
@@ -21,7 +21,7 @@ def lines_of(rows: Sequence[Row]) -> Iterator[str]:
     """The rows of a section, those that are wrong first."""
     cells = [list(_COLUMNS)]
     for row in sorted(rows, key=lambda row: row.ok is not False):
-        figures = [_figure(number, row.unit) for number in (row.measured, row.floor, row.prediction)]
+        figures = [_figure(number, row.unit) for number in (row.measured, row.floor)]
         share = "" if row.share is None or row.unit != "s" else f"{row.share:.0%}"
         target = "" if row.target is None else f"{row.target:.0%}" if row.unit == "s" else f"{row.target:g}"
         cells.append([row.case[:_WIDEST_CASE], *figures, share, target, _verdict(row)])

@@ -23,7 +23,6 @@ from benchmarks.gpu.attention import (
 )
 from benchmarks.gpu.models import Shape
 from benchmarks.gpu.section import Bench, Row
-from pagemill.kernels.gpu.tuning import compute_capability, decode_tile, multiprocessors
 from pagemill.kernels.types.layer_cache import FP8
 
 SHAPES = (LLAMA_8B, QWEN_600M, FALCON_7B)
@@ -73,12 +72,8 @@ def run_ragged(bench: Bench) -> Iterator[Row]:
         "64 from 256 to 16,384": spread,
     }
     shape = TOY if bench.is_tiny else LLAMA_8B
-    group = shape.num_heads // shape.num_kv_heads
-    tile = decode_tile(shape.head_dim, group, torch.bfloat16.itemsize, compute_capability(bench.device))
-    processors = multiprocessors(bench.device)
     for case, lengths in ({"4 x 8 and 1 x 100": [8] * 4 + [100]} if bench.is_tiny else cases).items():
-        series = bench.expected.series(lengths, shape.num_kv_heads, tile.block_n, processors)
-        yield from _rows(bench, shape, case, lengths, _TARGET if len(lengths) > 1 else None, series_s=series)
+        yield from _rows(bench, shape, case, lengths, _TARGET if len(lengths) > 1 else None)
 
 
 def run_fp8_kv(bench: Bench) -> Iterator[Row]:
@@ -99,25 +94,19 @@ def timed_dtypes(bench: Bench, sizes: Sequence[tuple[int, int]]) -> Iterator[Row
 
 def _rows(
     bench: Bench, shape: Shape, case: str, lengths: Sequence[int], target: float | None, *,
-    cache_dtype: torch.dtype = torch.bfloat16, series_s: float = 0.0, **options: Any,
+    cache_dtype: torch.dtype = torch.bfloat16, **options: Any,
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows of `lengths` keys. `series_s`: what the tiles of one row take at least, one after the other.
-
-    Libraries follow where blocks have the default size.
-    """
+    """Rows of `lengths` keys. Libraries follow where blocks have the default size."""
     layer_bytes = sum(lengths) * key_bytes(shape, cache_dtype)
     layers = num_layers_of(bench, layer_bytes)
     rows = [(1, keys) for keys in lengths]
     workload = make_workload(bench, shape, rows, cache_dtype=cache_dtype, num_layers=layers, **options)
     seconds = bench.measure(workload.run) / layers
     operations = 4 * sum(lengths) * shape.num_heads * shape.head_dim
-    expected = bench.expected
-    share = expected.scaled_decode_attention if cache_dtype.itemsize == 1 else expected.decode_attention
     ours = Row(
         case=case,
         measured=seconds,
         floor=bench.floor.seconds(layer_bytes, operations),
-        prediction=max(expected.seconds(layer_bytes, operations, share=share), series_s),
         target=target,
         facts={
             "gb_per_s": round(layer_bytes / seconds / 1e9, 1),

@@ -54,7 +54,6 @@ def timed(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             case=name,
             measured=seconds,
             floor=bench.floor.seconds(num_bytes),
-            prediction=bench.expected.seconds(num_bytes, share=bench.expected.rows),
             target=_TARGET,
             facts={"gb_per_s": round(num_bytes / seconds / 1e9, 1)},
         )
@@ -76,11 +75,9 @@ def _drawn(bench: Bench, logits: torch.Tensor, name: str, *, has_filters: bool =
     peaks, rows = logits.amax(dim=-1), sampling_rows(bench.device, len(logits), filters=has_filters)
     with dispatch.override(bench.face):
         seconds = bench.measure(lambda: dispatch.sample_tokens(logits, peaks, rows, has_filters=has_filters))
-    cuts = bench.expected.filtered_logit_s * logits.numel() if has_filters else 0.0
     yield Row(
         case=f"{len(logits)} rows, {name}",
         measured=seconds,
         floor=bench.floor.seconds(logits.nbytes),
-        prediction=bench.expected.seconds(logits.nbytes, share=bench.expected.rows) + cuts,
         facts={"gb_per_s": round(logits.nbytes / seconds / 1e9, 1)},
     )

@@ -84,7 +84,6 @@ def run_labels(bench: Bench) -> Iterator[Row]:
         case=f"{count} jobs of {shared} + {own} tokens, {outputs} out",
         measured=seconds,
         floor=bench.floor.workload(engine.model, steps),
-        prediction=bench.expected.workload(engine.model, steps),
         target=_LABELS_TARGET,
         facts={"jobs_per_s": round(count / seconds, 1), "model": engine.model.name},
     )
@@ -119,7 +118,6 @@ def _timed(bench: Bench, model: ModelShape, counts: tuple[int, ...], **options: 
             case=f"{count} requests",
             measured=seconds,
             floor=seconds_by(bench.floor, requests=requests),
-            prediction=seconds_by(bench.expected, requests=requests),
             target=_TARGET if model is LLAMA_8B and not options else None,
             facts={
                 "model": engine.model.name,

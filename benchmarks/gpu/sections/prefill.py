@@ -42,7 +42,6 @@ def timed(bench: Bench, shapes: Sequence[Shape], batches: Sequence[list[tuple[in
             case=f"{shape.name}: {len(rows)} x {query_len} of {seq_len}",
             measured=seconds,
             floor=bench.floor.seconds(num_bytes, operations),
-            prediction=bench.expected.seconds(num_bytes, operations, share=bench.expected.prefill_attention),
             target=wanted if shape.head_dim == 128 else None,
             facts={
                 "tflop_per_s": round(operations / seconds / 1e12, 1),

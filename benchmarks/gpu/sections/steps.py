@@ -109,7 +109,6 @@ def _row(bench: Bench, opened: OpenEngine, case: str, step: Step, timed: _Timed)
         case=case,
         measured=timed.seconds,
         floor=bench.floor.step(opened.model, step, fp8=is_fp8),
-        prediction=bench.expected.step(opened.model, step, fp8=is_fp8),
         facts={"model": opened.model.name, "replayed": timed.replayed, "host_ms": timed.host_ms},
     )
 

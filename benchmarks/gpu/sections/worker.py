@@ -44,7 +44,6 @@ def run(bench: Bench) -> Iterator[Row]:
                 case="256 requests, floor: the bare engine",
                 measured=seconds,
                 floor=bare,
-                prediction=bare and bare / _TARGET,
                 target=_TARGET,
                 facts={"start_s": round(start_s, 1), "tokens_per_s": round(tokens_per_s, 1)},
             )

@@ -13,7 +13,6 @@ LOOK_KEYS = 200
 BATCH_JOBS = 32
 LIST_ITEMS = 500
 READ_BYTES = 256 << 10
-CALL_NAMES = 250
 
 Owner = Literal["ours", "theirs", "orphan", "other"]
 Place = Literal["key", "lane", "started", "turn", "parked", "settings"]

@@ -68,8 +68,6 @@ PinnedRevision = Annotated[
 Id = Annotated[str, _matches(ID_PATTERN, ID_RULE)]
 
 PRIORITY_CLASSES = {"high": "0", "normal": "1", "low": "2"}
-SUSPECT_CLASS = "s"
-"""The class of jobs whose workers keep dying; each of them runs alone."""
 
 
 def prefix(queue: str) -> str:

@@ -309,7 +309,7 @@ def _load_module(
         if plan is not None and group is not None:
             module_class, tensors = sharded_class(module_class, plan, group), plan.cut(tensors)
         if not is_dummy or plan is not None:
-            module = _fill_module(module_class, model_config, placeholders(tensors), options)
+            module = fill_module(module_class, model_config, placeholders(tensors), options)
             place(module, tensors, is_split=plan is not None)
             experts.place(module, Share(0, 1) if plan is None else plan.share, group)
     except Exception as error:  # inconsistent sizes and shapes: all of them end the start
@@ -322,12 +322,25 @@ def _load_module(
     return module
 
 
-def _fill_module(
+def fill_module(
     module_class: Any,
     model_config: Any,
     tensors: dict[str, torch.Tensor],
     options: dict[str, Any],
+    *,
+    optional: str | None = None,
 ) -> Any:
+    """Build a module and give it its tensors.
+
+    Args:
+        tensors: all that the checkpoint has, by name.
+        options: further arguments of `from_pretrained`.
+        optional: a part whose tensors may be missing.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has another shape or dtype, or no place in the module.
+        Exception: transformers may raise anything.
+    """
     module, report = built_on_the_cpu(module_class).from_pretrained(
         None,
         config=model_config,
@@ -340,7 +353,9 @@ def _fill_module(
     check_dtypes(tensors, tensors.keys() - report["unexpected_keys"])
     for name, found, expected in sorted(report["mismatched_keys"]):
         raise ModelLoadError(f"{name} has shape {list(found)}, config.json asks for {list(expected)}")
-    missing = sorted(report["missing_keys"])
+    missing = sorted(
+        name for name in report["missing_keys"] if optional is None or optional not in name.split(".")
+    )
     if missing:  # transformers fills them with random numbers and a log line
         raise ModelLoadError(f"{len(missing)} tensors are missing, {missing[0]} first")
     surplus = sorted(

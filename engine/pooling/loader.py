@@ -18,7 +18,7 @@ from pagemill.engine.layers.linear import LinearOptions, replace_linears
 from pagemill.engine.layers.packed_attention import PACKED_ATTENTION, PackedTexts, packed_texts
 from pagemill.engine.models.checkpoint import read_config, read_tensors, weight_files
 from pagemill.engine.models.families.family import native_config
-from pagemill.engine.models.loader import built_on_the_cpu, model_fingerprint, resolve_dtype
+from pagemill.engine.models.loader import fill_module, model_fingerprint, resolve_dtype
 from pagemill.engine.pooling.families import PoolingFamily, find_pooling_family
 from pagemill.engine.pooling.folder import ClassifierFolder, EmbedderFolder, PoolingFolder
 from pagemill.engine.pooling.heads import ACTIVATIONS, LabelHead, VectorHead
@@ -171,19 +171,12 @@ def _load_module(folder: PoolingFolder, model_config: Any, dtype: torch.dtype) -
     is_embedder = isinstance(folder, EmbedderFolder)
     mapping = "MODEL_MAPPING" if is_embedder else "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
     wanted = model_class(mapping, model_config)
-    tensors = read_tensors(weight_files(folder.transformer))
+    stored = read_tensors(weight_files(folder.transformer))
+    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(_UNUSED)}
+    options = {"dtype": dtype, "attn_implementation": "eager"}
+    optional = "pooler" if is_embedder else None
     try:
-        module, report = built_on_the_cpu(wanted).from_pretrained(
-            None,
-            config=model_config,
-            state_dict=tensors,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported, and refused below with our own message
-            dtype=dtype,
-            attn_implementation="eager",
-        )
-        module.__class__ = wanted
-        _check_report(report, module, may_lack_pooler=is_embedder)
+        module = fill_module(wanted, model_config, tensors, options, optional=optional)
     except Exception as error:  # inconsistent sizes and shapes: all of them end the start
         raise ModelLoadError(f"can't load the weights in {folder.transformer}: {error}") from error
     # Set only now, for the masks: transformers makes none for an implementation it does not know.
@@ -191,19 +184,3 @@ def _load_module(folder: PoolingFolder, model_config: Any, dtype: torch.dtype) -
     if is_embedder and getattr(module, "pooler", None) is not None:
         module.pooler = None
     return module
-
-
-def _check_report(report: Any, module: Any, *, may_lack_pooler: bool) -> None:
-    """Raise `ModelLoadError` unless every tensor has found its place."""
-    for name, found, expected in sorted(report["mismatched_keys"]):
-        raise ModelLoadError(f"{name} has shape {list(found)}, config.json asks for {list(expected)}")
-    missing = [name for name in sorted(report["missing_keys"]) if not (may_lack_pooler and "pooler." in name)]
-    if missing:  # transformers fills them with random numbers and a log line
-        raise ModelLoadError(f"{len(missing)} tensors are missing, {missing[0]} first")
-    surplus = [
-        name
-        for name in sorted(report["unexpected_keys"])
-        if hasattr(module.base_model, name.split(".", 1)[0]) and not name.endswith(_UNUSED)
-    ]
-    if surplus:  # ignoring a bias or a layer would compute another function
-        raise ModelLoadError(f"{len(surplus)} tensors have no place in the model, {surplus[0]} first")

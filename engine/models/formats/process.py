@@ -17,6 +17,7 @@ from typing import IO, Literal
 import psutil
 
 from pagemill.common import report_interval
+from pagemill.engine.child_process import ending, environment
 from pagemill.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -58,16 +59,9 @@ def convert(kind: Literal["pickle", "gguf"], sources: Sequence[Path], directory:
 
 
 def _spawn(words: list[str], said: IO[bytes]) -> subprocess.Popen[bytes]:
-    root = str(Path(sys.modules["pagemill"].__path__[0]).parent)
     return subprocess.Popen(
         [sys.executable, "-m", _CHILD, *words],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-        },
+        env=environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,  # it ends when this closes: with this process
         stdout=said,
         stderr=subprocess.DEVNULL,
@@ -144,7 +138,6 @@ def _failure(code: int, said: IO[bytes], directory: Path) -> Exception:
             if answer["errno"]:
                 return OSError(answer["errno"], os.strerror(answer["errno"]))
             return ModelLoadError(f"can't load the weights in {directory}: {answer['error']}")
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return ModelLoadError(
-        f"can't load the weights in {directory}: their reader ended with {how}; a file may be damaged or hostile"
+        f"can't load the weights in {directory}: their reader {ending(code)}; a file may be damaged or hostile"
     )

@@ -11,7 +11,8 @@ from codecs import getincrementaldecoder
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL, POOLED_URLS, encoding_of, read_pooled
+from pagemill.producer.openai.pooled_formats import POOLED_URLS, encoding_of, read_pooled
+from pagemill.producer.openai.pooled_schemas import EMBEDDINGS_URL
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, Result, TokenLogprob, Usage

@@ -10,22 +10,18 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagemill.producer.openai.pooled_schemas import (
+    CLASSIFY_URL,
+    EMBEDDINGS_URL,
+    POOLED_OPERATIONS,
+    RERANK_URLS,
+    SCORE_URL,
+)
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_INPUTS
 from pagemill.producer.wire.schema.outputs import Result, Rows
 
-EMBEDDINGS_URL, SCORE_URL, CLASSIFY_URL = "/v1/embeddings", "/v1/score", "/v1/classify"
-RERANK_URLS = ("/v1/rerank", "/v2/rerank")
-POOLED_URLS = (EMBEDDINGS_URL, *RERANK_URLS, SCORE_URL, CLASSIFY_URL)
-
-_COMMON = frozenset({"model", "truncate", "user"})
-FIELDS: Mapping[str, frozenset[str]] = {
-    EMBEDDINGS_URL: _COMMON | {"input", "encoding_format", "dimensions", "prompt_name"},
-    **dict.fromkeys(RERANK_URLS, _COMMON | {"query", "documents", "top_n", "return_documents"}),
-    SCORE_URL: _COMMON | {"text_1", "text_2", "encoding_format"},
-    CLASSIFY_URL: _COMMON | {"input"},
-}
-"""Fields that a request may have, by URL."""
+POOLED_URLS = tuple(POOLED_OPERATIONS)
 _OF_A_JOB = ("model", "truncate", "dimensions", "prompt_name")
 _MAX_PAIRED = 128
 """Texts of text_1, if it is a list: each is a job."""
@@ -34,7 +30,7 @@ _MAX_PAIRED = 128
 def read_pooled(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the jobs' fields. Raises InvalidJob; `Job.parse` checks the values that are a job's own."""
     given = {name: value for name, value in body.items() if value is not None}
-    for name in given.keys() - FIELDS[url]:
+    for name in given.keys() - POOLED_OPERATIONS[url][0].model_fields.keys():
         raise InvalidJob(f"parameter {name[:64]} is not supported", "unsupported_feature", name[:64])
     if not isinstance(given.pop("user", ""), str):
         raise InvalidJob("user: Input should be a valid string", param="user")

@@ -1,4 +1,4 @@
-"""The requests and answers of /v1/embeddings, /v1/rerank, /v1/score and /v1/classify, for the description."""
+"""The fields of the requests and answers of /v1/embeddings, /v1/rerank, /v1/score and /v1/classify."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pagemill.common.sampling_fields import MAX_TOKEN_ID
-from pagemill.producer.openai.pooled_formats import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URLS, SCORE_URL
 from pagemill.producer.wire.schema.job import MAX_INPUTS, MAX_KEY
 from pagemill.producer.wire.schema.keys import MODEL_PATTERN
+
+EMBEDDINGS_URL, SCORE_URL, CLASSIFY_URL = "/v1/embeddings", "/v1/score", "/v1/classify"
+RERANK_URLS = ("/v1/rerank", "/v2/rerank")
 
 _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]

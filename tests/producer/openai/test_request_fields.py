@@ -11,7 +11,7 @@ from openai.types.responses import response_create_params
 
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
 from pagemill.producer.openai.lines import job_of
-from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL
+from pagemill.producer.openai.pooled_schemas import EMBEDDINGS_URL
 from pagemill.producer.openai.responses import RESPONSES_URL
 from pagemill.producer.wire.schema.errors import InvalidJob
 

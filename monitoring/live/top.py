@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pagemill.monitoring.live.feed import OtherWorker
 from pagemill.monitoring.queue_figures import QueueFigures
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -34,23 +35,12 @@ BAR_COLUMNS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLine:
-    """A worker's entry in the registry."""
-
-    id: str
-    state: str
-    models: Sequence[str]
-    running: int
-    url: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class TopView:
     """The figures of one moment."""
 
     queue: QueueFigures | None = None
     """None: Redis does not answer, or was not asked."""
-    workers: Sequence[WorkerLine] = ()
+    workers: Sequence[OtherWorker] = ()
     live: Mapping[str, Any] | None = None
     """A worker's `/live.json`."""
     notes: Sequence[str] = field(default_factory=tuple)
@@ -135,7 +125,7 @@ def _queue(queue: QueueFigures) -> RenderableType:
     return line
 
 
-def _workers(workers: Sequence[WorkerLine], live: Mapping[str, Any] | None) -> RenderableType:
+def _workers(workers: Sequence[OtherWorker], live: Mapping[str, Any] | None) -> RenderableType:
     if not workers:
         return Text("no worker is alive", style="yellow")
     table = _table("worker", "state", "models", "jobs", "metrics")

@@ -8,7 +8,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from pagemill.monitoring.live.top import TopView, WorkerLine
+from pagemill.monitoring.live.feed import OtherWorker
+from pagemill.monitoring.live.top import TopView
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -38,7 +39,7 @@ class TopSource:
         figures, workers = self._read_queue(notes)
         live = self._read_live(workers, notes)
         lines = [
-            WorkerLine(worker.id, worker.state, worker.models, worker.running, worker.url)
+            OtherWorker(worker.id, worker.state, worker.models, worker.running, worker.url)
             for worker in workers
         ]
         return TopView(figures, lines, live, notes)

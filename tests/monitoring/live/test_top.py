@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pagemill.monitoring.live.top import TopView, WorkerLine, cells, screen, sparkline, unpack
+from pagemill.monitoring.live.feed import OtherWorker
+from pagemill.monitoring.live.top import TopView, cells, screen, sparkline, unpack
 from pagemill.monitoring.queue_figures import QueueFigures
 
 
@@ -48,7 +49,10 @@ QUEUE = QueueFigures(
     dead=1,
     paused=True,
 )
-WORKERS = [WorkerLine("w1", "ready", ("tiny",), 2, "http://h:9790"), WorkerLine("w2", "loading", (), 0, None)]
+WORKERS = [
+    OtherWorker("w1", "ready", ("tiny",), 2, "http://h:9790"),
+    OtherWorker("w2", "loading", (), 0, None),
+]
 
 
 def test_everything_is_on_the_screen() -> None:

@@ -12,10 +12,10 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pagemill.common.fingerprint import revision_of, with_adapter
+from pagemill.common.installed import installed_version
 from pagemill.engine.errors import DeviceLost
 from pagemill.engine.outputs import RequestOutput
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
@@ -83,7 +83,7 @@ class Worker:
         self._queue_reader = QueueReader(self._new_queue(), self._clock)
         self.table = JobTable()
         self._ends = JobEnds()
-        self._tracing = Tracing.from_environment(self.worker_id, _version())
+        self._tracing = Tracing.from_environment(self.worker_id, installed_version())
         webhook_policy = config.webhook_policy()
         context = WorkerContext(
             config,
@@ -132,7 +132,7 @@ class Worker:
             self.counters,
             lambda: self.engine.stats,
             self._queue_figures,
-            identity=WorkerIdentity(worker=self.worker_id, queue=config.queue, version=_version()),
+            identity=WorkerIdentity(worker=self.worker_id, queue=config.queue, version=installed_version()),
             vllm_names=config.vllm_metric_names,
         )
         self._live = LiveFeed(self._live_sources())
@@ -320,7 +320,7 @@ class Worker:
             context,
             self._new_queue(),
             self.engine,
-            version=_version(),
+            version=installed_version(),
             is_idle=lambda: not len(self.table),
             changed=self._on_audited,
         )
@@ -370,7 +370,7 @@ class Worker:
     def _live_facts(self) -> WorkerFacts:
         return WorkerFacts(
             id=self.worker_id,
-            version=_version(),
+            version=installed_version(),
             state=self._state(),
             queue=self.config.queue,
             uptime_s=time.time() - self._started_at,
@@ -512,10 +512,3 @@ class Worker:
 
     def _on_finished(self, job: RunningJob | None) -> None:
         self.admission.on_finished(job)
-
-
-def _version() -> str:
-    try:
-        return version("pagemill")
-    except PackageNotFoundError:
-        return "0"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
 from pydantic.json_schema import models_json_schema
 
+from pagemill.common.installed import installed_version
 from pagemill.producer.anthropic import messages
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.gateway.batches.batches import BATCH_ID, Batch, BatchRequest
@@ -292,7 +292,7 @@ def description() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Pagemill gateway",
-            "version": _version(),
+            "version": installed_version(),
             "description": "OpenAI's interface in front of a Pagemill queue.",
         },
         "security": [{"key": []}],
@@ -302,13 +302,6 @@ def description() -> dict[str, Any]:
             "schemas": schemas["$defs"],
         },
     }
-
-
-def _version() -> str:
-    try:
-        return version("pagemill")
-    except PackageNotFoundError:
-        return "0"
 
 
 def _paths() -> dict[str, Any]:

@@ -13,9 +13,9 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
+from pagemill.common.installed import installed_version
 from pagemill.monitoring.metrics.queue_exposition import QueueExposition, QueueReadings
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
@@ -92,7 +92,7 @@ class QueueSet:
             logger.warning("%s; nothing is exported until it answers", error, extra=IN_LOOP)
             self._errors += 1
             figures, is_up = [], False
-        return QueueReadings(figures, is_up, self._errors, _version())
+        return QueueReadings(figures, is_up, self._errors, installed_version())
 
     def close(self) -> None:
         for queue, _, _ in self._readers.values():
@@ -172,10 +172,3 @@ def run_exporter(queues: QueueSet, host: str, port: int) -> None:
     logger.info("queue metrics at %s/metrics", exporter.url)
     stop.wait()
     exporter.close()
-
-
-def _version() -> str:
-    try:
-        return version("pagemill")
-    except PackageNotFoundError:
-        return "0"

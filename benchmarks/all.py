@@ -23,6 +23,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.decoding.experts",),
     ("benchmarks.decoding.gguf",),
     ("benchmarks.engines.speculation",),
+    ("benchmarks.engines.host_tier",),
     ("benchmarks.gateway", "--model", "smollm2"),
     ("benchmarks.worker_overhead",),
     ("benchmarks.endpoint_overhead",),

@@ -10,11 +10,22 @@ LOUD_FAILURES = 5
 """Failures in a row that are all logged; later ones are if their number is a power of two."""
 
 
+def pause_after(failures: int, first_s: float, max_s: float, jitter: float) -> float:
+    """Return the seconds until the next attempt: `first_s`, doubled by each failure before the last one.
+
+    Args:
+        failures: in a row, 1 at least.
+        jitter: the fraction of the pause that is shortened at random, so that processes do not retry in step.
+    """
+    pause = min(max_s, first_s * 2.0 ** min(failures - 1, 32))
+    return pause * random.uniform(1.0 - jitter, 1.0) if jitter else pause
+
+
 class Backoff:
     """Pauses that double from `first_s` to `max_s`, until an optional timeout.
 
     Args:
-        jitter: the fraction of a pause that is shortened at random, so that processes do not retry in step.
+        jitter: as of `pause_after`.
         timeout_s: no pause extends past this time from now; None: no limit.
     """
 
@@ -33,10 +44,8 @@ class Backoff:
 
     def next(self) -> float:
         """Return the seconds until the next attempt."""
-        pause = min(self._max_s, self._first_s * 2.0 ** min(self.failures, 32))
         self.failures += 1
-        if self._jitter:
-            pause *= random.uniform(1.0 - self._jitter, 1.0)
+        pause = pause_after(self.failures, self._first_s, self._max_s, self._jitter)
         return pause if self.remaining is None else min(pause, self.remaining)
 
     def reset(self) -> None:

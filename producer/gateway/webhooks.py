@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from weakref import WeakValueDictionary
 
+from pagemill.common.backoff import pause_after
 from pagemill.producer.gateway.api_keys import Webhook
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.gateway import Gateway
@@ -49,6 +49,7 @@ TENANT_POSTS = 8
 CLAIM_MS = round(4000 * TIMEOUT_S)
 MAX_TRIES = 12
 LAST_RETRY_S = 600.0
+JITTER = 0.25
 _ENDS = {"succeeded": "completed", "cancelled": "cancelled"}
 """Events by the job's state; of the others: failed."""
 
@@ -196,8 +197,7 @@ class Webhooks:
         if tries >= MAX_TRIES:
             logger.error("%s of %s: given up after %d attempts", kind, subject, tries)
             return None
-        pause_s = min(LAST_RETRY_S, self._gateway.config.webhook_retry_s * 2.0 ** (tries - 1))
-        return pause_s * random.uniform(0.75, 1.0)
+        return pause_after(tries, self._gateway.config.webhook_retry_s, LAST_RETRY_S, JITTER)
 
     def _post(self, webhook: Webhook, event_id: str, body: bytes) -> bool:
         """Send an event once. Returns False if it is to be tried again. Blocks."""

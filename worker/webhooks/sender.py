@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import ssl
 import threading
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from pagemill.common.backoff import Backoff
+from pagemill.common.backoff import Backoff, pause_after
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Due, Notice
@@ -44,6 +43,7 @@ STOP_S = 0.8
 MAX_TRIES = 12
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 3600.0
+JITTER = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +216,9 @@ class WebhookSender(BackgroundThread):
         if tries >= MAX_TRIES:
             logger.error("job %s: its webhook is given up after %d tries: %s", job_id, tries, failure)
             return None
-        pause_s = min(LAST_RETRY_S, self._first_retry_s * 2.0 ** (tries - 1)) * random.uniform(0.75, 1.25)
-        pause_s = max(pause_s, min(LAST_RETRY_S, least_s))
+        pause_s = max(
+            pause_after(tries, self._first_retry_s, LAST_RETRY_S, JITTER), min(LAST_RETRY_S, least_s)
+        )
         logger.warning(
             "job %s: its webhook failed (%s); try %d in %.0f s", job_id, failure, tries + 1, pause_s
         )

@@ -6,12 +6,12 @@ nothing. Reads are in reads.py, batches in batches.py, workers in registry.py.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pagemill.common.backoff import pause_after
 from pagemill.common.sampling_fields import MAX_TOKEN_ID
 from pagemill.producer.wire.calls.metering.usage import JobUsage
 from pagemill.producer.wire.schema import keys
@@ -282,7 +282,7 @@ def sweep(queue: str, limit: int = SWEEP_LIMIT, patience_ms: int = 0) -> Call[Sw
 
 def retry_delay(attempt: int) -> float:
     """Seconds before attempt `attempt` + 1: full jitter under min(60, 2**attempt)."""
-    return random.uniform(0.0, min(RETRY_CAP_S, 2.0**attempt))
+    return pause_after(attempt, 2.0, RETRY_CAP_S, jitter=1.0)
 
 
 def _word(reply: bytes) -> Any:

@@ -207,12 +207,7 @@ def _build_echo(config: EngineConfig) -> EngineParts:
 def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
     """Build this process's model: the whole of it, or rank 0's share."""
     from pagemill.engine.execution.kernel_check import check_kernels
-    from pagemill.engine.execution.kv_cache import (
-        MAX_COPIED_BYTES,
-        num_blocks_for,
-        num_host_blocks_for,
-        resolve_cache_dtype,
-    )
+    from pagemill.engine.execution.kv_cache import resolve_cache_dtype
     from pagemill.engine.execution.model_runner import ModelRunner
     from pagemill.engine.execution.prepared_model import PreparedModel
     from pagemill.engine.execution.rehearsal import step_bytes
@@ -237,12 +232,7 @@ def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcess
     room = step_bytes(prepared, config, limits, shape, group)
     if encoder is not None and device.is_apart:
         room += 2 * encoder.max_bytes  # the vectors, and what computing them takes
-    limits = replace(limits, num_kv_blocks=num_blocks_for(config, shape, device, room, limits))
-    limits = replace(
-        limits,
-        num_host_blocks=num_host_blocks_for(config, shape, device),
-        max_host_copies=max(1, MAX_COPIED_BYTES // max(1, shape.block_bytes)),
-    )
+    limits = _with_blocks(limits, config, shape, device, room)
     if ranks is not None:
         limits = ranks.agree(limits, device)
     place = str(device.device) if ranks is None else f"{config.tensor_parallel_size} x {device.device}"
@@ -274,6 +264,20 @@ def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcess
         images=None if encoder is None else _image_processor(config, model),
         adapters=_adapter_pool(config, model),
         ranks=ranks,
+    )
+
+
+def _with_blocks(
+    limits: SchedulerConfig, config: EngineConfig, shape: KVCacheShape, device: DeviceBackend, room: int
+) -> SchedulerConfig:
+    """Return the limits with the numbers of KV blocks; a step takes `room` bytes beside them. Raises `ConfigError`."""
+    from pagemill.engine.execution.kv_cache import MAX_COPIED_BYTES, num_blocks_for, num_host_blocks_for
+
+    return replace(
+        limits,
+        num_kv_blocks=num_blocks_for(config, shape, device, room, limits),
+        num_host_blocks=num_host_blocks_for(config, shape, device),
+        max_host_copies=max(1, MAX_COPIED_BYTES // max(1, shape.block_bytes)),
     )
 
 

@@ -41,7 +41,9 @@ class Products(NamedTuple):
     parts: tuple[tuple[int, ...], ...]
     """Which inputs of a quad are multiplied by one instruction, a row's numbers filling 32 bits."""
     split: Callable[[Any, Any, int], Any]
-    """split(builder, weights, part): a part's weights, of quads [LANES] int32."""
+    """split(builder, weights, part): a part's weights of 8 bits, of quads [LANES] int32."""
+    nibbles: int
+    """The bits of a part's weights of 4 bits, which are shifted to the first ones of each number."""
     multiply: Callable[[Any, Any, Any, Any], Any]
     """multiply(builder, sums, weights, numbers): emits sums + a part's weights times its numbers, all of [LANES]."""
 
@@ -83,7 +85,8 @@ def _words_of(builder: Any, weights: Any, part: int) -> Any:
 
 
 def _word_products(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
-    numbers, halves = builder.bitcast(numbers, _I16X32), []
+    halves: list[Any] = []
+    weights, numbers = (builder.bitcast(words, _I16X32) for words in (weights, numbers))
     half_sums = _ir.VectorType(_I32, LANES // 2)
     for first in (0, LANES):
         lanes = _ir.Constant(_I32X16, list(range(first, first + LANES)))
@@ -108,9 +111,9 @@ def _unchanged(builder: Any, weights: Any, part: int) -> Any:
     return weights
 
 
-BYTES = Products(((0, 1, 2, 3),), _unchanged, _byte_products)  # AVX-512 VNNI
-WORDS = Products(((0, 2), (1, 3)), _words_of, _word_products)  # AVX2
-SHIFTED = Products(((0, 1, 2, 3),), _unchanged, _shifted_products)  # any CPU
+BYTES = Products(((0, 1, 2, 3),), _unchanged, 0x0F0F0F0F, _byte_products)  # AVX-512 VNNI
+WORDS = Products(((0, 2), (1, 3)), _words_of, 0x000F000F, _word_products)  # AVX2
+SHIFTED = Products(((0, 1, 2, 3),), _unchanged, 0x0F0F0F0F, _shifted_products)  # any CPU
 
 
 PRODUCTS = BYTES if compiles_for("avx512vnni") else WORDS if compiles_for("avx2") else SHIFTED
@@ -211,14 +214,6 @@ class _Tile:
     def _halves_of(self, kind: Any, line: Any, halves: range, distance: int = 0) -> list[Any]:
         return [self._load(kind, line, distance + VECTOR * half) for half in halves]
 
-    def _quad_of(self, line: Any, place: int) -> Any:
-        """The weights of one of the quads in a vector of a line, as unsigned bytes."""
-        if self._format.quads_per_line == 1:
-            return line
-        builder = self._builder
-        shifted = builder.lshr(line, _splat(4)) if place else line
-        return builder.and_(shifted, _splat(0x0F0F0F0F))
-
     def _row_number(self, rows: Any, row: int, distance: int, kind: Any = _I32) -> Any:
         """The number that far into a row's part of a group, in every lane."""
         distance += self._products.row_bytes * row
@@ -280,31 +275,36 @@ class _QuadByQuad(_Tile):
             start = self._start(group, row)
             for total in row_totals:
                 builder.store(start, total)
-        # One part after the other, and one quad of a line: with the weights of several at hand, sums would spill.
-        for place in range(self._format.quads_per_line):
-            for part in range(len(self._products.parts)):
-                with cgutils.for_range(builder, int64(self._format.weight_lines), intp=int64) as lines:
-                    if place == part == 0:
-                        self._prefetch(group, lines.index, halves)
-                    self._add_line(group, lines.index, place, part, halves, totals)
+        # One part after the other, and one quad: with the weights of several at hand, sums would spill. LLVM unrolls
+        # loops over fewer quads, such as the first of each line, and then has them at hand.
+        for part in range(len(self._products.parts)):
+            with cgutils.for_range(builder, int64(QUADS), intp=int64) as quads:
+                self._add_quad(group, quads.index, part, halves, totals)
         self._prefetch_factors(group, halves)
         loaded = [[builder.load(total) for total in row_totals] for row_totals in totals]
         self._add_to_sums(group, range(self._num_rows), halves, loaded)
 
-    def _add_line(
-        self, group: _Group, index: Any, place: int, part: int, halves: range, totals: list[list[Any]]
+    def _add_quad(
+        self, group: _Group, quad: Any, part: int, halves: range, totals: list[list[Any]]
     ) -> None:
-        """Add a part of one of a line's quads."""
-        builder, products = self._builder, self._products
+        """Add a part of a quad."""
+        builder, products, per_line = self._builder, self._products, self._format.quads_per_line
+        index = builder.udiv(quad, quad.type(per_line))
+        if part == 0:
+            self._prefetch(group, index, halves)
         line = builder.add(group.weights, builder.mul(index, index.type(_LINE)))
-        quads = [self._quad_of(vector, place) for vector in self._halves_of(_I32X16, line, halves)]
-        vectors = [products.split(builder, quad, part) for quad in quads]
+        weights = self._halves_of(_I32X16, line, halves)
+        if per_line == 1:
+            vectors = [products.split(builder, vector, part) for vector in weights]
+        else:
+            place = builder.trunc(builder.urem(quad, quad.type(per_line)), _I32)
+            bits = builder.add(builder.mul(place, _I32(4)), _I32(8 * part))
+            shifted = [builder.lshr(vector, emit_splat(builder, bits)) for vector in weights]
+            vectors = [builder.and_(vector, _splat(products.nibbles)) for vector in shifted]
         quad_bytes = QUAD * products.number_bytes
-        line_bytes = index.type(quad_bytes * self._format.quads_per_line)
-        numbers = builder.add(group.rows, builder.mul(index, line_bytes))
-        distance = quad_bytes * place + I32 * part
+        numbers = builder.add(group.rows, builder.mul(quad, quad.type(quad_bytes)))
         for row, row_totals in enumerate(totals):
-            number = self._row_number(numbers, row, distance)
+            number = self._row_number(numbers, row, I32 * part)
             for vector, total in zip(vectors, row_totals, strict=True):
                 builder.store(products.multiply(builder, builder.load(total), vector, number), total)
 
@@ -334,6 +334,14 @@ class _GroupByGroup(_Tile):
             if first == 0:
                 self._prefetch_factors(group, halves)
             self._add_to_sums(group, rows, halves, totals)
+
+    def _quad_of(self, line: Any, place: int) -> Any:
+        """The weights of one of the quads in a vector of a line, as unsigned bytes."""
+        if self._format.quads_per_line == 1:
+            return line
+        builder = self._builder
+        shifted = builder.lshr(line, _splat(4)) if place else line
+        return builder.and_(shifted, _splat(self._products.nibbles))
 
     def _add_quad(
         self, group: _Group, rows: range, quad: int, vectors: list[Any], totals: list[list[Any]]

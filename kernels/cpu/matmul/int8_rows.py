@@ -19,6 +19,7 @@ _ir = cgutils.ir
 _I32, _F32 = _ir.IntType(32), _ir.FloatType()
 _I32X16 = _ir.VectorType(_I32, LANES)
 _NUMBERS = _ir.VectorType(_ir.IntType(8 * PRODUCTS.number_bytes), LANES)
+_OCTETS = _ir.VectorType(_ir.IntType(8), LANES)
 _INFINITY_BITS = 0x7F800000
 
 
@@ -63,6 +64,9 @@ def quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
             total = builder.add(total, whole)
             distance = LANES * PRODUCTS.number_bytes * index
             builder.store(_narrowed(builder, whole), pointer(target, distance, _NUMBERS), align=QUAD)
+            if PRODUCTS.number_bytes > 1:
+                place = pointer(target, PRODUCTS.row_octets + LANES * index, _OCTETS)
+                builder.store(builder.trunc(whole, _OCTETS), place, align=QUAD)
         scale = builder.select(is_finite, builder.fdiv(peak, _F32(LIMIT)), _F32(float("nan")))
         builder.store(scale, pointer(target, PRODUCTS.row_scale, _F32), align=4)
         total = call(builder, "llvm.vector.reduce.add.v16i32", _I32, [total])

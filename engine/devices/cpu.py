@@ -77,7 +77,7 @@ def _has_fast_int8_products() -> bool:
         return False
     from pagemill.kernels.cpu.matmul import int8_tile
 
-    return int8_tile.PRODUCTS is int8_tile.BYTES
+    return int8_tile.PRODUCTS is not int8_tile.SHIFTED
 
 
 def _multiplies_bf16(dtype: torch.dtype | None) -> bool:
@@ -108,7 +108,7 @@ class CpuBackend(DeviceBackend):
             name = str(dtype).removeprefix("torch.")
             logger.warning("torch emulates %s on this CPU, slowly: dtype=float32 is faster", name)
         if config.quantization == "int8" and not _has_fast_int8_products():
-            logger.warning("int8 may be slower than float32 on this CPU, which does not have AVX-512 VNNI")
+            logger.warning("int8 may be slower than float32 on this CPU, which does not have AVX2")
         if config.quantization == "fp8":
             raise ConfigError(
                 "quantization='fp8' needs a GPU that multiplies such numbers; on a CPU use int8",

@@ -177,8 +177,9 @@ def _prepare_row(row, line, num_lines, first_visible, first_hidden, distance, sl
 def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work, is_half):
     """Turn the scores of a part's rows into weights, and rescale what the rows have gathered.
 
-    `is_half`: all keys of the second half of the lines are hidden, which are left alone. stats [2, LANES]: their maxima and sums; `work` is the address of LANES vectors and one more. Rows share the
-    reductions over lanes: one after the other each would wait for its own.
+    `is_half`: all keys of the second half of the lines are hidden, which are left alone. stats [2, LANES]: their
+    maxima and sums; `work` is the address of LANES vectors and one more. Rows share the reductions over lanes:
+    one after the other each would wait for its own.
     """
     line, totals, factors = VECTOR * num_rows, stats + VECTOR, work + VECTOR * vector.LANES
     for r in range(num_rows):

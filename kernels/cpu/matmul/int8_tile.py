@@ -1,10 +1,10 @@
 """Tiles of a product of 8-bit integers: some quantised rows times one panel of weights of 8 or 4 bits.
 
 AVX-512 VNNI multiplies unsigned by signed bytes. Weights are the unsigned ones: signed weights are kept a zero point
-too large, which adds that many times the sum of the row's group to every channel alike, and sums start from that number
-with its sign turned. AVX2 can multiply bytes as well, but its sums of two products are cut off at 16 bits: where weights
-have 8 bits, words are multiplied there, and a row's numbers are kept as bytes and as words. Products of weights of 4 bits
-are small enough for 16 bits to hold the sum of a whole group's.
+too large, which adds that many times the sum of the row's group to every channel alike, and sums start from that
+number with its sign turned. AVX2 can multiply bytes as well, but its sums of two products are cut off at 16 bits:
+where weights have 8 bits, words are multiplied there, and a row's numbers are kept as bytes and as words. Products of
+weights of 4 bits are small enough for 16 bits to hold the sum of a whole group's.
 """
 
 from __future__ import annotations

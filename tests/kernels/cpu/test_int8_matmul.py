@@ -301,7 +301,8 @@ def rows_for(products: Products, x: torch.Tensor) -> torch.Tensor:
     order = [quad + i for quad in range(0, GROUP, QUAD) for part in products.parts for i in part]
     dtype = torch.int8 if products.number_bytes == 1 else torch.int16
     sums = numbers.sum(dim=2, dtype=torch.int32, keepdim=True)
-    fields = numbers[..., order].to(dtype), scales[..., None], -ZERO_POINT * sums, sums * scales[..., None]
+    fields = [numbers[..., order].to(dtype), scales[..., None], -ZERO_POINT * sums, sums * scales[..., None]]
+    fields += [numbers.to(torch.int8)] if products.number_bytes > 1 else []
     rows = torch.cat([field.contiguous().view(torch.uint8) for field in fields], dim=2)
     assert rows.shape[2] == products.row_bytes
     return rows.transpose(0, 1).contiguous()

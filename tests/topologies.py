@@ -220,13 +220,8 @@ def cluster_setup(directory: Path) -> Iterator[ClusterSetup]:
     for index in range(3):
         # The bus port is named because the default, 10,000 above, is often past the last port there is.
         options = (
-            "--cluster-enabled",
-            "yes",
-            "--cluster-port",
-            str(_free_port()),
-            "--cluster-node-timeout",
-            "3000",
-        )
+            "--cluster-enabled", "yes", "--cluster-port", str(_free_port()), "--cluster-node-timeout", "3000",
+        )  # fmt: skip
         node = RedisServer(server_binary("valkey-server"), directory / f"node-{index}", options)
         node.start()
         nodes.append(node)

@@ -61,11 +61,8 @@ class Neighbourhood:
         ids = []
         for i in range(12):
             fields = {
-                "prompt": f"The capital of country {i} is",
-                "max_tokens": 24,
-                "seed": i,
-                "tenant": "good",
-            }
+                "prompt": f"The capital of country {i} is", "max_tokens": 24, "seed": i, "tenant": "good",
+            }  # fmt: skip
             fields |= {"temperature": 0.0} if i % 3 == 0 else {"top_p": 0.9, "logprobs": 3 if i % 2 else None}
             item = self._item(json.loads(Job.parse(fields | {"model": self.model}).to_payload()), {}, "good")
             ids += self._submit([item])

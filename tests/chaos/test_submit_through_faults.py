@@ -262,14 +262,10 @@ def test_somebody_elses_keys(own_valkey: RedisServer, queue_name: str) -> None:
 @pytest.mark.parametrize(
     "greeting",
     [
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"SSH-2.0-OpenSSH_9.2\r\n",
-        b":abc\r\n",
-        b"*x\r\n",
-        b"$-7\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b":abc\r\n", b"*x\r\n", b"$-7\r\n",
         b"-\r\n",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_redis_server(greeting: bytes, queue_name: str) -> None:
     class Talker(socketserver.BaseRequestHandler):
         def handle(self) -> None:

@@ -42,11 +42,8 @@ def hub() -> Iterator[LoopbackHub]:
 
 def environment(hub: LoopbackHub, tmp_path: Path) -> dict[str, str]:
     caches = {
-        "HF_HOME": "hf",
-        "MODELSCOPE_CACHE": "ms",
-        "MODELSCOPE_HOME": "ms-home",
-        "PAGEMILL_CACHE_DIR": "own",
-    }
+        "HF_HOME": "hf", "MODELSCOPE_CACHE": "ms", "MODELSCOPE_HOME": "ms-home", "PAGEMILL_CACHE_DIR": "own",
+    }  # fmt: skip
     hubs = {"HF_ENDPOINT": hub.url, "MODELSCOPE_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
     return os.environ | hubs | {name: str(tmp_path / folder) for name, folder in caches.items()}
 

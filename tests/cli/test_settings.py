@@ -49,13 +49,8 @@ FILLED = {
 BAD_NUMBERS = ("nan", "inf", "-1", "1e300", "1" + "0" * 40, "abc", "")
 BAD_WORDS = ("", "a\nb", "x" * 300, "a b")
 BAD_URLS = (
-    "http://host",
-    "redis://host/abc",
-    "redis://host/-1",
-    "redis://host:0",
-    "redis://host:99999",
-    " ",
-)
+    "http://host", "redis://host/abc", "redis://host/-1", "redis://host:0", "redis://host:99999", " ",
+)  # fmt: skip
 
 
 HINTS = {
@@ -320,11 +315,8 @@ def test_a_producer_refuses_what_makes_no_sense(kind: type, monkeypatch: pytest.
         with pytest.raises(InvalidAddress):
             kind(url)
     bad: list[dict[str, Any]] = [
-        {"queue": "a b"},
-        {"tenant": ""},
-        {"hmac_key": "short"},
-        {"durability": "maybe"},
-    ]
+        {"queue": "a b"}, {"tenant": ""}, {"hmac_key": "short"}, {"durability": "maybe"},
+    ]  # fmt: skip
     for options in bad:
         with pytest.raises(InvalidJob):
             kind("redis://127.0.0.1:1", **options)

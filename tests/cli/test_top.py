@@ -74,15 +74,8 @@ def test_it_draws_on_a_terminal_until_ctrl_c(client: QueueClient, valkey_url: st
         eventually(lambda: _is_ready(client), "the worker")
         leader, follower = pty.openpty()
         command = [
-            sys.executable,
-            "-m",
-            "pagemill",
-            "top",
-            "--redis-url",
-            valkey_url,
-            "--queue",
-            client.queue,
-        ]
+            sys.executable, "-m", "pagemill", "top", "--redis-url", valkey_url, "--queue", client.queue,
+        ]  # fmt: skip
         environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
         process = subprocess.Popen(
             [*command, "--every", "0.2"], stdout=follower, stderr=follower, env=environment

@@ -166,15 +166,8 @@ def confined() -> list[str]:
     )
     user += " --ambient-caps -all,+dac_read_search --bounding-set -all,+dac_read_search"
     prefix = [
-        "unshare",
-        "--mount",
-        "--propagation",
-        "private",
-        "sh",
-        "-c",
-        f'{mounts} && exec {user} "$@"',
-        "sh",
-    ]
+        "unshare", "--mount", "--propagation", "private", "sh", "-c", f'{mounts} && exec {user} "$@"', "sh",
+    ]  # fmt: skip
     if (
         not all(map(shutil.which, ("unshare", "setpriv")))
         or subprocess.run([*prefix, "true"], check=False).returncode
@@ -197,16 +190,8 @@ def test_a_worker_runs_on_a_read_only_root(confined: list[str], client: QueueCli
     probe = [*confined, "sh", "-c", f"! touch /probe && ! touch /root/probe && {can}"]
     subprocess.run(probe, check=True, capture_output=True)
     words = [
-        "worker",
-        "--model",
-        "echo",
-        "--redis-url",
-        client.url,
-        "--queue",
-        client.queue,
-        "--http-port",
-        "0",
-    ]
+        "worker", "--model", "echo", "--redis-url", client.url, "--queue", client.queue, "--http-port", "0",
+    ]  # fmt: skip
     log_path = tmp_path / "log"
     with log_path.open("wb") as log:
         command = [*confined, sys.executable, "-m", "pagemill", *words]

@@ -152,12 +152,9 @@ def check_schedule(
     references: list[Reference], budget: int, threshold: int, caching: bool, overlapped: bool, padded: bool
 ) -> None:
     llm = make_llm(
-        max_num_batched_tokens=budget,
-        long_prefill_token_threshold=threshold,
-        enable_prefix_caching=caching,
-        async_scheduling=overlapped,
-        pad_to_bucket=padded,
-    )
+        max_num_batched_tokens=budget, long_prefill_token_threshold=threshold, enable_prefix_caching=caching,
+        async_scheduling=overlapped, pad_to_bucket=padded,
+    )  # fmt: skip
     # One token a step computes every token of every prompt alone: fewer prompts say as much.
     chosen = {1: references[3:9:2], 7: references[:16:3]}.get(budget, references)
     cold = generate(llm, chosen)

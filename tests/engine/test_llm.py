@@ -58,20 +58,13 @@ def test_one_prompt_stands_for_a_list_of_one(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "prompts",
     [
-        np.array([97, 98]),
-        np.array([[97, 98]], dtype=np.uint16),
-        torch.tensor([[97, 98]]),
-        [np.array([97, 98])],
-        [np.int64(97), np.int64(98)],
-        ((97, 98),),
-        {"prompt_token_ids": [97, 98]},
-        [{"prompt_token_ids": np.array([97, 98]), "prompt": None}],
-        {"prompt": "ab"},
-        np.array(["ab"]),
+        np.array([97, 98]), np.array([[97, 98]], dtype=np.uint16), torch.tensor([[97, 98]]),
+        [np.array([97, 98])], [np.int64(97), np.int64(98)], ((97, 98),), {"prompt_token_ids": [97, 98]},
+        [{"prompt_token_ids": np.array([97, 98]), "prompt": None}], {"prompt": "ab"}, np.array(["ab"]),
         ("ab",),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_prompts_of_other_types(llm: LLM, prompts: Any) -> None:
     assert texts(llm, prompts) == [["ab"]]
     assert texts(llm, (text for text in ["ab"])) == [["ab"]]

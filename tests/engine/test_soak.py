@@ -25,30 +25,17 @@ class Soak:
     def __init__(self, seed: int, *, depth: int) -> None:
         self.rng = random.Random(seed)
         limits = SchedulerConfig(
-            block_size=4,
-            num_kv_blocks=90,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=16,
-            max_num_batched_tokens=48,
-            long_prefill_token_threshold=20,
-            depth=depth,
-            eos_token_ids=(EOS,),
-            num_host_blocks=40,
-            max_host_copies=8,
-        )
+            block_size=4, num_kv_blocks=90, max_model_len=MAX_MODEL_LEN, max_num_seqs=16,
+            max_num_batched_tokens=48, long_prefill_token_threshold=20, depth=depth, eos_token_ids=(EOS,),
+            num_host_blocks=40, max_host_copies=8,
+        )  # fmt: skip
         model = HashModel(
             limits.num_kv_blocks, limits.block_size, HashOracle(VOCAB_SIZE, (EOS,)), limits.max_num_seqs
         )
         parts = EngineParts(
-            executor=model,
-            tokenizer=None,
-            limits=limits,
-            served_models=("hash",),
-            vocab_size=VOCAB_SIZE,
-            fingerprint="hash",
-            tier="token",
-            device="none",
-        )
+            executor=model, tokenizer=None, limits=limits, served_models=("hash",), vocab_size=VOCAB_SIZE,
+            fingerprint="hash", tier="token", device="none",
+        )  # fmt: skip
         self.engine = Engine(parts)
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(5)]
         self.live: dict[str, None] = {}

@@ -55,18 +55,10 @@ def save_tiny_ministral(
 ) -> Any:
     """Layers with windows of 6 tokens, or without, as `layer_types` says."""
     config = MinistralConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=len(layer_types),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        sliding_window=6,
-        layer_types=layer_types,
-        eos_token_id=list(eos),
-    )
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=len(layer_types),
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+        sliding_window=6, layer_types=layer_types, eos_token_id=list(eos),
+    )  # fmt: skip
     return _save(directory, MinistralForCausalLM(config), std, eos)
 
 

@@ -32,17 +32,9 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(source: Path, directory: Path) -> Path:
     """The wheel of a directory or an sdist."""
     command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        directory,
+        sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", directory,
         source,
-    ]
+    ]  # fmt: skip
     subprocess.run(command, check=True)
     return next(directory.glob("*.whl"))
 

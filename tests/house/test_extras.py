@@ -307,24 +307,12 @@ def _check_ray(environment: Environment) -> None:
 
 
 CHECKS: dict[str, Callable[[Environment], None]] = {
-    "": _check_base,
-    "worker": _check_worker,
-    "echo": _runs_an_echo_job,
-    "testing": _check_testing,
-    "exporter": _check_exporter,
-    "encryption": _check_encryption,
-    "otel": _check_otel,
-    "gguf": _check_gguf,
-    "images": _check_images,
-    "modelscope": _check_modelscope,
-    "parquet": _check_parquet,
-    "s3": _check_s3,
-    "gateway": _check_gateway,
-    "openai": _check_openai,
-    "ray": _check_ray,
-    "celery": _check_celery,
+    "": _check_base, "worker": _check_worker, "echo": _runs_an_echo_job, "testing": _check_testing,
+    "exporter": _check_exporter, "encryption": _check_encryption, "otel": _check_otel, "gguf": _check_gguf,
+    "images": _check_images, "modelscope": _check_modelscope, "parquet": _check_parquet, "s3": _check_s3,
+    "gateway": _check_gateway, "openai": _check_openai, "ray": _check_ray, "celery": _check_celery,
     "docs": _check_docs,
-}
+}  # fmt: skip
 """By extra, the smallest real use of it; the empty name is the base install."""
 
 

@@ -31,14 +31,8 @@ def test_importing_it_loads_nothing_of_others(package: str) -> None:
 )
 def test_the_light_side_loads_nothing_heavy(package: str) -> None:
     heavy = (
-        "torch",
-        "transformers",
-        "triton",
-        "numba",
-        "numpy",
-        "pagemill.engine.execution",
-        "pagemill.worker",
-    )
+        "torch", "transformers", "triton", "numba", "numpy", "pagemill.engine.execution", "pagemill.worker",
+    )  # fmt: skip
     assert loaded(f"import {package}", *heavy) == []
 
 

@@ -11,22 +11,12 @@ ROWS = re.findall(
     r"^\| ([a-z].*?) \| (\d+) \| (.*) \|$", PAGE.partition("## Files to change")[2], re.MULTILINE
 )
 PROMISED = {
-    "number or flag for sampling": 3,
-    "list of tokens or texts for sampling": 4,
-    "family of models that is like LLaMA": 1,
-    "type of transformers that a packed batch breaks": 1,
-    "metric of the KV cache": 3,
-    "panel": 1,
-    "quota": 4,
-    "setting of a worker": 2,
-    "endpoint": 3,
-    "feature of the queue": 4,
-    "quantization scheme": 3,
-    "format of quantized checkpoints": 2,
-    "kind of job": 6,
-    "device": 2,
-    "attention library": 3,
-}
+    "number or flag for sampling": 3, "list of tokens or texts for sampling": 4,
+    "family of models that is like LLaMA": 1, "type of transformers that a packed batch breaks": 1,
+    "metric of the KV cache": 3, "panel": 1, "quota": 4, "setting of a worker": 2, "endpoint": 3,
+    "feature of the queue": 4, "quantization scheme": 3, "format of quantized checkpoints": 2,
+    "kind of job": 6, "device": 2, "attention library": 3,
+}  # fmt: skip
 
 
 def test_a_recipe_keeps_its_promise() -> None:

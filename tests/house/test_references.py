@@ -25,11 +25,8 @@ IMPORT = re.compile(
 BARE = re.compile(rf"(?:\bfrom|\bimport(?: \w+,)*|-m) (?:{PARTS})(?:[.,;]|\s(?!is|of))")
 CALL = re.compile(rf"\b(?:files|find_spec|import_module|importorskip)\(\"(?:{PARTS})\b.*")
 THEIRS = {
-    "queries.yml",
-    "test.yml",
-    "2e/logging.py",
-    "benchmarks.no_such_module",
-}
+    "queries.yml", "test.yml", "2e/logging.py", "benchmarks.no_such_module",
+}  # fmt: skip
 """A container's, and what tests make up."""
 FILES_OF_NO_MODULE = re.compile(r"\.(?:toml|json|log|jsonl|prom|key)$")
 

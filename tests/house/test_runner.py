@@ -122,13 +122,10 @@ def test_real_runs(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import nothing_of_that_name",
-        "raise SystemExit(0)",
-        "x =",
-        "import os\ndef test_it(): os._exit(0)",
+        "import nothing_of_that_name", "raise SystemExit(0)", "x =", "import os\ndef test_it(): os._exit(0)",
         "",
     ],
-)
+)  # fmt: skip
 def test_what_cannot_run_fails_the_run(project: Path, source: str) -> None:
     (project / "tests/test_it.py").write_text(source)
     assert run.run("quick", ["-m", run.QUICK], processes=1).code != 0

@@ -152,13 +152,9 @@ def test_the_page_s_example_makes_jobs() -> None:
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'pagemill[ray]'")
     ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-    )
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+        object_store_memory=100 * 2**20, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )  # fmt: skip
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield ray
     ray.shutdown()

@@ -75,13 +75,9 @@ def test_every_end_is_told_once_and_signed(
 ) -> None:
     with running_worker(config(client, receiver, monkeypatch)) as worker:
         good = producer.submit(
-            prompt="told",
-            model="echo",
-            max_tokens=4,
-            webhook=receiver.url,
-            metadata={"order": 7},
+            prompt="told", model="echo", max_tokens=4, webhook=receiver.url, metadata={"order": 7},
             tenant="acme",
-        )
+        )  # fmt: skip
         late = producer.submit(prompt="p", model="echo", delay=3600.0, webhook=receiver.url)
         bad = producer.submit(prompt_token_ids=[10**6], model="echo", webhook=receiver.url)
         assert good.result(timeout=120).text == "told"

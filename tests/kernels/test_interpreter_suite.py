@@ -28,15 +28,7 @@ def test_kernels_in_the_interpreter() -> None:
     """Every test of interpreter/, in a process of its own whose kernels run as numpy code."""
     run = subprocess.run(
         [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "",
+            sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "",
             str(_SUITE),
         ],
         cwd=ROOT,
@@ -44,6 +36,6 @@ def test_kernels_in_the_interpreter() -> None:
         capture_output=True,
         text=True,
         check=False,
-    )
+    )  # fmt: skip
     assert run.returncode == 0, f"\n{run.stdout}\n{run.stderr}"
     assert " passed" in run.stdout

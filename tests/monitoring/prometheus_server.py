@@ -101,12 +101,8 @@ def panel_queries() -> list[tuple[str, str]]:
 def substituted(expr: str, *, window: str = "1m", worker: str = ".+", queue: str = ".+") -> str:
     """The query as Grafana would send it, with everything chosen."""
     values = {
-        "$__rate_interval": window,
-        "$worker": worker,
-        "$queue": queue,
-        "$model": ".+",
-        "$gateway": ".+",
-    }
+        "$__rate_interval": window, "$worker": worker, "$queue": queue, "$model": ".+", "$gateway": ".+",
+    }  # fmt: skip
     for name, value in values.items():
         expr = expr.replace(name, value)
     assert "$" not in expr, f"a variable is left in {expr}"

@@ -24,13 +24,9 @@ def test_what_every_outcome_and_state_counts() -> None:
     drain = DrainEstimate()
     drain.update(QueueFigures(queue="q", taken_at=0.0))
     figures = QueueFigures(
-        queue="q",
-        taken_at=10.0,
-        waiting={("m", "high"): 1, ("m", "low"): 2},
-        delayed=3,
-        running=4,
+        queue="q", taken_at=10.0, waiting={("m", "high"): 1, ("m", "low"): 2}, delayed=3, running=4,
         ended={"failed": 1, "cancelled": 1, "dead": 3},
-    )
+    )  # fmt: skip
     assert drain.update(figures) == pytest.approx(10 / (5 / 10))
 
 

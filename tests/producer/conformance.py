@@ -27,11 +27,8 @@ from pagemill.producer.wire.server.transport import SyncTransport
 AT_WILL = {"ends", "sweep", "stats", "workers"}
 """Scripts that a client may call at any time."""
 ERRORS = {
-    IdempotencyConflict: "conflict",
-    JobNotFound: "not_found",
-    JobCancelled: "cancelled",
-    JobFailed: "failed",
-}
+    IdempotencyConflict: "conflict", JobNotFound: "not_found", JobCancelled: "cancelled", JobFailed: "failed",
+}  # fmt: skip
 
 
 def fits(pattern: Any, value: Any) -> bool:

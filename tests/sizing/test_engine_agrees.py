@@ -46,12 +46,9 @@ def test_blocks_of_tiny_checkpoints(name: str, tmp_path: Path) -> None:
     make: Callable[[Path], Any] = getattr(tiny_model, name)
     make(tmp_path, **(WINDOWS if name == "save_tiny_ministral" else {}))
     config = EngineConfig(
-        model=str(tmp_path),
-        skip_tokenizer_init=True,
-        device="cpu",
-        kv_cache_memory_bytes=POOL_BYTES,
+        model=str(tmp_path), skip_tokenizer_init=True, device="cpu", kv_cache_memory_bytes=POOL_BYTES,
         verify=False,
-    )
+    )  # fmt: skip
     check(config)
 
 
@@ -71,11 +68,8 @@ def test_blocks_of_a_type_that_no_family_names(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     common = {
-        "skip_tokenizer_init": True,
-        "device": "cpu",
-        "kv_cache_memory_bytes": POOL_BYTES,
-        "verify": False,
-    }
+        "skip_tokenizer_init": True, "device": "cpu", "kv_cache_memory_bytes": POOL_BYTES, "verify": False,
+    }  # fmt: skip
     check(EngineConfig(model=str(tmp_path), load_format="dummy", **common))  # type: ignore[arg-type]
 
 

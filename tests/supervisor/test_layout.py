@@ -74,19 +74,12 @@ def test_a_file_says_it_all(tmp_path: Path, listener: socket.socket) -> None:
     assert first.arguments == ("worker", "--http-port", "9100")
     assert (first.url, second.url) == ("http://127.0.0.1:9100", "http://127.0.0.1:9101")
     assert dict(first.environment) == {
-        "PAGEMILL_QUEUE": "labels",
-        "PAGEMILL_HTTP_HOST": "0.0.0.0",
-        "PAGEMILL_LOG_FORMAT": "json",
-        "PAGEMILL_LOG_LEVEL": "info",
-        "PAGEMILL_REDIS_URL": URL,
-        "PAGEMILL_MODEL": "echo:5",
-        "PAGEMILL_MAX_NUM_SEQS": "32",
-        "PAGEMILL_SERVED_MODEL_NAME": "a b",
-        "PAGEMILL_ENABLE_PREFIX_CACHING": "False",
-        "PAGEMILL_DEVICE": "cuda",
-        "PAGEMILL_TENSOR_PARALLEL_SIZE": "1",
-        "CUDA_VISIBLE_DEVICES": "0",
-    }
+        "PAGEMILL_QUEUE": "labels", "PAGEMILL_HTTP_HOST": "0.0.0.0", "PAGEMILL_LOG_FORMAT": "json",
+        "PAGEMILL_LOG_LEVEL": "info", "PAGEMILL_REDIS_URL": URL, "PAGEMILL_MODEL": "echo:5",
+        "PAGEMILL_MAX_NUM_SEQS": "32", "PAGEMILL_SERVED_MODEL_NAME": "a b",
+        "PAGEMILL_ENABLE_PREFIX_CACHING": "False", "PAGEMILL_DEVICE": "cuda",
+        "PAGEMILL_TENSOR_PARALLEL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0",
+    }  # fmt: skip
     assert second.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert second.environment["PAGEMILL_TENSOR_PARALLEL_SIZE"] == "2"
     assert found["gateway"].arguments[-7:] == (

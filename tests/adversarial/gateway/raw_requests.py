@@ -9,14 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/batches",
-    "/v1/files",
-    "/v1/models",
-    "/healthz",
+    "/v1/chat/completions", "/v1/completions", "/v1/batches", "/v1/files", "/v1/models", "/healthz",
     "/metrics",
-)
+)  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "model": "echo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0.5,
@@ -30,71 +25,20 @@ BODIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 STRANGE: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    2**31,
-    2**63,
-    2**70,
-    10**400,
-    0.5,
-    -0.0,
-    1e308,
-    5e-324,
-    "",
-    "x",
-    "\x00",
-    "\ud800",
-    "\u202e",
-    "a" * 5000,
-    [],
-    [[]],
-    [None],
-    ["x"] * 200,
-    {},
-    {"$ne": 1},
-    {"": ""},
-    [{"role": "user"}],
-    {"type": "json_schema"},
-    [{"type": "text", "text": "x"}],
-    "file-" + "f" * 24,
+    None, True, -1, 0, 2**31, 2**63, 2**70, 10**400, 0.5, -0.0, 1e308, 5e-324, "", "x", "\x00", "\ud800",
+    "\u202e", "a" * 5000, [], [[]], [None], ["x"] * 200, {}, {"$ne": 1}, {"": ""}, [{"role": "user"}],
+    {"type": "json_schema"}, [{"type": "text", "text": "x"}], "file-" + "f" * 24,
     {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
-)
+)  # fmt: skip
 METHODS = (
-    "GET",
-    "POST",
-    "PUT",
-    "DELETE",
-    "HEAD",
-    "OPTIONS",
-    "TRACE",
-    "CONNECT",
-    "PATCH",
-    "post",
-    "G E T",
-    "\x00",
-    "PRI",
-    "A" * 300,
-)
+    "GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "CONNECT", "PATCH", "post", "G E T", "\x00",
+    "PRI", "A" * 300,
+)  # fmt: skip
 TARGETS = (
-    "*",
-    "",
-    "//",
-    "/%00",
-    "/%",
-    "/../../etc/passwd",
-    "http://127.0.0.1/v1/models",
-    "https://evil.example:99999/",
-    "/v1/models?x=" + "y" * 9000,
-    "/v1//models",
-    "/v1/models#f",
-    "/\u00e9",
-    "evil.example:443",
-    "/v1/files/%2e%2e%2f",
-    "/v1/completions\t",
-    "/ HTTP/1.1\r\nx: y",
-)
+    "*", "", "//", "/%00", "/%", "/../../etc/passwd", "http://127.0.0.1/v1/models",
+    "https://evil.example:99999/", "/v1/models?x=" + "y" * 9000, "/v1//models", "/v1/models#f", "/\u00e9",
+    "evil.example:443", "/v1/files/%2e%2e%2f", "/v1/completions\t", "/ HTTP/1.1\r\nx: y",
+)  # fmt: skip
 VERSIONS = ("HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/9.9", "HTTP/1.1 ", "http/1.1", "", "HTTP/1.1\x00")
 HEADERS = (
     "content-length: 5",
@@ -143,22 +87,9 @@ HEADERS = (
     "content-type: application/json\r\n" * 30 + "a: b",
 )
 CHUNK_HEADS = (
-    "5",
-    "0",
-    "00000000000000005",
-    "FFFFFFFFFFFFFFFF",
-    "7fffffff",
-    "-5",
-    "0x5",
-    "5;ext=1",
-    "5;" + "e" * 40_000,
-    " 5",
-    "5 ",
-    "",
-    "g",
-    "5\n",
-    "\x005",
-)
+    "5", "0", "00000000000000005", "FFFFFFFFFFFFFFFF", "7fffffff", "-5", "0x5", "5;ext=1",
+    "5;" + "e" * 40_000, " 5", "5 ", "", "g", "5\n", "\x005",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -307,14 +238,8 @@ def any_noise(rng: random.Random) -> bytes:
 
 
 KINDS: tuple[Callable[[random.Random], bytes], ...] = (
-    any_body,
-    any_body,
-    any_form,
-    any_chunks,
-    any_head,
-    any_head,
-    any_noise,
-)
+    any_body, any_body, any_form, any_chunks, any_head, any_head, any_noise,
+)  # fmt: skip
 
 
 def conversation(rng: random.Random) -> Conversation:

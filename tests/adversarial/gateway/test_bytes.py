@@ -26,12 +26,8 @@ from tests.worker.harness import QueueClient, eventually, running_worker, worker
 AT_ONCE = 48
 MAX_GROWTH_MB = 150
 LIMITS = {
-    "head_timeout_s": 1.5,
-    "body_timeout_s": 1.5,
-    "send_timeout_s": 2.0,
-    "timeout_s": 6.0,
-    "ping_s": 0.5,
-}
+    "head_timeout_s": 1.5, "body_timeout_s": 1.5, "send_timeout_s": 2.0, "timeout_s": 6.0, "ping_s": 0.5,
+}  # fmt: skip
 REFUSED = range(400, 500)
 
 

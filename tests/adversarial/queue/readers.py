@@ -228,12 +228,9 @@ class Readers(Parties):
             self.tell_all()
             self.week += 1
         self.clock_s += {
-            "seconds": self.rng.randint(1, 90),
-            "hour": self.rng.randint(60, HOURS_S),
-            "back": -self.rng.randint(60, 2 * HOURS_S),
-            "day": 25 * HOURS_S,
-            "week": 8 * DAY_MS // 1000,
-        }[kind]
+            "seconds": self.rng.randint(1, 90), "hour": self.rng.randint(60, HOURS_S),
+            "back": -self.rng.randint(60, 2 * HOURS_S), "day": 25 * HOURS_S, "week": 8 * DAY_MS // 1000,
+        }[kind]  # fmt: skip
         self.clock.stop_at(self.clock_s)
         self.read_time()
 

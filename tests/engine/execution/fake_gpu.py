@@ -188,14 +188,11 @@ def main(directory: str, options: str = "{}") -> None:
         prompts = [[rng.randrange(3, 200) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
         params = [
             SamplingParams(
-                temperature=0.7 * (number % 2),
-                seed=number,
-                max_tokens=rng.randrange(2, 20),
-                ignore_eos=True,
+                temperature=0.7 * (number % 2), seed=number, max_tokens=rng.randrange(2, 20), ignore_eos=True,
                 **options,
             )
             for number in range(count)
-        ]
+        ]  # fmt: skip
         llm.generate(prompts, params, use_tqdm=False)
 
     serve(1, 40)

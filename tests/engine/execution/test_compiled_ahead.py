@@ -32,15 +32,9 @@ ROUNDED = {"rms_norm_kernel", "quantise_rows_kernel", "scaled_matmul_kernel"}
 )
 def test_requests_compile_nothing(options: dict[str, object], tmp_path: Path) -> None:
     config = LlamaConfig(
-        vocab_size=1003,
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-    )
+        vocab_size=1003, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
+    )  # fmt: skip
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.execution.fake_gpu", str(tmp_path), json.dumps(options)],

@@ -59,13 +59,9 @@ def new_row(row: int, num_tokens: int, blocks: list[int]) -> NewRow:
 @pytest.mark.parametrize("pad", [False, True])
 def test_tables_and_slots_follow_the_plans(pad: bool) -> None:
     batch = InputBatch(
-        max_num_seqs=NUM_ROWS,
-        max_model_len=MAX_LEN,
-        block_size=BLOCK_SIZE,
-        device=torch.device("cpu"),
-        pad_to_bucket=pad,
-        transfer=DirectTransfer(torch.device("cpu")),
-    )
+        max_num_seqs=NUM_ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=torch.device("cpu"),
+        pad_to_bucket=pad, transfer=DirectTransfer(torch.device("cpu")),
+    )  # fmt: skip
     plans = [
         StepPlan(0, new_rows=[new_row(3, 6, [9, 4]), new_row(0, 1, [30])],
                  work=[RowWork(0, 0, 1), RowWork(3, 0, 6)], samples=[Sample(0, 0, 1), Sample(3, 6, 6)]),

@@ -23,11 +23,8 @@ from tests.engine.tiny_model import save_tiny_llama
 from tests.monitoring.snapshots import metrics, scrape, value
 
 _SETTINGS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "num_kv_blocks": 64,
-    "num_threads": 1,
-    "max_num_seqs": 8,
-}
+    "skip_tokenizer_init": True, "num_kv_blocks": 64, "num_threads": 1, "max_num_seqs": 8,
+}  # fmt: skip
 _PROMPTS = [[3, 5, 7], list(range(40)), [9]]
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

@@ -25,11 +25,8 @@ from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.tiny_model import save_tiny_llama
 
 _SETTINGS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "num_kv_blocks": 64,
-    "max_num_seqs": 8,
-    "num_threads": 1,
-}
+    "skip_tokenizer_init": True, "num_kv_blocks": 64, "max_num_seqs": 8, "num_threads": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

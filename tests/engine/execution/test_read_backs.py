@@ -109,17 +109,9 @@ def parts(device: MetaCuda, tmp_path_factory: pytest.TempPathFactory) -> EngineP
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
     settings = EngineConfig(
-        model=str(directory),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        verify=False,
-        dtype="bfloat16",
-        num_kv_blocks=64,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        enforce_eager=True,
-        stage_inputs=True,
-    )
+        model=str(directory), load_format="dummy", skip_tokenizer_init=True, verify=False, dtype="bfloat16",
+        num_kv_blocks=64, max_num_seqs=8, max_num_batched_tokens=512, enforce_eager=True, stage_inputs=True,
+    )  # fmt: skip
     return _build_model(device, settings, None)
 
 

@@ -52,13 +52,9 @@ def fused_model(
     if kind == "fp32" and not HAS_FP32_PRODUCTS:
         pytest.skip("layers of fp32 products are compiled where the CPU has AVX2")
     sizes = {
-        "vocab_size": 50,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-    }
+        "vocab_size": 50, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 6, "num_key_value_heads": 2,
+    }  # fmt: skip
     torch.manual_seed(5)
     config = AutoConfig.for_model(family, **(sizes | FAMILIES[family] | settings))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -96,16 +92,11 @@ def step(query_lens: list[int], seq_lens: list[int], num_padded: int = 0) -> Att
             slots.append(int(tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE)
     starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
     return AttentionMetadata(
-        block_tables=tables,
-        query_start_loc=starts,
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        slot_mapping=torch.tensor(slots + [-1] * num_padded),
-        query_lens_host=query_lens,
-        seq_lens_host=seq_lens,
-        num_decode_rows=num_decode_rows,
-        max_query_len=max(query_lens),
+        block_tables=tables, query_start_loc=starts, seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots + [-1] * num_padded), query_lens_host=query_lens,
+        seq_lens_host=seq_lens, num_decode_rows=num_decode_rows, max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
-    )
+    )  # fmt: skip
 
 
 def random_caches(model: Any, dtype: torch.dtype = torch.float32) -> list[LayerCache]:
@@ -293,11 +284,8 @@ def test_products_of_a_layer_keep_their_weights_in_formats_of_their_own() -> Non
     model = fused_model("llama", rounding=rounding, **sizes)
     source = model.model.layers[0].source
     products = (
-        source.self_attn.qkv_proj,
-        source.self_attn.o_proj,
-        source.mlp.gate_up_proj,
-        source.mlp.down_proj,
-    )
+        source.self_attn.qkv_proj, source.self_attn.o_proj, source.mlp.gate_up_proj, source.mlp.down_proj,
+    )  # fmt: skip
     assert [linear.product.packed.weight_format for linear in products] == [NIBBLES, FLOAT16, BFLOAT16, BYTES]
     assert_same(model, step([1, 1, 40, 3], [9, 30, 44, 3], num_padded=2))
 

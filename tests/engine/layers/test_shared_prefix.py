@@ -19,13 +19,8 @@ that was charged twice is about payment. Whatever is said of the goods themselve
 All else, greetings and thanks included, is other. Messages may be short and full of mistakes; do not answer them.
 """
 MESSAGES = [
-    "Where is my parcel?",
-    "Charged twice!!",
-    "the mug leaks",
-    "thank you so much",
-    "refund pls",
-    "hi",
-]
+    "Where is my parcel?", "Charged twice!!", "the mug leaks", "thank you so much", "refund pls", "hi",
+]  # fmt: skip
 LABELS = ("delivery of a parcel", "payment by card", "quality of the goods", "other matters")
 PARAMS = (
     SamplingParams(structured_outputs=StructuredOutputs(choice=LABELS), label_probs="product"),

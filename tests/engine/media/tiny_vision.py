@@ -25,11 +25,8 @@ from tests.engine.models.generic.trial import randomise
 PLACEHOLDER, BEGIN, END, TILE = 90, 91, 92, 93
 NUM_OUTPUT_TOKENS = 14
 _ENGINE: dict[str, Any] = {
-    "num_threads": 1,
-    "num_kv_blocks": 96,
-    "block_size": 4,
-    "skip_tokenizer_init": True,
-}
+    "num_threads": 1, "num_kv_blocks": 96, "block_size": 4, "skip_tokenizer_init": True,
+}  # fmt: skip
 Inputs = dict[str, Any]
 
 

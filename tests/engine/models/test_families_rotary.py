@@ -25,12 +25,9 @@ SHORT, LONG = ([(5 * i + 2) % VOCAB_SIZE for i in range(n)] for n in (7, 90))
 LINEAR = {"type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": TRAINED,
-}
+}  # fmt: skip
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": SHORT_FACTOR,

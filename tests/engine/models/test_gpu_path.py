@@ -36,14 +36,8 @@ REPRESENTATIVES = (
 )  # fmt: skip
 """Of the generic types, those that `make check` runs: one for each kind of layer."""
 FAMILIES = (
-    "bloom",
-    "falcon, as its 7b",
-    "gemma3",
-    "gpt_oss",
-    "mpt",
-    "phimoe",
-    "qwen3_moe, a dense layer between",
-)
+    "bloom", "falcon, as its 7b", "gemma3", "gpt_oss", "mpt", "phimoe", "qwen3_moe, a dense layer between",
+)  # fmt: skip
 """The same of the registered families' cases."""
 _LOOPS = "transformers' own experts, of a layout that is not replaced, loop over those that were chosen"
 EXCEPTIONS = {

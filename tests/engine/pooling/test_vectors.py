@@ -146,14 +146,9 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
 def test_the_real_model(minilm: Path) -> None:
     theirs = SentenceTransformer(str(minilm), device="cpu")
     texts = [
-        "A man is eating food.",
-        "",
-        "Der schnelle braune Fuchs springt über den faulen Hund, 速い茶色の狐 🦊",
-        "word " * 100,
-        "The quick brown fox.",
-        "x" * 300,
-        "long " * 400,
-    ]
+        "A man is eating food.", "", "Der schnelle braune Fuchs springt über den faulen Hund, 速い茶色の狐 🦊",
+        "word " * 100, "The quick brown fox.", "x" * 300, "long " * 400,
+    ]  # fmt: skip
     found = run(engine_of(minilm), "embed", texts, truncate=True)
     assert closest(found, theirs.encode(texts)) >= EXACT
 

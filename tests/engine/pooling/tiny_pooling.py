@@ -33,15 +33,9 @@ from pagemill.engine.serving import load_engine
 WORDS = [f"w{number}" for number in range(50)] + ["query:", "passage:", "Represent"]
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 SIZES = {
-    "vocab_size": len(SPECIAL) + len(WORDS),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": len(SPECIAL) + len(WORDS), "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 ENCODERS: dict[str, Any] = {
     "bert": BertConfig(**SIZES, max_position_embeddings=64),
     "roberta": RobertaConfig(**SIZES, max_position_embeddings=65, type_vocab_size=2),

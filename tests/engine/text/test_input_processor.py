@@ -32,25 +32,15 @@ def code(processor: InputProcessor, given: dict[str, Any], **params: Any) -> str
 @pytest.mark.parametrize(
     "given",
     [
-        {},
-        {"prompt": "a", "prompt_token_ids": [1]},
-        {"prompt": "a", "messages": []},
-        {"prompt": ""},
-        {"prompt": "\ud800"},
-        {"prompt_token_ids": []},
-        {"prompt_token_ids": [257]},
-        {"prompt_token_ids": [-1]},
-        {"prompt_token_ids": [1.0]},
-        {"prompt_token_ids": [True]},
-        {"prompt_token_ids": ["a"]},
-        {"messages": []},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"content": "a"}]},
-        {"messages": [{"role": "user", "content": ["a"]}]},
+        {}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a", "messages": []}, {"prompt": ""},
+        {"prompt": "\ud800"}, {"prompt_token_ids": []}, {"prompt_token_ids": [257]},
+        {"prompt_token_ids": [-1]}, {"prompt_token_ids": [1.0]}, {"prompt_token_ids": [True]},
+        {"prompt_token_ids": ["a"]}, {"messages": []}, {"messages": [{"role": "user"}]},
+        {"messages": [{"content": "a"}]}, {"messages": [{"role": "user", "content": ["a"]}]},
         {"messages": ["a"]},
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_bad_input_is_an_invalid_job(given: dict[str, Any]) -> None:
     assert code(WITH_TOKENIZER, given) == "invalid_job"
 
@@ -58,14 +48,11 @@ def test_bad_input_is_an_invalid_job(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        {"n": 5},
-        {"stop_token_ids": (257,)},
-        {"logit_bias": {300: 1.0}},
-        {"logit_bias": {-1: 1.0}},
+        {"n": 5}, {"stop_token_ids": (257,)}, {"logit_bias": {300: 1.0}}, {"logit_bias": {-1: 1.0}},
         {"allowed_token_ids": (1, 999)},
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_parameters_this_model_can_not_take_are_an_invalid_job(params: dict[str, Any]) -> None:
     assert code(WITH_TOKENIZER, {"prompt": "a"}, **params) == "invalid_job"
 

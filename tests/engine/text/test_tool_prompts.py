@@ -187,22 +187,14 @@ def test_calls_of_kimi_are_numbered(templated: HuggingFaceTokenizer) -> None:
 @pytest.mark.parametrize(
     ("schema", "is_text"),
     [
-        ({"type": "string"}, True),
-        ({"type": ["string", "null"]}, True),
-        ({"type": "integer"}, False),
-        ({"enum": ["a", "b"]}, True),
-        ({"enum": ["a", 1]}, False),
-        ({"const": "a"}, True),
+        ({"type": "string"}, True), ({"type": ["string", "null"]}, True), ({"type": "integer"}, False),
+        ({"enum": ["a", "b"]}, True), ({"enum": ["a", 1]}, False), ({"const": "a"}, True),
         ({"anyOf": [{"type": "null"}, {"type": "string"}]}, True),
-        ({"anyOf": [{"type": "null"}, {"type": "array"}]}, False),
-        ({"$ref": "#/$defs/name"}, True),
-        ({"$ref": "#/$defs/loop"}, False),
-        ({"$ref": "#/$defs/none"}, False),
-        ({"$ref": "https://example.com/x"}, False),
-        ({}, False),
-        (True, False),
+        ({"anyOf": [{"type": "null"}, {"type": "array"}]}, False), ({"$ref": "#/$defs/name"}, True),
+        ({"$ref": "#/$defs/loop"}, False), ({"$ref": "#/$defs/none"}, False),
+        ({"$ref": "https://example.com/x"}, False), ({}, False), (True, False),
     ],
-)
+)  # fmt: skip
 def test_texts_are_known_by_their_schema(schema: Any, is_text: bool) -> None:
     root = {"$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
     assert is_text_schema(schema, root) == is_text

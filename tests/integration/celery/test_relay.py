@@ -157,13 +157,10 @@ def revoke_until_ended(handle: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "priority"),
     [
-        ({}, "normal"),
-        ({"priority": 0}, "high"),
-        ({"priority": 5}, "normal"),
-        ({"priority": 9}, "low"),
+        ({}, "normal"), ({"priority": 0}, "high"), ({"priority": 5}, "normal"), ({"priority": 9}, "low"),
         ({"priority": "low"}, "low"),
     ],
-)
+)  # fmt: skip
 def test_the_priority_is_that_of_celerys_redis(shop: Any, options: dict[str, Any], priority: str) -> None:
     handle = shop.generate.apply_async(kwargs={"prompt": "late"}, countdown=3600, **options)
     job = shop.generate.producer.job(handle.id)

@@ -108,16 +108,8 @@ def test_a_quiet_run_says_what_it_would_wait_for_without_an_end(
     client = QueueClient(valkey_url, queue_name)
     eventually(lambda: any("echo" in info.models for info in client.workers()), "the worker", PATIENCE_S)
     labels = (
-        "--choices",
-        "a,b",
-        "--label-probs",
-        "mean",
-        "--escalate-below",
-        "1",
-        "--to",
-        "qwen33",
-        "--quiet",
-    )
+        "--choices", "a,b", "--label-probs", "mean", "--escalate-below", "1", "--to", "qwen33", "--quiet",
+    )  # fmt: skip
     with command(tmp_path, environment(valkey_url, queue_name), *RUN, "--model", "echo", *labels) as run:
         try:
             run.says("no live worker", "serves qwen33", "jobs wait for one")

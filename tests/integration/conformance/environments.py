@@ -32,15 +32,8 @@ def node_modules_with(config: pytest.Config, *packages: str) -> Path:
     folder = _folder(config, "node", packages)
     if not (folder / "complete").exists():
         command = [
-            "npm",
-            "install",
-            "--no-audit",
-            "--no-fund",
-            "--loglevel",
-            "error",
-            "--prefix",
-            str(folder),
-        ]
+            "npm", "install", "--no-audit", "--no-fund", "--loglevel", "error", "--prefix", str(folder),
+        ]  # fmt: skip
         _install([*command, *packages], folder)
     return folder
 

@@ -22,12 +22,9 @@ from tests.webhook_receiver import Receiver
 from tests.worker.harness import eventually, running_worker, worker_config
 
 PACKAGES = (
-    "openai@7.55.0",
-    "ai@7.0.173",
-    "@ai-sdk/openai-compatible@3.0.92",
-    "@langchain/openai@1.6.0",
+    "openai@7.55.0", "ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "@langchain/openai@1.6.0",
     "@langchain/core@1.4.0",
-)
+)  # fmt: skip
 SCRIPT = Path(__file__).with_name("clients.mjs")
 
 

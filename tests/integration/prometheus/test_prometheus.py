@@ -323,13 +323,9 @@ def test_a_healthy_worker_raises_no_critical_alert(worker: Worker, prometheus: P
 
 
 AT_THE_END = {
-    "PagemillRedisDown",
-    "PagemillResultBufferGrowing",
-    "PagemillWorkerDegraded",
-    "PagemillScrapeIncomplete",
-    "PagemillNoMetrics",
-    "PagemillTargetDown",
-}
+    "PagemillRedisDown", "PagemillResultBufferGrowing", "PagemillWorkerDegraded", "PagemillScrapeIncomplete",
+    "PagemillNoMetrics", "PagemillTargetDown",
+}  # fmt: skip
 """Raised by what follows the faults."""
 
 

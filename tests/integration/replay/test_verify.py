@@ -96,11 +96,8 @@ def test_another_worker_gives_the_same_to_the_bit(again: Ran, name: str) -> None
     assert found.comparison.difference is None
     assert found.copies == 1
     wants_numbers = {
-        "seeded": "logprobs",
-        "several": "logprobs",
-        "labels": "label_probs",
-        "score": "logprobs",
-    }
+        "seeded": "logprobs", "several": "logprobs", "labels": "label_probs", "score": "logprobs",
+    }  # fmt: skip
     if name in wants_numbers:
         assert wants_numbers[name] in found.comparison.compared
     copy = again.client.status(found.replayed_as or "")

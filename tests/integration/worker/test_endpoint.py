@@ -85,16 +85,10 @@ def test_a_cancelled_job_closes_its_stream(client: QueueClient, stub: Stub, url:
 @pytest.mark.parametrize(
     ("fault", "counts_attempt"),
     [
-        ("truncated", False),
-        ("reset", False),
-        ("hanging", False),
-        ("trickle", False),
-        ("invalid", True),
-        ("wrong_types", True),
-        ("error_event", True),
-        ("huge_line", True),
+        ("truncated", False), ("reset", False), ("hanging", False), ("trickle", False), ("invalid", True),
+        ("wrong_types", True), ("error_event", True), ("huge_line", True),
     ],
-)
+)  # fmt: skip
 def test_a_broken_stream_is_continued(
     client: QueueClient, stub: Stub, url: str, fault: str, counts_attempt: bool
 ) -> None:

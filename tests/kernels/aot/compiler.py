@@ -24,13 +24,8 @@ _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
 # Shared memory that one program may have, in bytes (CUDA programming guide, table of compute capabilities).
 SHARED_MEMORY_LIMIT = {
-    80: 163 * 1024,
-    86: 99 * 1024,
-    89: 99 * 1024,
-    90: 227 * 1024,
-    100: 227 * 1024,
-    120: 99 * 1024,
-}
+    80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024,
+}  # fmt: skip
 
 _ANY_INTEGER = {"stride_table_row", "num_tokens", "num_splits", "num_rows", "chunks_per_group"}
 

@@ -52,12 +52,9 @@ def test_norms(size: int, adds: bool, capability: int) -> None:
 
 def test_gated_activation(capability: int) -> None:
     arguments: dict[str, Any] = {
-        "out_ptr": "*bf16",
-        "gate_up_ptr": "*bf16",
-        "size": "i32",
-        "stride_row": "i32",
+        "out_ptr": "*bf16", "gate_up_ptr": "*bf16", "size": "i32", "stride_row": "i32",
         "BLOCK": LAUNCHES["silu_and_mul"].block,
-    }
+    }  # fmt: skip
     compiled = compile_kernel(silu_and_mul_kernel, arguments, capability, row_tile("silu_and_mul"))
     check_resources(compiled, capability)
     assert compiled.wide_loads > 0
@@ -119,12 +116,9 @@ def test_rotation_and_cache(head_dim: int, rotary_dim: int, norm: bool, cache: s
 
 
 _FILTERED_ROWS = {
-    "logits_ptr": "*fp32",
-    "peaks_ptr": "*fp32",
-    "temperatures_ptr": "*fp32",
-    "top_k_ptr": "*i32",
+    "logits_ptr": "*fp32", "peaks_ptr": "*fp32", "temperatures_ptr": "*fp32", "top_k_ptr": "*i32",
     "top_p_ptr": "*fp64",
-}
+}  # fmt: skip
 
 
 def test_sampling_histogram(capability: int) -> None:

@@ -172,13 +172,9 @@ def test_writing_the_cache(element: str, capability: int) -> None:
 
 def test_copying_blocks(capability: int) -> None:
     arguments: dict[str, object] = {
-        "key_cache_ptr": "*bf16",
-        "value_cache_ptr": "*bf16",
-        "block_pairs_ptr": "*i64",
-        "elements_per_block": "i32",
-        "stride_cache_block": "i32",
-        "CHUNK": LAUNCHES["copy_blocks"].block,
-    }
+        "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16", "block_pairs_ptr": "*i64",
+        "elements_per_block": "i32", "stride_cache_block": "i32", "CHUNK": LAUNCHES["copy_blocks"].block,
+    }  # fmt: skip
     compiled = compile_kernel(copy_blocks_kernel, arguments, capability, row_tile("copy_blocks"))
     check_resources(compiled, capability)
     assert compiled.wide_loads > 0

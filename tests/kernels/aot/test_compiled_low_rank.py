@@ -15,36 +15,20 @@ from tests.kernels.aot.specialisations import row_tile
 
 def shrink_arguments(element: str, rank: int) -> dict[str, Any]:
     return {
-        "products_ptr": "*fp32",
-        "x_ptr": f"*{element}",
-        "order_ptr": "*i32",
-        "tiles_ptr": "*i32",
-        "entries_ptr": "*i64",
-        "in_features": "i32",
-        "stride_x_row": "i32",
-        "stride_entries_slot": "i32",
-        "max_rank": "i32",
-        "BLOCK_R": rank_block(rank),
-        "BLOCK_M": TILE_ROWS,
+        "products_ptr": "*fp32", "x_ptr": f"*{element}", "order_ptr": "*i32", "tiles_ptr": "*i32",
+        "entries_ptr": "*i64", "in_features": "i32", "stride_x_row": "i32", "stride_entries_slot": "i32",
+        "max_rank": "i32", "BLOCK_R": rank_block(rank), "BLOCK_M": TILE_ROWS,
         "BLOCK_K": LAUNCHES["low_rank_shrink"].block,
-    }
+    }  # fmt: skip
 
 
 def expand_arguments(element: str, rank: int) -> dict[str, Any]:
     return {
-        "out_ptr": f"*{element}",
-        "products_ptr": "*fp32",
-        "order_ptr": "*i32",
-        "tiles_ptr": "*i32",
-        "entries_ptr": "*i64",
-        "starts_ptr": "*i64",
-        "stride_out_row": "i32",
-        "stride_entries_slot": "i32",
-        "max_rank": "i32",
-        "BLOCK_R": rank_block(rank),
-        "BLOCK_M": TILE_ROWS,
+        "out_ptr": f"*{element}", "products_ptr": "*fp32", "order_ptr": "*i32", "tiles_ptr": "*i32",
+        "entries_ptr": "*i64", "starts_ptr": "*i64", "stride_out_row": "i32", "stride_entries_slot": "i32",
+        "max_rank": "i32", "BLOCK_R": rank_block(rank), "BLOCK_M": TILE_ROWS,
         "BLOCK_N": LAUNCHES["low_rank_expand"].block,
-    }
+    }  # fmt: skip
 
 
 def _cases() -> list[Any]:

@@ -369,11 +369,8 @@ def test_copy_blocks():
 
 def test_after_the_warm_up_no_step_compiles():
     kernels = [
-        decode.decode,
-        prefill.prefill,
-        cpu_cache.write_tokens,
-        cpu_cache.write_tokens_parallel,
-    ]
+        decode.decode, prefill.prefill, cpu_cache.write_tokens, cpu_cache.write_tokens_parallel,
+    ]  # fmt: skip
     cpu.warm_up_layers(num_heads=6, num_kv_heads=2, head_dim=64, block_size=16)
     compiled = [len(kernel.signatures) for kernel in kernels]
     step = make_step([*MIXED[:3], (200, 290)])

@@ -213,17 +213,8 @@ def test_amx_is_left_alone_where_the_system_refuses_it():
 
 
 TARGET = (
-    "avx512f",
-    "avx512bw",
-    "avx512dq",
-    "avx512vl",
-    "avx512bf16",
-    "avx2",
-    "fma",
-    "f16c",
-    "avx",
-    "evex512",
-)
+    "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx2", "fma", "f16c", "avx", "evex512",
+)  # fmt: skip
 INSTRUCTIONS = """
 import numba
 from pagemill.kernels.cpu.matmul import bf16_tile, fp32_tile

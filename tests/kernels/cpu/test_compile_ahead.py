@@ -71,21 +71,10 @@ def tiny_layer() -> stack.LayerStack:
         )
 
     weights = cpu_layer.LayerWeights(
-        input_norm=torch.ones(16),
-        qkv=product(3 * 16, 16),
-        q_norm=None,
-        k_norm=None,
-        o=product(16, 16),
-        post_attention_norm=torch.ones(16),
-        gate_up=product(64, 16),
-        down=product(16, 32),
-        eps=1e-5,
-        qk_eps=0.0,
-        intermediate_size=32,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=16,
-    )
+        input_norm=torch.ones(16), qkv=product(3 * 16, 16), q_norm=None, k_norm=None, o=product(16, 16),
+        post_attention_norm=torch.ones(16), gate_up=product(64, 16), down=product(16, 32), eps=1e-5,
+        qk_eps=0.0, intermediate_size=32, num_heads=1, num_kv_heads=1, head_dim=16,
+    )  # fmt: skip
     layer = cpu_layer.DecoderLayer(weights, Scoring(scale=1.0), rotates=True)
     return stack.LayerStack([layer], StepBuffers())
 

@@ -213,23 +213,17 @@ def twin(
 
 
 BYTES_A_WEIGHT = {
-    EIGHT_BITS: 1.125,
-    EIGHT_BITS_HALVES: 1.0625,
-    FOUR_BITS_HALVES: 0.5625,
-    FOUR_BITS_OFFSET: 0.75,
+    EIGHT_BITS: 1.125, EIGHT_BITS_HALVES: 1.0625, FOUR_BITS_HALVES: 0.5625, FOUR_BITS_OFFSET: 0.75,
     FOUR_BITS_OFFSET_HALVES: 0.625,
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
-    weight_format=st.sampled_from(int8.SMALLEST_FIRST),
-    num_rows=st.integers(1, 60),
-    num_groups=st.integers(2, 20),
-    out_features=st.integers(1, 100),
-    seed=st.integers(0, 2**31),
-)
+    weight_format=st.sampled_from(int8.SMALLEST_FIRST), num_rows=st.integers(1, 60),
+    num_groups=st.integers(2, 20), out_features=st.integers(1, 100), seed=st.integers(0, 2**31),
+)  # fmt: skip
 def test_a_files_own_integers_are_kept(weight_format, num_rows, num_groups, out_features, seed):
     torch.manual_seed(seed)
     weight = integers(weight_format, out_features, num_groups)

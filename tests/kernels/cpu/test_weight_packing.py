@@ -76,14 +76,10 @@ def test_halves_need_no_groups(weight_format, in_features):
 @pytest.mark.parametrize(
     ("kind", "weight_format"),
     [
-        ("Q4_0", NIBBLES),
-        ("Q4_1", NIBBLES),
-        ("Q5_0", BYTES),
-        ("Q8_0", BYTES),
-        ("BF16", BFLOAT16),
+        ("Q4_0", NIBBLES), ("Q4_1", NIBBLES), ("Q5_0", BYTES), ("Q8_0", BYTES), ("BF16", BFLOAT16),
         ("F16", FLOAT16),
     ],
-)
+)  # fmt: skip
 def test_what_gguf_files_hold_keeps_its_size(kind, weight_format):
     torch.manual_seed(1)
     # Real checkpoints have outliers, channels of little use, and groups of nothing but zeros.

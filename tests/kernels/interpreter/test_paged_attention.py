@@ -209,20 +209,13 @@ def test_a_padded_row_writes_nothing() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"alibi": True},
-        {"softcap": 2.0},
-        {"sliding_window": 1},
-        {"sliding_window": 16},
-        {"sliding_window": 70},
-        {"sliding_window": 1000},
-        {"sliding_window": -16},
-        {"sliding_window": -50},
-        {"alibi": True, "softcap": 2.0, "sliding_window": 33},
-        {"sinks": True},
+        {"alibi": True}, {"softcap": 2.0}, {"sliding_window": 1}, {"sliding_window": 16},
+        {"sliding_window": 70}, {"sliding_window": 1000}, {"sliding_window": -16}, {"sliding_window": -50},
+        {"alibi": True, "softcap": 2.0, "sliding_window": 33}, {"sinks": True},
         {"sinks": True, "alibi": True, "softcap": 2.0, "sliding_window": 33},
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
-)
+)  # fmt: skip
 def test_options(options: dict[str, object], dtype: torch.dtype) -> None:
     """Long enough that a window skips tiles; blocks that it has left behind are gone from the table."""
     _check(

@@ -63,21 +63,12 @@ def test_every_series_of_engine_and_worker_is_there_before_the_model_is() -> Non
 
 def test_queue_figures_by_model_and_priority() -> None:
     figures = QueueFigures(
-        queue="labels",
-        taken_at=1000.5,
+        queue="labels", taken_at=1000.5,
         waiting={("small", "high"): 1, ("small", "low"): 4, ("large", "low"): 2},
-        oldest_age_seconds={("small", "low"): 12.5},
-        delayed=2,
-        running=3,
-        leases=3,
-        dead=7,
-        submitted=30,
-        ended={"succeeded": 11},
-        workers={"ready": 2},
-        serving={"small": 2, "idle": 1},
-        drain_seconds=8.5,
+        oldest_age_seconds={("small", "low"): 12.5}, delayed=2, running=3, leases=3, dead=7, submitted=30,
+        ended={"succeeded": 11}, workers={"ready": 2}, serving={"small": 2, "idle": 1}, drain_seconds=8.5,
         server=ServerFigures(memory_used_bytes=1 << 20, evicted_keys=0),
-    )
+    )  # fmt: skip
     samples = scrape(metrics(queue=figures))
     lane = {"queue": "labels", "model": "small"}
     assert value(samples, "queue_waiting_jobs", **lane, priority="low") == 4
@@ -182,13 +173,10 @@ def test_process_and_python_figures_are_exported() -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        {"free_blocks": 3},
-        {"shared_blocks": 4},
-        {"block_references": 2},
-        {"filled_slots": 49},
+        {"free_blocks": 3}, {"shared_blocks": 4}, {"block_references": 2}, {"filled_slots": 49},
         {"free_blocks": -1, "cached_blocks": 7},
     ],
-)
+)  # fmt: skip
 def test_accounts_that_do_not_add_up_are_counted_once_per_snapshot(
     broken: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,13 +49,8 @@ def test_letters_say_why_and_of_what(queue: Queue, producer: Producer) -> None:
     assert list(letters) == ["c", "b", "a"]
     a = letters["a"]
     assert (a.code, a.cause, a.attempts, a.tenant, a.priority, a.metadata) == (
-        "attempts_exhausted",
-        "engine_error",
-        1,
-        "acme",
-        "high",
-        {"row": 1},
-    )
+        "attempts_exhausted", "engine_error", 1, "acme", "high", {"row": 1},
+    )  # fmt: skip
     assert a.created_at <= a.died_at
     assert (letters["c"].code, letters["c"].cause, letters["c"].crashes) == ("crash_suspect", "", 5)
     for error, ids in {"engine_error": ["a"], "attempts_exhausted": ["b", "a"], "none": []}.items():

@@ -56,12 +56,8 @@ def interruption(error: Exception) -> Iterator[None]:
 
 
 ERRORS = [
-    SoftLimit("time is up"),
-    HandlerFailed("x"),
-    ValueError("x"),
-    TimeoutError("x"),
-    ConnectionError("x"),
-]
+    SoftLimit("time is up"), HandlerFailed("x"), ValueError("x"), TimeoutError("x"), ConnectionError("x"),
+]  # fmt: skip
 """The last two are also what the driver raises, and what it tries again after."""
 CALLS: dict[str, Callable[[Producer, JobHandle], Any]] = {
     "submit": lambda producer, _: producer.submit(prompt="x", model="m"),

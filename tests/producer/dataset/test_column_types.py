@@ -25,13 +25,9 @@ from pagemill.producer.dataset.tables.writers import META, Form
 
 INTEGERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-(10**9), 10**9), st.integers(-3, 3))
 BITS_32 = [
-    pyarrow.int32(),
-    pyarrow.uint32(),
-    pyarrow.date32(),
-    pyarrow.time32("s"),
-    pyarrow.time32("ms"),
+    pyarrow.int32(), pyarrow.uint32(), pyarrow.date32(), pyarrow.time32("s"), pyarrow.time32("ms"),
     pyarrow.float32(),
-]
+]  # fmt: skip
 UNITS = ("s", "ms", "us", "ns")
 BITS_64 = [
     pyarrow.int64(), pyarrow.uint64(), pyarrow.float64(), pyarrow.date64(), pyarrow.time64("us"), pyarrow.time64("ns"),

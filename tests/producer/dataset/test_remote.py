@@ -97,13 +97,10 @@ def packed(name: str, tmp_path: Path) -> bytes:
 @pytest.mark.parametrize(
     ("name", "out"),
     [
-        ("in.jsonl", "out.jsonl"),
-        ("a b/in.jsonl.gz", "deep/down/out.jsonl.gz"),
-        ("in.jsonl.zst", "out.csv.zst"),
-        ("in.csv", "out.parquet"),
-        ("in.parquet", "out.csv"),
+        ("in.jsonl", "out.jsonl"), ("a b/in.jsonl.gz", "deep/down/out.jsonl.gz"),
+        ("in.jsonl.zst", "out.csv.zst"), ("in.csv", "out.parquet"), ("in.parquet", "out.csv"),
     ],
-)
+)  # fmt: skip
 def test_from_an_object_to_an_object_and_again(
     name: str, out: str, bucket: Bucket, producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

@@ -104,18 +104,12 @@ def test_another_rule_is_no_other_work(producer: Producer, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("template", "rendered"),
     [
-        ("{% if x %}{{ x }}{% else %}-{% endif %}", "-"),
-        ("{{ x or '-' }}", "-"),
-        ("{{ x | default('-', true) }}", "-"),
-        ("{{ x | tojson }}", "null"),
-        ("{{ x is none }}", "True"),
-        ("{{ x }}", None),
-        ("{{ x | upper }}", None),
-        ("{{ x | trim | truncate(5) }}", None),
-        ("{{ x | replace('a', 'b') }}", None),
-        ("{{ y.z }}", None),
+        ("{% if x %}{{ x }}{% else %}-{% endif %}", "-"), ("{{ x or '-' }}", "-"),
+        ("{{ x | default('-', true) }}", "-"), ("{{ x | tojson }}", "null"), ("{{ x is none }}", "True"),
+        ("{{ x }}", None), ("{{ x | upper }}", None), ("{{ x | trim | truncate(5) }}", None),
+        ("{{ x | replace('a', 'b') }}", None), ("{{ y.z }}", None),
     ],
-)
+)  # fmt: skip
 def test_only_a_null_that_is_printed_counts(template: str, rendered: str | None) -> None:
     row = {"x": None, "y": {"z": None}}
     if rendered is None:
@@ -135,15 +129,11 @@ def test_text_filters_are_themselves_for_text() -> None:
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
-        ("stars >= 2", [0, 1]),
-        ("stars >= 2 and lang == 'de'", [0]),
-        ("lang in ('en', 'fr')", [1, 2]),
-        ("not stars", [2]),
-        ("'o' in text", [0, 1]),
-        ('row["odd name"] is none', [2]),
+        ("stars >= 2", [0, 1]), ("stars >= 2 and lang == 'de'", [0]), ("lang in ('en', 'fr')", [1, 2]),
+        ("not stars", [2]), ("'o' in text", [0, 1]), ('row["odd name"] is none', [2]),
         ("text | length > 3", [0, 2]),
     ],
-)
+)  # fmt: skip
 def test_where_chooses_rows(where: str, expected: list[int], producer: Producer) -> None:
     rows = pandas.DataFrame(
         {

@@ -42,15 +42,8 @@ def test_json_lines(tmp_path: Path) -> None:
 
 def test_bad_json_lines_keep_their_numbers(tmp_path: Path) -> None:
     lines = [
-        b'{"a": 1}',
-        b"",
-        b"{broken",
-        b"[1, 2]",
-        b'{"a": NaN}',
-        b'{"a": "\xff"}',
-        b'{"a": "\\ud800"}',
-        b"7",
-    ]
+        b'{"a": 1}', b"", b"{broken", b"[1, 2]", b'{"a": NaN}', b'{"a": "\xff"}', b'{"a": "\\ud800"}', b"7",
+    ]  # fmt: skip
     path = write(tmp_path / "in.jsonl", b"\xef\xbb\xbf" + b"\n".join(lines))
     rows = read(path)
     assert codes(rows) == [

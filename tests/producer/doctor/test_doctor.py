@@ -224,16 +224,11 @@ def admin(queue: Queue) -> Iterator[redis.Redis]:
 @pytest.mark.parametrize(
     ("rules", "level"),
     [
-        ("on nopass ~* &* +@all", "ok"),
-        ("off ~* &* +@all", "ok"),
-        ("off ~pagemill:* +@all -@dangerous", "ok"),
-        ("off", "error"),
-        ("on nopass ~* &* +ping", "error"),
-        ("off ~* +@all -select", "error"),
-        ("off ~another:* +@all", "error"),
-        ("off %R~* +@all", "error"),
+        ("on nopass ~* &* +@all", "ok"), ("off ~* &* +@all", "ok"),
+        ("off ~pagemill:* +@all -@dangerous", "ok"), ("off", "error"), ("on nopass ~* &* +ping", "error"),
+        ("off ~* +@all -select", "error"), ("off ~another:* +@all", "error"), ("off %R~* +@all", "error"),
     ],
-)
+)  # fmt: skip
 def test_default_user_must_have_the_permissions_of_a_replay(
     admin: redis.Redis, rules: str, level: str
 ) -> None:

@@ -112,12 +112,8 @@ def gateway_process(
 ) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
     """A gateway in a process, to be killed. What it says goes to `log`."""
     config = {
-        "redis_url": url,
-        "queue": queue,
-        "port": 0,
-        "batch_poll_s": 0.1,
-        "batch_lease_s": 2.0,
-    } | settings
+        "redis_url": url, "queue": queue, "port": 0, "batch_poll_s": 0.1, "batch_lease_s": 2.0,
+    } | settings  # fmt: skip
     with (log or Path(os.devnull)).open("ab") as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", _RUN, json.dumps(config)],

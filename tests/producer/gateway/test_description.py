@@ -18,14 +18,10 @@ from tests.producer.gateway.serving import gateway, write_keys
 from tests.worker.harness import running_worker, worker_config
 
 CHECKED = (
-    "not_a_server_error",
-    "status_code_conformance",
-    "content_type_conformance",
-    "response_schema_conformance",
-    "response_headers_conformance",
-    "negative_data_rejection",
+    "not_a_server_error", "status_code_conformance", "content_type_conformance",
+    "response_schema_conformance", "response_headers_conformance", "negative_data_rejection",
     "unsupported_method",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +49,9 @@ def test_every_operation_is_as_described(
     wanted = [checks.CHECKS.get_one(name) for name in CHECKED]
 
     @settings(
-        max_examples=10,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
+        max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
         case.call_and_validate(headers={"authorization": f"Bearer {key}"}, checks=wanted)

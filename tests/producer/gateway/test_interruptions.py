@@ -249,12 +249,8 @@ def test_the_page_of_jobs_has_a_503_while_the_server_hangs(
     """Its lists are series of calls in turns: none waits for longer than one call may take."""
     monkeypatch.setattr(bounded_answer, "ANSWER_S", 0.2)
     asked = [
-        ("GET", "list"),
-        ("GET", "batches"),
-        ("GET", "queue"),
-        ("POST", "batches/b/cancel"),
-        ("GET", "list"),
-    ]
+        ("GET", "list"), ("GET", "batches"), ("GET", "queue"), ("POST", "batches/b/cancel"), ("GET", "list"),
+    ]  # fmt: skip
     with gateway(own_valkey.url, queue_name, models=["m"]) as served, ThreadPoolExecutor(8) as threads:
 
         def request(one: tuple[str, str]) -> httpx.Response:

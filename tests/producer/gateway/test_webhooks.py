@@ -43,12 +43,8 @@ def receiver(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def hook(receiver: Receiver, **fields: Any) -> dict[str, Any]:
     return {
-        "name": "events",
-        "url": receiver.url,
-        "secret": SECRET,
-        "tenant": "shop",
-        "allow_private": True,
-    } | fields
+        "name": "events", "url": receiver.url, "secret": SECRET, "tenant": "shop", "allow_private": True,
+    } | fields  # fmt: skip
 
 
 def write_file(path: Path, *hooks: dict[str, Any]) -> dict[str, str]:
@@ -182,13 +178,10 @@ def test_attempts_are_bounded_and_only_wanted_events_are_sent(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"url": "http://example.com"},
-        {"secret": "secret"},
-        {"events": ["job.succeeded"]},
-        {"tenant": "no tenant"},
-        {"retries": 3},
+        {"url": "http://example.com"}, {"secret": "secret"}, {"events": ["job.succeeded"]},
+        {"tenant": "no tenant"}, {"retries": 3},
     ],
-)
+)  # fmt: skip
 def test_an_invalid_webhook_is_named(tmp_path: Path, receiver: Receiver, fields: dict[str, Any]) -> None:
     path = tmp_path / "keys.json"
     write_file(path, hook(receiver) | fields)

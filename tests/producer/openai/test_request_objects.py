@@ -268,11 +268,8 @@ def test_negative_seeds_are_seeds_and_minus_one_is_random() -> None:
 
 def test_what_clients_send_without_an_effect_is_accepted() -> None:
     given: dict[str, Any] = {
-        "logprobs": False,
-        "top_logprobs": 0,
-        "prompt_cache_retention": "24h",
-        "verbosity": "medium",
-    }
+        "logprobs": False, "top_logprobs": 0, "prompt_cache_retention": "24h", "verbosity": "medium",
+    }  # fmt: skip
     assert job(**given) == job()
     with pytest.raises(InvalidJob, match="top_logprobs needs logprobs"):
         job(top_logprobs=2)

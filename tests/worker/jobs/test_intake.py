@@ -76,12 +76,9 @@ def test_a_job_s_adapter_is_the_one_of_its_fingerprint() -> None:
     adapters = ReloadedAdapters()
     engine = echo_engine()
     face = SimpleNamespace(
-        fingerprint=engine.fingerprint,
-        adapters=adapters,
-        input_processor=engine.input_processor,
-        token_texts=engine.token_texts,
-        tokenizer=engine.tokenizer,
-    )
+        fingerprint=engine.fingerprint, adapters=adapters, input_processor=engine.input_processor,
+        token_texts=engine.token_texts, tokenizer=engine.tokenizer,
+    )  # fmt: skip
     job = Job.parse({"prompt": "p", "model": "echo", "adapter": "a"})
     running = running_job(PULLED, job, cast(EngineFace, face), queue="q", keys=Keys(), started_at=100.0)
     assert running.request.adapter is not None

@@ -71,14 +71,8 @@ def test_workers_are_counted_by_stage_and_only_ready_ones_serve(
         client.run(heartbeat(client.queue, info))
     figures = reader.read()
     stages = {
-        "ready": 2,
-        "loading": 1,
-        "draining": 1,
-        "unwell": 0,
-        "paused": 0,
-        "drained": 0,
-        "quarantined": 0,
-    }
+        "ready": 2, "loading": 1, "draining": 1, "unwell": 0, "paused": 0, "drained": 0, "quarantined": 0,
+    }  # fmt: skip
     assert figures.workers == stages
     assert figures.serving == {"echo": 2}
 
@@ -144,15 +138,10 @@ def test_a_rollout_is_told_by_side(client: QueueClient, reader: QueueReader) -> 
     assert set(told) == {
         f"pagemill_queue_rollout_{name}"
         for name in (
-            "executions_total",
-            "failures_total",
-            "workers",
-            "share_ratio",
-            "state",
-            "agreement_ratio",
+            "executions_total", "failures_total", "workers", "share_ratio", "state", "agreement_ratio",
             "failing",
         )
-    }
+    }  # fmt: skip
     labels = f'{{model="echo",queue="{client.queue}"'
     for name, value in (
         (f"executions_total{labels},side=\"canary\"}}", 10), (f"failures_total{labels},side=\"stable\"}}", 10),

@@ -149,19 +149,12 @@ def test_logits_that_are_not_finite_are_told() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"logprobs": 0},
-        {"logit_bias": {5: 1.0}},
-        {"min_tokens": 1},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": 0.1},
-        {"repetition_penalty": 1.1},
-        {"top_k": 2},
-        {"top_p": 0.9},
-        {"min_p": 0.1},
+        {"logprobs": 0}, {"logit_bias": {5: 1.0}}, {"min_tokens": 1}, {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1}, {"repetition_penalty": 1.1}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1},
         {"allowed_token_ids": (4, 5)},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_whoever_asks_for_more_than_a_choice_gets_all_logits(options: dict[str, Any]) -> None:
     narrow = NarrowHead(head())
     plain = make_work(0, [5, 4], SamplingParams())

@@ -83,25 +83,15 @@ def exact_probabilities(params: SamplingParams) -> list[float]:
 @pytest.mark.parametrize(
     "filters",
     [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 2.0},
-        {"top_k": 3},
-        {"top_k": 1},
-        {"top_p": 0.6},
-        {"top_p": 0.01},
-        {"min_p": 0.3},
-        {"top_k": 4, "top_p": 0.8},
-        {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.2},
-        {"top_p": 0.95, "min_p": 0.1},
-        {"top_k": 3, "min_p": 0.2},
-        {"temperature": 0.7, "top_k": 5, "top_p": 0.7, "min_p": 0.05},
-        {"temperature": 3.0, "top_p": 0.99},
-        {"temperature": 0.8, "logit_bias": {6: 4.0, 1: -1.0}},
+        {}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 3}, {"top_k": 1}, {"top_p": 0.6},
+        {"top_p": 0.01}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.8},
+        {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.2}, {"top_p": 0.95, "min_p": 0.1},
+        {"top_k": 3, "min_p": 0.2}, {"temperature": 0.7, "top_k": 5, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 3.0, "top_p": 0.99}, {"temperature": 0.8, "logit_bias": {6: 4.0, 1: -1.0}},
         {"allowed_token_ids": (0, 4, 6, 7), "top_p": 0.9, "temperature": 2.0},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_draws_follow_the_exact_distribution(filters: dict[str, Any]) -> None:
     num_draws = 8192
     params = SamplingParams(**filters)
@@ -237,12 +227,8 @@ def test_a_draw_is_that_of_the_definition(temperature: float, monkeypatch: pytes
     torch.manual_seed(0)
     logits = 3 * torch.randn(40, 3000)
     filters = [
-        {},
-        {"top_k": 50},
-        {"top_p": 0.9},
-        {"min_p": 0.05},
-        {"top_k": 900, "top_p": 0.99, "min_p": 1e-4},
-    ]
+        {}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 900, "top_p": 0.99, "min_p": 1e-4},
+    ]  # fmt: skip
     work = [
         make_work(SamplingParams(temperature=temperature, **filters[row % 5]), row=row, seed=row)
         for row in range(40)

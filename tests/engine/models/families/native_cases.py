@@ -129,17 +129,10 @@ MPT: Config = NO_SPECIAL_TOKENS | {
     "auto_map": {"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
 }
 MPT_ATTENTION: Config = {
-    "alibi": True,
-    "alibi_bias_max": 8,
-    "attn_impl": "torch",
-    "attn_pdrop": 0,
-    "attn_type": "multihead_attention",
-    "attn_uses_sequence_id": False,
-    "clip_qkv": None,
-    "prefix_lm": False,
-    "qk_ln": False,
-    "softmax_scale": None,
-}
+    "alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0,
+    "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "clip_qkv": None, "prefix_lm": False,
+    "qk_ln": False, "softmax_scale": None,
+}  # fmt: skip
 GEMMA: Config = LLAMA | {
     "model_type": "gemma",
     "architectures": ["GemmaForCausalLM"],

@@ -14,18 +14,10 @@ from tests.engine.models.families.tiny import VOCAB_SIZE, Tensors, TinyCheckpoin
 HIDDEN, MLP, LAYERS, HEADS, CONTEXT = 64, 96, 2, 4, 128
 SLOPES = (2**-2, 2**-4, 2**-6, 2**-8)  # the ALiBi paper's rule for four heads: 2 ** (-8 i / n)
 CONFIG: dict[str, Any] = NO_SPECIAL_TOKENS | {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": CONTEXT,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
 
 
 class Maker:

@@ -72,16 +72,11 @@ def test_code_that_fails_is_one_line(olmo2: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": "bfloat16"},
-        {"dtype": "float16"},
-        {"quantization": "int8"},
-        {"kv_cache_dtype": "int8"},
-        {"max_model_len": 3},
-        {"max_model_len": 1, "block_size": 1},
-        {"pad_to_bucket": True},
+        {"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"},
+        {"max_model_len": 3}, {"max_model_len": 1, "block_size": 1}, {"pad_to_bucket": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_settings_pass(olmo2: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="pagemill.engine"):
         load(olmo2, **options)

@@ -38,25 +38,13 @@ _EXPERTS: Config = {
     "topk_group": 1,
 }
 _LATENT = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
 _RECURRENT = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 16,
-    "state_size": 16,
-    "chunk_size": 8,
-    "mamba_chunk_size": 8,
-}
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+    "state_size": 16, "chunk_size": 8, "mamba_chunk_size": 8,
+}  # fmt: skip
 _SIZES: Config = {
     **_LAYERS, **_HEADS, **_WIDTHS, **_INNER, **_POSITIONS, **_EXPERTS, **_LATENT, **_RECURRENT,
     "vocab_size": VOCAB_SIZE, "num_key_value_heads": 2, "head_dim": 16, "is_decoder": True,

@@ -11,13 +11,9 @@ from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.hubs.repository import Listing
 
 SMALL = [
-    "config.json",
-    "generation_config.json",
-    "merges.txt",
-    "tokenizer.json",
-    "tokenizer_config.json",
+    "config.json", "generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json",
     "vocab.json",
-]
+]  # fmt: skip
 REST = [
     "README.md", ".gitattributes", "LICENSE", "setup.py", "tf_model.h5", "flax_model.msgpack", "rust_model.ot",
     "onnx/model.onnx", "original/consolidated.00.pth", "original/params.json", "onnx_config.json.bak",
@@ -54,12 +50,8 @@ def test_weights_of_one_format(tmp_path: Path, there: list[str], wanted: list[st
 def test_small_files_are_those_of_configuration_and_tokenizer() -> None:
     assert listing().small_files() == SMALL
     others = [
-        "tokenizer.model",
-        "chat_template.jinja",
-        "qwen.tiktoken",
-        "spiece.model",
-        "special_tokens_map.json",
-    ]
+        "tokenizer.model", "chat_template.jinja", "qwen.tiktoken", "spiece.model", "special_tokens_map.json",
+    ]  # fmt: skip
     assert set(listing(*others).small_files()) == {*SMALL, *others}
 
 

@@ -131,16 +131,10 @@ def gptq(bits: int = 4, group_size: int = 32, *, sym: bool = True, desc_act: boo
         return Stored(parts, exact)
 
     config = {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group_size,
-        "damp_percent": 0.01,
-        "desc_act": desc_act,
-        "sym": sym,
-        "true_sequential": True,
-        "model_name_or_path": None,
+        "quant_method": "gptq", "bits": bits, "group_size": group_size, "damp_percent": 0.01,
+        "desc_act": desc_act, "sym": sym, "true_sequential": True, "model_name_or_path": None,
         "model_file_base_name": "model",
-    }
+    }  # fmt: skip
     if version == 2:
         config["checkpoint_format"] = "gptq_v2"
     return Format(config, store)
@@ -312,12 +306,8 @@ def mxfp4(layout: str = "compressed") -> Format:
     if layout != "compressed":
         return Format({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, store)
     weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "group",
-        "group_size": 32,
-        "scale_dtype": "torch.uint8",
-    }
+        "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8",
+    }  # fmt: skip
     return Format(_compressed("mxfp4-pack-quantized", weights), store)
 
 

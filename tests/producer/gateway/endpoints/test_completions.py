@@ -64,13 +64,8 @@ def test_an_authors_name_changes_nothing(client: OpenAI) -> None:
 
 def test_what_is_streamed_is_what_is_answered_whole(client: OpenAI) -> None:
     ask: dict[str, Any] = {
-        "model": "echo",
-        "messages": CHAT,
-        "max_tokens": 9,
-        "n": 2,
-        "logprobs": True,
-        "seed": 3,
-    }
+        "model": "echo", "messages": CHAT, "max_tokens": 9, "n": 2, "logprobs": True, "seed": 3,
+    }  # fmt: skip
     whole = client.chat.completions.create(**ask)
     texts, reasons, tokens, roles = ["", ""], {}, [0, 0], [0, 0]
     usage = None

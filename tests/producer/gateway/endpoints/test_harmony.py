@@ -85,13 +85,9 @@ def test_a_forced_call_follows_the_reasoning(client: OpenAI, choice: Any) -> Non
 def test_a_response_has_reasoning_and_a_strict_call(client: OpenAI) -> None:
     wrong = CALL.replace("Rome", "Bonn")
     response = client.responses.create(
-        model="echo",
-        input=OPEN + PREAMBLE + wrong,
-        tools=[FLAT],
-        reasoning={"effort": "high"},
-        max_output_tokens=400,
-        temperature=0.0,
-    )
+        model="echo", input=OPEN + PREAMBLE + wrong, tools=[FLAT], reasoning={"effort": "high"},
+        max_output_tokens=400, temperature=0.0,
+    )  # fmt: skip
     kinds = {item.type: item for item in response.output}
     assert set(kinds) == {"reasoning", "message", "function_call"}
     assert response.output_text == "I look."

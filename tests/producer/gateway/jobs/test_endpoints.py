@@ -256,16 +256,9 @@ def test_the_page_and_its_files_hold_no_data_and_a_strict_policy(
 ) -> None:
     served, _ = keyed
     names = (
-        "index",
-        "page.css",
-        "jobs.css",
-        "jobs.js",
-        "asking.js",
-        "tables.js",
-        "rows.js",
-        "theme.js",
+        "index", "page.css", "jobs.css", "jobs.js", "asking.js", "tables.js", "rows.js", "theme.js",
         "icon.svg",
-    )
+    )  # fmt: skip
     for name in names:
         url = f"{served.url}/jobs" if name == "index" else f"{served.url}/jobs/files/{name}"
         answer = httpx.get(url)

@@ -62,18 +62,10 @@ def test_a_lifetime_of_known_parts() -> None:
         blocks=(("paused", ((3_000, 4_000),)), ("no_worker", ((3_500, 4_500), (15_000, 17_000)))),
     )
     assert dict(account.account(life)) == {
-        "dependency": 1_000,
-        "paused": 1_000,
-        "no_worker": 500 + 2_000,
-        "behind": 500 + 1_000 + 1_000 + 4_000,
-        "opening": 500,
-        "prompt": 1_500,
-        "commit": 2_000 + 1_000,
-        "retry_pause": 1_000,
-        "running": 1_000,
-        "repeated": 2_000 + 2_000,
-        "decode": 8_000,
-    }
+        "dependency": 1_000, "paused": 1_000, "no_worker": 500 + 2_000, "behind": 500 + 1_000 + 1_000 + 4_000,
+        "opening": 500, "prompt": 1_500, "commit": 2_000 + 1_000, "retry_pause": 1_000, "running": 1_000,
+        "repeated": 2_000 + 2_000, "decode": 8_000,
+    }  # fmt: skip
 
 
 def test_what_a_worker_reports_in_excess_of_the_execution_is_cut() -> None:

@@ -232,15 +232,11 @@ def foreign(queue: Queue) -> None:
 @pytest.mark.parametrize(
     ("fill", "kind"),
     [
-        (payloads, "payloads"),
-        (kept_results, "results"),
-        (checkpoints, "checkpoints"),
-        (letters, "dead_letters"),
-        (files, "files"),
-        (foreign, "other"),
+        (payloads, "payloads"), (kept_results, "results"), (checkpoints, "checkpoints"),
+        (letters, "dead_letters"), (files, "files"), (foreign, "other"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_which_kind_of_data_holds_the_memory(
     small_queue: Queue, fill: Callable[[Queue], None], kind: str
 ) -> None:

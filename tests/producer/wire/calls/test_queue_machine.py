@@ -217,12 +217,9 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.queue.submit(again, after=["nobody"]) == ["exists"]
 
     @rule(
-        target=held,
-        worker=st.sampled_from(WORKERS),
-        cost=st.integers(0, 60),
-        holding=st.integers(0, 1),
+        target=held, worker=st.sampled_from(WORKERS), cost=st.integers(0, 60), holding=st.integers(0, 1),
         count=st.integers(1, 3),
-    )
+    )  # fmt: skip
     def pull(self, worker: str, cost: int, holding: int, count: int) -> object:
         jobs = self.queue.pull(count, worker=worker, cost=cost, holding=holding)
         assert len(jobs) <= count

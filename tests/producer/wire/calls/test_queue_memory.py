@@ -61,12 +61,9 @@ class BusyServer:
     def info(self) -> dict[str, int]:
         waiting = self.unwritten.pop(0)
         return {
-            "aof_rewrite_in_progress": 0,
-            "aof_rewrite_scheduled": 0,
-            "aof_buffer_length": waiting,
-            "lazyfree_pending_objects": 0,
-            "used_memory": 1000 + waiting,
-        }
+            "aof_rewrite_in_progress": 0, "aof_rewrite_scheduled": 0, "aof_buffer_length": waiting,
+            "lazyfree_pending_objects": 0, "used_memory": 1000 + waiting,
+        }  # fmt: skip
 
 
 def test_writes_that_wait_for_the_disk_are_not_counted() -> None:

@@ -129,22 +129,11 @@ _WORDS = st.sampled_from(
     [mark for family in TOOLS.values() for mark in (*family.opens, *family.skipped)]
     + [tag for tags in THINKING.values() for tag in (tags.opening, tags.closing)]
     + [
-        '{"name": "f", "arguments": ',
-        '{"name": "',
-        "{",
-        "}",
-        '"',
-        "\\",
-        "[",
-        "]",
-        ", ",
-        " ",
-        "\n",
-        "f[ARGS]",
-        "x" * 300,
+        '{"name": "f", "arguments": ', '{"name": "', "{", "}", '"', "\\", "[", "]", ", ", " ", "\n",
+        "f[ARGS]", "x" * 300,
     ]
     + [forced(name, ("weather", CITY)) for name in JSON_TOOLS]
-)
+)  # fmt: skip
 _TEXTS = st.lists(_WORDS | st.text(max_size=6), max_size=12).map("".join)
 _SYNTAXES = st.builds(
     ChatSyntax,

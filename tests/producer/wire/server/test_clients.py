@@ -47,17 +47,10 @@ def test_a_cluster_address() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "http://h",
-        "redis+sentinel://a:1",
-        "redis+sentinel:///main",
-        "redis+cluster://a/1",
-        "redis+cluster://",
-        "redis+cluster://a:x",
-        "redis://:sec#ret@h:1",
-        "redis+magic://h",
-        "",
+        "http://h", "redis+sentinel://a:1", "redis+sentinel:///main", "redis+cluster://a/1",
+        "redis+cluster://", "redis+cluster://a:x", "redis://:sec#ret@h:1", "redis+magic://h", "",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_address_is_refused_without_being_quoted(url: str) -> None:
     with pytest.raises(ValueError) as refused:
         ServerAddress.parse(url)

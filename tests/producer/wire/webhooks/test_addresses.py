@@ -38,14 +38,11 @@ def test_public_addresses(address: str) -> None:
 @pytest.mark.parametrize(
     ("prefix", "shift"),
     [
-        ("::ffff:0:0", 0),
-        ("64:ff9b::", 0),
-        ("2002::", 80),
-        ("2a00:1::5efe:0:0", 0),
+        ("::ffff:0:0", 0), ("64:ff9b::", 0), ("2002::", 80), ("2a00:1::5efe:0:0", 0),
         ("2a00:1::200:5efe:0:0", 0),
     ],
     ids=["mapped", "NAT64", "6to4", "ISATAP", "ISATAP, global"],
-)
+)  # fmt: skip
 def test_an_ipv4_address_is_judged_by_itself_however_it_is_carried(prefix: str, shift: int) -> None:
     rng = random.Random(0)
     inner = [ip_address(rng.getrandbits(32)) for _ in range(200)]

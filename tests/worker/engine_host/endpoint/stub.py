@@ -70,11 +70,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(401, b"{}")
         elif path == "/v1/models":
             entry = {
-                "id": stub.model,
-                "owned_by": stub.owned_by,
-                "created": time.time(),
-                "max_model_len": 4096,
-            }
+                "id": stub.model, "owned_by": stub.owned_by, "created": time.time(), "max_model_len": 4096,
+            }  # fmt: skip
             self._send_json({"data": [entry, *({"id": name} for name in stub.more_models)]})
         elif path == "/version":
             self._send_json({"version": stub.version})

@@ -51,15 +51,8 @@ def test_a_field_is_sent_or_its_job_is_left_to_others(name: str) -> None:
 def test_no_sampling_field_is_forgotten() -> None:
     """A new one is either sent, or checked by `EndpointInputs`: say which, here and in dialect.py."""
     standard = {
-        "temperature",
-        "top_p",
-        "seed",
-        "stop",
-        "presence_penalty",
-        "frequency_penalty",
-        "n",
-        "max_tokens",
-    }
+        "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "n", "max_tokens",
+    }  # fmt: skip
     checked = {
         "best_of", "beam_width", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs",
         "structured_outputs", "thinking_token_budget", "label_probs", "truncate_prompt_tokens",

@@ -18,16 +18,12 @@ from tests.producer.driving import Queue
 PREPARER = Preparer("q", "acme", Keys())
 SHAPES = st.sampled_from(
     [
-        {},
-        {"temperature": 0.0, "dedupe": True},
-        {"n": 2, "max_attempts": 5, "priority": "low"},
-        {"ttl": 3600.0, "stream": True},
-        {"delay": 3600.0, "tenant": "other"},
-        {"webhook": "https://example.com/hook", "keep_input": True},
-        {"adapter": "red"},
+        {}, {"temperature": 0.0, "dedupe": True}, {"n": 2, "max_attempts": 5, "priority": "low"},
+        {"ttl": 3600.0, "stream": True}, {"delay": 3600.0, "tenant": "other"},
+        {"webhook": "https://example.com/hook", "keep_input": True}, {"adapter": "red"},
         {"revision": "a" * 40},
     ]
-)
+)  # fmt: skip
 ROW = st.fixed_dictionaries(
     {
         "prompt": st.sampled_from(["short", "x" * 300, "y" * 600]),

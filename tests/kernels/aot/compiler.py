@@ -47,12 +47,15 @@ class Compiled:
 def compile_kernel(
     kernel: Any, arguments: dict[str, Any], capability: int, tile: Tile, *, fp_fusion: bool = True
 ) -> Compiled:
-    """Compile `kernel` as a launch with `arguments` would.
+    """Compile `kernel` as a launch with `arguments` would; the compiler may spill nothing.
 
-    `arguments` maps every parameter to a Triton type ("*bf16", "i32", "fp32") or, for a constexpr, its value.
+    `arguments` maps every parameter to a Triton type ("*bf16", "i32", "fp32") or, for a constexpr, its value,
+    in any order.
     Pointers and integers are taken to be multiples of 16, but for `_ANY_INTEGER`: Triton's launcher finds them
     so at run time, since every supported head dim is one, and compiles for that.
     """
+    assert set(arguments) == set(kernel.arg_names)
+    arguments = {name: arguments[name] for name in kernel.arg_names}
     is_type = {name: isinstance(value, str) for name, value in arguments.items()}
     source = ASTSource(
         fn=kernel,
@@ -65,14 +68,14 @@ def compile_kernel(
         },
     )
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": fp_fusion}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    usage, sass = _disassemble(compiled.asm["cubin"])
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
-    return Compiled(
-        registers=int(found[1]),
-        stack_bytes=int(found[2]),
-        shared_bytes=compiled.metadata.shared,
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    usage, sass = _disassemble(result.asm["cubin"])
+    registers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert registers is not None, usage
+    compiled = Compiled(
+        registers=int(registers[1]),
+        stack_bytes=int(registers[2]),
+        shared_bytes=result.metadata.shared,
         spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         wgmma=len(re.findall(r"\bHGMMA\b", sass)),
         mma=len(re.findall(r"\bHMMA\b", sass)),
@@ -81,9 +84,11 @@ def compile_kernel(
         async_copies=len(re.findall(r"\bLDGSTS\b", sass)),
         wide_loads=len(re.findall(r"\b(?:LDG|LDGSTS)\S*\.128\b", sass)),
     )
+    _check_resources(compiled, capability)
+    return compiled
 
 
-def check_resources(compiled: Compiled, capability: int) -> None:
+def _check_resources(compiled: Compiled, capability: int) -> None:
     """The gate that every kernel passes: nothing spilled, and no more shared memory than there is."""
     assert compiled.stack_bytes == 0, compiled
     assert compiled.spill_instructions == 0, compiled

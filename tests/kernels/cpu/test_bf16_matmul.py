@@ -16,30 +16,13 @@ from pagemill.kernels.cpu.jit.compiler import compiles_for
 from pagemill.kernels.cpu.jit.row import F32, VECTOR
 from pagemill.kernels.cpu.matmul import amx_tile, bf16
 from pagemill.kernels.cpu.matmul.bf16_tile import GROUP, PAIR, PAIRS, Dots, make_tile, native_dots, plain_dots
-from pagemill.kernels.cpu.matmul.converted import PackedPanels
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
 from tests.kernels.cpu.another_cpu import instructions
+from tests.kernels.cpu.operands import activations, make
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 needs_native = pytest.mark.skipif(not bf16.is_native(), reason="needs a CPU with AVX-512 BF16")
-
-
-def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedPanels, torch.Tensor]:
-    """(weight, packed, bias), the bias with NaN where no channel is."""
-    weight = torch.randn(out_features, in_features) * in_features**-0.5
-    packed = bf16.pack(weight)
-    bias = torch.full((len(packed.panels) * PANEL,), torch.nan)
-    bias[:out_features] = torch.randn(out_features)
-    return weight, packed, bias
-
-
-def activations(num_rows: int, in_features: int) -> torch.Tensor:
-    """Rows of different sizes, with outliers and zeros, and a stride of their own."""
-    x = torch.randn(num_rows, in_features + 3)[:, 1:-2] * torch.rand(num_rows, 1) * 10
-    x[torch.rand(x.shape) < 0.01] *= 100
-    x[torch.rand(x.shape) < 0.1] = 0.0
-    return x
 
 
 def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -76,7 +59,7 @@ def amx_twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch
 )
 def test_equals_the_twin_bit_by_bit(num_rows, in_features, out_features, seed):
     torch.manual_seed(seed)
-    weight, packed, bias = make(in_features, out_features)
+    weight, packed, bias = make(bf16, in_features, out_features)
     x = activations(num_rows, in_features)
     out = bf16.multiply(x, packed, bias, out_features)
     expected = amx_twin if amx_tile.IS_NATIVE else twin
@@ -86,65 +69,13 @@ def test_equals_the_twin_bit_by_bit(num_rows, in_features, out_features, seed):
 @pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (1536, 64), (8192, 40)])
 def test_differs_from_fp64_by_less_than_its_additions_round(in_features, out_features):
     torch.manual_seed(42)
-    weight, packed, bias = make(in_features, out_features)
+    weight, packed, bias = make(bf16, in_features, out_features)
     x = activations(141, in_features)
     out = bf16.multiply(x, packed, bias, out_features)
     exact_x, exact_weight = x.bfloat16().double(), weight.bfloat16().double()
     exact = exact_x @ exact_weight.t() + bias[:out_features]
     size_of_terms = exact_x.abs() @ exact_weight.abs().t() + bias[:out_features].abs()
     assert ((out - exact).abs() <= (in_features + GROUP) * 2.0**-24 * size_of_terms).all()
-
-
-def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
-    torch.manual_seed(42)
-    _, packed, bias = make(800, 200)
-    x = activations(300, 800)
-    whole = bf16.multiply(x, packed, bias, 200)
-    for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
-        for num_rows in [*range(1, 31), 56, 57, 141]:
-            first = (37 * num_rows) % (301 - num_rows)
-            part = bf16.multiply(x[first : first + num_rows], packed, bias, 200)
-            assert torch.equal(part, whole[first : first + num_rows])
-
-
-def test_rows_that_do_not_fit_the_cache_together():
-    torch.manual_seed(42)
-    _, packed, bias = make(9000, 33)
-    x = activations(120, 9000)
-    whole = bf16.multiply(x, packed, bias, 33)
-    for row in (0, 57, 58, 119):
-        assert torch.equal(bf16.multiply(x[row : row + 1], packed, bias, 33), whole[row : row + 1])
-
-
-@pytest.mark.parametrize("in_features", [64, 100])
-def test_what_is_not_finite_stays_in_its_row(in_features):
-    torch.manual_seed(42)
-    _, packed, bias = make(in_features, 40)
-    x = activations(20, in_features)
-    clean = bf16.multiply(x, packed, bias, 40)
-    x[3, 5], x[11, 0], x[17, in_features - 1] = torch.nan, -torch.inf, torch.inf
-    out = bf16.multiply(x, packed, bias, 40)
-    bad = [3, 11, 17]
-    assert out[3].isnan().all()
-    assert not out[bad].isfinite().any()
-    others = [row for row in range(20) if row not in bad]
-    assert torch.equal(out[others], clean[others])
-
-
-def test_numbers_at_the_ends_of_the_range():
-    _, packed, bias = make(70, 3)
-    bias[:3] = 0.0
-    x = torch.zeros(4, 70)
-    x[1], x[2, 69], x[3, 0] = 1e-38, 1e-45, 1e37
-    out = bf16.multiply(x, packed, bias, 3)
-    assert (out[:1] == 0.0).all()
-    assert out.isfinite().all()
-
-
-def test_no_rows():
-    _, packed, bias = make(8, 40)
-    assert bf16.multiply(torch.empty(0, 8), packed, bias, 40).shape == (0, 40)
 
 
 def test_weights_are_packed_as_they_are_and_rounded_if_they_must_be():
@@ -198,9 +129,10 @@ compiler._drop_refused_features()
 from pagemill.kernels.cpu.matmul import amx_tile, bf16
 assert not amx_tile.IS_NATIVE and bf16.is_native()
 import torch
-from tests.kernels.cpu.test_bf16_matmul import activations, make, twin
+from tests.kernels.cpu.operands import activations, make
+from tests.kernels.cpu.test_bf16_matmul import twin
 torch.manual_seed(3)
-weight, packed, bias = make(100, 40)
+weight, packed, bias = make(bf16, 100, 40)
 x = activations(17, 100)
 assert torch.equal(bf16.multiply(x, packed, bias, 40), twin(x, weight, bias[:40]))
 """

@@ -15,7 +15,7 @@ from pagemill.kernels import grouped_int8
 from pagemill.kernels.cpu.jit.compiler import compiles_for
 from pagemill.kernels.cpu.jit.row import F32
 from pagemill.kernels.cpu.matmul import grids, int8
-from pagemill.kernels.cpu.matmul.converted import PackedPanels, convert_rows
+from pagemill.kernels.cpu.matmul.converted import convert_rows
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
 from pagemill.kernels.cpu.matmul.int8_tile import (
     BYTES,
@@ -38,28 +38,12 @@ from pagemill.kernels.cpu.matmul.int8_tile import (
 from pagemill.kernels.cpu.matmul.kinds import INTEGERS
 from pagemill.kernels.grouped_int8 import GROUP
 from tests.kernels.cpu.another_cpu import instructions
+from tests.kernels.cpu.operands import activations, make
 
 NUM_ROWS = 3
 
 
 pytestmark = pytest.mark.usefixtures("two_threads")
-
-
-def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedPanels, torch.Tensor]:
-    """(weight, packed, bias), the bias with NaN where no channel is."""
-    weight = torch.randn(out_features, in_features) * torch.rand(out_features, 1)
-    packed = int8.pack(weight)
-    bias = torch.full((len(packed.panels) * PANEL,), torch.nan)
-    bias[:out_features] = torch.randn(out_features)
-    return weight, packed, bias
-
-
-def activations(num_rows: int, in_features: int) -> torch.Tensor:
-    """Rows of different sizes, with outliers and zeros, and a stride of their own."""
-    x = torch.randn(num_rows, in_features + 3)[:, 1:-2] * torch.rand(num_rows, 1) * 10
-    x[torch.rand(x.shape) < 0.01] *= 100
-    x[torch.rand(x.shape) < 0.1] = 0.0
-    return x
 
 
 def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -77,7 +61,7 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
 )
 def test_equals_the_twin_bit_by_bit(num_rows, in_features, out_features, seed):
     torch.manual_seed(seed)
-    weight, packed, bias = make(in_features, out_features)
+    weight, packed, bias = make(int8, in_features, out_features)
     x = activations(num_rows, in_features)
     out = int8.multiply(x, packed, bias, out_features)
     assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:out_features]))
@@ -86,7 +70,7 @@ def test_equals_the_twin_bit_by_bit(num_rows, in_features, out_features, seed):
 @pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (1536, 64), (14336, 40)])
 def test_equals_the_twin_at_sizes_of_models(in_features, out_features):
     torch.manual_seed(42)
-    weight, packed, bias = make(in_features, out_features)
+    weight, packed, bias = make(int8, in_features, out_features)
     x = activations(141, in_features)
     out = int8.multiply(x, packed, bias, out_features)
     assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:out_features]))
@@ -120,60 +104,6 @@ def test_a_group_costs_its_own_precision_alone():
     restored = (numbers * scales[..., None]).flatten(1)
     assert (restored[0, 4:GROUP] == 0.0).all()
     torch.testing.assert_close(restored[0, GROUP:], x[0, GROUP:], rtol=0, atol=0.02)
-
-
-def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
-    torch.manual_seed(42)
-    _, packed, bias = make(800, 200)
-    x = activations(300, 800)
-    whole = int8.multiply(x, packed, bias, 200)
-    for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
-        for num_rows in [*range(1, 31), 56, 57, 141]:
-            first = (37 * num_rows) % (301 - num_rows)
-            part = int8.multiply(x[first : first + num_rows], packed, bias, 200)
-            assert_same_bits(part, whole[first : first + num_rows])
-
-
-def test_rows_that_do_not_fit_the_cache_together():
-    """Blocks of rows: many rows of many inputs."""
-    torch.manual_seed(42)
-    _, packed, bias = make(9000, 33)
-    x = activations(120, 9000)
-    whole = int8.multiply(x, packed, bias, 33)
-    for row in (0, 57, 58, 119):
-        assert_same_bits(int8.multiply(x[row : row + 1], packed, bias, 33), whole[row : row + 1])
-
-
-@pytest.mark.parametrize("in_features", [64, 100])
-def test_what_is_not_finite_stays_in_its_row(in_features):
-    torch.manual_seed(42)
-    weight, packed, bias = make(in_features, 40)
-    x = activations(20, in_features)
-    clean = int8.multiply(x, packed, bias, 40)
-    x[3, 5], x[11, 0], x[17, in_features - 1] = torch.nan, -torch.inf, torch.inf
-    out = int8.multiply(x, packed, bias, 40)
-    bad = [3, 11, 17]
-    assert out[bad].isnan().all()
-    others = [row for row in range(20) if row not in bad]
-    assert torch.equal(out[others], clean[others])
-    twin = grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:40])
-    assert twin[bad].isnan().all()
-
-
-def test_zeros_and_the_smallest_numbers():
-    _, packed, bias = make(70, 3)
-    bias[:3] = 0.0
-    x = torch.zeros(4, 70)
-    x[1], x[2, 69], x[3, 0] = 1e-38, 1e-45, 1e37
-    out = int8.multiply(x, packed, bias, 3)
-    assert (out[:1] == 0.0).all()
-    assert out.isfinite().all()
-
-
-def test_no_rows():
-    _, packed, bias = make(8, 40)
-    assert int8.multiply(torch.empty(0, 8), packed, bias, 40).shape == (0, 40)
 
 
 def test_weights_take_little_more_than_a_byte_each():

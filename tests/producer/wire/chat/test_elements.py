@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ from hypothesis import strategies as st
 
 from pagemill.common.chat.families import TOOLS
 from pagemill.common.chat.syntax import ChatSyntax
-from pagemill.producer.wire.chat.parser import ChatParser, parse_whole
+from pagemill.producer.wire.chat.parser import parse_whole
 from pagemill.producer.wire.chat.pieces import Answer
+from tests.producer.wire.chat.chunks import in_chunks, read
 
 ELEMENTS = [name for name, syntax in TOOLS.items() if syntax.elements is not None]
 GEMMA = "gemma4"
@@ -61,14 +61,6 @@ def written(name: str, *calls: tuple[str, Mapping[str, Any]]) -> str:
     return syntax.form.begin + syntax.form.separator.join(texts) + syntax.form.end
 
 
-def in_chunks(syntax: ChatSyntax, text: str, cuts: list[int]) -> Answer:
-    parser, answer = ChatParser(syntax), Answer()
-    for start, end in pairwise([0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]):
-        answer.add(parser.feed(text[start:end]))
-    answer.add(parser.finish())
-    return answer
-
-
 def calls_of(answer: Answer) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in answer.calls]
 
@@ -78,11 +70,10 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
     calls = [("weather", ARGUMENTS), ("time", {}), ("weather", {"city": "Rom"})]
     text = written(name, *calls)
     syntax = syntax_of(name, ARGUMENTS)
-    whole = parse_whole(syntax, text)
+    whole = read(syntax, text)
     assert (whole.content, calls_of(whole)) == ("", calls)
     for cut in range(len(text)):
         assert in_chunks(syntax, text, [cut]) == whole
-    assert in_chunks(syntax, text, list(range(len(text)))) == whole
 
 
 @pytest.mark.parametrize("name", [*ELEMENTS, GEMMA])
@@ -149,9 +140,8 @@ def test_any_arguments_are_read_back(name: str, arguments: dict[str, Any], cuts:
 )
 def test_other_ways_to_write_a_call(name: str, text: str, arguments: dict[str, Any]) -> None:
     syntax = ChatSyntax(tools=name, values=(("f", ("n",)),))
-    answer = parse_whole(syntax, text)
+    answer = read(syntax, text)
     assert (answer.content, calls_of(answer)) == ("", [("f", arguments)])
-    assert in_chunks(syntax, text, list(range(len(text)))) == answer
 
 
 def test_a_type_that_the_model_states_counts() -> None:
@@ -190,9 +180,8 @@ def test_a_call_that_is_cut_off_keeps_what_came(name: str) -> None:
     ],
 )
 def test_what_is_no_call_is_content(name: str, text: str) -> None:
-    answer = parse_whole(ChatSyntax(tools=name), text)
+    answer = read(ChatSyntax(tools=name), text)
     assert (answer.content, answer.calls) == (text, [])
-    assert in_chunks(ChatSyntax(tools=name), text, list(range(len(text)))) == answer
 
 
 def test_what_is_malformed_within_a_call_ends_it() -> None:
@@ -222,10 +211,7 @@ _WORDS = st.sampled_from([*_MARKS, "{", "}", "[", ":", ",", "\n", " ", "1", "x" 
     st.lists(st.integers(0, 10_000), max_size=30),
 )
 def test_chunks_do_not_matter(name: str, text: str, cuts: list[int]) -> None:
-    syntax = ChatSyntax(tools=name, values=(("f", ("n",)),))
-    whole = parse_whole(syntax, text)
-    assert in_chunks(syntax, text, cuts) == whole
-    assert in_chunks(syntax, text, list(range(len(text)))) == whole
+    read(ChatSyntax(tools=name, values=(("f", ("n",)),)), text, cuts)
 
 
 def test_the_parameters_that_are_no_texts_are_recorded() -> None:

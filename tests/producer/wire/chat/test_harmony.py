@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import os
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill.common.chat.syntax import ChatSyntax
-from pagemill.producer.wire.chat.parser import ChatParser, parse_whole
+from pagemill.producer.wire.chat.parser import parse_whole
 from pagemill.producer.wire.chat.pieces import Answer, Call
+from tests.producer.wire.chat.chunks import in_chunks, read
 
 WITH_TOOLS = ChatSyntax("harmony", tools="harmony")
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -23,14 +23,6 @@ FINAL = "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln"}<|call|>'
 WEATHER = Call("weather", '{"city": "Köln"}')
-
-
-def in_chunks(syntax: ChatSyntax, text: str, cuts: list[int]) -> Answer:
-    parser, answer = ChatParser(syntax), Answer()
-    for start, end in pairwise([0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]):
-        answer.add(parser.feed(text[start:end]))
-    answer.add(parser.finish())
-    return answer
 
 
 @pytest.mark.parametrize(
@@ -80,8 +72,7 @@ def test_what_gpt_oss_writes(text: str, answer: Answer) -> None:
     ],
 )
 def test_what_is_malformed_is_content(text: str, content: str) -> None:
-    assert parse_whole(WITH_TOOLS, text) == Answer("", content)
-    assert in_chunks(WITH_TOOLS, text, list(range(len(text)))) == Answer("", content)
+    assert read(WITH_TOOLS, text) == Answer("", content)
 
 
 def test_without_tools_there_are_no_calls() -> None:
@@ -114,10 +105,7 @@ _TEXTS = st.lists(_HEADERS | _WORDS | st.text(max_size=6), max_size=12).map("".j
 
 @given(_TEXTS, st.booleans(), st.booleans(), st.lists(st.integers(0, 10_000), max_size=30))
 def test_chunks_do_not_matter(text: str, is_open: bool, has_tools: bool, cuts: list[int]) -> None:
-    syntax = ChatSyntax("harmony", is_open, "harmony" if has_tools else None)
-    whole = parse_whole(syntax, text)
-    assert in_chunks(syntax, text, cuts) == whole
-    assert in_chunks(syntax, text, list(range(len(text)))) == whole
+    read(ChatSyntax("harmony", is_open, "harmony" if has_tools else None), text, cuts)
 
 
 @pytest.fixture(scope="module")

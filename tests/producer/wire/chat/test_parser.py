@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 from pagemill.common.chat.families import TOOLS, detect_tools, unsupported_family
 from pagemill.common.chat.syntax import ChatSyntax
 from pagemill.common.chat.thinking import THINKING, detect_thinking
-from pagemill.producer.wire.chat.parser import ChatParser, parse_whole
-from pagemill.producer.wire.chat.pieces import Answer, Call
+from pagemill.producer.wire.chat.parser import parse_whole
+from pagemill.producer.wire.chat.pieces import Call
+from tests.producer.wire.chat.chunks import read
 
 CITY = '{"city": "Köln }] \\" </tool_call>", "days": [1, {"a": null}]}'
 TIME = "{}"
@@ -28,14 +28,6 @@ def forced(name: str, *calls: tuple[str, str]) -> str:
     form = TOOLS[name].form
     written = [form.head(function) + arguments + form.after for function, arguments in calls]
     return form.begin + form.separator.join(written) + form.end
-
-
-def in_chunks(syntax: ChatSyntax, text: str, cuts: list[int]) -> Answer:
-    parser, answer = ChatParser(syntax), Answer()
-    for start, end in pairwise([0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]):
-        answer.add(parser.feed(text[start:end]))
-    answer.add(parser.finish())
-    return answer
 
 
 @pytest.mark.parametrize("name", JSON_TOOLS)
@@ -145,9 +137,7 @@ _SYNTAXES = st.builds(
 
 @given(_SYNTAXES, _TEXTS, st.lists(st.integers(0, 10_000), max_size=30))
 def test_chunks_do_not_matter(syntax: ChatSyntax, text: str, cuts: list[int]) -> None:
-    whole = parse_whole(syntax, text)
-    assert in_chunks(syntax, text, cuts) == whole
-    assert in_chunks(syntax, text, list(range(len(text)))) == whole
+    read(syntax, text, cuts)
 
 
 @given(_SYNTAXES)

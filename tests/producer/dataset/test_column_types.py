@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from pagemill.producer.dataset.frames import source_of
 from pagemill.producer.dataset.tables.column_types import fitted
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, open_source
 from pagemill.producer.dataset.tables.writers import META, Form
+from tests.conftest import run_python
 
 INTEGERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-(10**9), 10**9), st.integers(-3, 3))
 BITS_32 = [
@@ -217,12 +216,7 @@ assert ("pandas" in sys.modules) == (sys.argv[1] == "with")
 @pytest.mark.slow
 def test_nanoseconds_are_the_same_without_pandas() -> None:
     """Pandas has types for them, Python has none."""
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", NANOSECONDS, how], capture_output=True, text=True, check=True
-        ).stdout
-        for how in ("with", "without")
-    ]
+    told = [run_python("-c", NANOSECONDS, how, check=True).stdout for how in ("with", "without")]
     assert told[0] == told[1]
     assert "2023-11-14T22:13:20.123456789" in told[0]
 

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from pagemill import Producer
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.places import RemotePlace, local_path, redacted, uri_of
+from tests.producer.dataset.killing import killed_until_done
 from tests.producer.dataset.s3_server import SECRET, Bucket, running_s3
 from tests.producer.dataset.test_run import counting_worker
 from tests.producer.scripted_worker import scripted_worker
@@ -160,23 +160,18 @@ def test_killed_anywhere_it_ends_with_the_same_object(
     source = bucket.put("in.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
     bucket.put("out.jsonl", b"")  # an output without rows has nothing to lose
     command = [sys.executable, "-c", RUN, valkey_url, queue_name, source, bucket("out.jsonl"), ""]
-    chance, kills = random.Random(7), 0
+
+    def check_beside(returncode: int) -> None:
+        if returncode and "out.jsonl.partial" in bucket.names():
+            assert bucket.get("out.jsonl") == b""
+            assert json.loads(bucket.get("out.jsonl.partial"))["host"] == socket.gethostname()
+            assert "out.jsonl.partial" in left(tmp_path)
+
     with counting_worker(valkey_url, queue_name, 0.001) as ran:
-        while "out.jsonl.run.json" not in bucket.names():
-            goal = sum(ran.values()) + chance.randrange(1, 150)
-            process = subprocess.Popen(command, stderr=subprocess.PIPE)
-            give_up = time.monotonic() + 60
-            while process.poll() is None and time.monotonic() < give_up:
-                if kills < 6 and sum(ran.values()) >= min(goal, 349):
-                    os.kill(process.pid, signal.SIGKILL)
-                    kills += 1
-                time.sleep(0.002)
-            _, errors = process.communicate()
-            assert process.returncode in (0, -signal.SIGKILL), errors.decode()
-            if process.returncode and "out.jsonl.partial" in bucket.names():
-                assert bucket.get("out.jsonl") == b""
-                assert json.loads(bucket.get("out.jsonl.partial"))["host"] == socket.gethostname()
-                assert "out.jsonl.partial" in left(tmp_path)
+        kills = killed_until_done(
+            command, lambda: "out.jsonl.run.json" in bucket.names(), lambda: sum(ran.values()),
+            chance=random.Random(7), steps=range(1, 150), max_kills=6, last=349, after=check_beside,
+        )  # fmt: skip
     assert kills >= 3
     assert set(ran.values()) == {1}, "something was paid for twice"
     assert [json.loads(line)["output"] for line in bucket.get("out.jsonl").splitlines()] == texts

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +24,7 @@ from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.work import TooManyErrors, Work, WorkLoop
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
+from tests.producer.dataset.killing import killed_until_done
 from tests.producer.driving import Queue
 from tests.producer.scripted_worker import echo, scripted_worker
 
@@ -69,6 +68,13 @@ def counting_worker(url: str, name: str, delay_s: float = 0.0) -> Iterator[Count
         yield ran
 
 
+@pytest.fixture
+def ran(valkey_url: str, queue_name: str) -> Iterator[Counter[str]]:
+    """A counting worker of the test's queue."""
+    with counting_worker(valkey_url, queue_name) as ran:
+        yield ran
+
+
 def write_rows(path: Path, texts: list[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(texts)))
     return path
@@ -82,11 +88,10 @@ def simple(**options: Any) -> Pipeline:
     return Pipeline("{{ text }}", model="m", chat=False, **options)
 
 
-def test_every_row_in_its_order(producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+def test_every_row_in_its_order(producer: Producer, ran: Counter[str], tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [f"row {i}" for i in range(300)])
     seen: list[Any] = []
-    with counting_worker(valkey_url, queue_name):
-        summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer, on_row=seen.append)
+    summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer, on_row=seen.append)
     found = lines(tmp_path / "out.jsonl")
     assert [(row["text"], row["n"], row["output"]) for row in found] == [
         (f"row {i}", i, f"row {i}") for i in range(300)
@@ -99,10 +104,9 @@ def test_every_row_in_its_order(producer: Producer, valkey_url: str, queue_name:
     assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
 
 
-def test_equal_rows_run_once(producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+def test_equal_rows_run_once(producer: Producer, ran: Counter[str], tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ["same"] * 5 + ["other"])
-    with counting_worker(valkey_url, queue_name) as ran:
-        summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+    summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
     assert ran == {"same": 1, "other": 1}
     assert [row["output"] for row in lines(tmp_path / "out.jsonl")] == ["same"] * 5 + ["other"]
     assert summary.merged == 4
@@ -110,24 +114,20 @@ def test_equal_rows_run_once(producer: Producer, valkey_url: str, queue_name: st
     assert len(keys) == 6
 
 
-def test_equal_rows_of_a_sampled_run_differ(
-    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
-) -> None:
+def test_equal_rows_of_a_sampled_run_differ(producer: Producer, ran: Counter[str], tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ["same"] * 5)
-    with counting_worker(valkey_url, queue_name) as ran:
-        simple(temperature=1.0).run(source, out=tmp_path / "out.jsonl", producer=producer)
+    simple(temperature=1.0).run(source, out=tmp_path / "out.jsonl", producer=producer)
     assert ran == {"same": 5}
 
 
 def test_bad_and_failed_rows_are_told_apart_from_good_ones(
-    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
+    producer: Producer, ran: Counter[str], tmp_path: Path
 ) -> None:
     source = write_rows(tmp_path / "in.jsonl", ["good", "fail this", "good too"])
     with source.open("a") as file:
         file.write('{broken\n{"other": 1}\n')
     out = tmp_path / "out.jsonl"
-    with counting_worker(valkey_url, queue_name):
-        summary = simple().run(source, out=out, producer=producer)
+    summary = simple().run(source, out=out, producer=producer)
     assert [row["output"] for row in lines(out)] == ["good", "good too"]
     errors = lines(tmp_path / "out.jsonl.errors.jsonl")
     assert [(error["row"], error["code"]) for error in errors] == [
@@ -138,53 +138,45 @@ def test_bad_and_failed_rows_are_told_apart_from_good_ones(
     assert sum(summary.error_codes.values()) == summary.failed
 
 
-def test_running_again_does_only_what_is_new(
-    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
-) -> None:
+def test_running_again_does_only_what_is_new(producer: Producer, ran: Counter[str], tmp_path: Path) -> None:
     texts = [f"row {i}" for i in range(20)]
     out = tmp_path / "out.jsonl"
-    with counting_worker(valkey_url, queue_name) as ran:
-        simple().run(write_rows(tmp_path / "in.jsonl", texts), out=out, producer=producer)
-        first = out.read_bytes()
-        simple().run(tmp_path / "in.jsonl", out=out, producer=producer)
-        assert out.read_bytes() == first
-        simple().run(write_rows(tmp_path / "in.jsonl", ["new", *texts[5:]]), out=out, producer=producer)
+    simple().run(write_rows(tmp_path / "in.jsonl", texts), out=out, producer=producer)
+    first = out.read_bytes()
+    simple().run(tmp_path / "in.jsonl", out=out, producer=producer)
+    assert out.read_bytes() == first
+    simple().run(write_rows(tmp_path / "in.jsonl", ["new", *texts[5:]]), out=out, producer=producer)
     assert set(ran.values()) == {1}
     assert [row["output"] for row in lines(out)] == ["new", *texts[5:]]
 
 
 def test_a_failed_row_is_tried_again_the_next_time(
-    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
+    producer: Producer, ran: Counter[str], tmp_path: Path
 ) -> None:
     source = write_rows(tmp_path / "in.jsonl", ["die young", "fine"])
     out = tmp_path / "out.jsonl"
-    with counting_worker(valkey_url, queue_name) as ran:
-        assert simple().run(source, out=out, producer=producer).failed == 1
-        assert simple().run(source, out=out, producer=producer).failed == 1
+    assert simple().run(source, out=out, producer=producer).failed == 1
+    assert simple().run(source, out=out, producer=producer).failed == 1
     assert ran == {"die young": 2, "fine": 1}
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.tsv", "out.parquet"])
 def test_other_output_formats_can_be_taken_up_again(
-    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path, name: str
+    producer: Producer, ran: Counter[str], tmp_path: Path, name: str
 ) -> None:
     from pagemill.producer.dataset.tables.rows import open_source
 
     source = write_rows(tmp_path / "in.jsonl", ["a,b", 'quote "x"', "line\nbreak"])
-    with counting_worker(valkey_url, queue_name) as ran:
-        for _ in range(2):
-            simple().run(source, out=tmp_path / name, producer=producer)
+    for _ in range(2):
+        simple().run(source, out=tmp_path / name, producer=producer)
     rows = [row.fields for row in open_source(tmp_path / name).rows()]
     assert [row["output"] for row in rows if row] == ["a,b", 'quote "x"', "line\nbreak"]
     assert set(ran.values()) == {1}
 
 
-def test_an_iterator_is_read_once(
-    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
-) -> None:
+def test_an_iterator_is_read_once(producer: Producer, ran: Counter[str], tmp_path: Path) -> None:
     rows = ({"text": f"row {i}"} for i in range(30))
-    with counting_worker(valkey_url, queue_name):
-        summary = simple().run(rows, out=tmp_path / "out.jsonl", producer=producer)
+    summary = simple().run(rows, out=tmp_path / "out.jsonl", producer=producer)
     assert summary.succeeded == 30
     assert [row["output"] for row in lines(tmp_path / "out.jsonl")] == [f"row {i}" for i in range(30)]
 
@@ -195,20 +187,11 @@ def test_killed_anywhere_it_ends_with_the_same_file(valkey_url: str, queue_name:
     source = write_rows(tmp_path / "in.jsonl", texts)
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-c", RUN, valkey_url, queue_name, str(source), str(out)]
-    chance = random.Random(7)
     with counting_worker(valkey_url, queue_name, 0.001) as ran:
-        kills = 0
-        while not out.exists():
-            goal = sum(ran.values()) + chance.randrange(1, 250)
-            process = subprocess.Popen(command, stderr=subprocess.PIPE)
-            give_up = time.monotonic() + 60
-            while process.poll() is None and time.monotonic() < give_up:
-                if kills < 6 and sum(ran.values()) >= min(goal, 900):
-                    os.kill(process.pid, signal.SIGKILL)
-                    kills += 1
-                time.sleep(0.002)
-            _, errors = process.communicate()
-            assert process.returncode in (0, -signal.SIGKILL), errors.decode()
+        kills = killed_until_done(
+            command, out.exists, lambda: sum(ran.values()),
+            chance=random.Random(7), steps=range(1, 250), max_kills=6, last=900,
+        )  # fmt: skip
     assert kills >= 3
     assert len(ran) == 900
     assert set(ran.values()) == {1}, "something was paid for twice"
@@ -280,12 +263,11 @@ def test_an_output_column_that_is_taken_is_refused(tmp_path: Path, producer: Pro
 
 
 def test_a_later_row_with_the_outputs_column_is_one_bad_row(
-    tmp_path: Path, producer: Producer, valkey_url: str, queue_name: str
+    tmp_path: Path, producer: Producer, ran: Counter[str]
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "x"}\n{"text": "y", "output": "precious"}\n')
-    with counting_worker(valkey_url, queue_name) as ran:
-        summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+    summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
     assert (summary.succeeded, summary.error_codes, ran) == (1, {"invalid_row": 1}, {"x": 1})
 
 
@@ -313,12 +295,11 @@ def test_a_later_start_may_submit_the_same_work_with_another_prompt(
     assert (batch.counts().total, batch.counts().failed) == (1, 0)
 
 
-def test_gold_gives_accuracy(producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+def test_gold_gives_accuracy(producer: Producer, ran: Counter[str], tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     rows = [("a", "a"), ("b", "a"), ("b", "b"), ("a", "a")]
     source.write_text("".join(json.dumps({"text": text, "gold": gold}) + "\n" for text, gold in rows))
-    with counting_worker(valkey_url, queue_name):
-        summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer, gold="gold")
+    summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer, gold="gold")
     assert summary.accuracy == 0.75
     assert summary.confusion == {("a", "a"): 2, ("a", "b"): 1, ("b", "b"): 1}
     assert summary.labels.as_json() == {"a": 2, "b": 2}

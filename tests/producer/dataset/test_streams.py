@@ -19,6 +19,7 @@ from pagemill.producer.dataset.errors import DiskFailed
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from pagemill.producer.dataset.tables.streams import CHUNK_BYTES, Stream
+from tests.conftest import run_python
 from tests.producer.dataset.test_run import counting_worker
 from tests.producer.driving import Queue
 from tests.producer.scripted_worker import scripted_worker
@@ -122,9 +123,7 @@ def test_a_full_disk_is_told_from_a_broken_stream(tmp_path: Path) -> None:
         "except DiskFailed as error:\n    print(error)\n"
     )
     settings = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=settings
-    )
+    done = run_python("-c", program, env=settings)
     assert done.stdout.startswith(
         f"{tmp_path} has no room for what was read of a pipe (File too large): name another"
     )

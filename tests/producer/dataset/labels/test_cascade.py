@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -33,6 +30,7 @@ from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.keys import lane_model
 from pagemill.producer.wire.schema.outputs import Output, Result, Timing, Usage
+from tests.producer.dataset.killing import killed_until_done
 from tests.producer.driving import Queue
 from tests.producer.scripted_worker import scripted_worker
 
@@ -386,20 +384,12 @@ def test_killed_in_the_middle_of_escalations_it_pays_for_nothing_twice(
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(300)))
     command = [sys.executable, "-c", RUN, valkey_url, queue_name, str(source), str(out)]
-    chance, kills, later = random.Random(3), 0, 0
     workers.delay_s = 0.001
-    while not out.exists():
-        goal = later + chance.randrange(1, 80)
-        process = subprocess.Popen(command, stderr=subprocess.PIPE)
-        give_up = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < give_up:
-            later = sum(count for (model, _), count in workers.ran.copy().items() if model != "small")
-            if kills < 4 and later >= goal:
-                os.kill(process.pid, signal.SIGKILL)
-                kills += 1
-            time.sleep(0.002)
-        _, errors = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL), errors.decode()
+    kills = killed_until_done(
+        command, out.exists,
+        lambda: sum(count for (model, _), count in workers.ran.copy().items() if model != "small"),
+        chance=random.Random(3), steps=range(1, 80), max_kills=4,
+    )  # fmt: skip
     assert kills >= 3
     assert set(workers.ran.values()) == {1}, "something was paid for twice"
     check(out, 300, 0.8, ["small", "big", "huge"])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,7 +27,8 @@ from pagemill.producer.wire.envelope import rendered
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result, Timing, Usage
 from pagemill.producer.wire.schema.signing import split_payload
-from tests.producer.driving import Queue, open_queue
+from tests.producer.dataset.killing import killed_until_done
+from tests.producer.driving import Queue
 from tests.producer.scripted_worker import scripted_worker
 
 RECIPE: dict[str, Any] = {
@@ -359,17 +357,15 @@ def test_detached_the_whole_chain_runs_without_its_producer(
 
 
 def test_what_the_server_has_lost_is_done_again_and_nothing_else(
-    producer: Producer, model: Model, valkey_url: str, queue_name: str, tmp_path: Path
+    producer: Producer, model: Model, tmp_path: Path, valkey_queue: Queue
 ) -> None:
     """The outputs in the journal are put into the prompts of the steps that are left."""
     out = tmp_path / "out.jsonl"
     model.failing, model.how = "In a word", "dead"
     with pytest.raises(TooManyErrors):
         RecipePipeline(RECIPE).run(rows(12), out=out, producer=producer, max_errors=0)
-    queue = open_queue(valkey_url, queue_name)
-    for key in queue.client.scan_iter(f"{queue.prefix}*"):
-        queue.client.delete(key)
-    queue.transport.close()
+    for key in valkey_queue.client.scan_iter(f"{valkey_queue.prefix}*"):
+        valkey_queue.client.delete(key)
     model.failing = None
     before = model.ran.copy()
     RecipePipeline(RECIPE).run(rows(12), out=out, producer=producer)
@@ -385,20 +381,11 @@ def test_killed_in_the_middle_of_chains_it_computes_nothing_twice(
     recipe.write_text(json.dumps(RECIPE))  # JSON is YAML
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(150)))
     command = [sys.executable, "-c", RUN, valkey_url, queue_name, *map(str, (recipe, source, out))]
-    chance, kills, done = random.Random(3), 0, 0
     model.delay_s = 0.001
-    while not out.exists():
-        goal = done + chance.randrange(20, 90)
-        process = subprocess.Popen(command, stderr=subprocess.PIPE)
-        give_up = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < give_up:
-            done = sum(model.ran.copy().values())
-            if kills < 4 and done >= goal:
-                os.kill(process.pid, signal.SIGKILL)
-                kills += 1
-            time.sleep(0.002)
-        _, errors = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL), errors.decode()
+    kills = killed_until_done(
+        command, out.exists, lambda: sum(model.ran.copy().values()),
+        chance=random.Random(3), steps=range(20, 90), max_kills=4,
+    )  # fmt: skip
     assert kills >= 2
     assert set(model.ran.values()) == {1}, "something was computed twice"
     check(out, 150)

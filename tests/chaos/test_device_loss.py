@@ -17,7 +17,6 @@ from tests.worker.harness import QueueClient, eventually
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
 
 TEXTS = [f"{i:03d} " * 25 for i in range(64)]
 

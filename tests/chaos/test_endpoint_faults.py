@@ -44,7 +44,6 @@ def test_kill_9_of_the_endpoint(client: QueueClient, spawn: Spawn, endpoint: Ech
     check_alive(workers)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(4))
 def test_endpoint_and_workers_die_at_random(

@@ -95,7 +95,6 @@ class Submits:
                 raise
 
 
-@pytest.mark.slow
 def test_restarts_and_flushes(own_valkey: RedisServer, queue_name: str) -> None:
     rng = random.Random(1)
     submits = Submits(own_valkey.url, queue_name)
@@ -125,7 +124,6 @@ def test_restarts_and_flushes(own_valkey: RedisServer, queue_name: str) -> None:
     client.redis.close()
 
 
-@pytest.mark.slow
 def test_a_server_that_never_keeps_a_script_is_away(
     own_valkey: RedisServer, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +145,6 @@ def test_a_server_that_never_keeps_a_script_is_away(
         asyncio.run(submit())
 
 
-@pytest.mark.slow
 def test_connections_are_cut_at_every_phase(own_valkey: RedisServer, queue_name: str) -> None:
     rng = random.Random(2)
     with TcpProxy(own_valkey.port) as proxy:
@@ -208,7 +205,6 @@ def test_a_database_that_is_not_there(own_valkey: RedisServer, queue_name: str) 
     )
 
 
-@pytest.mark.slow
 def test_rights_and_passwords(own_valkey: RedisServer, queue_name: str) -> None:
     with redis.Redis.from_url(own_valkey.url) as admin:
         admin.acl_setuser(
@@ -223,7 +219,6 @@ def test_rights_and_passwords(own_valkey: RedisServer, queue_name: str) -> None:
     all_are(submitted(own_valkey.url, queue_name, bulk=False), RedisUnavailable, "password")
 
 
-@pytest.mark.slow
 def test_a_replica_and_a_full_memory(own_valkey: RedisServer, queue_name: str) -> None:
     with redis.Redis.from_url(own_valkey.url) as admin:
         admin.config_set("maxmemory-policy", "noeviction")
@@ -234,7 +229,6 @@ def test_a_replica_and_a_full_memory(own_valkey: RedisServer, queue_name: str) -
         all_are(submitted(own_valkey.url, queue_name, bulk=False), RedisUnavailable, "refuses calls now")
 
 
-@pytest.mark.slow
 def test_a_disk_that_takes_nothing(tmp_path: Path, queue_name: str) -> None:
     """A snapshot can't be written, and the server refuses writes with MISCONF, as it does on a full disk."""
     options = ("--enable-protected-configs", "yes", "--appendonly", "no", "--save", "3600 1")
@@ -258,7 +252,6 @@ def test_somebody_elses_keys(own_valkey: RedisServer, queue_name: str) -> None:
     all_are(submitted(own_valkey.url, queue_name), RedisRefused, "WRONGTYPE")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "greeting",
     [

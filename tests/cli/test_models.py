@@ -57,7 +57,6 @@ def run(hub: LoopbackHub, tmp_path: Path) -> Run:
     return run
 
 
-@pytest.mark.slow
 def test_what_is_pulled_is_listed(run: Run, hub: LoopbackHub, tmp_path: Path) -> None:
     commit = hub.repositories["org/good"].commit
     empty = run("models")
@@ -92,7 +91,6 @@ def test_what_is_pulled_is_listed(run: Run, hub: LoopbackHub, tmp_path: Path) ->
     assert "'resnet' is not supported" in listed["org/bad"]["reason"]
 
 
-@pytest.mark.slow  # each process imports the model libraries
 def test_a_pipe_gets_a_table(run: Run, hub: LoopbackHub) -> None:
     commit = hub.repositories["org/good"].commit
     pulled = run("pull", "org/good")
@@ -103,7 +101,6 @@ def test_a_pipe_gets_a_table(run: Run, hub: LoopbackHub) -> None:
     assert row.split("\t") == ["org/good", "main", commit[:12], "1.2 kB", "yes", ""]
 
 
-@pytest.mark.slow
 def test_what_cannot_be_run_is_refused_before_its_weights(run: Run, hub: LoopbackHub) -> None:
     refused = run("pull", "org/bad")
     assert refused.returncode == 2
@@ -119,7 +116,6 @@ def test_a_pull_that_fails_is_one_line(run: Run) -> None:
     assert "no model org/none that you may read" in line
 
 
-@pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_files_that_are_under_way(
     run: Run, hub: LoopbackHub, tmp_path: Path
 ) -> None:
@@ -154,7 +150,6 @@ def test_doctor_downloads_nothing(run: Run, hub: LoopbackHub) -> None:
     assert not hub.asked
 
 
-@pytest.mark.slow  # it looks at the model's parts
 def test_doctor_names_the_commit(run: Run, hub: LoopbackHub) -> None:
     tokenizer = Tokenizer(WordLevel({"a": 0}, "a")).to_str().encode()
     hub.add("org/good", GOOD | {"model.safetensors": save({}), "tokenizer.json": tokenizer})

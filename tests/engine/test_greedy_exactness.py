@@ -132,7 +132,6 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "threshold", "caching", "overlapped", "padded"), CONFIGURATIONS)
 def test_schedule_does_not_change_the_output(
     references: list[Reference], budget: int, threshold: int, caching: bool, overlapped: bool, padded: bool
@@ -140,7 +139,6 @@ def test_schedule_does_not_change_the_output(
     check_schedule(references, budget, threshold, caching, overlapped, padded)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("budget", [1, 7, 64, 512])
 def test_every_schedule_gives_the_same_output(references: list[Reference], budget: int) -> None:
@@ -162,7 +160,6 @@ def check_schedule(
     assert bool(cold + warm) == caching or budget == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("caching", "overlapped"), [(True, False), (False, True)])
 def test_preemption_does_not_change_the_output(
     references: list[Reference], caching: bool, overlapped: bool

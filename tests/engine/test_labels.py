@@ -131,7 +131,7 @@ def check(model: Any, output: CompletionOutput, prompt: str, labels: list[str], 
         {"num_kv_blocks": 14, "max_num_batched_tokens": 64},
         {"num_kv_blocks": 14, "host_cache_gib": 0.001, "async_scheduling": True},
         {"pad_to_bucket": True, "stage_inputs": True},
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        {"tensor_parallel_size": 2},
     ],
     ids=str,
 )

@@ -187,7 +187,6 @@ COMMANDS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_every_command_runs_as_the_documented_producer_with_short_memory(
     own_valkey: RedisServer, queue_name: str, tmp_path: Path
 ) -> None:

@@ -86,7 +86,6 @@ def test_what_a_stream_costs_the_server_is_its_output_and_no_more(client: QueueC
         assert 3 < most <= len(TEXT)
 
 
-@pytest.mark.slow
 async def test_ten_thousand_handles_wait_on_a_few_connections(client: QueueClient) -> None:
     async with AsyncProducer(client.url, queue=client.queue) as producer:
         batch = await producer.submit_many(

@@ -13,7 +13,7 @@ from tests.topologies import KINDS, any_server
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "kills"),
-    [("one server", 4), *(pytest.param(kind, 15, marks=[pytest.mark.slow]) for kind in KINDS)],
+    [("one server", 4), *((kind, 15) for kind in KINDS)],
 )
 def test_nothing_is_lost_however_many_workers_die(kind: str, kills: int, tmp_path: Path) -> None:
     with any_server(kind, tmp_path / "server") as url:

@@ -53,7 +53,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
 def test_ranks_and_scales_in_one_batch(llama: Path, tmp_path: Path) -> None:
     trained = {
         "r8": Trained(rank=8),
@@ -101,7 +100,6 @@ def test_gpt2(tmp_path: Path) -> None:
     assert_as_merged(tmp_path / "gpt2", adapters)
 
 
-@pytest.mark.slow
 def test_bfloat16_products(llama: Path, tmp_path: Path) -> None:
     """Adapters are added in fp32: their numbers are nearer to fp32's numbers than an adapter is to none."""
     adapter = save_adapter(llama, tmp_path / "adapter")

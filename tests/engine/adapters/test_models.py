@@ -143,7 +143,7 @@ def test_layers_that_the_model_is_not_run_with(case: Any, path: str, shape: str,
 
 
 @pytest.mark.parametrize(
-    "form", [checkpoints.gptq(), pytest.param(checkpoints.awq(), marks=pytest.mark.slow), checkpoints.packed()],
+    "form", [checkpoints.gptq(), checkpoints.awq(), checkpoints.packed()],
     ids=["gptq", "awq", "compressed W4A16"],
 )  # fmt: skip
 def test_a_quantised_checkpoint(form: checkpoints.Format, tmp_path: Path) -> None:
@@ -171,7 +171,6 @@ def test_a_quantised_checkpoint(form: checkpoints.Format, tmp_path: Path) -> Non
     assert len(set(map(tuple, found))) == 3
 
 
-@pytest.mark.slow
 def test_int8_weights(tmp_path: Path) -> None:
     from tests.engine.tiny_model import save_tiny_llama
 

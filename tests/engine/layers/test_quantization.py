@@ -131,8 +131,8 @@ def test_fewer_bits_make_more_blocks(dtype: torch.dtype, bytes_per_head: int) ->
     [
         "bfloat16",
         "int8",
-        pytest.param("float16", marks=pytest.mark.slow),  # a minute of compiling each
-        pytest.param("fp8", marks=pytest.mark.slow),
+        "float16",  # a minute of compiling each
+        "fp8",
     ],
 )
 def test_a_quantised_cache_follows_fp32(kv_cache_dtype: str, directory: str) -> None:

@@ -39,7 +39,7 @@ def results(**options: Any) -> tuple[int, list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16"])
 def test_labels_and_texts_after_a_shared_prompt_are_those_of_rows_on_their_own(
     monkeypatch: pytest.MonkeyPatch, cache_dtype: str
 ) -> None:

@@ -115,9 +115,9 @@ def test_tokens_of_preempted_rows(
     ("case", "options"),
     [
         (CASES[1], {}),
-        pytest.param(CASES[1], {"quantization": "int8"}, marks=pytest.mark.slow),
-        pytest.param(CASES[0], {}, marks=pytest.mark.slow),
-        pytest.param(CASES[0], {"quantization": "int8"}, marks=pytest.mark.slow),
+        (CASES[1], {"quantization": "int8"}),
+        (CASES[0], {}),
+        (CASES[0], {"quantization": "int8"}),
     ],
     ids=str,
 )

@@ -403,7 +403,6 @@ def received(url: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_tls_needs_no_option_of_celerys(tmp_path: Path) -> None:
     with tls_server(tmp_path, Certificates(tmp_path / "certificates")) as url:
         app = Celery(broker=f"{url}&ssl_cert_reqs=required", backend=f"{url}&ssl_cert_reqs=required")

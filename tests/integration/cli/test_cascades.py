@@ -119,7 +119,6 @@ def test_two_tiny_checkpoints(valkey_url: str, queue_name: str, tmp_path: Path) 
     assert 0 < summary.stages.stages[1].rows < 40
 
 
-@pytest.mark.slow
 def test_workers_are_started_for_every_model(tmp_path: Path) -> None:
     write_rows(tmp_path)
     settings = bare_environment() | {"PAGEMILL_STATE_DIR": str(tmp_path / "state")}
@@ -146,7 +145,6 @@ def test_a_model_that_nobody_serves_is_told_and_waited_for(
     assert [line["label_model"] for line in read(tmp_path)] == ["big"] * 5
 
 
-@pytest.mark.slow
 def test_a_model_that_fails_leaves_the_first_answers(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

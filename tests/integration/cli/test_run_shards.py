@@ -47,7 +47,6 @@ def check(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["run", "worker", "both"])
-@pytest.mark.slow
 def test_killed_and_started_again(
     victim: str, pagemill: Callable[..., Finished], valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

@@ -68,9 +68,7 @@ def flooded(client: QueueClient) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "is_killed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "killed"]
-)
+@pytest.mark.parametrize("is_killed", [False, True], ids=["whole", "killed"])
 def test_running_jobs_commit_and_nothing_is_lost(
     client: QueueClient, tmp_path: Path, is_killed: bool
 ) -> None:

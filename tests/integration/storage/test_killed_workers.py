@@ -87,7 +87,7 @@ def test_a_sweeper_deletes_nothing_outside_its_store(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rounds", "num_jobs"), [(3, 12), pytest.param(12, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rounds", "num_jobs"), [(3, 12), (12, 60)])
 def test_kills_lose_no_result_and_leave_no_file(
     client: QueueClient, files: TestedStore, tmp_path: Path, rounds: int, num_jobs: int
 ) -> None:

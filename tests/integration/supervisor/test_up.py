@@ -25,7 +25,6 @@ LONG = {"prompt": "0123456789" * 200, "max_tokens": 2000}
 BARE = ("--no-gateway", "--no-exporter")
 
 
-@pytest.mark.slow
 def test_all_of_a_host_in_one_command(start: Start, queue_name: str, tmp_path: Path) -> None:
     """With a server of its own: which outlives every worker, and not the supervisor."""
     up = start("--workers", "2", url=None)
@@ -83,7 +82,6 @@ def test_a_killed_worker_is_started_again_and_no_job_is_lost(start: Start, clien
     assert client.redis.llen(f"pagemill:{{{client.queue}}}:bfeed:all") == len(ids)
 
 
-@pytest.mark.slow
 def test_children_do_not_outlive_a_killed_supervisor(start: Start, client: QueueClient) -> None:
     up = start("--workers", "2", "--no-gateway", "--option", "drain_grace_s=0")
     members = up.wait_ready()
@@ -104,7 +102,6 @@ def test_children_do_not_outlive_a_killed_supervisor(start: Start, client: Queue
     assert second.lines("of a supervisor that was killed does not end; killing it")
 
 
-@pytest.mark.slow
 def test_one_run_directory_has_one_supervisor(start: Start) -> None:
     up = start("--workers", "1", *BARE)
     up.wait_ready()
@@ -114,7 +111,6 @@ def test_one_run_directory_has_one_supervisor(start: Start) -> None:
     assert up.members()["worker-0"]["state"] == "ready"
 
 
-@pytest.mark.slow
 def test_a_second_signal_hurries(start: Start, client: QueueClient) -> None:
     up = start("--workers", "1", *BARE, "--option", "drain_grace_s=600", "--option", "shutdown_s=900")
     up.wait_ready()
@@ -128,7 +124,6 @@ def test_a_second_signal_hurries(start: Start, client: QueueClient) -> None:
     assert client.stats().counts.get("queued", 0) == 1
 
 
-@pytest.mark.slow
 def test_a_child_that_does_not_end_is_killed(start: Start) -> None:
     up = start("--workers", "1", *BARE, PAGEMILL_STOP_TIMEOUT_S="1")
     pid = up.wait_ready()["worker-0"]["pid"]
@@ -139,7 +134,6 @@ def test_a_child_that_does_not_end_is_killed(start: Start) -> None:
     assert up.lines("did not end in time; killing it")
 
 
-@pytest.mark.slow
 def test_a_child_that_hangs_is_replaced(start: Start) -> None:
     up = start("--workers", "1", *BARE, PAGEMILL_STOP_TIMEOUT_S="1", PAGEMILL_LIVENESS_S="0.5")
     pid = up.wait_ready()["worker-0"]["pid"]
@@ -150,7 +144,6 @@ def test_a_child_that_hangs_is_replaced(start: Start) -> None:
     assert up.lines("/healthz has failed for")
 
 
-@pytest.mark.slow
 def test_systemd_is_told(start: Start, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
@@ -197,7 +190,6 @@ def test_wrong_settings_end_it_with_a_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "state.json").exists()
 
 
-@pytest.mark.slow
 def test_a_worker_that_refuses_its_settings_at_the_first_start_ends_all(start: Start) -> None:
     """What only the engine can tell: no supervisor's patience mends it."""
     up = start("--workers", "2", "--option", "http_host=192.0.2.1", *BARE)
@@ -208,7 +200,6 @@ def records(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.slow
 def test_json_logs_are_one_stream_with_a_field(start: Start) -> None:
     up = start("--workers", "1", "--log-format", "json")
     up.wait_ready()

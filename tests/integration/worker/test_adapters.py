@@ -172,9 +172,7 @@ def test_workers_are_given_only_what_they_can_serve(
     assert found == [wanted[name] for name in ("blue", "red", "blue", "red")]
 
 
-@pytest.mark.parametrize(
-    "same", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["same weights", "other weights"]
-)
+@pytest.mark.parametrize("same", [True, False], ids=["same weights", "other weights"])
 def test_a_killed_workers_job_goes_on_with_the_same_adapter_only(
     valkey_url: str, client: QueueClient, model: Path, adapters: dict[str, Path], tmp_path: Path, same: bool
 ) -> None:

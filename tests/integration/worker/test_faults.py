@@ -115,7 +115,6 @@ def test_a_full_server_takes_ends_though_it_refuses_new_jobs(
         assert worker.counters.leases_lost.read() == 0
 
 
-@pytest.mark.slow
 def test_a_paused_server_is_away_and_comes_back(client: QueueClient) -> None:
     config = worker_config(client.url, client.queue, model=SLOW, lease_s=60.0)
     with running_worker(config) as worker:

@@ -14,7 +14,7 @@ QUESTION = "Name three colors of the rainbow."
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["echo", pytest.param("smollm2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["echo", "smollm2"])
 def test_chats_and_prompts_are_the_same_text_as_directly(client: QueueClient, model: str) -> None:
     behind = f"q-{uuid.uuid4().hex[:12]}"
     settings = {"max_model_len": 512, "max_num_seqs": 4, "lease_s": 60.0}

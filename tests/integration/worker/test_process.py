@@ -84,7 +84,6 @@ def test_a_taken_port_is_exit_2_with_a_message(spawn: Spawn) -> None:
     assert "is taken; choose another with --http-port" in process.log()
 
 
-@pytest.mark.slow
 def test_a_server_that_may_lose_jobs_is_warned_about(own_valkey: RedisServer, spawn: Spawn) -> None:
     with redis.Redis(port=own_valkey.port) as admin:
         admin.config_set("maxmemory-policy", "allkeys-lru")
@@ -95,7 +94,6 @@ def test_a_server_that_may_lose_jobs_is_warned_about(own_valkey: RedisServer, sp
     assert "THIS REDIS MAY LOSE JOBS" in process.log()
 
 
-@pytest.mark.slow
 def test_without_a_url_a_server_is_started_and_found(spawn: Spawn, queue_name: str, tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     process = spawn(redis_url=None, state_dir=str(state_dir))
@@ -111,7 +109,6 @@ def test_without_a_url_a_server_is_started_and_found(spawn: Spawn, queue_name: s
     assert not (state_dir / "server.json").exists()
 
 
-@pytest.mark.slow
 def test_a_killed_embedded_server_comes_back_with_its_jobs(
     spawn: Spawn, queue_name: str, tmp_path: Path
 ) -> None:
@@ -132,7 +129,6 @@ def test_a_killed_embedded_server_comes_back_with_its_jobs(
     assert process.wait() == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_lets_running_jobs_finish(spawn: Spawn, client: QueueClient, number: int) -> None:
     process = start_running(spawn, client, jobs=2, job=BRIEF, drain_grace_s=120.0)
@@ -143,7 +139,6 @@ def test_the_first_signal_lets_running_jobs_finish(spawn: Spawn, client: QueueCl
     assert "handed back" not in process.log()
 
 
-@pytest.mark.slow
 def test_a_draining_worker_is_live_but_not_ready_and_pulls_nothing(spawn: Spawn, client: QueueClient) -> None:
     job = {"prompt": "0123456789" * 120, "max_tokens": 1200}
     process = start_running(spawn, client, job=job, drain_grace_s=120.0)
@@ -159,7 +154,6 @@ def test_a_draining_worker_is_live_but_not_ready_and_pulls_nothing(spawn: Spawn,
     assert client.status(waiting).state == "queued"
 
 
-@pytest.mark.slow
 def test_after_the_grace_period_another_worker_goes_on_from_the_checkpoint(
     spawn: Spawn, client: QueueClient, valkey_url: str
 ) -> None:
@@ -182,7 +176,6 @@ def test_after_the_grace_period_another_worker_goes_on_from_the_checkpoint(
         assert (status.attempt, status.crashes) == (1, 0)
 
 
-@pytest.mark.slow
 def test_a_second_signal_hurries(spawn: Spawn, client: QueueClient) -> None:
     process = start_running(spawn, client, drain_grace_s=600.0)
     process.signal(signal.SIGINT)
@@ -192,7 +185,6 @@ def test_a_second_signal_hurries(spawn: Spawn, client: QueueClient) -> None:
     assert client.stats().counts["queued"] == 1
 
 
-@pytest.mark.slow
 def test_a_drain_without_redis_ends_all_the_same(
     spawn: Spawn, own_valkey: RedisServer, queue_name: str
 ) -> None:
@@ -205,7 +197,6 @@ def test_a_drain_without_redis_ends_all_the_same(
     assert "could not be handed back" in process.log()
 
 
-@pytest.mark.slow
 def test_a_hung_engine_makes_the_process_exit_and_loses_its_leases(
     spawn: Spawn, client: QueueClient, valkey_url: str
 ) -> None:

@@ -80,7 +80,7 @@ def interrupt(client: QueueClient, nursery: Nursery, number: int) -> tuple[list[
     "number",
     [
         pytest.param(signal.SIGKILL, id="killed"),
-        pytest.param(signal.SIGTERM, id="drained", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, id="drained"),
     ],
 )
 def test_takeover(

@@ -131,7 +131,6 @@ def test_a_rank_that_dies_while_there_is_nothing_to_do_is_noticed(
     client.redis.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
 def test_ranks_end_with_their_worker(
     number: int, valkey_url: str, queue_name: str, model: Path, tmp_path: Path

@@ -58,7 +58,6 @@ def test_a_worker_accounts_for_all_of_its_time(client: QueueClient) -> None:
     assert found.behind[0].jobs >= 3
 
 
-@pytest.mark.slow
 def test_what_a_killed_worker_had_not_saved_is_repeated(client: QueueClient, tmp_path: Path) -> None:
     settings = process_settings(client.url, client.queue, model="echo:20", checkpoint_s=0.1)
     job_id = client.submit(JOB)[0]

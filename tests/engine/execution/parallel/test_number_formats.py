@@ -40,7 +40,6 @@ def both(directory: Path, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return found[0], found[1]
 
 
-@pytest.mark.slow
 def test_int8_weights_split_at_whole_groups(tmp_path: Path) -> None:
     """A rank's groups of inputs are those of the whole, so that sums are the same but for their order. A sum that
     falls between two integers may be rounded to the other one, so a few numbers differ by more."""
@@ -61,7 +60,6 @@ def test_bfloat16_weights(tmp_path: Path) -> None:
     assert (whole - split).abs().mean() < (whole - exact).abs().mean()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_drafts_and_windows(name: str, tmp_path: Path) -> None:
     """Of Gemma 2 every other layer has a window: two groups of blocks."""

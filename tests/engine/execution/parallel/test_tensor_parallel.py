@@ -39,7 +39,6 @@ from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
 
 VOCAB_SIZE = 61  # no multiple of anything: the last rank has fewer tokens
 SHARED = [5, 17, 42, 9, 3, 60, 33, 8, 21, 2, 50, 11, 7, 29, 31, 44, 12, 1]
@@ -225,7 +224,6 @@ class TestTwoRanks:
         assert generate(two, PROMPTS, params) == generate(one, PROMPTS, params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_over_two_and_four_ranks(name: str, size: int, tmp_path: Path) -> None:
@@ -249,7 +247,6 @@ def test_every_family_over_two_and_four_ranks(name: str, size: int, tmp_path: Pa
         llm.close()
 
 
-@pytest.mark.slow
 def test_phi3_splits_where_its_layers_stay_as_they_are(tmp_path: Path) -> None:
     """In half precision on a CPU transformers' own attention runs, which tells queries from keys by a configuration."""
     directory = save("phi3", tmp_path)
@@ -265,7 +262,6 @@ def test_phi3_splits_where_its_layers_stay_as_they_are(tmp_path: Path) -> None:
     assert (whole - split).abs().mean() < 0.1 < 1.0 < whole.std()
 
 
-@pytest.mark.slow
 def test_random_weights_are_the_same_on_every_rank(llama: Path) -> None:
     params = SamplingParams(max_tokens=12, **GREEDY)
     whole = generate(make_llm(llama, load_format="dummy"), PROMPTS, params)

@@ -152,7 +152,6 @@ def tiny(directory: Path) -> EngineConfig:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_rank_that_waits_for_the_others_sees_rank_0_go(tmp_path: Path) -> None:
     """A meeting waits for minutes, with a GPU's memory taken."""
     settings = tiny(tmp_path)
@@ -174,7 +173,6 @@ def test_a_rank_that_waits_for_the_others_sees_rank_0_go(tmp_path: Path) -> None
         rank.wait()
 
 
-@pytest.mark.slow
 def test_rank_0_does_not_wait_for_a_rank_that_dies_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,7 +237,7 @@ def test_a_resumed_request_goes_on(case: Case) -> None:
     [{"quantization": "int8"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["V2 Lite", pytest.param("wide", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["V2 Lite", "wide"])
 def test_other_numbers_stay_near(name: str, options: dict[str, Any], cases: Cases) -> None:
     """The start compares the logits with transformers' own."""
     assert len(outputs(cases[name].load(**options))[0][0]) == NUM_TOKENS

@@ -36,8 +36,8 @@ def write_pair(directory: Path, model_type: str, fields: dict[str, Any], form: F
     [
         pytest.param(*CASES["V3"], FP8, {}, id="V3-fp8"),
         pytest.param(*CASES["V3"], FP8, {"quantization": "int8"}, id="V3-fp8-int8"),
-        pytest.param(*CASES["V3"], INT8, {}, id="V3-w8a8", marks=pytest.mark.slow),
-        pytest.param(*CASES["V2 Lite"], FP8, {}, id="V2-fp8", marks=pytest.mark.slow),
+        pytest.param(*CASES["V3"], INT8, {}, id="V3-w8a8"),
+        pytest.param(*CASES["V2 Lite"], FP8, {}, id="V2-fp8"),
         pytest.param("olmo2", {}, FP8, {}, id="olmo2-fp8"),
     ],
 )

@@ -60,7 +60,6 @@ def served(valkey_url: str, queue: str, worker: Worker) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.slow
 def test_three_models_in_one_batch(
     valkey_url: str, queue: str, client: OpenAI, worker: Worker, adapters: dict[str, Path]
 ) -> None:

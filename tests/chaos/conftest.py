@@ -19,9 +19,8 @@ on_both_hosts = pytest.mark.parametrize(
 
 @pytest.fixture
 def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(own_valkey.url, queue_name)
-    yield client
-    client.redis.close()
+    with QueueClient(own_valkey.url, queue_name) as client:
+        yield client
 
 
 @pytest.fixture

@@ -18,6 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pagemill.producer.wire.schema.outputs import Result
+from tests.worker.harness import QueueClient, eventually
+
 _SHOWN = 4000
 """Characters of the log of a worker that has died."""
 
@@ -150,6 +153,19 @@ class Nursery:
         """The next steps, this many, that begin a prompt kill the device of their worker, whichever it is."""
         for number in range(times):
             (self._faults / f"kill-device-{number}").touch()
+
+    def taken_over(self, client: QueueClient, job_ids: list[str]) -> list[Result]:
+        """The results of jobs whose worker is killed once it has begun one, and which another takes over."""
+        worker = self.spawn()
+
+        def has_begun() -> bool:
+            return any(client.status(job_id).progress.prompt_tokens_done for job_id in job_ids)
+
+        eventually(has_begun, "a step")
+        worker.kill()
+        assert not all(client.status(job_id).done for job_id in job_ids)
+        self.spawn()
+        return client.results(job_ids)
 
     def logs(self) -> str:
         return "\n".join(worker.log() for worker in self._spawned)

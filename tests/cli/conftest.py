@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.producer.conftest import valkey_queue
+from tests.producer.conftest import producer, queue, valkey_queue
 from tests.worker.conftest import client
 
-__all__ = ["client", "valkey_queue"]
+__all__ = ["client", "producer", "queue", "valkey_queue"]

@@ -5,37 +5,54 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from pagemill import AsyncProducer, Producer
 from tests.conftest import ROOT, RedisServer
 from tests.producer.driving import Queue, open_queue
+from tests.topologies import Certificates
 
 
 @pytest.fixture
 def queue(redis_url: str, queue_name: str) -> Iterator[Queue]:
     """An empty queue, on Valkey and on Redis 6.2."""
-    queue = open_queue(redis_url, queue_name)
-    yield queue
-    queue.transport.close()
+    with open_queue(redis_url, queue_name) as queue:
+        yield queue
 
 
 @pytest.fixture
 def valkey_queue(valkey_url: str, queue_name: str) -> Iterator[Queue]:
     """An empty queue on Valkey only, for what does not depend on the server."""
-    queue = open_queue(valkey_url, queue_name)
-    yield queue
-    queue.transport.close()
+    with open_queue(valkey_url, queue_name) as queue:
+        yield queue
 
 
 @pytest.fixture
 def own_queue(own_valkey: RedisServer) -> Iterator[Queue]:
     """A queue on a server of this test alone."""
-    queue = open_queue(own_valkey.url, "q")
-    yield queue
-    queue.transport.close()
+    with open_queue(own_valkey.url, "q") as queue:
+        yield queue
+
+
+@pytest.fixture
+def producer(queue: Queue) -> Iterator[Producer]:
+    """A producer of `queue`; of Valkey's alone where a folder says so."""
+    with Producer(queue.url, queue=queue.name) as producer:
+        yield producer
+
+
+@pytest.fixture
+async def aio(queue: Queue) -> AsyncIterator[AsyncProducer]:
+    async with AsyncProducer(queue.url, queue=queue.name) as producer:
+        yield producer
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 NODE_CLIENT = ROOT / "clients/typescript"

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import redis
 
-from pagemill.producer.wire.calls import reads, submissions, transitions
+from pagemill.producer.wire.calls import batches, reads, submissions, transitions
 from pagemill.producer.wire.calls.gateway.waiters import HangUpReply, hang_up
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import Delta, ErrorInfo, JobStatus, Output, Progress, Result, Usage
+from pagemill.producer.wire.schema.outputs import (
+    BatchCounts,
+    Delta,
+    ErrorInfo,
+    JobStatus,
+    Output,
+    Progress,
+    Result,
+    Usage,
+)
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.server.transport import SyncTransport
@@ -42,11 +51,17 @@ DECODE = Progress(phase="decode", prompt_tokens_done=4, prompt_tokens=4, generat
 
 @dataclass
 class Queue:
-    """One queue on a real server."""
+    """One queue on a real server; as a context manager it is closed at the end."""
 
     name: str
     url: str
     transport: SyncTransport
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.transport.close()
 
     def run(self, call: Call[T]) -> T:
         return self.transport.run(call)
@@ -104,6 +119,25 @@ class Queue:
         found = self.run(reads.statuses(self.name, [job_id]))[0]
         assert found is not None
         return found
+
+    def result(self, job_id: str) -> Result:
+        result = self.run(reads.outcome(self.name, job_id)).result
+        assert result is not None
+        return result
+
+    def error(self, job_id: str) -> ErrorInfo:
+        error = self.run(reads.outcome(self.name, job_id)).error
+        assert error is not None
+        return error
+
+    def counts(self, batch_id: str) -> BatchCounts:
+        counts = self.run(batches.counts(self.name, batch_id))
+        assert counts is not None
+        return counts
+
+    def sweep(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.run(transitions.sweep(self.name))
 
     def state(self, job_id: str) -> str:
         return self.status(job_id).state

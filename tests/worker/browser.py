@@ -52,6 +52,17 @@ class Browser:
         found = f"document.querySelector({css!r})"
         return str(self.run(f"const found = {found}; return found?.checkVisibility() ? found.innerText : ''"))
 
+    def check_fits(self, *, dark: bool) -> None:
+        """Check that nothing is wider than the window, and that the text is the brighter part if it is dark."""
+        width, visible = self.run("return [document.documentElement.scrollWidth, innerWidth]")
+        assert width <= visible, "nothing to scroll sideways"
+        page, text = self.run(
+            "const style = getComputedStyle(document.body);"
+            "return [style.backgroundColor, style.color].map(c => c.match(/\\d+/g).slice(0, 3)"
+            ".reduce((sum, part) => sum + Number(part), 0))"
+        )
+        assert (page < text) is dark
+
     def rows(self, table: str) -> list[list[str]]:
         cells = "row => [...row.cells].map(cell => cell.innerText)"
         script = f"return [...document.querySelectorAll('#{table} tbody tr')].map({cells})"

@@ -9,6 +9,5 @@ from tests.worker.harness import QueueClient
 
 @pytest.fixture
 def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
+    with QueueClient(valkey_url, queue_name) as client:
+        yield client

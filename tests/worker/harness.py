@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pagemill.producer.wire.calls import batches, reads, submissions, transitions
 from pagemill.producer.wire.calls.reads import Outcome
@@ -23,7 +23,7 @@ from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import BatchCounts, JobStatus
+from pagemill.producer.wire.schema.outputs import BatchCounts, JobStatus, Result
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.server.transport import SyncTransport
@@ -52,13 +52,19 @@ def eventually(condition: Callable[[], Any], what: str, patience_s: float = PATI
 
 
 class QueueClient:
-    """Talks to a queue by the wire's transitions, as any producer does."""
+    """Talks to a queue by the wire's transitions, as any producer does; a context manager that closes it."""
 
     def __init__(self, url: str, queue: str) -> None:
         self.url = url
         self.queue = queue
         self.redis = open_client(url, queue, socket_timeout=30, retry=None)
         self._transport = SyncTransport(self.redis)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.redis.close()
 
     def run(self, call: Call[Any]) -> Any:
         """Run a call, as often as it takes: servers die here, and transitions may be sent twice."""
@@ -105,6 +111,15 @@ class QueueClient:
 
         eventually(all_ended, f"the end of {len(job_ids)} jobs", patience_s)
         return [self.outcome(job_id) for job_id in job_ids]
+
+    def results(self, job_ids: Sequence[str], patience_s: float = PATIENCE_S) -> list[Result]:
+        """Wait until all have succeeded."""
+        values = [outcome.value() for outcome in self.wait(job_ids, patience_s)]
+        assert None not in values
+        return [value for value in values if value is not None]
+
+    def result(self, job_id: str) -> Result:
+        return self.results([job_id])[0]
 
     def cancel(self, *job_ids: str) -> list[str]:
         replies: list[str] = self.run(transitions.cancel(self.queue, job_ids))

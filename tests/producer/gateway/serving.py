@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import httpx
 from pagemill.producer.gateway.api_keys import ApiKey, new_key
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.server import bind, build_server
-from tests.worker.harness import PATIENCE_S, eventually
+from tests.worker.harness import PATIENCE_S, eventually, running_worker, worker_config
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,16 @@ def gateway(url: str, queue: str, **settings: Any) -> Iterator[Served]:
             server.should_exit = True
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
+
+
+@contextmanager
+def served_worker(url: str, *, load_patience_s: float = PATIENCE_S, **settings: Any) -> Iterator[Served]:
+    """A worker with these settings, and its gateway, which knows it, on a queue of their own."""
+    queue = f"q-{uuid.uuid4().hex[:12]}"
+    config = worker_config(url, queue, **settings)
+    with running_worker(config, load_patience_s) as worker, gateway(url, queue) as served:
+        served.wait_for(worker.model)
+        yield served
 
 
 _RUN = """

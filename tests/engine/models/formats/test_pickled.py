@@ -306,35 +306,30 @@ def reader(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None
     return replace
 
 
-def test_reader_that_exceeds_its_cpu_time_is_killed(
-    model: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], None]
-) -> None:
-    reader("while True: pass")
-    monkeypatch.setattr(process, "_START_CPU_S", 0.5)
-    with pytest.raises(
-        ModelLoadError, match=r"took more than \d s of CPU time; it may be damaged or hostile"
-    ):
-        weight_files(model)
-
-
-def test_reader_that_writes_too_much_is_killed(
-    model: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], None]
-) -> None:
-    reader(
-        "import sys\nwith open(sys.argv[2] + '/a', 'wb', 0) as file:\n while True: file.write(bytes(1024))"
-    )
-    monkeypatch.setattr(process, "_SPARE_OUTPUT_BYTES", 2**20)
-    with pytest.raises(ModelLoadError, match=r"wrote more than 1 MiB; it may be damaged or hostile"):
-        weight_files(model)
-
-
-@pytest.mark.slow
-def test_reader_that_makes_no_progress_is_killed(
-    model: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], None]
-) -> None:
-    reader("import time\ntime.sleep(3600)")
-    monkeypatch.setattr(process, "_IDLE_S", 1.0)
-    with pytest.raises(ModelLoadError, match=r"made no progress for 1 s; check whether its disk responds"):
+@pytest.mark.parametrize(
+    ("program", "limit", "value", "error"),
+    [
+        pytest.param(
+            "while True: pass", "_START_CPU_S", 0.5,
+            r"took more than \d s of CPU time; it may be damaged or hostile", id="CPU time",
+        ),
+        pytest.param(
+            "import sys\nwith open(sys.argv[2] + '/a', 'wb', 0) as file:\n while True: file.write(bytes(1024))",
+            "_SPARE_OUTPUT_BYTES", 2**20, r"wrote more than 1 MiB; it may be damaged or hostile", id="output",
+        ),
+        pytest.param(
+            "import time\ntime.sleep(3600)", "_IDLE_S", 1.0,
+            r"made no progress for 1 s; check whether its disk responds", id="progress", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_reader_beyond_a_limit_is_killed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], None],
+    program: str, limit: str, value: float, error: str,
+) -> None:  # fmt: skip
+    reader(program)
+    monkeypatch.setattr(process, limit, value)
+    with pytest.raises(ModelLoadError, match=error):
         weight_files(model)
 
 

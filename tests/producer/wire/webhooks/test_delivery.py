@@ -55,56 +55,36 @@ def byte_by_byte(text: bytes) -> Answer:
     return lambda: (text[i : i + 1] for i in range(len(text)))
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
 def call(receiver: Receiver, certificates: Certificates, body: bytes = b"{}") -> None:
     tls = ssl.create_default_context(cafile=str(certificates.ca_file))
     deliver(Target("localhost", receiver.port, "/", "127.0.0.1"), "id", body, [b"secret"], tls)
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "is_tls", "error"),
     [
-        byte_by_byte(b"HTTP/1.1 200 " + b"o" * 1000),
-        byte_by_byte(b"HTTP/1.1 200 OK\r\n" + b"x-y: z\r\n" * 200),
-        lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"),
+        pytest.param(byte_by_byte(b"HTTP/1.1 200 " + b"o" * 1000), True, "no answer within", id="status"),
+        pytest.param(
+            byte_by_byte(b"HTTP/1.1 200 OK\r\n" + b"x-y: z\r\n" * 200), True, "no answer within", id="headers",
+        ),
+        pytest.param(
+            lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"), True, "no answer within", id="continue",
+        ),
+        # The head of a handshake message of 16 KiB, and then its bytes: it never gets to speak TLS.
+        pytest.param(
+            byte_by_byte(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb" + b"a" * 1000), False, "no answer within", id="TLS",
+        ),
+        pytest.param(lambda: iter([b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 5000]), True, "headers", id="flood"),
     ],
-    ids=["status", "headers", "continue"],
-)
+)  # fmt: skip
 def test_an_answer_that_never_ends_is_cut_off(
-    answer: Answer, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+    answer: Answer, is_tls: bool, error: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "TIMEOUT_S", 0.5)  # ten times the pause between two bytes
-    receiver = Receiver(answer, certificates.server_context())
+    if error != "headers":
+        monkeypatch.setattr(delivery, "TIMEOUT_S", 0.5)  # ten times the pause between two bytes
+    receiver = Receiver(answer, certificates.server_context() if is_tls else None)
     try:
-        with pytest.raises(DeliveryFailed, match="no answer within"):
-            call(receiver, certificates)
-    finally:
-        receiver.close()
-
-
-def test_so_is_one_that_never_gets_to_speak_tls(
-    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delivery, "TIMEOUT_S", 0.5)
-    # The head of a handshake message of 16 KiB, and then its bytes.
-    receiver = Receiver(byte_by_byte(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb" + b"a" * 1000), None)
-    try:
-        with pytest.raises(DeliveryFailed, match="no answer within"):
-            call(receiver, certificates)
-    finally:
-        receiver.close()
-
-
-def test_a_flood_of_headers_is_refused(certificates: Certificates) -> None:
-    receiver = Receiver(
-        lambda: iter([b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 5000]), certificates.server_context()
-    )
-    try:
-        with pytest.raises(DeliveryFailed, match="headers"):
+        with pytest.raises(DeliveryFailed, match=error):
             call(receiver, certificates)
     finally:
         receiver.close()

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from benchmarks.bulk import OWN_TOKENS, REPEATS, SHARED_TOKENS, build_workload
-from benchmarks.engines.process import ROOT
+from tests.benchmarks.dry_run import dry_run
 
 VOCAB_SIZE = 49152
 
@@ -27,13 +24,7 @@ def test_rows_share_a_beginning_and_are_else_as_distinct_as_they_are_called() ->
 
 @pytest.mark.slow
 def test_a_dry_run_labels_every_row(tmp_path: Path) -> None:
-    path = tmp_path / "bulk.json"
-    command = [
-        sys.executable, "-m", "benchmarks.bulk", "--engines", "pagemill", "--rows", "12", "--rounds", "1",
-        "--kv-cache-gib", "1", "--out", str(path),
-    ]  # fmt: skip
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
-    assert finished.returncode == 0, finished.stderr
-    report = json.loads(path.read_text())
+    words = "--engines pagemill --rows 12 --rounds 1 --kv-cache-gib 1"
+    report, _ = dry_run("benchmarks.bulk", tmp_path / "bulk.json", *words.split())
     assert [item["workload"] for item in report["passes"]] == ["distinct", "repeated"]
     assert all(item["rows_per_second"] > 0 for item in report["passes"])

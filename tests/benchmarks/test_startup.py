@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import startup
-from benchmarks.engines.process import ROOT
 from benchmarks.startup import seconds_until_ready
+from tests.benchmarks.dry_run import dry_run
 
 
 def test_a_start_is_over_when_the_engine_is_ready_not_when_its_process_is_gone(
@@ -39,14 +37,8 @@ def test_a_start_that_fails_is_no_figure(program: str) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_measures_starts_and_first_tokens(tiny_llama: Path, tmp_path: Path) -> None:
-    path = tmp_path / "startup.json"
-    command = [
-        sys.executable, "-m", "benchmarks.startup", "--model", str(tiny_llama), "--repeats", "1",
-        "--prompt-tokens", "16", "--out", str(path),
-    ]  # fmt: skip
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
-    assert finished.returncode == 0, finished.stderr
-    report = json.loads(path.read_text())
+    words = ("--model", str(tiny_llama), "--repeats", "1", "--prompt-tokens", "16")
+    report, finished = dry_run("benchmarks.startup", tmp_path / "startup.json", *words)
     assert report["ready_seconds"][0] > 0
     assert report["first_token"]["16"]["ratio"] > 0
     assert "first tokens differ" not in finished.stderr

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -8,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +15,7 @@ from benchmarks.engines.contenders import Contender
 from benchmarks.engines.process import ROOT, EngineFailedError, EngineProcess
 from benchmarks.throughput import Measurements, Pass
 from benchmarks.workloads import Workload, chat
+from tests.benchmarks.dry_run import dry_run
 
 ENGINE_MODULE = "tests.benchmarks.counting_engine"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -180,16 +179,18 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 def test_a_dry_run_measures_both_engines_and_they_agree(tiny_llama: Path, tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    command = [
-        sys.executable, "-m", "benchmarks", "--engines", "pagemill", "transformers", "--model", str(tiny_llama),
-        "--rounds", "2", "--share", "0.05", "--kv-cache-gib", "1", "--out", str(path),
-    ]  # fmt: skip
-    finished = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=580, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    report: dict[str, Any] = json.loads(path.read_text())
+    words = [
+        "--engines",
+        "pagemill",
+        "transformers",
+        "--rounds",
+        "2",
+        "--share",
+        "0.05",
+        "--kv-cache-gib",
+        "1",
+    ]
+    report, finished = dry_run("benchmarks", tmp_path / "report.json", "--model", str(tiny_llama), *words)
     assert set(report["workloads"]) == {"chat", "mixed", "label"}
     assert {"date", "machine", "versions", "settings"} <= set(report)
     assert len(report["passes"]) == 2 * 3 * 2

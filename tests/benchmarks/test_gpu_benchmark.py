@@ -32,7 +32,7 @@ from benchmarks.gpu.sections import correctness, decode, worker
 from benchmarks.gpu.tables import lines_of, summary_of
 from pagemill.kernels.gpu.attention_backend import Unavailable
 from pagemill.kernels.gpu.flash_attention import FlashAttention3
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 
 _NUMBER = {"type": ["number", "null"]}
 _ROW = {
@@ -447,14 +447,7 @@ def test_a_gpu_machine_needs_no_more_than_torch_and_transformers(tmp_path: Path)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-c", code + _START],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_python("-c", code + _START, env=environment, cwd=ROOT)
     assert run.returncode == 0, run.stderr
 
 

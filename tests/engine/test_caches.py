@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.structured_output import choice, compiler
 from pagemill.engine.structured_output.schema_process import SchemaProcess
 from pagemill.engine.text import input_processor
+from tests.conftest import run_python
 
 MIB = 1 << 20
 BOUNDED_BY_CONSTRUCTION = {
@@ -123,7 +122,5 @@ print(resident() - before)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no resident size to read")
 def test_a_process_that_is_sent_many_large_inputs_does_not_grow_with_them() -> None:
     """60 times some 300 KB of labels, words and schemas, of which a dictionary per token would keep a gigabyte."""
-    run = subprocess.run(
-        [sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True, timeout=600
-    )
+    run = run_python("-c", GROWTH, check=True, timeout=600)
     assert int(run.stdout) < 150

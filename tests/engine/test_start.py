@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +17,7 @@ from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.loader import load_model
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 from tests.engine.tiny_model import save_tiny_llama
 
 READY = """
@@ -140,14 +138,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(program: str, *arguments: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", program, *arguments, cwd=ROOT, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -30,9 +30,8 @@ OLD = {"prompt": "abcdefghij" * 4, "max_tokens": 40}
 
 @pytest.fixture
 def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, queue_name)
-    yield client
-    client.redis.close()
+    with QueueClient(valkey_url, queue_name) as client:
+        yield client
 
 
 @pytest.fixture

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 
 PARTS = ("producer", "engine", "kernels", "worker", "monitoring")
 SOURCE_FOLDERS = ("pagemill", *PARTS)
@@ -30,12 +28,6 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "stuff"}
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def run_python(statement: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", statement], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 @cache
@@ -84,7 +76,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_bare_name_is_refused(part: str) -> None:
-    run = run_python(f"import {part}.config")
+    run = run_python("-c", f"import {part}.config", cwd=ROOT)
     assert run.returncode == 1
     assert f"import pagemill.{part}" in run.stderr
 
@@ -151,7 +143,6 @@ def test_scheduling_runs_where_torch_cannot_be_imported() -> None:
         if path.stem != "__init__"
     ]
     assert modules
-    run = run_python(
-        f"import sys; sys.modules['torch'] = None; import pagemill.engine.outputs, {', '.join(modules)}"
-    )
+    program = f"import sys; sys.modules['torch'] = None; import pagemill.engine.outputs, {', '.join(modules)}"
+    run = run_python("-c", program, cwd=ROOT)
     assert run.returncode == 0, run.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 from tests.house.conftest import built
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,9 +67,7 @@ def test_a_copy_without_its_links_does_not_build(source: Path, tmp_path: Path) -
         (tmp_path / "copy/pagemill" / part).unlink()
         (tmp_path / "copy/pagemill" / part).write_text(f"../{part}")
     script = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    run = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path / "copy", capture_output=True, text=True, check=False
-    )
+    run = run_python("-c", script, cwd=tmp_path / "copy")
     assert run.returncode != 0
     assert "has lost its symbolic links" in run.stderr
     assert not list(tmp_path.glob("*.whl"))
@@ -81,12 +79,14 @@ def test_an_index_would_accept_both(sdist: Path, wheel: Path, tmp_path: Path) ->
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path), "twine>=6"]
     if subprocess.run(pip, check=False).returncode:
         pytest.skip("twine cannot be installed: no package index")
-    checked = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)],
+    checked = run_python(
+        "-m",
+        "twine",
+        "check",
+        "--strict",
+        str(sdist),
+        str(wheel),
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert checked.returncode == 0, checked.stdout
     assert checked.stdout.count("PASSED") == 2

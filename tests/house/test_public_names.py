@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import pagemill
 from pagemill import LLM, Job, SamplingParams, StructuredOutputs
+from tests.conftest import run_python
 
 HEAVY = ("torch", "transformers", "triton", "numba", "numpy", "typer", "rich", "jinja2", "celery", "yaml")
 
@@ -16,7 +14,7 @@ HEAVY = ("torch", "transformers", "triton", "numba", "numpy", "typer", "rich", "
 def loaded(code: str, *names: str) -> list[str]:
     """Which of these modules a process has loaded after it ran some code."""
     program = f"import sys\n{code}\nprint(*(name for name in {names} if name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_python("-c", program, check=True)
     return done.stdout.split()
 
 

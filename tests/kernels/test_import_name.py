@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 
 
 @pytest.mark.slow
@@ -18,7 +15,5 @@ from tests.conftest import ROOT
 )
 def test_folder_does_not_pass_for_the_package_of_the_same_name(statement: str) -> None:
     """transformers looks for a distribution called `kernels` and, from the repository root, finds our folder."""
-    run = subprocess.run(
-        [sys.executable, "-c", statement], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    run = run_python("-c", statement, cwd=ROOT)
     assert run.returncode == 0, run.stderr

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.conftest import run_python
 
 pytest.importorskip("triton")
 
@@ -25,8 +25,8 @@ ROUNDED = {"rms_norm_kernel", "quantise_rows_kernel", "scaled_matmul_kernel"}
     [
         {},
         {"quantization": "fp8", "kv_cache_dtype": "fp8", "enforce_eager": True},
-        pytest.param({"quantization": "int8", "kv_cache_dtype": "int8"}, marks=slow),
-        pytest.param({"quantization": "int8", "enforce_eager": True}, marks=slow),
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
+        {"quantization": "int8", "enforce_eager": True},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "bf16",
 )
@@ -36,11 +36,8 @@ def test_requests_compile_nothing(options: dict[str, object], tmp_path: Path) ->
         num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.execution.fake_gpu", str(tmp_path), json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=600,
+    done = run_python(
+        "-m", "tests.engine.execution.fake_gpu", str(tmp_path), json.dumps(options), timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rounds = json.loads(done.stdout.splitlines()[-1])

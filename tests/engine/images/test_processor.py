@@ -8,7 +8,6 @@ import pickle
 import random
 import signal
 import struct
-import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from pagemill.engine.images import processor as module
 from pagemill.engine.images.child import decoded
 from pagemill.engine.images.processor import ImageProcessor
 from pagemill.engine.text.pictures import Picture
+from tests.conftest import run_python
 from tests.engine.images.model_folders import encoded, noise, write_folder
 
 GOOD = encoded(noise(40, 40))
@@ -208,7 +208,7 @@ def test_a_model_without_a_processor_is_refused(directory: Path, tmp_path: Path)
 
 def test_a_text_only_worker_imports_no_decoder() -> None:
     code = "import sys, pagemill.worker.jobs.intake, pagemill.engine.engine as _; print('PIL' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    run = run_python("-c", code, env=environment())
     assert run.stdout.strip() == "False", run.stderr
 
 

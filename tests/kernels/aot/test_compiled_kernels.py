@@ -45,7 +45,7 @@ def _decode(element: str, head_dim: int, group_size: int, capability: int, **opt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [80, pytest.param(64, marks=slow), pytest.param(96, marks=slow)])
+@pytest.mark.parametrize("head_dim", [80, 64, 96])
 def test_other_head_dims(head_dim: int, capability: int) -> None:
     _prefill("bf16", head_dim, capability, group_size=1)
     decode = _decode("bf16", head_dim, 1, capability, split=False)
@@ -74,12 +74,12 @@ def test_heads_smaller_than_a_tensor_core_product(capability: int) -> None:
     "options",
     [
         {"alibi": True, "block_size": 64},
-        pytest.param({"alibi": True, "block_size": 80}, marks=slow),
+        {"alibi": True, "block_size": 80},
         {"sliding_window": 4096, "softcap": 50.0},
         {"sliding_window": -8192},
         {"sinks": True, "sliding_window": 128},
-        pytest.param({"alibi": True}, marks=slow),
-        pytest.param({"block_size": 64}, marks=slow),
+        {"alibi": True},
+        {"block_size": 64},
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -92,7 +92,7 @@ def test_options(options: dict[str, object], capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=slow), pytest.param(256, marks=slow)])
+@pytest.mark.parametrize("head_dim", [128, 64, 256])
 def test_fp32(head_dim: int, capability: int) -> None:
     """Exact products, which no tensor core makes."""
     assert _prefill("fp32", head_dim, capability).mma == 0
@@ -101,7 +101,7 @@ def test_fp32(head_dim: int, capability: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", SCALED)
-@pytest.mark.parametrize("head_dim", [128, 256, pytest.param(64, marks=slow), pytest.param(80, marks=slow)])
+@pytest.mark.parametrize("head_dim", [128, 256, 64, 80])
 def test_scaled_caches(head_dim: int, cache: str, capability: int) -> None:
     """Converting a tile takes registers: at the widest heads and with the largest groups most of all."""
     if cache == "fp8e4nv" and capability < 89:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from tests.conftest import run_python
 
 _PRINT = """
 import json
@@ -24,12 +24,8 @@ def environment_of(cpu: str, features: Iterable[str]) -> dict[str, str]:
 
 def instructions(code: str, cpu: str, features: Iterable[str], cache: Path) -> list[list[str]]:
     """Return the lines, word by word, of what the function `run` is compiled to, which `code` defines."""
-    done = subprocess.run(
-        [sys.executable, "-c", code + _PRINT],
-        env=environment_of(cpu, features) | {"NUMBA_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        check=True,
+    done = run_python(
+        "-c", code + _PRINT, env=environment_of(cpu, features) | {"NUMBA_CACHE_DIR": str(cache)}, check=True
     )
     lines: list[list[str]] = json.loads(done.stdout)
     return lines

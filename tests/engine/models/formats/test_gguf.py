@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from pagemill.engine.models.checkpoint import (
 from pagemill.engine.models.directory import check_model, model_directory
 from pagemill.engine.models.formats.gguf import SOURCE
 from pagemill.engine.sampling_params import SamplingParams
+from tests.conftest import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -630,9 +629,7 @@ def test_a_large_file_takes_little_more_memory_than_its_packed_weights(
     monkeypatch.setitem(globals(), "LAYERS", 10)
     write(file := tmp_path / "Large.gguf", kinds=(kind,))
     model_directory(str(file))
-    run = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(file)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    run = run_python("-c", _PEAK, str(file), cwd=ROOT, check=True)
     before, peak, kept = map(int, run.stdout.split()[-3:])
     assert kept > 10 * 6 * size * size * (0.7 if kind is Kind.Q4_1 else 1.0)
     assert peak - before < 1.3 * kept + (32 << 20), (before >> 20, peak >> 20, kept >> 20)

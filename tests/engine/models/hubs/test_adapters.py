@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import run_python
 from tests.hub_server import Repository, running_hub
 
 OBTAIN = """
@@ -26,9 +25,7 @@ FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights", 
 
 def obtain(url: str, home: Path, source: str) -> str:
     environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", OBTAIN, source], env=environment, capture_output=True, text=True, check=True
-    )
+    run = run_python("-c", OBTAIN, source, env=environment, check=True)
     return run.stdout.strip()
 
 

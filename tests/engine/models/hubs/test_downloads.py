@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.conftest import run_python
 from tests.hub_server import LoopbackHub, running_hub
 
 OBTAIN = """
@@ -74,12 +74,7 @@ def get(hub: LoopbackHub, tmp_path: Path) -> Get:
             "MODELSCOPE_ENDPOINT": hub.url, "MODELSCOPE_CACHE": str(tmp_path / "ms"), "MODELSCOPE_HOME": str(tmp_path),
             "MODELSCOPE_REPO_TREE_PAGE_MAX_ATTEMPTS": "1",  # it waits between them
         } | environment  # fmt: skip
-        ran = subprocess.run(
-            [sys.executable, "-c", OBTAIN, model, str(limit)],
-            env=os.environ | settings,
-            capture_output=True,
-            text=True,
-        )
+        ran = run_python("-c", OBTAIN, model, str(limit), env=os.environ | settings)
         assert ran.returncode == 0, ran.stderr
         return Outcome(*json.loads(ran.stdout), log=ran.stderr)
 

@@ -17,11 +17,11 @@ slow = pytest.mark.slow
     "name",
     [
         "gptq-zeros",
-        pytest.param("gptq-act-order", marks=slow),
-        pytest.param("awq", marks=slow),
-        pytest.param("w4a16-zeros", marks=slow),  # half of o_proj's inputs are half a group
-        pytest.param("fp8-blocks", marks=slow),
-        pytest.param("mxfp4", marks=slow),
+        "gptq-act-order",
+        "awq",
+        "w4a16-zeros",  # half of o_proj's inputs are half a group
+        "fp8-blocks",
+        "mxfp4",
     ],
 )
 def test_two_ranks(name: str, tmp_path: Path) -> None:

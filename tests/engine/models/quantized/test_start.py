@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.models.loader import load_model
 from pagemill.kernels.cpu.matmul import fp32
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 from tests.engine.models.quantized.checkpoints import FORMATS, gptq, write_pair
 
 MIB = 2**20
@@ -121,9 +119,7 @@ def test_layers_are_converted_one_at_a_time(tmp_path: Path) -> None:
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
     save_file(tensors, stored / "model.safetensors")
-    run = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(stored)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    run = run_python("-c", _PEAK, str(stored), cwd=ROOT, check=True)
     before, peak, kept = map(int, run.stdout.split())
     largest = 2 * hidden * intermediate  # gate and up as one
     weights = layers * sum(inputs * outputs for inputs, outputs in sizes.values())

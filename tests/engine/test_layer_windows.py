@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.layers.cuda_fusion import CudaFusion
 from pagemill.engine.llm import LLM
 from pagemill.engine.models import loader
 from pagemill.engine.outputs import EngineStats, SampleState
-from pagemill.engine.plan import StepPlan
 from pagemill.engine.sampling_params import SamplingParams
+from tests.engine.free_blocks import poison_free_blocks
 from tests.engine.models.families.native_cases import (
     GEMMA2,
     GEMMA3,
@@ -70,23 +69,6 @@ def bits(llm: LLM, params: SamplingParams | None = None) -> list[Any]:
 
 def tokens(llm: LLM) -> list[list[int]]:
     return [outputs[0][0] for outputs in bits(llm)]
-
-
-def poison_free_blocks(llm: LLM) -> None:
-    """Fill what is free with NaN before each step: reading any of it shows."""
-    executor: Any = llm.engine._parts.executor
-    scheduler, launch = llm.engine._scheduler, executor.launch
-
-    def poisoned(plan: StepPlan) -> Any:
-        pool = scheduler.kv_cache.pool
-        leaving = {block for block, _ in plan.host_stores}
-        free = {block.block_id for block in pool.free_queue() if block.block_hash is None} - leaving
-        for layer in executor.kv_cache.layers:
-            for tensor in layer.tensors():
-                tensor[sorted(free)] = torch.nan
-        return launch(plan)
-
-    executor.launch = poisoned
 
 
 @pytest.fixture(params=CASES)

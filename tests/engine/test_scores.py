@@ -11,9 +11,9 @@ import torch
 
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest, NeverFits, PromptTooLong
-from pagemill.engine.llm import LLM
 from pagemill.engine.outputs import RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
+from tests.engine.test_labels import engine_of
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_gpt2, save_tiny_llama
 
 PROMPT = [5, 17, 42, 9, 3, 60, 11, 2, 33, 8, 21, 5, 17, 4, 50, 13, 29, 31, 1, 6]
@@ -25,11 +25,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = tmp_path_factory.mktemp(request.param)
     save = {"llama": save_tiny_llama, "gpt2": save_tiny_gpt2}[request.param]
     return directory, save(directory)
-
-
-def engine_of(directory: Path, **settings: Any) -> Engine:
-    options = {"num_kv_blocks": 64, "block_size": 4, "num_threads": 1, "device": "cpu", "dtype": "float32"}
-    return LLM(str(directory), **(options | settings)).engine
 
 
 def add(

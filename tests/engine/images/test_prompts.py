@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
-from pagemill.engine.images.child import load_processor
 from pagemill.engine.images.processor import ImageProcessor
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
 from pagemill.engine.text.tokenizer import load_tokenizer
 from tests.engine.images.model_folders import TYPES, encoded, noise, write_folder
+from tests.engine.images.tiny_checkpoint import whole_call
 
 PARAMS = SamplingParams(max_tokens=4)
 PICTURES = [encoded(noise(80, 60)), encoded(noise(31, 97, seed=1)), encoded(noise(200, 20, seed=2))]
@@ -65,20 +63,6 @@ def user(*parts: str | bytes) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def reference(directory: Path, chat: list[dict[str, Any]]) -> Any:
-    """Return what one call of transformers' processor makes of a chat."""
-    processor, _ = load_processor(directory)
-    pictures = [
-        Image.open(io.BytesIO(part["image"])).convert("RGB")
-        for message in chat
-        for part in message["content"]
-        if part["type"] == "image"
-    ]
-    text = processor.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    has_bos = text.startswith(processor.tokenizer.bos_token)
-    return processor(images=[pictures], text=[text], add_special_tokens=not has_bos, return_tensors=None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
@@ -94,7 +78,7 @@ def test_tokens_and_arrays_are_those_of_transformers(model_type: str, tmp_path: 
             if "torchvision" not in str(error):
                 raise
             pytest.skip("this release of transformers prepares the type's images with torchvision alone")
-        expected = reference(directory, chat)
+        expected = whole_call(directory, chat)
         token_ids, _ = inputs.process(messages=messages, params=PARAMS)
         assert token_ids == list(expected["input_ids"][0])
         media = inputs.media_of(token_ids, messages)

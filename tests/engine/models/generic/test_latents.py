@@ -16,8 +16,8 @@ from pagemill.engine.figures import read_figures
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.families import generic
 from pagemill.engine.outputs import SampleState
-from pagemill.engine.plan import StepPlan
 from pagemill.engine.sampling_params import SamplingParams
+from tests.engine.free_blocks import poison_free_blocks
 from tests.engine.models.generic.tiny_configs import VOCAB_SIZE, tiny_config
 from tests.engine.models.generic.trial import build, write_checkpoint
 
@@ -123,22 +123,6 @@ def outputs(llm: LLM, settings: SamplingParams | None = None) -> list[list[list[
     llm.engine.check_integrity()
     assert all(result.error is None for result in results)
     return [[output.token_ids for output in result.outputs] for result in results]
-
-
-def poison_free_blocks(llm: LLM) -> None:
-    """Fill what is free with NaN before each step: reading any of it shows."""
-    executor: Any = llm.engine._parts.executor
-    scheduler, launch = llm.engine._scheduler, executor.launch
-
-    def poisoned(plan: StepPlan) -> Any:
-        leaving = {block for block, _ in plan.host_stores}
-        free = [block.block_id for block in scheduler.kv_cache.pool.free_queue() if block.block_hash is None]
-        for layer in executor.kv_cache.layers:
-            for tensor in layer.tensors():
-                tensor[sorted(set(free) - leaving)] = torch.nan
-        return launch(plan)
-
-    executor.launch = poisoned
 
 
 @pytest.mark.slow

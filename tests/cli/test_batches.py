@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -12,22 +12,9 @@ from pagemill import AsyncProducer, Producer
 from pagemill.__main__ import app
 from pagemill.producer.wire.calls import batches
 from pagemill.producer.wire.server.discovery import URL_VARIABLE
-from tests.producer.driving import Queue, open_queue
+from tests.producer.driving import Queue
 
 Pagemill = Callable[..., Result]
-
-
-@pytest.fixture
-def queue(redis_url: str, queue_name: str) -> Iterator[Queue]:
-    queue = open_queue(redis_url, queue_name)
-    yield queue
-    queue.transport.close()
-
-
-@pytest.fixture
-def producer(queue: Queue) -> Iterator[Producer]:
-    with Producer(queue.url, queue=queue.name) as producer:
-        yield producer
 
 
 @pytest.fixture

@@ -34,9 +34,8 @@ Pagemill = Callable[..., Result]
 
 @pytest.fixture
 def queue(valkey_url: str, queue_name: str) -> Iterator[Queue]:
-    queue = open_queue(valkey_url, queue_name)
-    yield queue
-    queue.transport.close()
+    with open_queue(valkey_url, queue_name) as queue:
+        yield queue
 
 
 @pytest.fixture

@@ -148,29 +148,21 @@ def test_a_directory_says_its_own_limit(rows: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_live_worker_says_what_it_takes(
-    rows: Path, valkey_url: str, queue_name: str, tmp_path: Path
-) -> None:
-    client = QueueClient(valkey_url, queue_name)
-    with running_worker(worker_config(valkey_url, queue_name, model="echo", max_model_len=512)):
+def test_a_live_worker_says_what_it_takes(rows: Path, tmp_path: Path, client: QueueClient) -> None:
+    with running_worker(worker_config(client.url, client.queue, model="echo", max_model_len=512)):
         eventually(lambda: any(w.max_model_len for w in client.workers()), "the worker's limit")
-        done = dry_run(rows, url=valkey_url, queue=queue_name, state=tmp_path)
+        done = dry_run(rows, url=client.url, queue=client.queue, state=tmp_path)
         assert "2 too long for the model's 512 (the first: row 2)" in done.stderr
-        done = dry_run(rows, "--model", "elsewhere", url=valkey_url, queue=queue_name, state=tmp_path)
+        done = dry_run(rows, "--model", "elsewhere", url=client.url, queue=client.queue, state=tmp_path)
         assert "whether that fits is not known" in done.stderr
-    client.redis.close()
 
 
-def test_of_several_workers_the_smallest_limit_holds(
-    rows: Path, valkey_url: str, queue_name: str, tmp_path: Path
-) -> None:
-    client = QueueClient(valkey_url, queue_name)
+def test_of_several_workers_the_smallest_limit_holds(rows: Path, tmp_path: Path, client: QueueClient) -> None:
     for name, limit in (("a", 700), ("b", 600), ("c", None)):
         info = WorkerInfo(id=name, models=("m",), max_model_len=limit)
-        client.run(registry.heartbeat(queue_name, info, ttl_ms=600_000))
-    done = dry_run(rows, "--model", "m", url=valkey_url, queue=queue_name, state=tmp_path)
+        client.run(registry.heartbeat(client.queue, info, ttl_ms=600_000))
+    done = dry_run(rows, "--model", "m", url=client.url, queue=client.queue, state=tmp_path)
     assert "too long for the model's 600" in done.stderr
-    client.redis.close()
 
 
 def test_a_row_that_truncates_its_prompt_is_never_too_long(rows: Path, tmp_path: Path) -> None:

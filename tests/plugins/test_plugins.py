@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 from tests.engine.models.families.native_cases import write_llama
 
 pytestmark = pytest.mark.slow  # every script loads the engine
@@ -36,11 +36,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(script: str, installed: Path | None, *arguments: str, **environment: str) -> tuple[Any, str]:
     """Run a script beside the example; returns the JSON that it prints, and its log."""
     paths = [*([] if installed is None else [str(installed)]), str(ROOT)]
-    ran = subprocess.run(
-        [sys.executable, "-c", f"import json, logging, sys\nlogging.basicConfig()\n{script}", *arguments],
+    ran = run_python(
+        "-c",
+        f"import json, logging, sys\nlogging.basicConfig()\n{script}",
+        *arguments,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
-        capture_output=True,
-        text=True,
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout), ran.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from pagemill.supervisor import layout
 from pagemill.supervisor.child import ChildSpec
 from pagemill.supervisor.ports import Ports, is_free
 from pagemill.supervisor.settings import SettingsError, UpSettings
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 
 URL = "redis://:secret@127.0.0.1:6379/0"
 
@@ -182,11 +180,5 @@ def test_it_imports_no_model_library() -> None:
     program = "import sys; " + "; ".join(f"import pagemill.supervisor.{name}" for name in modules)
     program += "; import pagemill.cli.processes.up"
     program += "; heavy = {'torch', 'transformers', 'numba', 'triton'} & set(sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program + "; print(sorted(heavy))"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", program + "; print(sorted(heavy))", cwd=ROOT, check=True)
     assert done.stdout == "[]\n"

@@ -12,7 +12,7 @@ import pytest
 from pagemill import InvalidJob, JobCancelled, JobNotFound, Producer
 from pagemill.producer.wire.schema.errors import InvalidAddress
 from pagemill.testing import EchoWorker, MemoryQueue
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 from tests.worker.harness import PATIENCE_S, eventually
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -151,9 +151,7 @@ with MemoryQueue() as queue, EchoWorker(queue.url):
 
 @pytest.mark.slow
 def test_it_runs_without_a_models_libraries() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = run_python("-c", LIGHT, cwd=ROOT, timeout=PATIENCE_S)
     assert done.stdout.strip() == "[]", done.stderr
 
 

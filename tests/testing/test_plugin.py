@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 
 MODULE = "service"
 SERVICE = """
@@ -98,12 +98,11 @@ def test_a_base_install_can_import_the_plugin(tmp_path: Path) -> None:
         and module != "pagemill"
     )
     assert {"prometheus_client", "tokenizers", "torch", "transformers"} <= {*blocked}
-    done = subprocess.run(
-        [sys.executable, "-c", ONLY_BASE.format(blocked=blocked)],
+    done = run_python(
+        "-c",
+        ONLY_BASE.format(blocked=blocked),
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr

@@ -76,8 +76,8 @@ class Besieged:
 @pytest.fixture(scope="module")
 def besieged(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
     queue, log = f"q-{uuid.uuid4().hex[:12]}", tmp_path_factory.mktemp("gateway") / "log"
-    client = QueueClient(valkey_url, queue)
     with (
+        QueueClient(valkey_url, queue) as client,
         running_worker(worker_config(valkey_url, queue, model="echo", max_num_seqs=64)),
         gateway_process(valkey_url, queue, log=log, **LIMITS) as (served, process),
     ):
@@ -93,7 +93,6 @@ def besieged(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         found.sockets = found.connections() + 1
         found.memory = found.process.memory_info().rss >> 20
         yield found
-    client.redis.close()
 
 
 async def storm(port: int, said: list[Conversation]) -> tuple[Counter[int], list[str]]:

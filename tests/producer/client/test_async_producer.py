@@ -113,11 +113,9 @@ async def test_a_stream(queue: Queue, producer: AsyncProducer) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 8, 100])
-async def test_a_cancelled_wait_leaves_the_others_alone(
-    steps: int, valkey_queue: Queue, valkey_url: str
-) -> None:
+async def test_a_cancelled_wait_leaves_the_others_alone(steps: int, valkey_queue: Queue) -> None:
     """Wherever the cancellation finds it: before it asks, while it does, while it waits."""
-    async with AsyncProducer(valkey_url, queue=valkey_queue.name) as producer:
+    async with AsyncProducer(valkey_queue.url, queue=valkey_queue.name) as producer:
         handle = await producer.submit(prompt="p", model="m")
         given_up, patient = (asyncio.create_task(handle.result()) for _ in range(2))
         for _ in range(steps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner
@@ -19,12 +18,6 @@ from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 
 
-@pytest.fixture
-def producer(queue: Queue) -> Iterator[Producer]:
-    with Producer(queue.url, queue=queue.name) as producer:
-        yield producer
-
-
 def die(queue: Queue, job_id: str, code: str = "engine_error", **fields: object) -> None:
     """Submit a job and let it use up its one attempt."""
     queue.submit(job_id, max_attempts=1, **fields)
@@ -38,7 +31,7 @@ def crash(queue: Queue, job_id: str) -> None:
     for _ in range(5):
         queue.checkpoint(queue.pull_one())
         queue.lapse(job_id)
-        queue.run(transitions.sweep(queue.name))
+        queue.sweep()
 
 
 def test_letters_say_why_and_of_what(queue: Queue, producer: Producer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +11,6 @@ from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.limits import QueueLimits, set_limits
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.producer.driving import Queue
-
-
-@pytest.fixture
-def producer(queue: Queue) -> Iterator[Producer]:
-    with Producer(queue.url, queue=queue.name) as producer:
-        yield producer
-
-
-@pytest.fixture
-async def aio(queue: Queue) -> AsyncIterator[AsyncProducer]:
-    async with AsyncProducer(queue.url, queue=queue.name) as producer:
-        yield producer
-
 
 JOB = {"prompt": "p", "model": "nope"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -26,17 +25,11 @@ from pagemill import (
     ResultExpired,
     ResultTimeout,
 )
-from pagemill.producer.wire.calls import limits, transitions
+from pagemill.producer.wire.calls import limits
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.outputs import BatchCounts
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
-
-
-@pytest.fixture
-def producer(queue: Queue) -> Iterator[Producer]:
-    with Producer(queue.url, queue=queue.name) as producer:
-        yield producer
 
 
 def test_a_job_comes_back_with_its_result(queue: Queue, producer: Producer) -> None:
@@ -224,7 +217,7 @@ def test_what_an_expired_batch_had_finished_is_delivered(queue: Queue, producer:
     queue.commit(done, "in time")
     waiting = queue.client.zrange(f"{queue.prefix}deadlines", 0, -1)
     queue.client.zadd(f"{queue.prefix}deadlines", dict.fromkeys(waiting, 1))
-    queue.run(transitions.sweep(queue.name))
+    queue.sweep()
     assert queue.commit(running) == "expired"
     items = list(batch.results())
     assert sorted(item.state for item in items) == ["expired", "expired", "expired", "succeeded"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from datetime import date
 from typing import Any, Literal
 
@@ -43,18 +43,6 @@ class Review(BaseModel):
 
 SCHEMA = json.dumps(closed_objects(Review.model_json_schema()), ensure_ascii=False)
 TEXT = '{"label": "good", "written": "2026-11-23", "authors": [{"name": "ü"}]}'
-
-
-@pytest.fixture
-def producer(queue: Queue) -> Iterator[Producer]:
-    with Producer(queue.url, queue=queue.name) as producer:
-        yield producer
-
-
-@pytest.fixture
-async def aio(queue: Queue) -> AsyncIterator[AsyncProducer]:
-    async with AsyncProducer(queue.url, queue=queue.name) as producer:
-        yield producer
 
 
 def serve(queue: Queue, *models: str) -> None:

@@ -66,12 +66,6 @@ def bucket(server: str, queue_name: str, tmp_path: Path, monkeypatch: pytest.Mon
     return bucket
 
 
-@pytest.fixture
-def producer(valkey_url: str, queue_name: str) -> Iterator[Producer]:
-    with Producer(valkey_url, queue=queue_name) as producer:
-        yield producer
-
-
 def left(tmp_path: Path) -> set[str]:
     """The files that runs have left on this machine."""
     return {path.name for path in (tmp_path / "state").rglob("*") if path.is_file()}

@@ -48,12 +48,6 @@ until cursor == '0'
 """
 
 
-@pytest.fixture
-def producer(valkey_url: str, queue_name: str) -> Iterator[Producer]:
-    with Producer(valkey_url, queue=queue_name) as producer:
-        yield producer
-
-
 @contextmanager
 def counting_worker(url: str, name: str, delay_s: float = 0.0) -> Iterator[Counter[str]]:
     """An echo worker that counts how often it ran each prompt."""

@@ -27,9 +27,8 @@ from tests.producer.driving import Queue, open_queue
 @pytest.fixture
 def queue(own_valkey: RedisServer, queue_name: str) -> Iterator[Queue]:
     """A queue on a server that may be set up badly."""
-    queue = open_queue(own_valkey.url, queue_name)
-    yield queue
-    queue.transport.close()
+    with open_queue(own_valkey.url, queue_name) as queue:
+        yield queue
 
 
 def doctor(url: str, *arguments: str) -> Result:

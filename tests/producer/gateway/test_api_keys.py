@@ -18,7 +18,7 @@ from pagemill import Producer
 from pagemill.__main__ import app
 from pagemill.producer.gateway.api_keys import ApiKeys, KeyFileError, read_keys
 from pagemill.producer.wire.calls.metering.quotas import Quota, set_quotas
-from tests.producer.driving import open_queue
+from tests.producer.driving import Queue
 from tests.producer.gateway.serving import Served, gateway, write_keys
 from tests.worker.harness import eventually, running_worker, worker_config
 
@@ -143,16 +143,15 @@ def test_beyond_this_machine_keys_are_asked_for() -> None:
 
 @pytest.mark.slow
 def test_what_is_left_of_a_quota_is_in_the_answer_and_the_ledger_knows_the_key(
-    tmp_path: Path, valkey_url: str, queue_name: str
+    tmp_path: Path, valkey_queue: Queue
 ) -> None:
     path = tmp_path / "keys.json"
     keys = write_keys(path, web={"tenant": "shop"}, other={"tenant": "free"})
-    found = open_queue(valkey_url, queue_name)
-    found.run(set_quotas(queue_name, {"shop": Quota(jobs_per_day=5, tokens_per_minute=10**6)}))
+    valkey_queue.run(set_quotas(valkey_queue.name, {"shop": Quota(jobs_per_day=5, tokens_per_minute=10**6)}))
     ask = {"model": "echo", "prompt": "hello", "max_tokens": 5}
     with (
-        running_worker(worker_config(valkey_url, queue_name, model="echo")),
-        gateway(valkey_url, queue_name, keys_path=path, models=("echo",)) as served,
+        running_worker(worker_config(valkey_queue.url, valkey_queue.name, model="echo")),
+        gateway(valkey_queue.url, valkey_queue.name, keys_path=path, models=("echo",)) as served,
         OpenAI(base_url=served.base_url, api_key=keys["web"], max_retries=0) as client,
     ):
         told = [client.completions.with_raw_response.create(**ask).headers for _ in range(2)]
@@ -171,7 +170,6 @@ def test_what_is_left_of_a_quota_is_in_the_answer_and_the_ledger_knows_the_key(
     assert 0 < int(told[1]["x-ratelimit-remaining-tokens"]) <= 10**6
     assert streamed.headers["x-ratelimit-remaining-requests"] == "3"
     assert not [name for name in without.headers if name.startswith("x-ratelimit")]
-    with Producer(valkey_url, queue=queue_name) as producer:
+    with Producer(valkey_queue.url, queue=valkey_queue.name) as producer:
         rows = [(row.tenant, row.api_key, row.jobs, row.completion_tokens) for row in producer.usage()]
     assert rows == [("free", "other", 1, 5), ("shop", "web", 4, 20)]
-    found.transport.close()

@@ -6,6 +6,8 @@ import io
 import json
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +70,22 @@ def connect(served: Served, key: str = "none") -> OpenAI:
     return OpenAI(base_url=served.base_url, api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
+@contextmanager
+def batching(url: str, queue: str, **settings: Any) -> Iterator[tuple[Served, OpenAI]]:
+    """A gateway with these settings, its client, and a worker that echoes for the model m."""
+    with (
+        scripted_worker(url, queue),
+        gateway(url, queue, **settings) as served,
+        connect(served) as client,
+    ):
+        yield served, client
+
+
 def test_a_batch_from_its_file_to_its_files(valkey_url: str, queue_name: str) -> None:
     rows = lines(450)
     rows[7]["body"]["prompt"] = "fail this"
     rows[9]["body"]["tools"] = [{"type": "function"}]
-    with (
-        scripted_worker(valkey_url, queue_name),
-        gateway(valkey_url, queue_name, models=("m",)) as served,
-        connect(served) as client,
-    ):
+    with batching(valkey_url, queue_name, models=("m",)) as (_, client):
         batch = start(client, rows, metadata={"who": "me"})
         assert batch.status in ("validating", "in_progress")
         batch = end_of(client, batch.id)
@@ -164,19 +173,18 @@ def test_a_file_that_is_no_batch(
 
 
 @pytest.mark.slow
-def test_a_batch_outlives_its_gateways(valkey_url: str, queue_name: str) -> None:
+def test_a_batch_outlives_its_gateways(valkey_url: str, queue_name: str, valkey_queue: Queue) -> None:
     """SIGKILL while it is submitted, while it runs, and while another gateway holds it; each request runs once."""
-    queue = open_queue(valkey_url, queue_name)
     rows = lines(600, temperature=1.0)
     with (
         gateway_process(valkey_url, queue_name, models=("m",)) as (served, process),
         connect(served) as client,
     ):
         batch_id = start(client, rows).id
-        eventually(lambda: depth(queue) > 0, "the first requests in the queue")
+        eventually(lambda: depth(valkey_queue) > 0, "the first requests in the queue")
         process.kill()
     with gateway_process(valkey_url, queue_name, models=("m",)) as (served, process):
-        eventually(lambda: depth(queue) == 600, "all requests in the queue")
+        eventually(lambda: depth(valkey_queue) == 600, "all requests in the queue")
         process.kill()
     with (
         gateway(valkey_url, queue_name, models=("m",)) as served,
@@ -189,9 +197,8 @@ def test_a_batch_outlives_its_gateways(valkey_url: str, queue_name: str) -> None
         assert [row["custom_id"] for row in answers] == [f"r{n}" for n in range(600)]
         texts = [row["response"]["body"]["choices"][0]["text"] for row in answers]
         assert texts == [f"p{n}" for n in range(600)]
-    assert int(queue.client.hget(f"{queue.prefix}counts", "succeeded") or 0) == 600
-    assert {"abopen", "fileuses"}.isdisjoint(queue.names())
-    queue.transport.close()
+    assert int(valkey_queue.client.hget(f"{valkey_queue.prefix}counts", "succeeded") or 0) == 600
+    assert {"abopen", "fileuses"}.isdisjoint(valkey_queue.names())
 
 
 def depth(queue: Queue) -> int:
@@ -260,11 +267,7 @@ def test_tenants_do_not_meet(valkey_url: str, queue_name: str, tmp_path: Path) -
 
 def test_an_output_that_finds_no_room_ends_in_the_error_file(valkey_url: str, queue_name: str) -> None:
     """Results of a few bytes of settings may be large: what a batch writes counts against its tenant's files."""
-    with (
-        scripted_worker(valkey_url, queue_name),
-        gateway(valkey_url, queue_name, max_tenant_bytes=8_000, models=("m",)) as served,
-        connect(served) as client,
-    ):
+    with batching(valkey_url, queue_name, max_tenant_bytes=8_000, models=("m",)) as (_, client):
         ended = end_of(client, start(client, lines(40)).id)
         answered, refused = rows_of(client, ended.output_file_id), rows_of(client, ended.error_file_id)
         assert len(answered) + len(refused) == 40
@@ -413,11 +416,7 @@ def test_the_output_grows_from_the_first_answer_on(valkey_url: str, queue_name: 
 def test_a_batch_of_inline_requests(valkey_url: str, queue_name: str) -> None:
     asked = [{"custom_id": row["custom_id"], "body": row["body"]} for row in lines(3)]
     form: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
-    with (
-        scripted_worker(valkey_url, queue_name),
-        gateway(valkey_url, queue_name, models=("m",), max_tenant_batches=1) as served,
-        connect(served) as client,
-    ):
+    with batching(valkey_url, queue_name, models=("m",), max_tenant_batches=1) as (served, client):
         batch = client.batches.create(input_file_id=openai.omit, extra_body={"requests": asked}, **form)  # type: ignore[arg-type]
         batch = end_of(client, batch.id)
         assert {row["custom_id"] for row in rows_of(client, batch.output_file_id)} == {"r0", "r1", "r2"}

@@ -8,15 +8,14 @@ ask for.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from tests.producer.gateway.serving import Served, gateway
-from tests.worker.harness import PATIENCE_S, running_worker, worker_config
+from tests.producer.gateway.serving import Served, served_worker
+from tests.worker.harness import PATIENCE_S
 
 INSTALL = (
     "pip install --no-deps instructor docstring-parser "
@@ -35,11 +34,8 @@ class Weather(BaseModel):
 
 @pytest.fixture(scope="module")
 def served(valkey_url: str) -> Iterator[Served]:
-    queue = f"q-{uuid.uuid4().hex[:12]}"
-    config = worker_config(
-        valkey_url, queue, model="echo", tool_call_parser="hermes", reasoning_parser="think"
-    )
-    with running_worker(config), gateway(valkey_url, queue) as served:
+    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+    with served_worker(valkey_url, model="echo", **parsers) as served:
         yield served
 
 

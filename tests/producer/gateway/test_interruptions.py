@@ -33,9 +33,8 @@ ENDLESS = {"model": "echo", "prompt": "x" * 20, "max_tokens": 4_000, "ignore_eos
 @pytest.fixture
 def by_hand(valkey_url: str, queue_name: str) -> Iterator[Queue]:
     """A queue whose worker is the test."""
-    queue = open_queue(valkey_url, queue_name)
-    yield queue
-    queue.transport.close()
+    with open_queue(valkey_url, queue_name) as queue:
+        yield queue
 
 
 @pytest.fixture
@@ -196,8 +195,8 @@ async def _deaf(until: asyncio.Event) -> None:
 @pytest.mark.slow
 def test_a_server_that_hangs_does_not_hold_the_end_up(own_valkey: RedisServer, queue_name: str) -> None:
     """It takes connections and answers nothing, with a request under way and one to cancel."""
-    queue = open_queue(own_valkey.url, queue_name)
     with (
+        open_queue(own_valkey.url, queue_name) as queue,
         gateway_process(own_valkey.url, queue_name, drain_s=1, models=["m"]) as (served, process),
         ThreadPoolExecutor(1) as thread,
     ):
@@ -213,7 +212,6 @@ def test_a_server_that_hangs_does_not_hold_the_end_up(own_valkey: RedisServer, q
             assert process.wait(PATIENCE_S) == 0
         finally:
             own_valkey.process.send_signal(signal.SIGCONT)
-    queue.transport.close()
 
 
 @pytest.mark.slow
@@ -222,8 +220,11 @@ def test_a_server_that_hangs_is_a_503_for_each_request(
 ) -> None:
     """Requests wait side by side, not one after the other; afterwards the queue holds none of their jobs."""
     monkeypatch.setattr(bounded_answer, "ANSWER_S", 0.5)
-    queue = open_queue(own_valkey.url, queue_name)
-    with gateway(own_valkey.url, queue_name, models=["m"]) as served, ThreadPoolExecutor(8) as threads:
+    with (
+        open_queue(own_valkey.url, queue_name) as queue,
+        gateway(own_valkey.url, queue_name, models=["m"]) as served,
+        ThreadPoolExecutor(8) as threads,
+    ):
         asked = {"model": "m", "prompt": "x", "max_tokens": 5}
 
         def post(_: int) -> httpx.Response:
@@ -240,7 +241,6 @@ def test_a_server_that_hangs_is_a_503_for_each_request(
             assert answer.headers["retry-after"]
         eventually(served.is_alive, "the queue to answer again")
         eventually(lambda: not queue.pull(8), "no job to be left")
-    queue.transport.close()
 
 
 def test_the_page_of_jobs_has_a_503_while_the_server_hangs(

@@ -26,10 +26,11 @@ def made(tmp_path: Path, valkey_url: str, queue_name: str) -> Iterator[tuple[Ser
     """No worker serves the model: admitted requests wait until their time is over."""
     path = tmp_path / "keys.json"
     keys = write_keys(path, **ENTRIES)
-    queue = open_queue(valkey_url, queue_name)
-    with gateway(valkey_url, queue_name, keys_path=path, models=("m",), timeout_s=0.4) as served:
+    with (
+        open_queue(valkey_url, queue_name) as queue,
+        gateway(valkey_url, queue_name, keys_path=path, models=("m",), timeout_s=0.4) as served,
+    ):
         yield served, keys, queue
-    queue.transport.close()
 
 
 def post(served: Served, key: str, **fields: Any) -> httpx.Response:
@@ -181,13 +182,12 @@ def test_the_idempotency_key_is_counted_with_each_prompt(
 
 
 @pytest.mark.slow
-def test_the_client_waits_as_it_is_told(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+def test_the_client_waits_as_it_is_told(tmp_path: Path, valkey_queue: Queue) -> None:
     """openai's client sends a request again after `retry-after`, and is let in then."""
     path = tmp_path / "keys.json"
     keys = write_keys(path, brisk={"rate": 2, "burst": 4})
-    queue = open_queue(valkey_url, queue_name)
     with (
-        gateway(valkey_url, queue_name, keys_path=path, models=("m",), timeout_s=0.2) as served,
+        gateway(valkey_queue.url, valkey_queue.name, keys_path=path, models=("m",), timeout_s=0.2) as served,
         OpenAI(base_url=served.base_url, api_key=keys["brisk"], max_retries=0) as client,
     ):
         with pytest.raises(Exception, match="deadline"):
@@ -195,5 +195,4 @@ def test_the_client_waits_as_it_is_told(valkey_url: str, queue_name: str, tmp_pa
         patient = client.with_options(max_retries=1)
         with pytest.raises(Exception, match="deadline"):
             patient.completions.create(model="m", prompt=["a"] * 4, timeout=PATIENCE_S)
-        assert stored(queue) == 8
-    queue.transport.close()
+        assert stored(valkey_queue) == 8

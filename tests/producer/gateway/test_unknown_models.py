@@ -20,7 +20,7 @@ from pagemill.producer.wire.calls.gateway import api_batches
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.producer.driving import Queue, open_queue
 from tests.producer.gateway.serving import Served, gateway, gateway_process
-from tests.producer.gateway.test_batches import connect, end_of, lines, rows_of, start, upload
+from tests.producer.gateway.test_batches import batching, connect, end_of, lines, rows_of, start, upload
 from tests.producer.scripted_worker import scripted_worker
 from tests.worker.harness import PATIENCE_S, WorkerProcess, eventually, process_settings
 
@@ -29,9 +29,8 @@ HOUR_S = 3600.0
 
 @pytest.fixture
 def queue(valkey_url: str, queue_name: str) -> Iterator[Queue]:
-    found = open_queue(valkey_url, queue_name)
-    yield found
-    found.transport.close()
+    with open_queue(valkey_url, queue_name) as found:
+        yield found
 
 
 def register(queue: Queue, *models: str, ttl_ms: int = 600_000, adapters: tuple[str, ...] = ()) -> None:
@@ -152,11 +151,7 @@ def test_the_queue_remembers_a_bounded_number_of_models_for_a_day(queue: Queue) 
 
 def test_lines_for_an_unknown_model_fail_after_the_grace_period(valkey_url: str, queue: Queue) -> None:
     register(queue, "m")
-    with (
-        scripted_worker(valkey_url, queue.name),
-        gateway(valkey_url, queue.name, unknown_model_s=0.0) as served,
-        connect(served) as client,
-    ):
+    with batching(valkey_url, queue.name, unknown_model_s=0.0) as (served, client):
         batch = end_of(client, start(client, lines_of("m", "nope", "m", "nope")).id)
         assert batch.status == "completed"
         assert outputs_of(client, batch) == ["r0", "r2"]
@@ -203,11 +198,7 @@ def test_lines_for_a_known_model_wait_for_its_worker(valkey_url: str, queue: Que
     elif known_by == "jobs":
         queue.submit("a", model="away")
     register(queue, "m")
-    with (
-        scripted_worker(valkey_url, queue.name),
-        gateway(valkey_url, queue.name, unknown_model_s=0.0, models=models) as served,
-        connect(served) as client,
-    ):
+    with batching(valkey_url, queue.name, unknown_model_s=0.0, models=models) as (_, client):
         batch_id = start(client, lines_of("m", "away", "nope")).id
         eventually(lambda: record_of(queue, batch_id).get("is_final") == "1", "the end of the grace period")
         eventually(
@@ -224,11 +215,7 @@ def test_lines_for_a_known_model_wait_for_its_worker(valkey_url: str, queue: Que
 def test_a_model_that_appears_within_the_grace_period_runs_its_lines(valkey_url: str, queue: Queue) -> None:
     """Its lines are submitted last, and are the last in the output file."""
     register(queue, "m")
-    with (
-        scripted_worker(valkey_url, queue.name),
-        gateway(valkey_url, queue.name, unknown_model_s=HOUR_S) as served,
-        connect(served) as client,
-    ):
+    with batching(valkey_url, queue.name, unknown_model_s=HOUR_S) as (_, client):
         batch_id = start(client, lines_of(*(["late", "m"] * 20))).id
         eventually(
             lambda: (client.batches.retrieve(batch_id).request_counts or Batch).completed == 20,

@@ -28,11 +28,6 @@ SECRET = "whsec_c29tZSBzZWNyZXQgb2YgdGhlIHdlYmhvb2tz"
 LONG: dict[str, Any] = {"model": "echo", "input": "y" * 2000, "max_output_tokens": 2000}
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
 @pytest.fixture
 def receiver(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     monkeypatch.setenv(ssl.get_default_verify_paths().openssl_cafile_env, str(certificates.ca_file))
@@ -69,14 +64,16 @@ def batch_of(client: OpenAI, *lines: bytes) -> str:
 
 @pytest.mark.slow
 def test_events_of_responses_and_batches_are_verified(
-    valkey_url: str, queue_name: str, tmp_path: Path, receiver: Receiver
+    tmp_path: Path, receiver: Receiver, valkey_queue: Queue
 ) -> None:
     path = tmp_path / "keys.json"
     keys = write_file(path, hook(receiver))
     receiver.answers[:] = [500, 204]
     with (
-        running_worker(worker_config(valkey_url, queue_name, model="echo")),
-        gateway(valkey_url, queue_name, keys_path=path, models=("echo",), webhook_retry_s=0.1) as served,
+        running_worker(worker_config(valkey_queue.url, valkey_queue.name, model="echo")),
+        gateway(
+            valkey_queue.url, valkey_queue.name, keys_path=path, models=("echo",), webhook_retry_s=0.1
+        ) as served,
         connect(served, keys["shop"]) as client,
         connect(served, keys["other"]) as other,
     ):
@@ -120,12 +117,11 @@ def test_events_of_responses_and_batches_are_verified(
         assert headers["webhook-id"] == json.loads(body)["id"]
         with pytest.raises(openai.InvalidWebhookSignatureError):
             client.webhooks.unwrap(body + b" ", headers)
-    queue = open_queue(valkey_url, queue_name)
     left = (
-        queue.client.zcard(f"{names.prefix(queue_name)}{name}") for name in ("outbox:gateway", "ableases")
+        valkey_queue.client.zcard(f"{names.prefix(valkey_queue.name)}{name}")
+        for name in ("outbox:gateway", "ableases")
     )
     assert [*left] == [0, 0]
-    queue.transport.close()
 
 
 @pytest.mark.slow
@@ -252,23 +248,25 @@ def are_settled(queue: Queue, batch_id: str) -> bool:
 
 @pytest.mark.slow
 def test_no_event_is_lost_with_a_gateway_between_two_attempts(
-    valkey_url: str, queue_name: str, receiver: Receiver
+    receiver: Receiver, valkey_queue: Queue
 ) -> None:
     settings: dict[str, Any] = {"models": ("echo",), "webhook_allow_private": True}
     receiver.answers[:] = [500, 500, 204]
-    queue = open_queue(valkey_url, queue_name)
-    with running_worker(worker_config(valkey_url, queue_name, model="echo")):
+    with running_worker(worker_config(valkey_queue.url, valkey_queue.name, model="echo")):
         with (
-            gateway_process(valkey_url, queue_name, webhook_retry_s=5.0, **settings) as (served, process),
+            gateway_process(valkey_queue.url, valkey_queue.name, webhook_retry_s=5.0, **settings) as (
+                served,
+                process,
+            ),
             connect(served, "none") as client,
         ):
             hook: Any = client.post("/webhook_endpoints", body={"url": receiver.url}, cast_to=dict[str, Any])
             response = client.responses.create(model="echo", input="hi", background=True)
             failed = batch_of(client, b"{")
             eventually(lambda: len(receiver.received) == 2, "the first attempts")
-            eventually(lambda: are_settled(queue, failed), "the times of the second attempts")
+            eventually(lambda: are_settled(valkey_queue, failed), "the times of the second attempts")
             process.kill()
-        with gateway(valkey_url, queue_name, webhook_retry_s=0.1, **settings) as served:
+        with gateway(valkey_queue.url, valkey_queue.name, webhook_retry_s=0.1, **settings) as served:
             eventually(lambda: len(receiver.received) == 4, "the second attempts")
             verify = connect(served, "none").webhooks.unwrap
             events = [verify(body, headers, secret=hook["secret"]) for headers, body in receiver.received]
@@ -280,9 +278,9 @@ def test_no_event_is_lost_with_a_gateway_between_two_attempts(
             assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 2
             for name in ("ableases", "outbox:hooks"):
                 eventually(
-                    lambda name=name: not queue.client.exists(f"{queue.prefix}{name}"), f"the end of {name}"
+                    lambda name=name: not valkey_queue.client.exists(f"{valkey_queue.prefix}{name}"),
+                    f"the end of {name}",
                 )
-    queue.transport.close()
     assert len(receiver.received) == 4
 
 

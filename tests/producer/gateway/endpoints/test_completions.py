@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from pagemill import Producer
 from pagemill.producer.wire.calls import registry
-from tests.producer.driving import open_queue
+from tests.producer.driving import Queue, open_queue
 from tests.producer.gateway.serving import Served, gateway
 from tests.worker.harness import PATIENCE_S, eventually
 
@@ -274,11 +274,12 @@ def test_what_was_promised_is_in_the_answer(served: Served) -> None:
     assert "x-promised-p50" not in httpx.post(f"{served.base_url}/completions", json=body).headers
 
 
-def test_a_deadline_that_would_be_missed_is_refused_at_once(valkey_url: str, queue_name: str) -> None:
-    queue = open_queue(valkey_url, queue_name)
+def test_a_deadline_that_would_be_missed_is_refused_at_once(valkey_queue: Queue) -> None:
     speed = registry.Speed(rows=1, busy_rate=0.01, free_rate=0.01)
-    queue.run(registry.heartbeat(queue_name, registry.WorkerInfo(id="w", models=("m",), speed=speed)))
-    with gateway(valkey_url, queue_name, models=("m",)) as served:
+    valkey_queue.run(
+        registry.heartbeat(valkey_queue.name, registry.WorkerInfo(id="w", models=("m",), speed=speed))
+    )
+    with gateway(valkey_queue.url, valkey_queue.name, models=("m",)) as served:
         refused = httpx.post(
             f"{served.base_url}/completions",
             json={"model": "m", "prompt": "x"},
@@ -286,18 +287,15 @@ def test_a_deadline_that_would_be_missed_is_refused_at_once(valkey_url: str, que
         )
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "deadline_unreachable")
     assert int(refused.headers["retry-after"]) > 0
-    assert queue.client.hget(f"{queue.prefix}counts", "queued") is None
-    queue.transport.close()
+    assert valkey_queue.client.hget(f"{valkey_queue.prefix}counts", "queued") is None
 
 
-def test_a_full_queue_is_a_429_and_no_worker_a_503(valkey_url: str, queue_name: str) -> None:
-    queue = open_queue(valkey_url, queue_name)
+def test_a_full_queue_is_a_429_and_no_worker_a_503(valkey_queue: Queue) -> None:
     from pagemill.producer.wire.calls.limits import QueueLimits, set_limits
 
-    queue.run(set_limits(queue_name, QueueLimits(jobs=1)))
-    queue.submit("only")
-    queue.transport.close()
-    with gateway(valkey_url, queue_name, models=("m",)) as served:
+    valkey_queue.run(set_limits(valkey_queue.name, QueueLimits(jobs=1)))
+    valkey_queue.submit("only")
+    with gateway(valkey_queue.url, valkey_queue.name, models=("m",)) as served:
         full = httpx.post(f"{served.base_url}/completions", json={"model": "m", "prompt": "x"})
         assert full.status_code == 429
         assert full.json()["error"]["code"] == "queue_full"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from openai import OpenAI
 
 from benchmarks.dense import dense_smollm2
-from tests.producer.gateway.serving import Served, gateway, write_keys
-from tests.worker.harness import PATIENCE_S, running_worker, worker_config
+from tests.producer.gateway.serving import Served, gateway, served_worker, write_keys
+from tests.worker.harness import PATIENCE_S
 
 TEXT = "The capital of France"
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -123,9 +122,8 @@ def test_a_prompt_is_before_the_output(client: OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def real(valkey_url: str) -> Iterator[Served]:
-    name = f"q-{uuid.uuid4().hex[:12]}"
-    config = worker_config(valkey_url, name, model="smollm2", kv_cache_memory_bytes=128 << 20, num_threads=1)
-    with running_worker(config, load_patience_s=400), gateway(valkey_url, name) as served:
+    settings = {"model": "smollm2", "kv_cache_memory_bytes": 128 << 20, "num_threads": 1}
+    with served_worker(valkey_url, load_patience_s=400, **settings) as served:
         yield served
 
 

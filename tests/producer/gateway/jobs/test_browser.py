@@ -236,14 +236,7 @@ def test_it_fits_desk_and_phone_in_light_and_dark(
     scene.go(fragment)
     shown = "#job-title" if fragment.startswith("job") else "#jobs tbody tr"
     eventually(lambda: browser.text(shown), "the view")
-    width, visible = browser.run("return [document.documentElement.scrollWidth, innerWidth]")
-    assert width <= visible, "nothing to scroll sideways"
-    page, text = browser.run(
-        "const style = getComputedStyle(document.body);"
-        "return [style.backgroundColor, style.color].map(c => c.match(/\\d+/g).slice(0, 3)"
-        ".reduce((sum, part) => sum + Number(part), 0))"
-    )
-    assert (page < text) is dark
+    browser.check_fits(dark=dark)
     browser.view(DESKTOP)
 
 

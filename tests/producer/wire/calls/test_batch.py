@@ -7,15 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from pagemill import BatchCounts, InvalidJob, Producer
-from pagemill.producer.wire.calls import transitions
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
-
-
-@pytest.fixture
-def producer(queue: Queue) -> Iterator[Producer]:
-    with Producer(queue.url, queue=queue.name) as producer:
-        yield producer
 
 
 def rows(count: int) -> list[dict[str, object]]:
@@ -144,7 +137,7 @@ def test_the_counts_follow_every_transition(queue: Queue, producer: Producer) ->
     queue.release(b)
     queue.lapse(c.job_id)
     assert batch.counts() == BatchCounts(total=4, queued=1, delayed=2, running=1)
-    queue.run(transitions.sweep(queue.name))
+    queue.sweep()
     assert batch.counts() == BatchCounts(total=4, queued=2, delayed=2)
 
 
@@ -164,13 +157,13 @@ def test_an_idempotency_key_has_no_place_in_a_batch(producer: Producer) -> None:
 def test_a_batch_whose_time_is_over_leaves_nothing(queue: Queue, producer: Producer) -> None:
     batch = producer.submit_many([*rows(100), {"prompt": ""}])
     queue.client.zadd(f"{queue.prefix}bexpiry", {batch.id: 1})
-    queue.run(transitions.sweep(queue.name))
+    queue.sweep()
     assert batch.counts().queued == 100, "a batch that has not ended gets more time"
     with scripted_worker(queue.url, queue.name):
         batch.wait(timeout=120)
     queue.client.zadd(f"{queue.prefix}bexpiry", {batch.id: 1})
     for _ in range(3):
-        queue.run(transitions.sweep(queue.name))
+        queue.sweep()
     assert {
         name for name in queue.names() if not name.startswith(("bell:", "puller:", "started:", "usage"))
     } == {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pagemill.producer.wire.calls import limits, outbox, registry, transitions
+from pagemill.producer.wire.calls import limits, outbox, registry
 from pagemill.producer.wire.calls.gateway import api_batches, rates, stored_files
 from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
 from tests.producer.driving import Queue, open_queue
@@ -26,9 +26,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClockedServer]:
 def queue(server: ClockedServer, queue_name: str) -> Iterator[Queue]:
     """Its clock runs an hour ahead, until the test sets it back."""
     server.set(HOUR)
-    queue = open_queue(server.url, queue_name)
-    yield queue
-    queue.transport.close()
+    with open_queue(server.url, queue_name) as queue:
+        yield queue
 
 
 def soon(look: Callable[[], object], seconds: float = 30.0) -> bool:
@@ -39,10 +38,6 @@ def soon(look: Callable[[], object], seconds: float = 30.0) -> bool:
             return True
         time.sleep(0.2)
     return False
-
-
-def sweep(queue: Queue) -> None:
-    queue.run(transitions.sweep(queue.name))
 
 
 def test_a_rate_limited_queue_goes_on(server: ClockedServer, queue: Queue) -> None:
@@ -82,7 +77,7 @@ def test_a_retry_can_be_cancelled_and_leaves_nothing(server: ClockedServer, queu
     queue.submit("a")
     queue.retry(queue.pull_one(), 1.0)
     server.set(0)
-    sweep(queue)
+    queue.sweep()
     assert queue.cancel("a") == "cancelled"
     assert not {"delayed", "retrying"} & queue.names()
 
@@ -105,7 +100,7 @@ def test_workers_that_died_before_are_not_alive_until_then(server: ClockedServer
     queue.submit("a")
     assert queue.status("a").error is None
     server.set(0)
-    sweep(queue)
+    queue.sweep()
     assert queue.run(registry.workers(queue.name)) == []
     queue.run(registry.heartbeat(queue.name, registry.WorkerInfo(id="other", models=("m",))))
     assert queue.client.zrange(f"{queue.prefix}serves:m", 0, -1) == [b"other"]
@@ -138,7 +133,7 @@ def test_a_suspect_is_not_kept_waiting_by_a_reservation(server: ClockedServer, q
         job = queue.pull_one()
         queue.checkpoint(job)
         queue.lapse("suspect")
-        sweep(queue)
+        queue.sweep()
     queue.client.hset(f"{queue.prefix}job:suspect", "at", 1)
     assert queue.pull(1, worker="gone", holding=1) == [], "it reserved itself, to run empty"
     server.set(0)
@@ -150,8 +145,8 @@ def test_times_that_the_caller_gave_come_later_and_do_come(server: ClockedServer
     queue.submit("late", ttl=5.0)
     queue.submit("delayed", delay=5.0)
     server.set(0)
-    sweep(queue)
+    queue.sweep()
     assert (queue.state("late"), queue.state("delayed")) == ("queued", "delayed")
     server.set(HOUR + 6)
-    sweep(queue)
+    queue.sweep()
     assert (queue.state("late"), queue.state("delayed")) == ("expired", "queued")

@@ -5,17 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pagemill import InvalidJob, Producer
-from pagemill.producer.wire.calls import batches, reads, registry, transitions
-from pagemill.producer.wire.schema.outputs import Progress, Result
+from pagemill.producer.wire.calls import registry, transitions
+from pagemill.producer.wire.schema.outputs import Progress
 from tests.producer.driving import DECODE, Queue, delta, result_json
 
 GREEDY = {"dedupe": True, "temperature": 0.0}
-
-
-def outcome(queue: Queue, job_id: str) -> Result:
-    result = queue.run(reads.outcome(queue.name, job_id)).result
-    assert result is not None
-    return result
 
 
 def left_behind(queue: Queue) -> set[str]:
@@ -39,18 +33,17 @@ def test_a_follower_gets_the_leaders_result_as_its_own(queue: Queue) -> None:
     body = result_json("lead", "text", metadata={"who": "leader"})
     call = transitions.commit(queue.name, "lead", job.token, "succeeded", body, progress=progress)
     assert [queue.run(call), queue.run(call)] == ["committed", "already_done"]
-    copy = outcome(queue, "follow")
+    copy = queue.result("follow")
     assert (copy.id, copy.text, copy.copied_from) == ("follow", "text", "lead")
     assert copy.metadata == {"who": "follower"}
     assert copy.timing.e2e_s is not None
-    assert outcome(queue, "lead").copied_from is None
+    assert queue.result("lead").copied_from is None
     assert [name for name in queue.names() if name.startswith(("out:", "end:"))] == [
         f"end:{queue.client.hget(f'{queue.prefix}job:lead', 'shared').decode()}"
     ], "one copy"
     status = queue.status("follow")
     assert (status.state, status.attempt, status.progress.generated_tokens) == ("succeeded", 0, 3)
-    counts = queue.run(batches.counts(queue.name, "b"))
-    assert counts is not None
+    counts = queue.counts("b")
     assert (counts.total, counts.succeeded) == (1, 1)
     assert left_behind(queue) == set()
     assert queue.submit("again", **GREEDY) == ["created"]
@@ -96,8 +89,7 @@ def test_death_is_shared(queue: Queue) -> None:
     queue.submit("lead", "follow", max_attempts=1, **GREEDY)
     assert queue.retry(queue.pull_one()) == "dead"
     assert queue.state("follow") == "dead"
-    error = queue.run(reads.outcome(queue.name, "follow")).error
-    assert error is not None
+    error = queue.error("follow")
     assert (error.code, error.cause) == ("attempts_exhausted", "engine_error")
     assert queue.client.zcard(f"{queue.prefix}dead") == 2
     assert left_behind(queue) == set()
@@ -169,8 +161,7 @@ def test_a_group_is_limited(valkey_queue: Queue) -> None:
     assert [job.job_id for job in jobs] == ["j0", "j257"]
     for job in jobs:
         queue.commit(job)
-    for _ in range(3):
-        queue.run(transitions.sweep(queue.name))
+    queue.sweep(3)
     assert registry.stats(queue.run, queue.name).counts["succeeded"] == 300
     assert left_behind(queue) == set()
 

@@ -12,7 +12,7 @@ from pagemill.producer.wire.calls import batches, dead_letters, reads, registry,
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import JobCancelled, RedisRefused
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import ErrorInfo, Output, Result
+from pagemill.producer.wire.schema.outputs import Output, Result
 from pagemill.producer.wire.schema.signing import split_payload
 from pagemill.producer.wire.schema.templates import ParentOutput
 from pagemill.producer.wire.server import scripts
@@ -24,12 +24,6 @@ READS = "Of {parent.text}"
 def given(job: PulledJob) -> list[dict[str, Any]]:
     """What a pulled job was given, the members that are set."""
     return [json.loads(line) for line in split_payload(job.payload).outputs]
-
-
-def error_of(queue: Queue, job_id: str) -> ErrorInfo:
-    error = queue.run(reads.outcome(queue.name, job_id)).error
-    assert error is not None
-    return error
 
 
 def commit_label(queue: Queue, job: PulledJob, probs: Mapping[str, float]) -> None:
@@ -47,12 +41,6 @@ def submit_refused(queue: Queue, job_id: str, **fields: Any) -> tuple[str, str]:
 
 def left_of_links(queue: Queue) -> set[str]:
     return {name for name in queue.names() if name.split(":")[0] in ("children", "awaited", "output")}
-
-
-def settle(queue: Queue) -> None:
-    """What a worker's next pulls do, without pulling."""
-    for _ in range(20):
-        queue.run(transitions.sweep(queue.name))
 
 
 def test_a_commit_releases_what_waited_and_gives_it_the_output(queue: Queue) -> None:
@@ -141,10 +129,10 @@ def test_a_parent_without_a_result_ends_what_waits(queue: Queue, state: str) -> 
     queue.submit("other", after=["c"], on_parent_failure="run")
     queue.fail(queue.pull_one(), state)
     assert queue.state("c") == "cancelled"
-    error = error_of(queue, "c")
+    error = queue.error("c")
     assert (error.code, error.cause) == ("parent_failed", "invalid_job")
     assert error.message == f"it waited for job p, which is {state}"
-    assert error_of(queue, "grandchild").message == "it waited for job c, which is cancelled"
+    assert queue.error("grandchild").message == "it waited for job c, which is cancelled"
     with pytest.raises(JobCancelled):
         queue.run(reads.outcome(queue.name, "grandchild")).value()
     jobs = {job.job_id: job for job in queue.pull()}
@@ -159,7 +147,7 @@ def test_a_cancel_goes_down_the_graph(queue: Queue) -> None:
     queue.submit("c", after=["b"])
     assert queue.cancel("a") == "cancelled"
     assert [queue.state(job) for job in "abc"] == ["cancelled"] * 3
-    assert error_of(queue, "b").cause == "cancelled"
+    assert queue.error("b").cause == "cancelled"
     assert left_of_links(queue) == set()
 
 
@@ -178,7 +166,7 @@ def test_the_cancel_of_one_child_leaves_its_siblings(queue: Queue) -> None:
     queue.submit("b", after=["a", "a2"])
     queue.submit("c", after=["a"])
     assert queue.cancel("b") == "cancelled"
-    assert error_of(queue, "b").code == "cancelled"
+    assert queue.error("b").code == "cancelled"
     for job in queue.pull():
         queue.commit(job)
     assert queue.state("c") == "queued"
@@ -191,7 +179,7 @@ def test_a_deadline_goes_down_the_graph(queue: Queue) -> None:
     queue.client.hset(f"{queue.prefix}job:a", "deadline", 1)
     assert queue.status("a").state == "expired"  # whoever asks finds it so, and the others too
     assert queue.state("b") == "cancelled"
-    assert error_of(queue, "b").cause == "deadline_exceeded"
+    assert queue.error("b").cause == "deadline_exceeded"
 
 
 def test_a_waiting_job_has_a_deadline_of_its_own(queue: Queue) -> None:
@@ -240,7 +228,7 @@ def test_a_condition_is_asked_when_the_parent_ends(
     commit_label(queue, jobs["p"], {"positive": 0.75, "negative": 0.25})
     assert queue.state("c") == ("delayed" if is_met else "cancelled")
     if not is_met:
-        assert error_of(queue, "c").code == "condition_false"
+        assert queue.error("c").code == "condition_false"
     queue.commit(jobs["q"])
     assert [job.job_id for job in queue.pull()] == (["c"] if is_met else [])
     assert left_of_links(queue) == set()
@@ -267,7 +255,7 @@ def test_a_condition_on_a_failed_parent_is_false(queue: Queue) -> None:
     queue.submit("p")
     queue.submit("c", after=["p"], when={"parent": {"label": "yes"}}, on_parent_failure="run")
     queue.fail(queue.pull_one())
-    assert error_of(queue, "c").code == "condition_false"
+    assert queue.error("c").code == "condition_false"
 
 
 def test_what_waits_for_one_that_was_not_wanted_follows_its_own_policy(queue: Queue) -> None:
@@ -276,7 +264,7 @@ def test_what_waits_for_one_that_was_not_wanted_follows_its_own_policy(queue: Qu
     queue.submit("d", after=["c"])
     queue.submit("e", after=["c"], on_parent_failure="run")
     queue.commit(queue.pull_one(), "no")
-    assert error_of(queue, "d").cause == "condition_false"
+    assert queue.error("d").cause == "condition_false"
     assert queue.state("e") == "queued"
 
 
@@ -289,8 +277,7 @@ def test_a_parent_that_has_ended_is_not_waited_for(queue: Queue) -> None:
     assert queue.submit("e", after=["no"], when={"parent": {"text": "yes"}}) == ["created"]
     assert [queue.state(job) for job in "cde"] == ["queued", "cancelled", "cancelled"]
     assert given(queue.pull_one()) == [{"id": "p", "state": "succeeded", "text": "p"}]
-    counts = queue.run(batches.counts(queue.name, "b"))
-    assert counts is not None
+    counts = queue.counts("b")
     assert (counts.total, counts.cancelled) == (1, 1)
     assert left_of_links(queue) == set()
 
@@ -300,7 +287,7 @@ def test_a_parent_whose_result_is_gone_has_none(queue: Queue) -> None:
     queue.commit(queue.pull_one())
     queue.client.delete(f"{queue.prefix}out:p")
     queue.submit("c", prompt=READS, after=["p"])
-    assert error_of(queue, "c").code == "payload_lost"
+    assert queue.error("c").code == "payload_lost"
     queue.submit("d", after=["p"])
     assert queue.state("d") == "queued"
 
@@ -389,8 +376,7 @@ def test_a_chain_in_one_call(queue: Queue) -> None:
         (job,) = queue.pull()
         assert job.job_id == name
         queue.commit(job)
-    counts = queue.run(batches.counts(queue.name, "b"))
-    assert counts is not None
+    counts = queue.counts("b")
     assert counts.succeeded == counts.total == 3
 
 
@@ -424,13 +410,13 @@ def test_a_sweep_tells_of_ends_that_an_earlier_release_recorded(queue: Queue) ->
         queue.client.hdel(f"{queue.prefix}job:{job.job_id}", "awaited")  # what such a script does not look at
         queue.commit(job, "text")
     queue.client.delete(f"{queue.prefix}job:gone")
-    settle(queue)
+    queue.sweep(20)
     assert queue.state("of-p") == "delayed", "it looks every half a minute"
     for name in ("p", "gone"):
         queue.client.zadd(f"{queue.prefix}awaited", {name: 1}, xx=True)
-    settle(queue)
+    queue.sweep(20)
     assert given(queue.pull_one()) == [{"id": "p", "state": "succeeded", "text": "text"}]
-    assert error_of(queue, "of-gone").message == "it waited for job gone, which is gone"
+    assert queue.error("of-gone").message == "it waited for job gone, which is gone"
     assert left_of_links(queue) == set()
 
 
@@ -438,7 +424,7 @@ def test_a_clock_that_was_set_back_delays_no_look(queue: Queue) -> None:
     queue.submit("p")
     queue.submit("c", after=["p"])
     queue.client.zadd(f"{queue.prefix}awaited", {"p": 9e12}, xx=True)
-    settle(queue)
+    queue.sweep(20)
     assert queue.client.zscore(f"{queue.prefix}awaited", "p") < 9e12
 
 
@@ -452,7 +438,7 @@ def test_a_wide_fan_is_told_slice_by_slice(queue: Queue) -> None:
     assert registry.stats(queue.run, queue.name).counts["queued"] == 64
     assert queue.run(batches.ack(queue.name, "b", "e1", 0))[0] == 1
     assert not queue.client.exists(f"{queue.prefix}job:p")
-    settle(queue)
+    queue.sweep(20)
     jobs = queue.pull(500)
     assert len(jobs) == 200
     assert all(given(job)[0]["text"] == "text" for job in jobs)
@@ -463,7 +449,7 @@ def test_so_is_a_deep_cascade(queue: Queue) -> None:
     call_of(queue, {"j0": []} | {f"j{n}": [f"j{n - 1}"] for n in range(1, 200)})
     assert queue.cancel("j0") == "cancelled"
     assert 64 <= registry.stats(queue.run, queue.name).counts["cancelled"] < 100
-    settle(queue)
+    queue.sweep(20)
     assert registry.stats(queue.run, queue.name).counts == {"cancelled": 200, "delayed": 0, "queued": 0}
     assert left_of_links(queue) == set()
 
@@ -476,7 +462,7 @@ def test_bytes_of_outputs_are_bounded(queue: Queue) -> None:
     for job in queue.pull():
         queue.commit(job, "x" * (2_000_000 if job.job_id == "huge" else 200_000))
     assert [queue.state(job) for job in "cde"] == ["failed", "queued", "failed"]
-    assert error_of(queue, "c").code == error_of(queue, "e").code == "payload_too_large"
+    assert queue.error("c").code == queue.error("e").code == "payload_too_large"
 
 
 def outputs(queue: Queue) -> dict[str, int]:
@@ -545,7 +531,7 @@ def test_many_results_are_read_by_several_scripts(queue: Queue) -> None:
     call_of(queue, {f"c-{parent}": [parent] for parent in parents})
     queued = registry.stats(queue.run, queue.name).counts["queued"]
     assert queued == 3
-    settle(queue)
+    queue.sweep(20)
     assert registry.stats(queue.run, queue.name).counts["queued"] == 12
 
 
@@ -562,7 +548,7 @@ def test_a_parent_that_is_put_off_is_waited_for(queue: Queue) -> None:
     assert queue.state("c") == "delayed"
     queue.make_due("p")
     assert queue.retry(queue.pull_one(), 0) == "dead"
-    assert error_of(queue, "c").cause == "attempts_exhausted"
+    assert queue.error("c").cause == "attempts_exhausted"
 
 
 def test_a_follower_is_a_parent_like_any(queue: Queue) -> None:
@@ -623,10 +609,9 @@ def test_a_dead_child_is_replayed_with_what_it_was_given(queue: Queue) -> None:
 def test_a_batch_waits_and_is_cancelled_as_a_whole(queue: Queue) -> None:
     call_of(queue, {"a": [], "b": ["a"], "c": ["b"]})
     assert queue.run(batches.cancel(queue.name, "b", 0)) == (3, 3)
-    counts = queue.run(batches.counts(queue.name, "b"))
-    assert counts is not None
+    counts = queue.counts("b")
     assert counts.cancelled == counts.total == 3
-    assert {error_of(queue, name).code for name in "abc"} == {"cancelled"}
+    assert {queue.error(name).code for name in "abc"} == {"cancelled"}
 
 
 def test_who_hangs_up_on_the_parent_ends_what_waits(queue: Queue) -> None:

@@ -105,9 +105,7 @@ def test_commit_ends_the_job_once(queue: Queue) -> None:
     job = queue.pull_one()
     assert queue.commit(job) == "committed"
     assert queue.commit(job, "another") == "already_done"
-    outcome = queue.run(reads.outcome(queue.name, "a"))
-    assert outcome.result is not None
-    assert outcome.result.text == "ok"
+    assert queue.result("a").text == "ok"
     assert queue.client.zcard(f"{queue.prefix}leases") == 0
 
 
@@ -136,9 +134,7 @@ def test_a_stale_commit_is_fenced(queue: Queue) -> None:
     assert queue.commit(zombie, "zombie") == "fenced"
     assert queue.commit(healthy, "healthy") == "committed"
     assert queue.commit(zombie, "zombie") == "fenced"
-    result = queue.run(reads.outcome(queue.name, "a")).result
-    assert result is not None
-    assert result.text == "healthy"
+    assert queue.result("a").text == "healthy"
 
 
 def test_a_commit_of_a_missing_or_returned_job_is_fenced(queue: Queue) -> None:
@@ -163,8 +159,7 @@ def test_an_error_ends_the_job_with_its_code_and_partial_output(queue: Queue) ->
     job = queue.pull_one()
     queue.checkpoint(job, delta(0, 1, 2, text="hi"))
     assert queue.fail(job) == "committed"
-    error = queue.run(reads.outcome(queue.name, "a")).error
-    assert error is not None
+    error = queue.error("a")
     assert (error.code, [(o.text, o.token_ids) for o in error.partial]) == ("invalid_job", [("hi", (1, 2))])
 
 
@@ -202,11 +197,10 @@ def test_the_last_attempt_is_followed_by_death(queue: Queue) -> None:
     queue.make_due("a")
     job = queue.pull_one()
     assert [queue.retry(job), queue.retry(job)] == ["dead", "already_done"]
-    outcome = queue.run(reads.outcome(queue.name, "a"))
-    assert outcome.state == "dead"
-    assert outcome.error is not None
-    assert outcome.error.code == "attempts_exhausted"
-    assert "it broke" in outcome.error.message
+    assert queue.run(reads.outcome(queue.name, "a")).state == "dead"
+    error = queue.error("a")
+    assert error.code == "attempts_exhausted"
+    assert "it broke" in error.message
     assert queue.client.zscore(f"{queue.prefix}dead", "a") is not None
 
 

@@ -76,7 +76,7 @@ def test_a_job_that_kills_its_workers_has_them_all(queue: Queue) -> None:
     for _ in range(5):
         queue.checkpoint(queue.pull_one(), progress=DECODE)
         queue.lapse("a")
-    queue.run(transitions.sweep(queue.name))
+    queue.sweep()
     assert read(queue, "a").state == "dead"
     assert outcomes(queue, "a") == ["crashed"] * 5
 

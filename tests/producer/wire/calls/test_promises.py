@@ -41,18 +41,20 @@ def lane(jobs: int, priority: str = "normal", tenant: str = "default", weight: f
     return WaitingLane(priority, tenant, weight, jobs, 100.0)
 
 
-def seconds(found: EstimateInputs, cost: int = 100, due: int = 0, rows: int = 1) -> float:
-    made = estimate(found, JobDemand(LANE, cost, due, None, rows))
+def estimated(found: EstimateInputs, due: int = 0, rows: int = 1) -> Estimate:
+    made = estimate(found, JobDemand(LANE, 100, due, None, rows))
     assert made is not None
-    return made.estimate / 1000
+    return made
+
+
+def seconds(found: EstimateInputs, rows: int = 1) -> float:
+    return estimated(found, rows=rows).estimate / 1000
 
 
 def test_a_job_that_starts_at_once_takes_its_own_time() -> None:
     assert seconds(seen()) == 5.0
     assert seconds(seen(), rows=2) == 2.5
-    made = estimate(seen(running=3), JobDemand(LANE, 100, 0, None))
-    assert made is not None
-    assert made.kind == "now"
+    assert estimated(seen(running=3)).kind == "now"
 
 
 def test_a_job_that_waits_comes_after_what_is_before_it() -> None:
@@ -74,8 +76,7 @@ def test_tenants_have_turns_in_an_estimate_too() -> None:
 def test_limits_and_delays_count() -> None:
     assert seconds(seen(lane(8), running=4, rate=0.1)) == 80 + 10
     due = NOW + 15_000
-    made = estimate(seen(lane(8), running=4), JobDemand(LANE, 100, due, None))
-    assert made is not None
+    made = estimated(seen(lane(8), running=4), due)
     assert (made.start, made.estimate) == (due, 5_000 + 10_000), "what is before it runs meanwhile"
 
 
@@ -85,15 +86,12 @@ def test_what_is_not_known_is_not_promised(found: EstimateInputs) -> None:
 
 
 def test_promises_are_as_wide_as_earlier_ones_were_kept() -> None:
-    first = estimate(seen(), JobDemand(LANE, 100, 0, None))
-    assert first is not None
+    first = estimated(seen())
     assert (first.p50, first.p90) == (5_000, 9_000)
     kept = {"now": (2.0,) * 100 + (4.0,) * 20, "later": ()}
-    later = estimate(seen(kept=kept), JobDemand(LANE, 100, 0, None))
-    assert later is not None
+    later = estimated(seen(kept=kept))
     assert (later.p50, later.p90) == (10_000, 20_000)
-    waits = estimate(seen(running=4, kept=kept), JobDemand(LANE, 100, 0, None))
-    assert waits is not None
+    waits = estimated(seen(running=4, kept=kept))
     assert waits.p50 == 10_000, "jobs that wait are scored apart"
 
 

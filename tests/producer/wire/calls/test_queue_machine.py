@@ -293,7 +293,7 @@ class QueueMachine(RuleBasedStateMachine):
             if is_deadline:
                 self.queue.client.hset(f"{self.queue.prefix}job:{job_id}", "deadline", 1)
             self.queue.client.zadd(f"{self.queue.prefix}{kind}", {job_id: 1}, xx=not is_deadline)
-            self.queue.run(transitions.sweep(self.queue.name))
+            self.queue.sweep()
 
     @invariant()
     def every_state_is_told_the_same_everywhere(self) -> None:
@@ -416,7 +416,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.cancel(job_id)
             self.queue.lapse(job_id)
         for _ in range(3):
-            self.queue.run(transitions.sweep(self.queue.name))
+            self.queue.sweep()
         for job_id in self.jobs:
             self.queue.cancel(job_id)  # an ended leader's follower may have come forward
         for job_id in self.jobs:

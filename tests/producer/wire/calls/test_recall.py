@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.producer.wire.calls import audit, batches, outbox, reads
+from pagemill.producer.wire.calls import audit, batches, outbox
 from tests.producer.driving import Queue, result_json
 from tests.producer.wire.calls.test_audit import committed, look, trail, vote
 
@@ -20,12 +20,6 @@ def settle(queue: Queue, job_id: str, text: str = "right", worker: str = "bad") 
     return queue.run(audit.replace_first(queue.name, worker, job_id, f"copy-{job_id}", body))
 
 
-def text_of(queue: Queue, job_id: str) -> str:
-    result = queue.run(reads.outcome(queue.name, job_id)).result
-    assert result is not None
-    return result.outputs[0].text
-
-
 def test_a_result_is_replaced_once_and_everyone_hears_of_it(queue: Queue) -> None:
     look(queue, "bad")
     committed(queue, "bad", "a", "b", batch_id="batch", webhook="https://example.com/x")
@@ -39,10 +33,10 @@ def test_a_result_is_replaced_once_and_everyone_hears_of_it(queue: Queue) -> Non
     assert settle(queue, "b") == "already_done", "jobs are settled in the order of the list"
     assert settle(queue, "a") == "superseded"
     assert settle(queue, "a", "again") == "already_done"
-    assert (text_of(queue, "a"), text_of(queue, "b")) == ("right", "ok")
+    assert (queue.result("a").text, queue.result("b").text) == ("right", "ok")
     page = queue.run(batches.page(queue.name, "batch", 2, ordered=False))
     assert [(item.id, item.superseded) for item in page.items] == [("a", True)]
-    counts = queue.run(batches.counts(queue.name, "batch"))
+    counts = queue.counts("batch")
     assert (counts.total, counts.succeeded) == (2, 2)
     (notice,) = queue.run(outbox.claim(queue.name, 8, 1000))
     assert (notice.outcome.job_id, notice.outcome.is_superseded, notice.tries) == ("a", True, 1)
@@ -68,7 +62,7 @@ def test_a_job_that_was_freed_is_gone(queue: Queue) -> None:
     accuse(queue, "bad")
     assert settle(queue, "a") == "gone"
     assert queue.run(audit.replace_first(queue.name, "bad", "b")) == "left"
-    assert text_of(queue, "b") == "ok"
+    assert queue.result("b").text == "ok"
     assert not any(name.startswith("in:") for name in queue.names())
 
 
@@ -83,9 +77,9 @@ def test_equal_jobs_are_replaced_one_by_one(queue: Queue, batch_id: str | None) 
     assert sorted(entry.split()[0] for entry in trail(queue, "bad")) == ["a", "b"]
     first, second = queue.run(audit.listed_jobs(queue.name, "bad", 10))
     assert settle(queue, first) == "superseded"
-    assert (text_of(queue, first), text_of(queue, second)) == ("right", "ok")
+    assert (queue.result(first).text, queue.result(second).text) == ("right", "ok")
     assert settle(queue, second) == "superseded"
-    assert text_of(queue, second) == "right"
+    assert queue.result(second).text == "right"
     if batch_id is not None:
         assert not any(name.startswith(("end:", "sharers:")) for name in queue.names())
 

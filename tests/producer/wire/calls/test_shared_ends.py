@@ -7,14 +7,9 @@ import pytest
 from pagemill.producer.wire.calls import batches, dead_letters, reads, transitions
 from pagemill.producer.wire.schema.outputs import Result
 from tests.producer.driving import Queue, error_json, result_json
-from tests.producer.wire.calls.test_dedupe import GREEDY, outcome
+from tests.producer.wire.calls.test_dedupe import GREEDY
 
 MEGABYTE = 1 << 20
-
-
-def settle(queue: Queue) -> None:
-    for _ in range(4):
-        queue.run(transitions.sweep(queue.name))
 
 
 def ends(queue: Queue) -> set[str]:
@@ -36,13 +31,12 @@ def test_a_large_result_is_stored_once_for_all_that_share_it(valkey_queue: Queue
     body = result_json("lead", "x" * 4 * MEGABYTE)
     assert queue.run(transitions.commit(queue.name, "lead", job.token, "succeeded", body)) == "committed"
     assert commands(queue) - calls < 4000, "a script ends some of them, sweeps the others"
-    settle(queue)
+    queue.sweep(4)
     # Two copies, and the scripts that this run was the first to load.
     assert queue.client.info("memory")["used_memory"] - before < 2.1 * len(body)
-    counts = queue.run(batches.counts(queue.name, "b"))
-    assert counts is not None
+    counts = queue.counts("b")
     assert counts.succeeded == 256
-    last = outcome(queue, "f255")
+    last = queue.result("f255")
     assert (last.id, len(last.text), last.copied_from) == ("f255", 4 * MEGABYTE, "lead")
 
 
@@ -53,10 +47,10 @@ def test_an_end_lives_as_long_as_one_who_shares_it(queue: Queue, order: str) -> 
     queue.submit("f3", batch_id="c", **GREEDY)
     queue.commit(queue.pull_one(), "text")
     assert queue.run(batches.ack(queue.name, "b", f"{order}2", 0)) == (2, 2)
-    assert outcome(queue, "f3").text == outcome(queue, "loose").text == "text"
+    assert queue.result("f3").text == queue.result("loose").text == "text"
     assert queue.run(batches.ack(queue.name, "b", f"{order}2", 0))[0] == 0, "the same call again"
     assert queue.run(batches.ack(queue.name, "c", f"{order}1", 0)) == (1, 1)
-    assert outcome(queue, "lead").text == "text", "jobs of no batch have theirs for a day"
+    assert queue.result("lead").text == "text", "jobs of no batch have theirs for a day"
     (end,) = (name for name in ends(queue))
     assert 86_300_000 < queue.client.pttl(f"{queue.prefix}{end}") <= 86_400_000
 
@@ -66,7 +60,7 @@ def test_nothing_is_left_of_an_end_that_everybody_let_go_of(queue: Queue) -> Non
     queue.commit(queue.pull_one())
     assert len(ends(queue)) == 2
     assert queue.run(batches.ack(queue.name, "b", "e2", 0)) == (2, 2)
-    assert outcome(queue, "f2").text == "ok"
+    assert queue.result("f2").text == "ok"
     assert queue.run(batches.ack(queue.name, "b", "e3", 0)) == (1, 3)
     assert ends(queue) == set()
 
@@ -80,7 +74,7 @@ def test_a_follower_that_was_cancelled_before_it_was_settled_holds_nothing(valke
     assert waiting, "more than one script settles"
     assert queue.status(waiting[0]).error is None
     assert queue.cancel(waiting[0]) == "cancelled"
-    settle(queue)
+    queue.sweep(4)
     assert {queue.state(name) for name in waiting[1:]} == {"succeeded"}
     queue.run(batches.ack(queue.name, "b", "e250", 0))
     assert ends(queue) == set()
@@ -93,7 +87,7 @@ def test_a_dead_leader_and_its_followers_are_letters_with_one_error(queue: Queue
     assert [letter.letter.code for letter in letters if letter] == ["attempts_exhausted"] * 2
     assert queue.status("follow").error == queue.status("lead").error != ""
     assert queue.run(dead_letters.purge(queue.name, ["lead"])) == 1
-    assert queue.run(reads.outcome(queue.name, "follow")).error is not None
+    assert queue.error("follow")
 
 
 def test_a_followers_stream_ends_with_its_own_result(queue: Queue) -> None:
@@ -109,7 +103,7 @@ def test_an_end_copied_by_an_earlier_release_reads(queue: Queue) -> None:
     queue.submit("old")
     queue.commit(queue.pull_one(), "text")
     queue.client.hset(f"{queue.prefix}job:old", "leader", "gone")
-    result = outcome(queue, "old")
+    result = queue.result("old")
     assert (result.id, result.text) == ("old", "text")
 
 
@@ -125,7 +119,7 @@ def test_followers_of_many_leaders_that_expire_together_take_many_sweeps(valkey_
     longest, sweeps = 0, 0
     while queue.client.zcard(f"{queue.prefix}deadlines"):
         before = commands(queue)
-        queue.run(transitions.sweep(queue.name))
+        queue.sweep()
         longest, sweeps = max(longest, commands(queue) - before), sweeps + 1
     assert sweeps > 1
     assert longest < 5000

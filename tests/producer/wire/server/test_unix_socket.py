@@ -17,10 +17,8 @@ def unix_url(tmp_path: Path) -> Iterator[str]:
     # A socket's path is limited to a hundred bytes or so, and pytest's directories may be longer.
     with tempfile.TemporaryDirectory() as directory:
         socket = f"{directory}/valkey.sock"
-        server = RedisServer(server_binary("valkey-server"), tmp_path / "valkey", ("--unixsocket", socket))
-        server.start()
-        yield f"unix://{socket}"
-        server.stop()
+        with RedisServer(server_binary("valkey-server"), tmp_path / "valkey", ("--unixsocket", socket)):
+            yield f"unix://{socket}"
 
 
 def test_submit_and_ask(unix_url: str) -> None:

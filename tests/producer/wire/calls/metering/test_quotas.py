@@ -47,8 +47,11 @@ def commit(queue: Queue, job: PulledJob, tokens: int = 10) -> str:
     )
 
 
-def left(queue: Queue, tenant: str = "a") -> QuotaLeft | None:
-    return queue.run(quotas.remaining(queue.name, [tenant])).get(tenant)
+def left(queue: Queue, of: str) -> Remaining:
+    """What is left of one of the tenant's limits."""
+    found = getattr(queue.run(quotas.remaining(queue.name, ["a"]))["a"], of)
+    assert found is not None
+    return found
 
 
 def pass_minutes(queue: Queue, minutes: float, tenant: str = "a") -> None:
@@ -89,11 +92,9 @@ def test_tokens_are_taken_by_the_cost_and_put_back_by_what_was_used(queue: Queue
     (again,) = queue.pull(10)  # at once: what was not used is there again
     commit(queue, again, COST)
     assert queue.pull(10) == []
-    found = left(queue)
-    assert found is not None
-    assert found.tokens is not None
-    assert found.tokens.limit == 3 * COST
-    assert found.tokens.remaining < COST
+    found = left(queue, "tokens")
+    assert found.limit == 3 * COST
+    assert found.remaining < COST
 
 
 def test_a_days_quota_counts_what_the_ledger_counts(queue: Queue) -> None:
@@ -103,13 +104,9 @@ def test_a_days_quota_counts_what_the_ledger_counts(queue: Queue) -> None:
         commit(queue, jobs[0], 50)
     (day,) = queue.run(usage.days(queue.name))
     (row,) = queue.run(usage.rows(queue.name, day))
-    found = left(queue)
-    assert found is not None
-    assert found.tokens_per_day is not None
-    assert found.tokens_per_day.remaining == 3 * COST - row.prompt_tokens
+    assert left(queue, "tokens_per_day").remaining == 3 * COST - row.prompt_tokens
     assert 0 < 3 * COST - row.prompt_tokens < COST
-    assert found.jobs_per_day is not None
-    assert found.jobs_per_day.remaining == 10 - row.jobs
+    assert left(queue, "jobs_per_day").remaining == 10 - row.jobs
     pass_minutes(queue, 60.0)
     assert queue.pull(1) == [], "not before midnight"
     parts = queue.client.get(f"{queue.prefix}spent:a").split()
@@ -125,11 +122,8 @@ def test_a_job_that_ends_on_another_day_counts_there(queue: Queue) -> None:
     queue.client.hset(f"{queue.prefix}job:a0", "charged", f"{COST} 1")
     queue.client.delete(f"{queue.prefix}spent:a")
     commit(queue, job, 50)
-    found = left(queue)
-    assert found is not None
-    assert found.tokens_per_day is not None
-    assert found.jobs_per_day is not None
-    assert (found.tokens_per_day.remaining, found.jobs_per_day.remaining) == (3 * COST - 50, 9)
+    assert left(queue, "tokens_per_day").remaining == 3 * COST - 50
+    assert left(queue, "jobs_per_day").remaining == 9
 
 
 def test_a_job_is_charged_once_however_often_it_runs(queue: Queue) -> None:
@@ -145,10 +139,7 @@ def test_a_job_is_charged_once_however_often_it_runs(queue: Queue) -> None:
     for job in jobs:
         commit(queue, job, 20)
         commit(queue, job, 20)
-    found = left(queue)
-    assert found is not None
-    assert found.tokens_per_day is not None
-    assert found.tokens_per_day.remaining == 2 * COST - 40
+    assert left(queue, "tokens_per_day").remaining == 2 * COST - 40
 
 
 def test_a_job_over_the_whole_quota_starts_alone(queue: Queue) -> None:
@@ -233,10 +224,7 @@ def test_several_workers_never_run_more_jobs_of_a_tenant_than_its_cap(queue: Que
         most = {"a": max(most["a"], len(ours)), "b": max(most["b"], len(running) - len(ours))}
         assert len(ours) <= cap
         assert running, "something may always run"
-        found = left(queue)
-        assert found is not None
-        assert found.running is not None
-        assert found.running.remaining == cap - len(ours)
+        assert left(queue, "running").remaining == cap - len(ours)
         job = running.pop(rng.choice(sorted(running)))
         match rng.randrange(5):
             case 0:
@@ -428,10 +416,7 @@ def test_neither_ledger_nor_quotas_count_an_operators_copy(queue: Queue) -> None
     (day,) = queue.run(usage.days(queue.name))
     (row,) = queue.run(usage.rows(queue.name, day))
     assert row.jobs == 1
-    found = left(queue)
-    assert found is not None
-    assert found.jobs_per_day is not None
-    assert found.jobs_per_day.remaining == 0
+    assert left(queue, "jobs_per_day").remaining == 0
 
 
 def test_a_job_over_the_quota_is_looked_at_once_in_a_call(own_queue: Queue) -> None:

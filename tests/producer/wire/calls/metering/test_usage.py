@@ -127,7 +127,7 @@ def test_an_end_without_a_worker_counts_what_the_status_shows(queue: Queue) -> N
     queue.checkpoint(job, delta(0, 7, 8), progress=DECODE)
     queue.cancel("lost")
     queue.lapse("lost")
-    queue.run(transitions.sweep(queue.name))
+    queue.sweep()
     assert queue.state("lost") == "cancelled"
     assert sums(queue) == (2, 4, 0, 2, 0.0)
 

@@ -24,7 +24,6 @@ from tests.worker.harness import QueueClient, eventually, running_worker, worker
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
 
 CHUNK = 200
 
@@ -59,9 +58,8 @@ def worker(valkey_url: str) -> Iterator[Worker]:
 
 @pytest.fixture
 def client(valkey_url: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, "fuzz")
-    yield client
-    client.redis.close()
+    with QueueClient(valkey_url, "fuzz") as client:
+        yield client
 
 
 def run(client: QueueClient, worker: Worker, payloads: list[bytes]) -> Counter[str]:

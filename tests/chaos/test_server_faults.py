@@ -229,17 +229,18 @@ def test_leases_from_before_a_step_back_do_not_hold_jobs_for_ever(client: QueueC
 def test_sentinel_fails_over_under_load(seed: int, tmp_path: Path, queue_name: str) -> None:
     """Everything had been replicated: nothing is lost, and what was committed stays committed."""
     texts = prompts(80)
-    with sentinel_setup(tmp_path, sentinels=3) as setup:
-        client = QueueClient(setup.master.url, queue_name)
-        with Nursery(tmp_path, process_settings(setup.url, queue_name)) as nursery:
-            ids = submit(client, texts)
-            nursery.spawn(), nursery.spawn()
-            eventually(lambda: middle(client), "the middle of the run")
-            time.sleep(random.Random(seed).uniform(0.0, 1.0))
-            assert client.redis.wait(1, 5000) == 1
-            setup.master.kill()
-            until(lambda: setup.master_port() == setup.replica.port, "the replica to be promoted")
-            after = QueueClient(setup.replica.url, queue_name)
-            check(after, ids, texts)
-            after.redis.close()
-        client.redis.close()
+    with (
+        sentinel_setup(tmp_path, sentinels=3) as setup,
+        QueueClient(setup.master.url, queue_name) as client,
+        Nursery(tmp_path, process_settings(setup.url, queue_name)) as nursery,
+    ):
+        ids = submit(client, texts)
+        nursery.spawn(), nursery.spawn()
+        eventually(lambda: middle(client), "the middle of the run")
+        time.sleep(random.Random(seed).uniform(0.0, 1.0))
+        assert client.redis.wait(1, 5000) == 1
+        setup.master.kill()
+        until(lambda: setup.master_port() == setup.replica.port, "the replica to be promoted")
+        after = QueueClient(setup.replica.url, queue_name)
+        check(after, ids, texts)
+        after.redis.close()

@@ -47,10 +47,8 @@ def binary(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def server(binary: Path, tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(binary, tmp_path / "old")
-    server.start()
-    yield server
-    server.stop()
+    with RedisServer(binary, tmp_path / "old") as server:
+        yield server
 
 
 def submitted(server: RedisServer) -> dict[str, str]:

@@ -31,10 +31,11 @@ Run = Callable[..., Summary]
 @pytest.fixture
 def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
     """A queue with a worker that runs four jobs at a time, slowly."""
-    client = QueueClient(valkey_url, queue_name)
-    with running_worker(worker_config(valkey_url, queue_name, model="echo:10", max_num_seqs=4)):
+    with (
+        QueueClient(valkey_url, queue_name) as client,
+        running_worker(worker_config(valkey_url, queue_name, model="echo:10", max_num_seqs=4)),
+    ):
         yield client
-    client.redis.close()
 
 
 @contextmanager

@@ -131,14 +131,7 @@ def test_the_charts_are_drawn(scene: Scene) -> None:
 def test_it_fits_desk_and_phone_in_light_and_dark(scene: Scene, size: tuple[int, int], dark: bool) -> None:
     browser = scene.browser
     browser.view(size, dark=dark)
-    width, visible = browser.run("return [document.documentElement.scrollWidth, innerWidth]")
-    assert width <= visible, "nothing to scroll sideways"
-    page, text = browser.run(
-        "const style = getComputedStyle(document.body);"
-        "return [style.backgroundColor, style.color].map(c => c.match(/\\d+/g).slice(0, 3)"
-        ".reduce((sum, part) => sum + Number(part), 0))"
-    )
-    assert (page < text) is dark
+    browser.check_fits(dark=dark)
     assert all(len(row) == 6 for row in browser.rows("jobs"))
 
 
@@ -213,11 +206,8 @@ def test_the_browser_had_nothing_to_complain_of(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
-def test_what_went_wrong_stays_in_sight_beside_64_jobs(
-    valkey_url: str, queue_name: str, size: tuple[int, int]
-) -> None:
-    client = QueueClient(valkey_url, queue_name)
-    config = worker_config(valkey_url, queue_name, model="echo:200", num_kv_blocks=8000, max_num_seqs=64)
+def test_what_went_wrong_stays_in_sight_beside_64_jobs(size: tuple[int, int], client: QueueClient) -> None:
+    config = worker_config(client.url, client.queue, model="echo:200", num_kv_blocks=8000, max_num_seqs=64)
     with running_worker(config) as worker, open_browser() as browser:
         (bad,) = client.submit({"prompt": "x" * 5000})
         client.wait([bad])
@@ -235,7 +225,6 @@ def test_what_went_wrong_stays_in_sight_beside_64_jobs(
             assert browser.run(f"return {top}.top >= 0 && {top}.bottom <= innerHeight")
         assert bad in browser.text("#errors").replace("\n", "")
         client.cancel(*ids)
-    client.redis.close()
 
 
 def test_a_worker_that_goes_is_noticed_and_its_return_too(valkey_url: str, queue_name: str) -> None:

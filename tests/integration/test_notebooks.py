@@ -20,11 +20,11 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("notebooks"))
-    server.start()
-    with running_worker(worker_config(server.url, "default", model="smollm2", num_threads=1)):
+    with (
+        RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("notebooks")) as server,
+        running_worker(worker_config(server.url, "default", model="smollm2", num_threads=1)),
+    ):
         yield server.url
-    server.stop()
 
 
 def execute(path: Path) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def kill_one_half_way(client: QueueClient, run: str, half: int, pids: Path) -> t
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rows", [1_200, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_ray_worker_killed_half_way_costs_nothing_twice(
-    rows: int, ray: Any, client: QueueClient, valkey_url: str, tmp_path: Path
+    rows: int, ray: Any, client: QueueClient, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
@@ -198,9 +198,9 @@ def test_a_ray_worker_killed_half_way_costs_nothing_twice(
         [{"id": i, "text": f"row {i:08d}"} for i in range(rows)], override_num_blocks=6
     )
     labelled = ray_data.through_queue(
-        dataset, job, run="labels", url=valkey_url, queue=client.queue, window=64, batch_rows=rows // 6
+        dataset, job, run="labels", url=client.url, queue=client.queue, window=64, batch_rows=rows // 6
     )
-    with running_worker(worker_config(valkey_url, client.queue, max_num_seqs=64)):
+    with running_worker(worker_config(client.url, client.queue, max_num_seqs=64)):
         killing = kill_one_half_way(client, "labels", rows // 2, pids)
         found = labelled.take_all()
         killing.join(PATIENCE_S)

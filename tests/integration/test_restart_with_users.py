@@ -49,10 +49,8 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServ
     """A server of each supported kind with the documented users and an append-only file."""
     options = ("--aclfile", str(write_users(tmp_path, documented_default_user())), "--appendfsync", "always")
     binary = BINARIES[request.param]()
-    server = RedisServer(binary, tmp_path / "server", options, login=f"admin:{PASSWORD}@")
-    server.start()
-    yield server
-    server.stop()
+    with RedisServer(binary, tmp_path / "server", options, login=f"admin:{PASSWORD}@") as server:
+        yield server
 
 
 def open_as(user: str, server: RedisServer) -> Queue:

@@ -171,12 +171,12 @@ def test_an_error_is_marked_and_a_refused_job_has_its_trace_too(
 
 @pytest.mark.slow
 def test_an_execution_after_the_first_tells_no_queue_time(
-    client: QueueClient, valkey_url: str, spans: InMemorySpanExporter
+    client: QueueClient, spans: InMemorySpanExporter
 ) -> None:
     (job_id,) = client.submit({"prompt": "x" * 300, "max_tokens": 300, "traceparent": PARENT})
-    with running_worker(worker_config(valkey_url, client.queue, model="echo:20")):
+    with running_worker(worker_config(client.url, client.queue, model="echo:20")):
         eventually(lambda: client.generated(job_id) > 3, "a checkpoint")
-    with running_worker(worker_config(valkey_url, client.queue, model="echo")):
+    with running_worker(worker_config(client.url, client.queue, model="echo")):
         client.wait([job_id])
     first, second = wait_for(spans, "text_completion echo", 2)
     told = [(span.attributes or {})["pagemill.outcome"] for span in (first, second)]
@@ -189,13 +189,13 @@ def test_an_execution_after_the_first_tells_no_queue_time(
 
 @pytest.mark.slow
 def test_without_an_sdk_that_is_set_up_nothing_is_traced(
-    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    client: QueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
     with (
-        running_worker(worker_config(valkey_url, client.queue)),
-        Producer(valkey_url, queue=client.queue) as producer,
+        running_worker(worker_config(client.url, client.queue)),
+        Producer(client.url, queue=client.queue) as producer,
     ):
         job = producer.submit(prompt="a", model="echo", max_tokens=2)
         job.result(timeout=120)
@@ -216,7 +216,7 @@ def worker_url(worker: Worker) -> str:
 
 @pytest.mark.slow
 def test_an_address_in_the_environment_is_exported_to(
-    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    client: QueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[tuple[str, int]] = []
 
@@ -235,7 +235,7 @@ def test_an_address_in_the_environment_is_exported_to(
         thread = Thread(target=collector.serve_forever)
         thread.start()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
-        with running_worker(worker_config(valkey_url, client.queue)):
+        with running_worker(worker_config(client.url, client.queue)):
             client.wait(client.submit({"prompt": "a", "max_tokens": 2}))
         collector.shutdown()
         thread.join()

@@ -24,16 +24,8 @@ from pagemill.producer.celery.relay import Relay
 from pagemill.producer.celery.task import plain_error
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.schema.errors import JobDead, JobFailed
-from tests.conftest import ROOT, RedisServer, server_binary
+from tests.conftest import ROOT, RedisServer
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("celery"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -26,20 +26,11 @@ from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimit
 
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
-from tests.conftest import ROOT, RedisServer, server_binary
+from tests.conftest import ROOT, RedisServer
 from tests.topologies import Certificates, tls_server
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 TASK = "pagemill.generate"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server of its own: Celery's keys have no queue in their names."""
-    server = RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("celery"))
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

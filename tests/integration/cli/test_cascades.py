@@ -182,15 +182,14 @@ def test_what_makes_no_sense_is_a_usage_error(
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
 
 
-def test_killed_while_a_slow_model_is_at_work(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+def test_killed_while_a_slow_model_is_at_work(tmp_path: Path, client: QueueClient) -> None:
     """The queue has counted an end for each row and stage, and no more."""
     write_rows(tmp_path, [f"text {i}" for i in range(60)])
     options = ("--escalate-below", "1", "--to", "big", "--quiet", "--window", "10")
     command = [sys.executable, "-m", "pagemill", *RUN, *options]
-    settings = environment(valkey_url, queue_name)
-    client = QueueClient(valkey_url, queue_name)
-    big = worker_config(valkey_url, queue_name, model="echo:20:big", max_num_seqs=4)
-    with running_worker(worker_config(valkey_url, queue_name)), running_worker(big) as worker:
+    settings = environment(client.url, client.queue)
+    big = worker_config(client.url, client.queue, model="echo:20:big", max_num_seqs=4)
+    with running_worker(worker_config(client.url, client.queue)), running_worker(big) as worker:
         for _ in range(3):
             run = subprocess.Popen(command, cwd=tmp_path, env=settings)
             eventually(lambda: len(worker.table) > 0 or run.poll() is not None, "an escalation")  # noqa: B023
@@ -200,6 +199,5 @@ def test_killed_while_a_slow_model_is_at_work(valkey_url: str, queue_name: str, 
         done = subprocess.run(command, cwd=tmp_path, env=settings, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0
     counts = client.stats().counts
-    client.redis.close()
     assert counts["succeeded"] == 120
     assert [line["label_model"] for line in read(tmp_path)] == ["big"] * 60

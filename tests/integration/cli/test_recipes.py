@@ -110,16 +110,17 @@ def test_smollm2_labels_and_explains_only_the_positives(
     assert sum(why_facts["skipped"].values()) == 4 - positives
 
 
-def test_killed_in_the_middle_of_a_chain(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_a_chain(tmp_path: Path, client: QueueClient) -> None:
     """The queue has counted an end for each row and step, and no more."""
     write(tmp_path, ECHO, [f"text {i}" for i in range(40)])
     command = [
         sys.executable, "-m", "pagemill", "run", "recipe.yaml", "in.jsonl", "--out", "out.jsonl", "--quiet",
         "--window", "10",
     ]  # fmt: skip
-    settings = environment(valkey_url, queue_name)
-    client = QueueClient(valkey_url, queue_name)
-    with running_worker(worker_config(valkey_url, queue_name, model="echo:5:echo", max_num_seqs=4)) as worker:
+    settings = environment(client.url, client.queue)
+    with running_worker(
+        worker_config(client.url, client.queue, model="echo:5:echo", max_num_seqs=4)
+    ) as worker:
         for _ in range(2):
             run = subprocess.Popen(command, cwd=tmp_path, env=settings)
             eventually(lambda: len(worker.table) > 0 or run.poll() is not None, "a job")  # noqa: B023
@@ -129,7 +130,6 @@ def test_killed_in_the_middle_of_a_chain(valkey_url: str, queue_name: str, tmp_p
         done = subprocess.run(command, cwd=tmp_path, env=settings, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0
     counts = client.stats().counts
-    client.redis.close()
     assert counts["succeeded"] == 80
     assert [line["then"] for line in read(tmp_path)] == [f"two one text {i}" for i in range(40)]
 

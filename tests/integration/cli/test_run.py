@@ -149,20 +149,18 @@ def test_a_dry_run_shows_control_characters_as_escapes(
 
 
 @pytest.mark.slow
-def test_a_run_waits_for_a_worker_that_is_loading(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+def test_a_run_waits_for_a_worker_that_is_loading(tmp_path: Path, client: QueueClient) -> None:
     write_rows(tmp_path / "in.jsonl", 3)
-    client = QueueClient(valkey_url, queue_name)
     loading = WorkerInfo(id="loading", models=(), state="loading")
-    client.run(registry.heartbeat(queue_name, loading, ttl_ms=600_000))
+    client.run(registry.heartbeat(client.queue, loading, ttl_ms=600_000))
     command = [sys.executable, "-m", "pagemill", *RUN, "--model", "echo"]
     run = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(valkey_url, queue_name), stderr=subprocess.PIPE, text=True
+        command, cwd=tmp_path, env=environment(client.url, client.queue), stderr=subprocess.PIPE, text=True
     )
     assert run.stderr is not None
     assert "waiting for the worker" in run.stderr.readline()
-    with running_worker(worker_config(valkey_url, queue_name)):
+    with running_worker(worker_config(client.url, client.queue)):
         _, said = run.communicate(timeout=PATIENCE_S)
-    client.redis.close()
     assert run.returncode == 0, said
     assert "starting a worker" not in said
     assert len(outputs(tmp_path / "out.jsonl")) == 3
@@ -270,22 +268,18 @@ def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Fin
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
-def test_a_run_that_is_killed_takes_its_own_worker_along(
-    valkey_url: str, queue_name: str, tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_takes_its_own_worker_along(tmp_path: Path, client: QueueClient) -> None:
     write_rows(tmp_path / "in.jsonl", 3)
-    client = QueueClient(valkey_url, queue_name)
     client.pause()  # the run can't end before it is killed
     run = subprocess.Popen(
         [sys.executable, "-m", "pagemill", *RUN, "--model", "echo"], cwd=tmp_path,
-        env=environment(valkey_url, queue_name),
+        env=environment(client.url, client.queue),
     )  # fmt: skip
-    call = registry.workers(queue_name)
+    call = registry.workers(client.queue)
     eventually(lambda: any(info.state == "ready" for info in client.run(call)), "the run's own worker")
     run.kill()
     run.wait(timeout=PATIENCE_S)
     eventually(lambda: not client.run(call), "the worker's end")
-    client.redis.close()
 
 
 @pytest.mark.slow

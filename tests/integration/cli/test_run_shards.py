@@ -48,29 +48,27 @@ def check(folder: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["run", "worker", "both"])
 def test_killed_and_started_again(
-    victim: str, pagemill: Callable[..., Finished], valkey_url: str, queue_name: str, tmp_path: Path
+    victim: str, pagemill: Callable[..., Finished], tmp_path: Path, client: QueueClient
 ) -> None:
     write_shards(tmp_path / "in")
-    place = environment(valkey_url, queue_name)
-    client = QueueClient(valkey_url, queue_name)
+    place = environment(client.url, client.queue)
     slow = (
         *("worker", "--model", "echo:20", "--option", "http_port=0"),
         *("--option", "lease_s=2", "--option", "renew_s=0.3"),
     )
     command = ("run", "in", "--out", "labelled/", "--window", "10", *OPTIONS)
     with started(slow, tmp_path, place) as worker, started(command, tmp_path, place) as run:
-        eventually(lambda: succeeded(client, queue_name) > 5 or run.poll() is not None, "some rows")
+        eventually(lambda: succeeded(client, client.queue) > 5 or run.poll() is not None, "some rows")
         assert run.poll() is None
         assert not (tmp_path / "labelled").exists()
         for process in {"run": [run], "worker": [worker], "both": [run, worker]}[victim]:
             process.kill()
             process.wait(timeout=PATIENCE_S)
         worker.kill()
-        with running_worker(worker_config(valkey_url, queue_name)):
+        with running_worker(worker_config(client.url, client.queue)):
             if victim == "worker":
                 assert run.wait(timeout=PATIENCE_S) == 0
             again = pagemill(*command, "--json")
-    client.redis.close()
     assert again.returncode == 0, again.stderr
     report = json.loads(again.stdout)
     assert (report["rows"], report["succeeded"]) == (sum(SIZES), sum(SIZES))

@@ -119,10 +119,9 @@ def test_a_quiet_run_says_what_it_would_wait_for_without_an_end(
             client.redis.close()
 
 
-def test_a_run_ends_with_the_worker_that_it_started(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+def test_a_run_ends_with_the_worker_that_it_started(tmp_path: Path, client: QueueClient) -> None:
     write_rows(tmp_path / "in.jsonl", 400)
-    settings = environment(valkey_url, queue_name)
-    client = QueueClient(valkey_url, queue_name)
+    settings = environment(client.url, client.queue)
     with command(tmp_path, settings, *RUN, "--model", "echo:20", "--quiet") as run:
         eventually(lambda: client.stats().counts.get("succeeded", 0) > 5, "the first rows", PATIENCE_S)
         (child,) = psutil.Process(run.process.pid).children()
@@ -131,21 +130,18 @@ def test_a_run_ends_with_the_worker_that_it_started(valkey_url: str, queue_name:
     said = "".join(run.lines)
     assert "the worker ended with exit code -9" in said
     assert "run the same command again" in said
-    client.redis.close()
 
 
 @pytest.mark.parametrize(
     "waiting", [("result",), ("submit", "hello", "--model", "typo", "--wait")], ids=" ".join
 )
 def test_a_wait_for_one_job_says_that_no_worker_serves_it(
-    valkey_url: str, queue_name: str, tmp_path: Path, waiting: tuple[str, ...]
+    tmp_path: Path, waiting: tuple[str, ...], client: QueueClient
 ) -> None:
-    client = QueueClient(valkey_url, queue_name)
     (job_id,) = client.submit({"prompt": "x", "model": "typo"})
     arguments = (*waiting, job_id) if waiting == ("result",) else waiting
-    with command(tmp_path, environment(valkey_url, queue_name), *arguments) as wait:
+    with command(tmp_path, environment(client.url, client.queue), *arguments) as wait:
         wait.says("waits: no live worker serves it (model typo)")
-    client.redis.close()
 
 
 def test_a_batch_file_says_which_model_no_worker_serves(

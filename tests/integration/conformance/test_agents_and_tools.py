@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.conformance.environments import outside, python_with
-from tests.producer.gateway.serving import Served, gateway
-from tests.worker.harness import running_worker, worker_config
+from tests.producer.gateway.serving import Served, served_worker
 
 MODEL = "smollm2"
 # torch is named for its build: the default one needs gigabytes.
@@ -57,10 +55,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def served(valkey_url: str) -> Iterator[Served]:
-    queue = f"q-{uuid.uuid4().hex[:12]}"
-    config = worker_config(valkey_url, queue, model=MODEL, kv_cache_memory_bytes=256 << 20)
-    with running_worker(config), gateway(valkey_url, queue) as served:
-        served.wait_for(MODEL)
+    with served_worker(valkey_url, model=MODEL, kv_cache_memory_bytes=256 << 20) as served:
         yield served
 
 

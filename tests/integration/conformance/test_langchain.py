@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import uuid
 from pathlib import Path
 
 import pytest
 
 from tests.integration.conformance.environments import outside, python_with
-from tests.producer.gateway.serving import gateway
-from tests.worker.harness import running_worker, worker_config
+from tests.producer.gateway.serving import served_worker
 
 PACKAGES = ("langchain-tests==1.1.9", "langchain-openai==1.7.4")
 EXPECTED_FAILURES = {
@@ -37,13 +35,8 @@ def test_langchains_standard_tests(valkey_url: str, pytestconfig: pytest.Config,
     shutil.copy(SUITE, tmp_path)
     (tmp_path / "pytest.ini").write_text(PYTEST_INI)
     command = [python, "-m", "pytest", SUITE.name, "-q", "-rA", "--tb=short", "-p", "no:cacheprovider"]
-    queue = f"q-{uuid.uuid4().hex[:12]}"
     settings = {"model": "smollm2", "tool_call_parser": "hermes", "kv_cache_memory_bytes": 256 << 20}
-    with (
-        running_worker(worker_config(valkey_url, queue, **settings)),
-        gateway(valkey_url, queue) as served,
-    ):
-        served.wait_for("smollm2")
+    with served_worker(valkey_url, **settings) as served:
         done = subprocess.run(
             command, cwd=tmp_path, env=outside() | {"GATEWAY_URL": served.base_url},
             capture_output=True, text=True, timeout=3500, check=False,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import uuid
 
 import pytest
 
 from tests.integration.conformance.environments import outside, python_with
-from tests.producer.gateway.serving import gateway
-from tests.worker.harness import running_worker, worker_config
+from tests.producer.gateway.serving import served_worker
 
 PACKAGE = "llm-comply==0.5.0"
 EXPECTED_FAILURES = {
@@ -29,9 +27,7 @@ SKIPPED_BY_THE_SUITE = 1
 @pytest.mark.parametrize("form", EXPECTED_FAILURES)
 def test_answers_follow_the_schemas(form: str, valkey_url: str, pytestconfig: pytest.Config) -> None:
     python = python_with(pytestconfig, PACKAGE)
-    queue = f"q-{uuid.uuid4().hex[:12]}"
-    with running_worker(worker_config(valkey_url, queue, model="echo")), gateway(valkey_url, queue) as served:
-        served.wait_for("echo")
+    with served_worker(valkey_url, model="echo") as served:
         done = subprocess.run(
             [
                 python.with_name("llm-comply"), "--json", "--format", form, "--base-url", served.base_url,

@@ -7,7 +7,6 @@ import re
 import shutil
 import ssl
 import subprocess
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from openai import OpenAI
 
 from tests.conftest import ROOT
 from tests.integration.conformance.environments import node_modules_with, outside
-from tests.producer.gateway.serving import Served, gateway
+from tests.producer.gateway.serving import Served, gateway, served_worker
 from tests.topologies import Certificates
 from tests.webhook_receiver import Receiver
 from tests.worker.harness import eventually, running_worker, worker_config
@@ -30,10 +29,7 @@ SCRIPT = Path(__file__).with_name("clients.mjs")
 
 @pytest.fixture(scope="module")
 def served(valkey_url: str) -> Iterator[Served]:
-    queue = f"q-{uuid.uuid4().hex[:12]}"
-    config = worker_config(valkey_url, queue, model="echo", tool_call_parser="hermes")
-    with running_worker(config), gateway(valkey_url, queue) as served:
-        served.wait_for("echo")
+    with served_worker(valkey_url, model="echo", tool_call_parser="hermes") as served:
         yield served
 
 

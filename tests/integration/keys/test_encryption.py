@@ -60,9 +60,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def queue(valkey_url: str, queue_name: str) -> Iterator[Queue]:
-    queue = open_queue(valkey_url, queue_name)
-    yield queue
-    queue.transport.close()
+    with open_queue(valkey_url, queue_name) as queue:
+        yield queue
 
 
 def readable(queue: Queue, *words: str) -> list[str]:

@@ -84,17 +84,14 @@ NOT_PROVOKED = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     program("prometheus")  # before anything is started for nothing
-    server = RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
+    with RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("valkey")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def client(server: RedisServer) -> Iterator[QueueClient]:
-    client = QueueClient(server.url, "watched")
-    yield client
-    client.redis.close()
+    with QueueClient(server.url, "watched") as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

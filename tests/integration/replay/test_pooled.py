@@ -18,12 +18,10 @@ from tests.worker.harness import QueueClient, worker_config
 
 
 @pytest.mark.slow
-def test_vectors_are_compared_by_bits_and_cosine(
-    client: QueueClient, valkey_url: str, tmp_path: Path
-) -> None:
+def test_vectors_are_compared_by_bits_and_cosine(client: QueueClient, tmp_path: Path) -> None:
     save_base(tmp_path / "embedder", ENCODERS["bert"], AutoModel)
-    config = worker_config(valkey_url, client.queue, model=str(tmp_path / "embedder"), num_threads=1)
-    with Producer(valkey_url, queue=client.queue, model="embedder") as producer:
+    config = worker_config(client.url, client.queue, model=str(tmp_path / "embedder"), num_threads=1)
+    with Producer(client.url, queue=client.queue, model="embedder") as producer:
         with announced_worker(config, client):
             handle = producer.submit(task="embed", inputs=texts_of_all_lengths(), keep_input=True)
             rows = handle.result(timeout=60).rows

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from pagemill import AsyncProducer, Producer, Unverifiable, Verification
 from pagemill.__main__ import app
+from pagemill.producer.client.replay.comparison import Difference
 from pagemill.producer.wire.schema import keys
 from pagemill.worker.config import WorkerConfig
 from tests.chaos.nursery import Nursery
@@ -61,8 +62,10 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(valkey_url: str, smollm2: Any) -> Iterator[Ran]:
-    client = QueueClient(valkey_url, QUEUE)
-    with Producer(valkey_url, queue=QUEUE, model="smollm2") as producer:
+    with (
+        QueueClient(valkey_url, QUEUE) as client,
+        Producer(valkey_url, queue=QUEUE, model="smollm2") as producer,
+    ):
         with running_worker(smollm2(QUEUE, batch_invariant=True), load_patience_s=LOADING_S):
             handles = {name: producer.submit(fields, keep_input=True) for name, fields in JOBS.items()}
             after = {"story": handles["greedy"]}
@@ -75,7 +78,6 @@ def ran(valkey_url: str, smollm2: Any) -> Iterator[Ran]:
                 handle.result(timeout=300)
             batch.wait(timeout=300)
         yield Ran(producer, client, {name: handle.id for name, handle in handles.items()}, batch.id, smollm2)
-    client.redis.close()
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,12 @@ def test_an_unseeded_job_is_replayed_with_the_seed_that_its_result_records(again
     assert copied.token_ids == tuple(again.record("unseeded")["outputs"][0]["token_ids"])
 
 
+def difference_of(found: Verification) -> Difference:
+    assert found.comparison is not None
+    assert found.comparison.difference is not None
+    return found.comparison.difference
+
+
 def changed(again: Ran, name: str, change: Callable[[dict[str, Any]], None]) -> Verification:
     """Verify a job whose stored result was changed."""
     key = keys.outcome(QUEUE, again.ids[name])
@@ -135,16 +143,10 @@ def test_a_changed_token_is_found_with_both_log_probabilities(again: Ran) -> Non
 
     found = changed(again, "greedy", change)
     assert (found.exactness, found.honoured, found.is_reproduced) == ("neither", False, False)
-    assert found.comparison is not None
-    difference = found.comparison.difference
-    assert difference is not None
+    difference = difference_of(found)
     replayed = again.record("greedy")["outputs"][0]["token_ids"][5]
-    assert (difference.what, difference.position, difference.stored, difference.replayed) == (
-        "token",
-        5,
-        42,
-        replayed,
-    )
+    assert (difference.what, difference.position) == ("token", 5)
+    assert (difference.stored, difference.replayed) == (42, replayed)
     # Not recorded, so scored by the worker: a greedy job takes the likelier.
     assert difference.stored_logprob is not None
     assert difference.replayed_logprob is not None
@@ -158,15 +160,9 @@ def test_a_token_too_few_is_found(again: Ran) -> None:
         del record["outputs"][1]["token_ids"][-1]
 
     found = changed(again, "several", change)
-    assert found.comparison is not None
-    difference = found.comparison.difference
-    assert difference is not None
-    assert (found.exactness, difference.output, difference.position, difference.stored) == (
-        "neither",
-        1,
-        11,
-        None,
-    )
+    difference = difference_of(found)
+    assert found.exactness == "neither"
+    assert (difference.output, difference.position, difference.stored) == (1, 11, None)
 
 
 @pytest.mark.slow
@@ -176,9 +172,9 @@ def test_a_changed_bit_of_a_log_probability_is_found(again: Ran) -> None:
 
     found = changed(again, "seeded", change)
     assert (found.exactness, found.promise, found.honoured) == ("token", "bitwise", False)
+    difference = difference_of(found)
+    assert (difference.what, difference.position) == ("logprob", 3)
     assert found.comparison is not None
-    assert found.comparison.difference is not None
-    assert (found.comparison.difference.what, found.comparison.difference.position) == ("logprob", 3)
     assert found.comparison.max_logprob_difference == pytest.approx(2.0**-20)
 
 
@@ -188,10 +184,8 @@ def test_a_changed_text_and_a_damaged_record_are_found(again: Ran) -> None:
         record["outputs"][0]["text"] = record["outputs"][0]["text"][:4] + "!!"
 
     found = changed(again, "greedy", change)
-    assert found.comparison is not None
-    assert found.comparison.difference is not None
-    assert (found.exactness, found.comparison.difference.what) == ("neither", "text")
-    assert found.comparison.difference.position == 4
+    assert (found.exactness, difference_of(found).what) == ("neither", "text")
+    assert difference_of(found).position == 4
     assert "!!" not in found.model_dump_json()
     with pytest.raises(Unverifiable, match="is damaged"):
         changed(again, "greedy", lambda record: record.pop("outputs"))
@@ -202,9 +196,7 @@ def test_a_changed_label_probability_is_found(again: Ran) -> None:
         record["outputs"][0]["label_probs"][" bad"] += 1e-9
 
     found = changed(again, "labels", change)
-    assert found.comparison is not None
-    assert found.comparison.difference is not None
-    assert (found.exactness, found.comparison.difference.what) == ("token", "label_prob")
+    assert (found.exactness, difference_of(found).what) == ("token", "label_prob")
 
 
 @pytest.mark.slow
@@ -321,11 +313,9 @@ def test_without_a_worker_of_its_kind_the_live_ones_are_named(
             found = producer.verify(handle.id, any_worker=True, timeout=300)
             assert (found.promise, found.honoured) == ("nothing", None)
             assert found.fingerprint != found.replayed_fingerprint == live
-            assert found.comparison is not None
-            difference = found.comparison.difference
+            difference = difference_of(found)
             assert found.exactness == "neither", "160 greedy tokens of this model part under int8"
             assert not found.is_reproduced
-            assert difference is not None
             assert difference.position is not None
             assert stored.token_ids[difference.position] == difference.stored != difference.replayed
             assert None not in (difference.stored_logprob, difference.replayed_logprob, difference.gap)

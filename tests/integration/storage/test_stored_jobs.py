@@ -256,10 +256,9 @@ def test_a_worker_without_a_store_leaves_such_jobs(client: QueueClient, files: T
     assert outcome.error.code == "invalid_job"
 
 
-@pytest.mark.slow
-def test_a_store_that_hangs_delays_only_its_own_jobs(
-    client: QueueClient, files: TestedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hangs(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Reads of the store hang until this is set."""
     hangs, read = threading.Event(), Store.read
 
     def hanging(store: Store, reference: Reference) -> bytes:
@@ -267,6 +266,13 @@ def test_a_store_that_hangs_delays_only_its_own_jobs(
         return read(store, reference)
 
     monkeypatch.setattr(Store, "read", hanging)
+    return hangs
+
+
+@pytest.mark.slow
+def test_a_store_that_hangs_delays_only_its_own_jobs(
+    client: QueueClient, files: TestedStore, hangs: threading.Event
+) -> None:
     with producer_of(client, files) as producer:
         stuck = [producer.submit(JOB, max_attempts=2) for _ in range(5)]
         with running_worker(storing(client, files, store_timeout_s=0.5)):
@@ -275,20 +281,12 @@ def test_a_store_that_hangs_delays_only_its_own_jobs(
             statuses = [eventually(lambda job=job: job.status().error, "a failed fetch") for job in stuck]
             assert all("did not answer within 0.5 s" in reason for reason in statuses)
             hangs.set()
-            monkeypatch.undo()
 
 
 @pytest.mark.slow
 def test_many_jobs_whose_store_hangs_leave_room(
-    client: QueueClient, files: TestedStore, monkeypatch: pytest.MonkeyPatch
+    client: QueueClient, files: TestedStore, hangs: threading.Event
 ) -> None:
-    hangs, read = threading.Event(), Store.read
-
-    def hanging(store: Store, reference: Reference) -> bytes:
-        hangs.wait()
-        return read(store, reference)
-
-    monkeypatch.setattr(Store, "read", hanging)
     with producer_of(client, files) as producer:
         stuck = [producer.submit(JOB, priority="low") for _ in range(80)]
         with running_worker(storing(client, files, store_timeout_s=600.0)):

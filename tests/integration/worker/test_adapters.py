@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from pagemill import Producer
@@ -32,18 +30,6 @@ pytestmark = pytest.mark.slow
 PROMPT = [5, 17, 42, 99, 3, 64]
 JOB: dict[str, Any] = {"prompt_token_ids": PROMPT, "model": "tiny", "temperature": 0.0, "max_tokens": 24}
 COMPILING_S = 400
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +56,19 @@ def command(url: str, queue: str, *words: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.usefixtures("engine_host")
 def test_jobs_name_adapters_that_come_and_go(
-    valkey_url: str, client: QueueClient, model: Path, adapters: dict[str, Path], tmp_path: Path
+    client: QueueClient, model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     wanted = {
         name: merged_tokens(model, None if name is None else adapters[name], [PROMPT], 24)[0]
         for name in (None, "red", "blue")
     }
-    config = worker_config(valkey_url, client.queue, **settings(model, adapters=(f"red={adapters['red']}",)))
+    config = worker_config(client.url, client.queue, **settings(model, adapters=(f"red={adapters['red']}",)))
     with (
-        Producer(valkey_url, queue=client.queue) as producer,
+        Producer(client.url, queue=client.queue) as producer,
         running_worker(config, load_patience_s=COMPILING_S) as worker,
     ):
         eventually(lambda: client.workers()[0].state == "ready", "the registry knows")
-        code, answers = command(valkey_url, client.queue, "add", f"blue={adapters['blue']}")
+        code, answers = command(client.url, client.queue, "add", f"blue={adapters['blue']}")
         assert code == 0, answers
         (answer,) = answers.values()
         assert [one["name"] for one in answer["adapters"]] == ["blue", "red"]
@@ -99,13 +85,13 @@ def test_jobs_name_adapters_that_come_and_go(
 
         shutil.copytree(adapters["red"], tmp_path / "bad")
         (tmp_path / "bad" / "adapter_model.safetensors").write_bytes(b"nothing")
-        code, answers = command(valkey_url, client.queue, "add", f"bad={tmp_path / 'bad'}")
+        code, answers = command(client.url, client.queue, "add", f"bad={tmp_path / 'bad'}")
         assert code == 1
         assert "can't load the weights" in next(iter(answers.values()))["error"]
 
-        code, _ = command(valkey_url, client.queue, "remove", "red")
+        code, _ = command(client.url, client.queue, "remove", "red")
         assert code == 0
-        code, answers = command(valkey_url, client.queue, "remove", "red")
+        code, answers = command(client.url, client.queue, "remove", "red")
         assert code == 1
         assert "unknown adapter 'red'; known: blue" in next(iter(answers.values()))["error"]
         eventually(lambda: client.workers()[0].adapters == ("blue",), "the registry knows")
@@ -136,10 +122,10 @@ def test_jobs_that_wait_for_a_slot_keep_no_rows_from_others(
 
 
 def test_a_job_whose_adapter_has_just_gone_fails_alone(
-    valkey_url: str, client: QueueClient, model: Path, adapters: dict[str, Path]
+    client: QueueClient, model: Path, adapters: dict[str, Path]
 ) -> None:
-    config = worker_config(valkey_url, client.queue, **settings(model, adapters=(f"red={adapters['red']}",)))
-    with Producer(valkey_url, queue=client.queue) as producer, running_worker(config, COMPILING_S) as worker:
+    config = worker_config(client.url, client.queue, **settings(model, adapters=(f"red={adapters['red']}",)))
+    with Producer(client.url, queue=client.queue) as producer, running_worker(config, COMPILING_S) as worker:
         # It still pulls for the name: the registry's entry is a moment old.
         lanes = worker.admission._lanes()
         worker.admission._lanes = lambda: lanes
@@ -151,16 +137,16 @@ def test_a_job_whose_adapter_has_just_gone_fails_alone(
 
 
 def test_workers_are_given_only_what_they_can_serve(
-    valkey_url: str, client: QueueClient, model: Path, adapters: dict[str, Path]
+    client: QueueClient, model: Path, adapters: dict[str, Path]
 ) -> None:
-    with Producer(valkey_url, queue=client.queue) as producer:
+    with Producer(client.url, queue=client.queue) as producer:
         job = producer.submit(**JOB, adapter="blue")
-        plain = worker_config(valkey_url, client.queue, **settings(model))
+        plain = worker_config(client.url, client.queue, **settings(model))
         with running_worker(plain, COMPILING_S):
             producer.submit(**JOB).result(timeout=120)
             assert job.status().state == "queued"
             both = tuple(f"{name}={path}" for name, path in adapters.items())
-            other = worker_config(valkey_url, client.queue, **settings(model, adapters=both, adapter_slots=1))
+            other = worker_config(client.url, client.queue, **settings(model, adapters=both, adapter_slots=1))
             with running_worker(other, COMPILING_S) as serving:
                 jobs = [job, *(producer.submit(**JOB, adapter=name) for name in ("red", "blue", "red"))]
                 found = [list(one.result(timeout=120).outputs[0].token_ids) for one in jobs]
@@ -174,14 +160,14 @@ def test_workers_are_given_only_what_they_can_serve(
 
 @pytest.mark.parametrize("same", [True, False], ids=["same weights", "other weights"])
 def test_a_killed_workers_job_goes_on_with_the_same_adapter_only(
-    valkey_url: str, client: QueueClient, model: Path, adapters: dict[str, Path], tmp_path: Path, same: bool
+    client: QueueClient, model: Path, adapters: dict[str, Path], tmp_path: Path, same: bool
 ) -> None:
     weights = tmp_path / "red"
     shutil.copytree(adapters["red"], weights)
     job = JOB | {"max_tokens": 400, "adapter": "red", "ignore_eos": True}
     expected = merged_tokens(model, adapters["red" if same else "blue"], [PROMPT], 400)[0]
-    given = process_settings(valkey_url, client.queue, **settings(model, adapters=[f"red={weights}"]))
-    with Producer(valkey_url, queue=client.queue) as producer:
+    given = process_settings(client.url, client.queue, **settings(model, adapters=[f"red={weights}"]))
+    with Producer(client.url, queue=client.queue) as producer:
         first = WorkerProcess(given, tmp_path / "first.log")
         handle = producer.submit(**job)
         eventually(lambda: client.generated(handle.id) >= 40, "a checkpoint", COMPILING_S)

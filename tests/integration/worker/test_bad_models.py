@@ -57,12 +57,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_it_ends_before_a_job_is_taken(
-    write: Callable[[Path], object], message: str, client: QueueClient, tmp_path: Path, queue_name: str
+    write: Callable[[Path], object], message: str, client: QueueClient, tmp_path: Path
 ) -> None:
     (model := tmp_path / "model").mkdir()
     write(model)
     (job,) = client.submit({"model": "model", "prompt": "Hi", "max_tokens": 1})
-    words = ("--model", str(model), "--redis-url", client.url, "--queue", queue_name, "--num-kv-blocks", "64")
+    words = (
+        "--model",
+        str(model),
+        "--redis-url",
+        client.url,
+        "--queue",
+        client.queue,
+        "--num-kv-blocks",
+        "64",
+    )
     ended = subprocess.run(
         [sys.executable, "-m", "pagemill", "worker", *words, "--num-threads", "1", "--http-port", "0"],
         cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,

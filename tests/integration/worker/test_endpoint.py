@@ -57,10 +57,7 @@ def test_a_prompt_and_a_chat_are_answered(client: QueueClient, stub: Stub, url: 
             {"messages": [{"role": "user", "content": "begin"}]},
             {"prompt": "begin", "max_tokens": 2, "n": 3},
         )
-        prompt, chat, samples = [outcome.value() for outcome in client.wait(ids)]
-    assert prompt is not None
-    assert chat is not None
-    assert samples is not None
+        prompt, chat, samples = client.results(ids)
     assert (prompt.text, prompt.outputs[0].finish_reason) == ("".join(WORDS[:5]), "length")
     assert (prompt.usage.prompt_tokens, prompt.usage.completion_tokens, prompt.tier) == (7, 5, "continues")
     assert (chat.text, chat.outputs[0].finish_reason) == (TEXT, "stop")
@@ -95,9 +92,7 @@ def test_a_broken_stream_is_continued(
     stub.fault, stub.num_faults, stub.fault_after = fault, 1, 20
     with running_worker(endpoint_config(client, url, engine_stall_s=1.0)) as worker:
         (job_id,) = client.submit({"prompt": "begin", "max_tokens": 200})
-        (outcome,) = client.wait([job_id])
-        result = outcome.value()
-        assert result is not None
+        result = client.result(job_id)
         assert worker.counters.commits.read()["fenced"] == 0
     assert result.text == TEXT
     assert (result.attempt, result.resumed_tokens) == (2 if counts_attempt else 1, 20)
@@ -136,8 +131,7 @@ def test_an_endpoint_that_answers_with_an_error_gets_the_job_again(
     with running_worker(endpoint_config(client, url)):
         (job_id,) = client.submit({"prompt": "begin", "max_tokens": 5})
         eventually(lambda: stub.num_faults <= 0, "the error")
-        result = client.wait([job_id])[0].value()
-    assert result is not None
+        result = client.result(job_id)
     assert (result.text, result.attempt) == ("".join(WORDS[:5]), attempt)
 
 
@@ -174,8 +168,7 @@ def test_a_worker_waits_for_an_endpoint_that_is_down(client: QueueClient, stub: 
         assert client.status(second).state == "queued"
         assert worker.failure() is None
         with serving(Stub(), port):
-            result = client.wait([second])[0].value()
-            assert result is not None
+            result = client.result(second)
             assert (result.text, result.attempt) == ("".join(WORDS[:5]), 1)
     finally:
         worker.drain(0.0, SignalFlag(), time.monotonic() + 60)
@@ -198,9 +191,9 @@ def test_jobs_in_flight_survive_the_end_of_the_endpoint(client: QueueClient, stu
             lambda: all(client.status(job_id).state == "queued" for job_id in ids), "the jobs to be back"
         )
         with serving(Stub(), port):
-            results = [outcome.value() for outcome in client.wait(ids)]
-        assert all(result is not None and result.text == TEXT for result in results)
-        assert all(result is not None and result.resumed_tokens > 10 for result in results)
+            results = client.results(ids)
+        assert all(result.text == TEXT for result in results)
+        assert all(result.resumed_tokens > 10 for result in results)
         assert worker.counters.commits.read()["fenced"] == 0
     finally:
         worker.drain(0.0, SignalFlag(), time.monotonic() + 60)
@@ -236,8 +229,7 @@ def test_another_model_at_the_endpoint_is_a_lost_device(
     stub.answers_as = None
     with running_worker(endpoint_config(client, url)) as other:
         assert (other.engine.engine.fingerprint == before) == (change == "answer")
-        result = client.wait([job_id])[0].value()
-    assert result is not None
+        result = client.result(job_id)
     assert result.text == TEXT
     assert (result.resumed_tokens > 0) == (change == "answer"), "another model does not continue the text"
 
@@ -300,8 +292,7 @@ def test_a_chat_is_continued_where_the_engine_can(client: QueueClient, stub: Stu
     stub.fault, stub.num_faults, stub.fault_after = "truncated", 1, 20
     with running_worker(endpoint_config(client, url)):
         (job_id,) = client.submit({"messages": [{"role": "user", "content": "begin"}]})
-        result = client.wait([job_id])[0].value()
-    assert result is not None
+        result = client.result(job_id)
     assert (result.text, result.resumed_tokens) == (TEXT, 20)
     assert stub.bodies[1]["continue_final_message"] is True
     assert stub.bodies[1]["messages"][-1] == {"role": "assistant", "content": "".join(WORDS[:20])}
@@ -313,8 +304,7 @@ def test_a_chat_starts_over_where_it_cannot(client: QueueClient, stub: Stub, url
     stub.fault, stub.num_faults, stub.fault_after = "truncated", 1, 20
     with running_worker(endpoint_config(client, url)):
         (job_id,) = client.submit({"messages": [{"role": "user", "content": "begin"}]})
-        result = client.wait([job_id])[0].value()
-    assert result is not None
+        result = client.result(job_id)
     assert (result.text, result.resumed_tokens) == (TEXT, 0)
 
 
@@ -329,7 +319,7 @@ def test_a_worker_with_the_tokenizer_sends_token_ids(
     stub.fault, stub.num_faults, stub.fault_after = "truncated", 1, 20
     with running_worker(endpoint_config(client, url, model=str(tmp_path))):
         (job_id,) = client.submit({"messages": [{"role": "user", "content": "begin"}], "max_tokens": 30})
-        result = client.wait([job_id])[0].value()
+        result = client.result(job_id)
         (parsed,) = client.submit(
             {
                 "messages": [{"role": "user", "content": "x"}],
@@ -338,7 +328,6 @@ def test_a_worker_with_the_tokenizer_sends_token_ids(
             }
         )
         assert client.wait([parsed])[0].state == "succeeded"
-    assert result is not None
     assert (result.resumed_tokens, result.usage.prompt_tokens) == (20, len("<begin>"))
     assert [tokenizer.decode(body["prompt"]) for body in stub.bodies] == [
         "<begin>",
@@ -434,20 +423,20 @@ def test_a_wrong_key_is_waited_for(client: QueueClient, stub: Stub, url: str) ->
         worker.close()
 
 
-def test_an_endpoint_with_other_models_only_is_a_mistake(client: QueueClient, stub: Stub, url: str) -> None:
-    stub.more_models = ["a", "b"]
+@pytest.mark.parametrize(
+    ("setting", "value", "mistake"),
+    [
+        ("more_models", ["a", "b"], "none of echo, but stub-model, a, b"),
+        ("rejects", "stream_options", "HTTP 400, unknown_field"),
+    ],
+)
+def test_an_endpoint_with_other_models_or_that_rejects_every_job_is_a_mistake(
+    client: QueueClient, stub: Stub, url: str, setting: str, value: object, mistake: str
+) -> None:
+    setattr(stub, setting, value)
     worker = Worker(endpoint_config(client, url), client.url)
     worker.start()
-    with pytest.raises(ConfigError, match="none of echo, but stub-model, a, b"):
-        worker.wait_ready(timeout=PATIENCE_S)
-    worker.close()
-
-
-def test_an_endpoint_that_rejects_every_job_is_a_mistake(client: QueueClient, stub: Stub, url: str) -> None:
-    stub.rejects = "stream_options"
-    worker = Worker(endpoint_config(client, url), client.url)
-    worker.start()
-    with pytest.raises(ConfigError, match="HTTP 400, unknown_field"):
+    with pytest.raises(ConfigError, match=mistake):
         worker.wait_ready(timeout=PATIENCE_S)
     worker.close()
 
@@ -476,11 +465,10 @@ def test_both_may_be_killed(client: QueueClient, tmp_path: Path) -> None:
         eventually(lambda: client.generated(job_id) >= 40, "more of the output")
         worker.kill()
         worker = WorkerProcess(settings, tmp_path / "worker.log")
-        result = client.wait([job_id])[0].value()
+        result = client.result(job_id)
     finally:
         worker.kill()
         stub.kill()
         stub.wait(PATIENCE_S)
-    assert result is not None
     assert (result.text, result.attempt) == (TEXT, 1)
     assert result.resumed_tokens >= 40

@@ -31,9 +31,8 @@ PROMPT = "0123456789" * 10
 
 @pytest.fixture
 def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(own_valkey.url, queue_name)
-    yield client
-    client.redis.close()
+    with QueueClient(own_valkey.url, queue_name) as client:
+        yield client
 
 
 def fail_in_the_engine(worker: Worker, job_id: str, code: str) -> None:
@@ -53,9 +52,7 @@ def test_a_job_that_fails_in_the_engine_is_retried_from_its_checkpoint(client: Q
         eventually(lambda: client.generated(job_id) >= 10, "a checkpoint")
         fail_in_the_engine(worker, job_id, "engine_error")
         eventually(lambda: client.status(job_id).state != "running", "the end of the attempt")
-        (outcome,) = client.wait([job_id])
-        result = outcome.value()
-    assert result is not None
+        result = client.result(job_id)
     assert (result.text, result.attempt) == (PROMPT, 2)
     assert result.resumed_tokens >= 10
     assert client.status(job_id).crashes == 0

@@ -113,8 +113,8 @@ def test_jobs_for_every_name_are_answered(
         assert 'model="main/name"' in get(f"{info.url}/metrics")[1].decode()
         given = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
         ids = client.submit(*(given | {"model": name} for name in info.models))
-        results = [outcome.value() for outcome in client.wait(ids)]
-        texts = {result.text for result in results if result is not None}
+        results = client.results(ids)
+        texts = {result.text for result in results}
         assert len(texts) == 1
         assert all(result and result.fingerprint.endswith(f"@{repository.commit[:12]}") for result in results)
         with (

@@ -45,9 +45,7 @@ def slow_worker(valkey_url: str, queue_name: str, engine_host: str) -> Iterator[
 
 def test_a_prompt_comes_back_with_everything_a_result_holds(worker: Worker, client: QueueClient) -> None:
     (job_id,) = client.submit({"prompt": "hello", "max_tokens": 5, "seed": 11, "metadata": {"row": 1}})
-    (outcome,) = client.wait([job_id])
-    result = outcome.value()
-    assert result is not None
+    result = client.result(job_id)
     assert (result.text, result.token_ids) == ("hello", tuple(b"hello"))
     assert result.finish_reason in ("stop", "length")
     assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (5, 5)
@@ -57,7 +55,7 @@ def test_a_prompt_comes_back_with_everything_a_result_holds(worker: Worker, clie
     assert result.timing.queue_s is not None
     assert result.timing.e2e_s is not None
     assert result.timing.ttft_s is not None
-    assert outcome.metadata == {"row": 1}
+    assert client.outcome(job_id).metadata == {"row": 1}
     status = client.status(job_id)
     assert (status.state, status.worker) == ("succeeded", worker.worker_id)
 
@@ -68,8 +66,8 @@ def test_messages_and_token_ids_are_jobs_too(worker: Worker, client: QueueClient
         {"prompt_token_ids": list(b"abc"), "max_tokens": 3},
         {"prompt": "xyz", "max_tokens": 3, "n": 2},
     )
-    results = [outcome.value() for outcome in client.wait(ids)]
-    assert [[output.text for output in result.outputs] for result in results if result] == [
+    results = client.results(ids)
+    assert [[output.text for output in result.outputs] for result in results] == [
         ["hi"],
         ["abc"],
         ["xyz", "xyz"],
@@ -277,21 +275,17 @@ def test_status_pages_and_metrics(worker: Worker, client: QueueClient, engine_ho
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_same_engine_is_resumed_and_another_is_not(
-    valkey_url: str, client: QueueClient
-) -> None:
+def test_a_checkpoint_of_the_same_engine_is_resumed_and_another_is_not(client: QueueClient) -> None:
     prompt = "0123456789" * 20
     ids = client.submit(*({"prompt": prompt, "max_tokens": 200} for _ in range(2)))
-    with running_worker(worker_config(valkey_url, client.queue, model=SLOW)):
+    with running_worker(worker_config(client.url, client.queue, model=SLOW)):
         for job_id in ids:
             eventually(lambda job_id=job_id: client.generated(job_id) >= 20, "a checkpoint")
     assert [client.status(job_id).state for job_id in ids] == ["queued", "queued"]
     # As if the second job had been checkpointed by an engine with other weights.
     client.redis.hset(f"pagemill:{{{client.queue}}}:job:{ids[1]}", "fingerprint", "other-weights")
-    with running_worker(worker_config(valkey_url, client.queue, model=SLOW)):
-        resumed, restarted = (outcome.value() for outcome in client.wait(ids))
-    assert resumed is not None
-    assert restarted is not None
+    with running_worker(worker_config(client.url, client.queue, model=SLOW)):
+        resumed, restarted = client.results(ids)
     assert resumed.text == restarted.text == prompt
     assert resumed.resumed_tokens >= 20
     assert restarted.resumed_tokens == 0
@@ -314,12 +308,12 @@ def test_no_prompt_and_no_output_reaches_the_log(
 
 @pytest.mark.slow
 def test_a_worker_names_its_model_when_it_is_ready_not_with_its_next_renewal(
-    valkey_url: str, client: QueueClient, monkeypatch: pytest.MonkeyPatch
+    client: QueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_load = threading.Event()
     load: Callable[..., Engine] = Engine.from_config
     monkeypatch.setattr(Engine, "from_config", lambda config: (may_load.wait(PATIENCE_S), load(config))[1])
-    config = worker_config(valkey_url, client.queue, renew_s=300.0, lease_s=600.0)
+    config = worker_config(client.url, client.queue, renew_s=300.0, lease_s=600.0)
     assert config.redis_url is not None
     worker = Worker(config, config.redis_url)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from pagemill import InvalidJob, Job, JobFailed, Producer
 from pagemill.producer.celery.task import plain_result
 from pagemill.producer.dataset.tables.rows import open_source
 from tests.chaos.nursery import Nursery
-from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
+from tests.worker.harness import QueueClient, process_settings, running_worker, worker_config
 
 PROMPT = "Review: I loved every minute of it.\nThe label is:"
 LABELS = [" positive", " negative", " very positive", " very negative", " neutral", " neutral or so"]
@@ -131,8 +130,7 @@ def test_what_only_the_worker_can_tell_fails_alone(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_s_jobs_are_taken_over(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
-    client = QueueClient(valkey_url, queue_name)
+def test_a_killed_worker_s_jobs_are_taken_over(tmp_path: Path, client: QueueClient) -> None:
     labels = ["0123456789"[:n] for n in range(1, 11)]
     job = {
         "prompt": "a long context " * 40,
@@ -140,21 +138,14 @@ def test_a_killed_worker_s_jobs_are_taken_over(valkey_url: str, queue_name: str,
         "label_probs": "mean",
     }
     with Nursery(
-        tmp_path, process_settings(valkey_url, queue_name, model="echo:100", max_num_seqs=2)
+        tmp_path, process_settings(client.url, client.queue, model="echo:100", max_num_seqs=2)
     ) as nursery:
         ids = client.submit(*[job | {"metadata": {"row": row}} for row in range(4)])
-        worker = nursery.spawn()
-        eventually(lambda: any(client.status(job_id).progress.prompt_tokens_done for job_id in ids), "a step")
-        worker.signal(signal.SIGKILL)
-        worker.wait()
-        assert not all(client.status(job_id).done for job_id in ids)
-        nursery.spawn()
-        results = [outcome.value() for outcome in client.wait(ids)]
-    assert len({str(result.outputs) for result in results if result is not None}) == 1
-    probs = results[0].label_probs or {}  # type: ignore[union-attr]
+        results = nursery.taken_over(client, ids)
+    assert len({str(result.outputs) for result in results}) == 1
+    probs = results[0].label_probs or {}
     assert list(probs) == labels
     assert sum(probs.values()) == pytest.approx(1.0)
-    client.redis.close()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -210,33 +209,19 @@ def test_a_job_can_be_cancelled_and_a_deadline_ends_it(queue: Producer) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_s_jobs_are_taken_over(
-    valkey_url: str, queue_name: str, tmp_path: Path, models: Path
-) -> None:
-    client = QueueClient(valkey_url, queue_name)
+def test_a_killed_worker_s_jobs_are_taken_over(tmp_path: Path, models: Path, client: QueueClient) -> None:
     model = str(models / "embedder")
     job = {"task": "embed", "inputs": TEXTS * 50, "model": "embedder"}
     with Nursery(
         tmp_path,
-        process_settings(valkey_url, queue_name, model=model, max_num_batched_tokens=64, num_threads=1),
+        process_settings(client.url, client.queue, model=model, max_num_batched_tokens=64, num_threads=1),
     ) as nursery:
         ids = client.submit(*[job | {"metadata": {"row": row}} for row in range(4)])
-        worker = nursery.spawn()
-        eventually(
-            lambda: any(client.status(job_id).progress.prompt_tokens_done for job_id in ids), "a step", 60
-        )
-        worker.signal(signal.SIGKILL)
-        worker.wait()
-        assert not all(client.status(job_id).done for job_id in ids)
-        nursery.spawn()
-        outcomes = client.wait(ids)
+        results = nursery.taken_over(client, ids)
     wanted = expected(models, "embedder", "embed", TEXTS)
-    for outcome in outcomes:
-        result = outcome.value()
-        assert result is not None
+    for result in results:
         assert result.rows is not None
         assert np.abs(np.asarray(result.rows)[: len(TEXTS)] - wanted).max() < 1e-5
-    client.redis.close()
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_a_draining_worker_is_live_but_not_ready_and_pulls_nothing(spawn: Spawn,
 
 
 def test_after_the_grace_period_another_worker_goes_on_from_the_checkpoint(
-    spawn: Spawn, client: QueueClient, valkey_url: str
+    spawn: Spawn, client: QueueClient
 ) -> None:
     process = start_running(spawn, client, jobs=3, drain_grace_s=0.2)
     process.signal(signal.SIGTERM)
@@ -165,7 +165,7 @@ def test_after_the_grace_period_another_worker_goes_on_from_the_checkpoint(
     assert stats.leases == 0
     handed_back = re.findall(r"job handed back .*job_id=(\w+)", process.log())
     assert len(handed_back) == 3
-    with running_worker(worker_config(valkey_url, client.queue)):
+    with running_worker(worker_config(client.url, client.queue)):
         eventually(lambda: client.stats().counts.get("succeeded") == 3, "the other worker to finish")
     for job_id in handed_back:
         result = client.outcome(job_id).value()

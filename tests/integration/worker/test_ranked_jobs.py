@@ -9,8 +9,7 @@ from tests.worker.harness import QueueClient, running_worker, worker_config
 
 
 @pytest.mark.slow
-def test_ranked_jobs_return_n_outputs(valkey_url: str, queue_name: str) -> None:
-    client = QueueClient(valkey_url, queue_name)
+def test_ranked_jobs_return_n_outputs(valkey_url: str, queue_name: str, client: QueueClient) -> None:
     with running_worker(worker_config(valkey_url, queue_name)):
         ids = client.submit(
             {"prompt": "hello", "max_tokens": 5, "n": 2, "best_of": 4},
@@ -29,4 +28,3 @@ def test_ranked_jobs_return_n_outputs(valkey_url: str, queue_name: str) -> None:
     with pytest.raises(InvalidJob, match="a beam search cannot be combined with temperature") as refused:
         client.submit({"prompt": "hello", "max_tokens": 5, "beam_width": 3, "temperature": 0.5})
     assert refused.value.code == "unsupported_feature"
-    client.redis.close()

@@ -38,9 +38,8 @@ TWO_ECHO_BLOCKS_GIB = 2 * _ECHO_BLOCK_BYTES / 2**30
 
 @pytest.fixture
 def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(own_valkey.url, queue_name)
-    yield client
-    client.redis.close()
+    with QueueClient(own_valkey.url, queue_name) as client:
+        yield client
 
 
 def scrape(worker: Worker) -> dict[str, float]:

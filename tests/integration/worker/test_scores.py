@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from pagemill import InvalidJob, Job, JobFailed, Producer
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from tests.chaos.nursery import Nursery
-from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
+from tests.worker.harness import QueueClient, process_settings, running_worker, worker_config
 
 PROMPT = "The capital of France is"
 CITIES = [" Paris", " London", " Rome, of all places", " the city of Paris"]
@@ -153,30 +152,20 @@ def test_what_only_the_worker_can_tell_fails_alone(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_s_jobs_are_taken_over(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
-    client = QueueClient(valkey_url, queue_name)
+def test_a_killed_worker_s_jobs_are_taken_over(tmp_path: Path, client: QueueClient) -> None:
     job = {
         "task": "score",
         "prompt": "a long context " * 40,
         "continuations": ["0123456789"[:n] for n in range(1, 11)],
     }
     with Nursery(
-        tmp_path, process_settings(valkey_url, queue_name, model="echo:20", max_num_seqs=2)
+        tmp_path, process_settings(client.url, client.queue, model="echo:20", max_num_seqs=2)
     ) as nursery:
         ids = client.submit(*[job | {"metadata": {"row": row}} for row in range(4)])
-        worker = nursery.spawn()
-        eventually(lambda: any(client.status(job_id).progress.prompt_tokens_done for job_id in ids), "a step")
-        worker.signal(signal.SIGKILL)
-        worker.wait()
-        assert not all(client.status(job_id).done for job_id in ids)
-        nursery.spawn()
-        outcomes = client.wait(ids)
-    for outcome in outcomes:
-        result = outcome.value()
-        assert result is not None
+        results = nursery.taken_over(client, ids)
+    for result in results:
         assert [output.text for output in result.outputs] == job["continuations"]
         assert all(output.finish_reason == "stop" for output in result.outputs)
-    client.redis.close()
 
 
 @pytest.fixture

@@ -37,16 +37,16 @@ def test_every_name_is_a_lane_of_one_worker(valkey_url: str, client: QueueClient
 
 @pytest.mark.parametrize("keys", ["", "k" * 32])
 def test_a_folder_continues_what_a_commit_began(
-    keys: str, valkey_url: str, client: QueueClient, monkeypatch: pytest.MonkeyPatch
+    keys: str, client: QueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEMILL_HMAC_KEYS", keys)
     prompt = "0123456789" * 20
-    with Producer(valkey_url, queue=client.queue, hmac_key=keys or None) as producer:
+    with Producer(client.url, queue=client.queue, hmac_key=keys or None) as producer:
         job = producer.submit(prompt=prompt, model="echo", max_tokens=200)
-        with running_worker(worker_config(valkey_url, client.queue, model="echo:5")):
+        with running_worker(worker_config(client.url, client.queue, model="echo:5")):
             eventually(lambda: client.generated(job.id) >= 20, "a checkpoint")
         client.redis.hset(f"pagemill:{{{client.queue}}}:job:{job.id}", "fingerprint", f"echo@{COMMIT}")
-        with running_worker(worker_config(valkey_url, client.queue, model="echo:5")):
+        with running_worker(worker_config(client.url, client.queue, model="echo:5")):
             result = job.result(timeout=120)
     assert result.text == prompt
     assert result.resumed_tokens >= 20

@@ -39,23 +39,24 @@ EITHER = {
 
 @pytest.fixture(scope="module")
 def model_client(valkey_url: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, "structured")
-    with running_worker(worker_config(valkey_url, client.queue, model="smollm2", num_kv_blocks=256)):
+    with (
+        QueueClient(valkey_url, "structured") as client,
+        running_worker(worker_config(valkey_url, client.queue, model="smollm2", num_kv_blocks=256)),
+    ):
         yield client
-    client.redis.close()
 
 
 @pytest.fixture
 def echo(valkey_url: str, queue_name: str) -> Iterator[tuple[Worker, QueueClient]]:
-    client = QueueClient(valkey_url, queue_name)
-    with running_worker(worker_config(valkey_url, queue_name)) as worker:
+    with (
+        QueueClient(valkey_url, queue_name) as client,
+        running_worker(worker_config(valkey_url, queue_name)) as worker,
+    ):
         yield worker, client
-    client.redis.close()
 
 
 def results(client: QueueClient, *jobs: dict[str, Any]) -> list[Result]:
-    values = [outcome.value() for outcome in client.wait(client.submit(*jobs), patience_s=180)]
-    return [value for value in values if value is not None]
+    return client.results(client.submit(*jobs), patience_s=180)
 
 
 def chat(text: str, **fields: Any) -> dict[str, Any]:

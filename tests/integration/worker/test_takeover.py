@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagemill.producer.wire.schema.outputs import Result
 from tests.chaos.nursery import Nursery
@@ -27,18 +25,6 @@ JOBS: dict[str, dict[str, Any]] = {
 
 COMPILING_S = 400
 """Kernels may have to be compiled first."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def settings(model: Path) -> dict[str, Any]:

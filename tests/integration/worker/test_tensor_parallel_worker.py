@@ -9,10 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from pagemill.producer.wire.schema.outputs import Result
 from tests.worker.harness import (
     QueueClient,
     WorkerProcess,
@@ -35,18 +32,6 @@ JOBS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
 def settings(model: Path, **more: Any) -> dict[str, Any]:
     return {
         "model": str(model), "num_kv_blocks": 512, "max_num_seqs": 16, "num_threads": 1, "device": "cpu",
@@ -66,17 +51,11 @@ def rank_processes(worker: WorkerProcess) -> list[psutil.Process]:
     ]
 
 
-def results(client: QueueClient, ids: list[str]) -> list[Result]:
-    values = [outcome.value() for outcome in client.wait(ids, PATIENCE_S)]
-    return [value for value in values if value is not None]
-
-
 def test_a_killed_rank_ends_its_worker_and_another_finishes_the_jobs(
-    valkey_url: str, queue_name: str, model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, client: QueueClient
 ) -> None:
-    client = QueueClient(valkey_url, queue_name)
     parallel = settings(model, tensor_parallel_size=2)
-    first = WorkerProcess(process_settings(valkey_url, queue_name, **parallel), tmp_path / "first.log")
+    first = WorkerProcess(process_settings(client.url, client.queue, **parallel), tmp_path / "first.log")
     try:
         ids = submit(client)
         eventually(
@@ -97,23 +76,21 @@ def test_a_killed_rank_ends_its_worker_and_another_finishes_the_jobs(
     assert interrupted, "the jobs were too short for this machine"
 
     # Any worker will do: one process computes the same function.
-    with running_worker(worker_config(valkey_url, queue_name, **settings(model)), PATIENCE_S):
-        finished = results(client, ids)
-        alone = results(client, submit(client))
+    with running_worker(worker_config(client.url, client.queue, **settings(model)), PATIENCE_S):
+        finished = client.results(ids, PATIENCE_S)
+        alone = client.results(submit(client), PATIENCE_S)
     assert [[o.token_ids for o in result.outputs] for result in finished] == [
         [o.token_ids for o in result.outputs] for result in alone
     ]
     assert sum(result.resumed_tokens for result in finished) >= 16 * len(interrupted)
     assert {result.tier for result in finished} == {"token"}
-    client.redis.close()
 
 
 def test_a_rank_that_dies_while_there_is_nothing_to_do_is_noticed(
-    valkey_url: str, queue_name: str, model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, client: QueueClient
 ) -> None:
-    client = QueueClient(valkey_url, queue_name)
     parallel = settings(model, tensor_parallel_size=2)
-    worker = WorkerProcess(process_settings(valkey_url, queue_name, **parallel), tmp_path / "idle.log")
+    worker = WorkerProcess(process_settings(client.url, client.queue, **parallel), tmp_path / "idle.log")
     try:
         eventually(
             lambda: (
@@ -128,17 +105,13 @@ def test_a_rank_that_dies_while_there_is_nothing_to_do_is_noticed(
     finally:
         worker.kill()
     assert "the process of rank 1 was ended by SIGKILL" in worker.log()
-    client.redis.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
-def test_ranks_end_with_their_worker(
-    number: int, valkey_url: str, queue_name: str, model: Path, tmp_path: Path
-) -> None:
+def test_ranks_end_with_their_worker(number: int, model: Path, tmp_path: Path, client: QueueClient) -> None:
     """Also in the middle of steps; a drain lets them run on for the last ones."""
-    client = QueueClient(valkey_url, queue_name)
     parallel = settings(model, tensor_parallel_size=2, drain_grace_s=0.0)
-    worker = WorkerProcess(process_settings(valkey_url, queue_name, **parallel), tmp_path / "ended.log")
+    worker = WorkerProcess(process_settings(client.url, client.queue, **parallel), tmp_path / "ended.log")
     try:
         ids = submit(client)
         eventually(lambda: all(client.generated(job_id) >= 16 for job_id in ids), "checkpoints", PATIENCE_S)
@@ -148,4 +121,3 @@ def test_ranks_end_with_their_worker(
         eventually(lambda: not psutil.pid_exists(rank.pid), "the rank to end")
     finally:
         worker.kill()
-    client.redis.close()

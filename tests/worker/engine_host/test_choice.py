@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_host import choice
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 
 WORKER_HALF = """
 import sys
@@ -57,13 +55,6 @@ def test_an_engine_on_a_card_has_a_process_of_its_own(
 
 @pytest.mark.slow
 def test_its_worker_reads_the_tokenizer_without_torch() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", WORKER_HALF],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run_python("-c", WORKER_HALF, cwd=ROOT, timeout=120)
     assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
     assert "PyTorch" not in ended.stderr

@@ -75,14 +75,14 @@ def test_one_line_per_transition_with_ids_and_no_prompt(lines: dict[str, list[di
 
 @pytest.mark.slow
 def test_a_listener_that_fails_hurts_no_job(
-    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    client: QueueClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
     for name in ("received", "started", "ended"):
         monkeypatch.setattr(JobCounters, name, broken)
-    with running_worker(worker_config(valkey_url, client.queue)) as worker:
+    with running_worker(worker_config(client.url, client.queue)) as worker:
         ids = client.submit(*({"prompt": f"{i}", "max_tokens": 3} for i in range(20)))
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
         eventually(lambda: not len(worker.table), "all leases to be let go")

@@ -51,7 +51,7 @@ def probe(worker: Worker, name: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
-    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    client: QueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_load = threading.Event()
     load: Callable[..., Engine] = Engine.from_config
@@ -61,7 +61,7 @@ def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
         return load(config)
 
     monkeypatch.setattr(Engine, "from_config", slowly)
-    worker = Worker(worker_config(valkey_url, client.queue, engine_stall_s=0.2), valkey_url)
+    worker = Worker(worker_config(client.url, client.queue, engine_stall_s=0.2), client.url)
     try:
         worker.start()
         assert not worker.wait_ready(timeout=0.5), "it takes longer than a step may"
@@ -81,7 +81,7 @@ def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
 
 @pytest.mark.slow
 def test_a_worker_is_not_ready_before_clients_can_find_it(
-    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    client: QueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_register = threading.Event()
     heartbeat = leases.heartbeat
@@ -92,7 +92,7 @@ def test_a_worker_is_not_ready_before_clients_can_find_it(
         return heartbeat(queue, info)
 
     monkeypatch.setattr(leases, "heartbeat", late)
-    worker = Worker(worker_config(valkey_url, client.queue, lease_s=300.0), valkey_url)
+    worker = Worker(worker_config(client.url, client.queue, lease_s=300.0), client.url)
     try:
         worker.start()
         assert worker.wait_ready(PATIENCE_S)
@@ -109,9 +109,9 @@ def test_a_worker_is_not_ready_before_clients_can_find_it(
 
 @pytest.mark.slow
 def test_a_step_that_takes_too_long_fails_the_probe_until_it_ends(
-    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    client: QueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = worker_config(valkey_url, client.queue, engine_stall_s=0.5, lease_s=300.0)
+    config = worker_config(client.url, client.queue, engine_stall_s=0.5, lease_s=300.0)
     end = threading.Event()
     with running_worker(config) as worker:
         executor = worker.engine.engine._parts.executor

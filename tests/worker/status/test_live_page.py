@@ -82,17 +82,15 @@ def test_a_stranger_s_host_name_gets_nothing(worker: Worker, path: str) -> None:
     assert ask(worker, "/metrics", "evil.example").status == 200, "metrics are for everybody"
 
 
-def test_off_loopback_the_page_must_be_asked_for_and_its_names_be_told(
-    client: QueueClient, valkey_url: str
-) -> None:
-    with running_worker(worker_config(valkey_url, client.queue, http_host="0.0.0.0")) as worker:
+def test_off_loopback_the_page_must_be_asked_for_and_its_names_be_told(client: QueueClient) -> None:
+    with running_worker(worker_config(client.url, client.queue, http_host="0.0.0.0")) as worker:
         assert [ask(worker, path).status for path in ("/", "/live.json", "/live/events")] == [403] * 3
         assert [ask(worker, path).status for path in ("/metrics", "/healthz", "/readyz", "/startupz")] == [
             200
         ] * 4
         assert b"--live-page" in ask(worker, "/").read()
     shown = worker_config(
-        valkey_url,
+        client.url,
         client.queue,
         http_host="0.0.0.0",
         live_page=True,

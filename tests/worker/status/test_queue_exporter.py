@@ -51,16 +51,13 @@ def exporting(url: str, *names: str, **options: float) -> Iterator[str]:
 
 @pytest.fixture
 def second(valkey_url: str) -> Iterator[QueueClient]:
-    client = QueueClient(valkey_url, f"q-{uuid.uuid4().hex[:12]}")
-    yield client
-    client.redis.close()
+    with QueueClient(valkey_url, f"q-{uuid.uuid4().hex[:12]}") as client:
+        yield client
 
 
-def test_a_queue_without_a_worker_has_its_depth_and_no_server_for_its_model(
-    client: QueueClient, valkey_url: str
-) -> None:
+def test_a_queue_without_a_worker_has_its_depth_and_no_server_for_its_model(client: QueueClient) -> None:
     client.submit({"prompt": "a", "priority": "high"}, {"prompt": "b"}, {"prompt": "c", "delay": 600})
-    with exporting(valkey_url, client.queue) as url:
+    with exporting(client.url, client.queue) as url:
         samples = scrape(url)
     queue = client.queue
     assert value(samples, "queue_waiting_jobs", queue=queue, model="echo", priority="high") == 1
@@ -102,16 +99,14 @@ def test_it_says_what_a_worker_s_own_scrape_says(client: QueueClient, valkey_url
 
 
 @pytest.mark.slow
-def test_all_queues_are_found_and_none_besides(
-    client: QueueClient, second: QueueClient, valkey_url: str
-) -> None:
+def test_all_queues_are_found_and_none_besides(client: QueueClient, second: QueueClient) -> None:
     client.submit({"prompt": "a"})
     second.run(registry.heartbeat(second.queue, WorkerInfo(id="w1", models=("m",))))
     client.redis.set(f"pagemill:{{{client.queue}-x}}:cousins", "no queue's")
-    found = discover(valkey_url)
+    found = discover(client.url)
     assert {client.queue, second.queue} <= set(found)
     assert f"{client.queue}-x" not in found
-    with exporting(valkey_url) as url:
+    with exporting(client.url) as url:
         samples = scrape(url)
     assert value(samples, "queue_jobs", queue=client.queue, state="waiting") == 1
     assert value(samples, "queue_workers", queue=second.queue, state="ready") == 1

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import Gauge
 
 from pagemill.worker.status.server import Health, PortTaken, Probes, StatusServer
+from tests.worker.harness import get
 
 
 class Answers:
@@ -37,15 +38,6 @@ def server(answers: Answers) -> Iterator[StatusServer]:
     server = StatusServer("127.0.0.1", 0, answers.probes())
     yield server
     server.close()
-
-
-def get(url: str) -> tuple[int, bytes]:
-    try:
-        with urllib.request.urlopen(url, timeout=60) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
 
 
 def test_metrics_are_served_in_the_format_that_is_asked_for(server: StatusServer) -> None:

@@ -107,11 +107,8 @@ def test_a_worker_is_killed_while_others_wait(client: QueueClient, tmp_path: Pat
         eventually(lambda: client.generated(parent.id) >= 20, "a checkpoint")
         first.kill()
         assert cancelled.cancel()
-        second = WorkerProcess(process_settings(client.url, client.queue, model="echo"), tmp_path / "second")
-        try:
+        with WorkerProcess(process_settings(client.url, client.queue, model="echo"), tmp_path / "second"):
             texts = [child.result(timeout=60).text for child in children]
-        finally:
-            second.kill()
         assert texts == [f"{number} 012" for number in range(3)]
         assert parent.result(timeout=5).resumed_tokens >= 20
         with pytest.raises(JobCancelled):

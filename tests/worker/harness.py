@@ -185,6 +185,12 @@ class WorkerProcess:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 

@@ -137,11 +137,8 @@ def test_a_sealed_checkpoint_is_taken_over(queue: Queue, keys: str, tmp_path: Pa
     settings = process_settings(queue.url, queue.name, model="echo:20", lease_s=1.0, checkpoint_s=0.05)
     with Producer(queue.url, queue=queue.name, model=MODEL) as producer:
         handle = producer.submit(prompt=f"{SENTINEL} goes on", max_tokens=150, ignore_eos=True, stream=True)
-        first = WorkerProcess(settings, tmp_path / "first.log")
-        try:
+        with WorkerProcess(settings, tmp_path / "first.log"):
             eventually(lambda: len(entries(queue, handle.id)) > 3, "a checkpoint")
-        finally:
-            first.kill()
         saved = entries(queue, handle.id)
         assert all(entry.startswith(b'{"sealed":"k1"') for entry in saved)
         assert readable(queue, SENTINEL, "zebra") == []
@@ -290,11 +287,8 @@ def test_a_checkpoint_whose_key_is_gone_is_begun_again(
         handle = producer.submit(prompt=f"{SENTINEL} goes on", max_tokens=150, ignore_eos=True, stream=True)
         monkeypatch.setenv(KEYS_VARIABLE, f"k2:{key()},{keys}")
         settings = process_settings(queue.url, queue.name, model="echo:20", lease_s=1.0, checkpoint_s=0.05)
-        first = WorkerProcess(settings, tmp_path / "first.log")
-        try:
+        with WorkerProcess(settings, tmp_path / "first.log"):
             eventually(lambda: len(entries(queue, handle.id)) > 3, "a checkpoint")
-        finally:
-            first.kill()
         assert all(entry.startswith(b'{"sealed":"k2"') for entry in entries(queue, handle.id))
         monkeypatch.setenv(KEYS_VARIABLE, keys)
         with running_worker(worker_config(queue.url, queue.name, model="echo:0")) as worker:

@@ -175,10 +175,7 @@ def test_a_killed_workers_job_goes_on_with_the_same_adapter_only(
         if not same:
             shutil.rmtree(weights)
             shutil.copytree(adapters["blue"], weights)
-        second = WorkerProcess(given, tmp_path / "second.log")
-        try:
+        with WorkerProcess(given, tmp_path / "second.log"):
             result = handle.result(timeout=COMPILING_S)
-        finally:
-            second.kill()
     assert list(result.outputs[0].token_ids) == expected
     assert (result.resumed_tokens >= 40) is same

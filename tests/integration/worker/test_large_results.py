@@ -73,8 +73,7 @@ def test_a_result_just_below_the_bound_is_stored_whole(client: QueueClient) -> N
 
 def test_a_workers_memory_stays_bounded_and_returns(client: QueueClient, tmp_path: Path) -> None:
     settings = process_settings(client.url, client.queue, checkpoint_s=0.5)
-    process = WorkerProcess(settings, tmp_path / "worker.log")
-    try:
+    with WorkerProcess(settings, tmp_path / "worker.log") as process:
         (first,) = client.submit({"prompt": "hello", "max_tokens": 20} | LOGPROBS)
         client.wait([first])
         memory = psutil.Process(process.process.pid).memory_info
@@ -93,5 +92,3 @@ def test_a_workers_memory_stays_bounded_and_returns(client: QueueClient, tmp_pat
         watcher.join()
         assert peak[0] - before < 300 << 20
         eventually(lambda: memory().rss - before < 120 << 20, "the memory to return")
-    finally:
-        process.kill()

@@ -44,6 +44,11 @@ def submit(client: QueueClient) -> list[str]:
     return client.submit(*(common | options for options in JOBS))
 
 
+def parallel_worker(client: QueueClient, model: Path, tmp_path: Path, **options: Any) -> WorkerProcess:
+    given = process_settings(client.url, client.queue, **settings(model, tensor_parallel_size=2, **options))
+    return WorkerProcess(given, tmp_path / "worker.log")
+
+
 def rank_processes(worker: WorkerProcess) -> list[psutil.Process]:
     children = psutil.Process(worker.process.pid).children(recursive=True)
     return [
@@ -54,9 +59,7 @@ def rank_processes(worker: WorkerProcess) -> list[psutil.Process]:
 def test_a_killed_rank_ends_its_worker_and_another_finishes_the_jobs(
     model: Path, tmp_path: Path, client: QueueClient
 ) -> None:
-    parallel = settings(model, tensor_parallel_size=2)
-    first = WorkerProcess(process_settings(client.url, client.queue, **parallel), tmp_path / "first.log")
-    try:
+    with parallel_worker(client, model, tmp_path) as first:
         ids = submit(client)
         eventually(
             lambda: first.process.poll() is not None or all(client.generated(job_id) >= 16 for job_id in ids),
@@ -68,8 +71,6 @@ def test_a_killed_rank_ends_its_worker_and_another_finishes_the_jobs(
         os.kill(rank.pid, signal.SIGKILL)
         assert first.wait() == 1
         log = first.log()
-    finally:
-        first.kill()
     assert "the process of rank 1 was ended by SIGKILL" in log
     assert not psutil.pid_exists(rank.pid)
     interrupted = [job_id for job_id in ids if not client.status(job_id).done]
@@ -89,9 +90,7 @@ def test_a_killed_rank_ends_its_worker_and_another_finishes_the_jobs(
 def test_a_rank_that_dies_while_there_is_nothing_to_do_is_noticed(
     model: Path, tmp_path: Path, client: QueueClient
 ) -> None:
-    parallel = settings(model, tensor_parallel_size=2)
-    worker = WorkerProcess(process_settings(client.url, client.queue, **parallel), tmp_path / "idle.log")
-    try:
+    with parallel_worker(client, model, tmp_path) as worker:
         eventually(
             lambda: (
                 worker.process.poll() is not None or any(info.state == "ready" for info in client.workers())
@@ -102,22 +101,16 @@ def test_a_rank_that_dies_while_there_is_nothing_to_do_is_noticed(
         (rank,) = rank_processes(worker)
         os.kill(rank.pid, signal.SIGKILL)
         assert worker.wait() == 1
-    finally:
-        worker.kill()
     assert "the process of rank 1 was ended by SIGKILL" in worker.log()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
 def test_ranks_end_with_their_worker(number: int, model: Path, tmp_path: Path, client: QueueClient) -> None:
     """Also in the middle of steps; a drain lets them run on for the last ones."""
-    parallel = settings(model, tensor_parallel_size=2, drain_grace_s=0.0)
-    worker = WorkerProcess(process_settings(client.url, client.queue, **parallel), tmp_path / "ended.log")
-    try:
+    with parallel_worker(client, model, tmp_path, drain_grace_s=0.0) as worker:
         ids = submit(client)
         eventually(lambda: all(client.generated(job_id) >= 16 for job_id in ids), "checkpoints", PATIENCE_S)
         (rank,) = rank_processes(worker)
         worker.signal(number)
         assert worker.wait() == (0 if number == signal.SIGTERM else -number)
         eventually(lambda: not psutil.pid_exists(rank.pid), "the rank to end")
-    finally:
-        worker.kill()

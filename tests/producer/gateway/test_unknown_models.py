@@ -92,8 +92,7 @@ def outputs_of(client: OpenAI, batch: Batch) -> list[str]:
 def test_a_frozen_worker_is_a_503_also_at_a_new_gateway(
     valkey_url: str, queue: Queue, tmp_path: Path
 ) -> None:
-    worker = WorkerProcess(process_settings(valkey_url, queue.name), tmp_path / "worker.log")
-    try:
+    with WorkerProcess(process_settings(valkey_url, queue.name), tmp_path / "worker.log") as worker:
         eventually(lambda: queue.run(registry.workers(queue.name)), "the worker's registration")
         worker.signal(signal.SIGSTOP)
         register(queue, "other")
@@ -111,8 +110,6 @@ def test_a_frozen_worker_is_a_503_also_at_a_new_gateway(
                 worker.signal(signal.SIGCONT)
                 eventually(lambda: ask(fresh, "echo").status_code == 200, "an answer of the worker")
             assert ask(served, "echo").status_code == 200
-    finally:
-        worker.kill()
 
 
 @pytest.mark.slow

@@ -30,8 +30,7 @@ def lines(client: QueueClient, valkey_url: str, tmp_path: Path) -> dict[str, lis
     settings = process_settings(
         valkey_url, client.queue, model="echo:20", log_format="json", log_level="debug", drain_grace_s=0.0
     )
-    process = WorkerProcess(settings, tmp_path / "worker.log")
-    try:
+    with WorkerProcess(settings, tmp_path / "worker.log") as process:
         good, bad = client.submit({"prompt": SECRET, "max_tokens": 3}, {"prompt": SECRET * 400})
         client.wait([good, bad])
         stopped, returned = client.submit(*({"prompt": SECRET * 20, "max_tokens": 400} for _ in range(2)))
@@ -40,8 +39,6 @@ def lines(client: QueueClient, valkey_url: str, tmp_path: Path) -> dict[str, lis
         client.wait([stopped])
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
-    finally:
-        process.kill()
     by_job: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for text in process.log().splitlines():
         line = json.loads(text)

@@ -131,17 +131,12 @@ class SamplingFields:
             if self.length_penalty != 1.0 or self.early_stopping is not False:
                 raise InvalidParameter("length_penalty and early_stopping need a beam_width")
             return
-        refused = {
-            "best_of": self.best_of is not None,
-            "temperature": self.temperature not in (0.0, 1.0),
-            "top_k": self.top_k > 0,
-            "top_p": self.top_p != 1.0,
-            "min_p": self.min_p != 0.0,
-            "stop": bool(self.stop),
-            "structured_outputs": self.structured_outputs is not None,
-            "thinking_token_budget": self.thinking_token_budget is not None,
-        }
-        if names := [name for name, is_given in refused.items() if is_given]:
+        # The values that switch a field off, where there are others than its default.
+        off = {"temperature": (0.0, 1.0), "top_k": (0, -1)}
+        others = [name for name in SAMPLING_FIELDS if name not in _BEAM_FIELDS]
+        if names := [
+            name for name in others if getattr(self, name) not in off.get(name, (getattr(_DEFAULTS, name),))
+        ]:
             raise InvalidParameter(
                 f"a beam search cannot be combined with {', '.join(names)}", "unsupported_feature"
             )
@@ -169,4 +164,11 @@ _LABEL_FIELDS = frozenset({
     "early_stopping",
 })  # fmt: skip
 """The fields that leave label probabilities as they are. Any other field is rejected next to `label_probs`."""
+_BEAM_FIELDS = frozenset({
+    "n", "beam_width", "length_penalty", "early_stopping", "max_tokens", "min_tokens", "seed", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
+    "skip_special_tokens",
+})  # fmt: skip
+"""The fields that a beam search takes. Any other field is rejected next to `beam_width`."""
 _DEFAULTS = SamplingFields()

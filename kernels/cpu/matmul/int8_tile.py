@@ -34,9 +34,15 @@ _I32, _F32 = _ir.IntType(32), _ir.FloatType()
 _I32X16 = _ir.VectorType(_I32, LANES)
 _I16X32 = _ir.VectorType(_ir.IntType(16), 2 * LANES)
 _F16X16 = _ir.VectorType(_ir.HalfType(), LANES)
-_I32X8 = _ir.VectorType(_I32, LANES // 2)
-_I16X16 = _ir.VectorType(_ir.IntType(16), LANES)
-_I8X32 = _ir.VectorType(_ir.IntType(8), 2 * LANES)
+_BYTE_PRODUCTS, _WORD_PRODUCTS, _FEW = (
+    ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512", LANES)
+    if compiles_for("avx512bw")
+    else ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd", LANES // 2)
+)
+"""Instructions for the sums of two products of bytes, and of words; and the channels of one."""
+_FEW_INTEGERS = _ir.VectorType(_I32, _FEW)
+_FEW_WORDS = _ir.VectorType(_ir.IntType(16), 2 * _FEW)
+_FEW_BYTES = _ir.VectorType(_ir.IntType(8), 4 * _FEW)
 
 
 class Products(NamedTuple):
@@ -317,64 +323,61 @@ class _QuadByQuad(_Tile):
 
 
 class _SmallQuads(_Tile):
-    """`_QuadByQuad` for weights of 4 bits, by AVX2's products of bytes: half as many instructions.
+    """`_QuadByQuad` for weights of 4 bits, by products of bytes: half as many instructions.
 
     The largest sum is GROUP / 2 products of 15 and 127 in each of two words, which 16 bits hold.
     """
 
     def _add_group(self, group: _Group, halves: range) -> None:
         builder, int64 = self._builder, self._sums.type
-        # A vector of words for each half of a vector of channels.
-        totals = [
-            [cgutils.alloca_once(builder, _I16X16) for _ in (*halves, *halves)] for _ in range(self._num_rows)
+        count = len(halves) * LANES // _FEW
+        words = [
+            [cgutils.alloca_once_value(builder, _FEW_WORDS([0] * 2 * _FEW)) for _ in range(count)]
+            for _ in range(self._num_rows)
         ]
-        for total in (total for row_totals in totals for total in row_totals):
-            builder.store(_I16X16([0] * LANES), total)
         with cgutils.for_range(builder, int64(QUADS), intp=int64) as quads:
-            self._add_quad(group, quads.index, halves, totals)
+            self._add_quad(group, quads.index, halves, words)
         self._prefetch_factors(group, halves)
-        for row, row_totals in enumerate(totals):
-            start = self._start(group, row)
-            sums = [
-                builder.add(start, self._widened(row_totals[2 * i : 2 * i + 2])) for i in range(len(halves))
-            ]
-            totals[row] = sums
+        totals = []
+        for row, row_words in enumerate(words):
+            start, each = self._start(group, row), count // len(halves)
+            sums = [self._sum_of(row_words[at : at + each]) for at in range(0, count, each)]
+            totals.append([builder.add(start, one) for one in sums])
         self._add_to_sums(group, range(self._num_rows), halves, totals)
 
-    def _add_quad(self, group: _Group, quad: Any, halves: range, totals: list[list[Any]]) -> None:
+    def _add_quad(self, group: _Group, quad: Any, halves: range, words: list[list[Any]]) -> None:
         builder, per_line = self._builder, self._format.quads_per_line
         index = builder.udiv(quad, quad.type(per_line))
         self._prefetch(group, index, halves)
         line = builder.add(group.weights, builder.mul(index, index.type(_LINE)))
-        bits = builder.mul(builder.trunc(builder.urem(quad, quad.type(per_line)), _I32), _I32(4))
+        place = builder.trunc(builder.urem(quad, quad.type(per_line)), _I32)
+        bits = _few_of(builder, builder.mul(place, _I32(4)))
         vectors = []
-        for half in halves:
-            for part in range(2):
-                vector = self._load(_I32X8, line, VECTOR * half + VECTOR // 2 * part)
-                shifted = builder.lshr(vector, _splat_few(builder, bits))
-                vectors.append(builder.and_(shifted, _I32X8([0x0F0F0F0F] * (LANES // 2))))
+        for at in range(VECTOR * halves[0], VECTOR * (halves[-1] + 1), I32 * _FEW):
+            shifted = builder.lshr(self._load(_FEW_INTEGERS, line, at), bits)
+            vectors.append(builder.and_(shifted, _FEW_INTEGERS([0x0F0F0F0F] * _FEW)))
         numbers = builder.add(group.rows, builder.mul(quad, quad.type(QUAD)))
-        for row, row_totals in enumerate(totals):
+        for row, row_words in enumerate(words):
             distance = self._products.row_octets + self._products.row_bytes * row
-            number = _splat_few(builder, self._load(_I32, numbers, distance))
-            for vector, total in zip(vectors, row_totals, strict=True):
-                operands = [builder.bitcast(operand, _I8X32) for operand in (vector, number)]
-                product = call(builder, "llvm.x86.avx2.pmadd.ub.sw", _I16X16, operands)
+            number = _few_of(builder, self._load(_I32, numbers, distance))
+            for vector, total in zip(vectors, row_words, strict=True):
+                operands = [builder.bitcast(operand, _FEW_BYTES) for operand in (vector, number)]
+                product = call(builder, _BYTE_PRODUCTS, _FEW_WORDS, operands)
                 builder.store(builder.add(builder.load(total), product), total)
 
-    def _widened(self, totals: list[Any]) -> Any:
-        """The sums of each two words, of one vector of channels."""
-        builder, ones = self._builder, _I16X16([1] * LANES)
-        sums = [
-            call(builder, "llvm.x86.avx2.pmadd.wd", _I32X8, [builder.load(total), ones]) for total in totals
-        ]
+    def _sum_of(self, words: list[Any]) -> Any:
+        """The sums of each two words, of a vector of channels."""
+        builder, ones = self._builder, _FEW_WORDS([1] * 2 * _FEW)
+        sums = [call(builder, _WORD_PRODUCTS, _FEW_INTEGERS, [builder.load(one), ones]) for one in words]
+        if len(sums) == 1:
+            return sums[0]
         return builder.shuffle_vector(*sums, _ir.Constant(_I32X16, list(range(LANES))))
 
 
-def _splat_few(builder: Any, number: Any) -> Any:
-    """The number in 8 lanes."""
-    one = builder.insert_element(_ir.Constant(_I32X8, _ir.Undefined), number, _I32(0))
-    return builder.shuffle_vector(one, one, _I32X8([0] * (LANES // 2)))
+def _few_of(builder: Any, number: Any) -> Any:
+    """The number in the lanes of one instruction."""
+    one = builder.insert_element(_ir.Constant(_FEW_INTEGERS, _ir.Undefined), number, _I32(0))
+    return builder.shuffle_vector(one, one, _FEW_INTEGERS([0] * _FEW))
 
 
 class _GroupByGroup(_Tile):

@@ -290,6 +290,7 @@ local function first_alike(lane, affinity, rank_of_oldest)
         -- Most are of jobs that such workers took.
         redis.call('UNLINK', alike_key(lane))
       end
+      leaving.write(lane) -- or jobs that were taken would enter the index
       at_end[lane] = not extend_alike(lane, limit)
     end
   end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.producer.driving import Queue
+from tests.producer.queue_sets import check_indexes
 
 LANE = "1:1:default:m"
 VAIN = 64
@@ -59,3 +60,12 @@ def test_many_that_leave_together_leave_the_lane(queue: Queue) -> None:
     assert queue.client.zcard(f"{queue.prefix}wait:{LANE}") == 31
     assert taken(queue, 100) == ids[20:]
     assert not {f"wait:{LANE}", f"alike:{LANE}", "lanes"} & queue.names()
+
+
+def test_no_job_enters_the_index_after_it_was_taken(queue: Queue) -> None:
+    """The eighth is taken because it has waited longest; the index is begun for the ninth, in the same call."""
+    ids = submit(queue, *"aaaaaaa", "b", "c", "d", "a")
+    queue.client.hset(f"{queue.prefix}job:{ids[7]}", "at", 1)
+    assert [name[0] for name in taken(queue, 9)] == [*"aaaaaaa", "b", "a"]
+    assert indexed(queue) == 3
+    check_indexes(queue, queue.names())

@@ -60,6 +60,7 @@ class SamplingParams(SamplingFields):
 
     @property
     def is_greedy(self) -> bool:
+        """True if each token is the most probable one, or the outputs come from a beam search."""
         return self.temperature < GREEDY_BELOW or self.beam_width is not None
 
     @property

@@ -65,7 +65,7 @@ def of_class(file: str, node: ast.ClassDef, *, with_init: bool) -> Iterator[Desc
             if with_init and "producer" not in parameters(member):  # such an object is a producer's
                 yield Described(f"{file}: {node.name}", member, (ast.get_docstring(node) or "") + doc)
         elif not member.name.startswith("_") and not any(
-            ast.unparse(decorator).endswith(("property", ".setter")) for decorator in member.decorator_list
+            ast.unparse(decorator).endswith(".setter") for decorator in member.decorator_list
         ):
             yield Described(f"{file}: {node.name}.{member.name}", member, doc)
 

@@ -58,6 +58,7 @@ class SideFigures:
 
     @property
     def failure_rate(self) -> float:
+        """Failures per job, 0 without jobs."""
         return self.failures / self.jobs if self.jobs else 0.0
 
 

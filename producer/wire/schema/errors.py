@@ -162,6 +162,7 @@ class StoreError(PagemillError):
 
     @property
     def retryable(self) -> bool:
+        """True if the store was unavailable."""
         return self.kind == "away"
 
 

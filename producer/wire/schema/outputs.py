@@ -166,6 +166,7 @@ class Rows(WireModel):
 
     @cached_property
     def raw(self) -> bytes:
+        """The numbers as bytes: rows of little-endian floats."""
         return base64.b64decode(self.data, validate=True)
 
     @property
@@ -256,6 +257,7 @@ class Result(WireModel):
 
     @property
     def text(self) -> str:
+        """Text of the first output."""
         return self.outputs[0].text
 
     @property
@@ -279,26 +281,32 @@ class Result(WireModel):
 
     @property
     def reasoning(self) -> str | None:
+        """Reasoning of the first output, where a parser separated it from the text."""
         return self.outputs[0].reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Tool calls of the first output."""
         return self.outputs[0].tool_calls
 
     @property
     def label(self) -> str | None:
+        """Chosen label of the first output, if the job had choices."""
         return self.outputs[0].label
 
     @property
     def label_probs(self) -> dict[str, float] | None:
+        """Probability of each choice for the first output."""
         return self.outputs[0].label_probs
 
     @property
     def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first output."""
         return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:
+        """Why the first output ended."""
         return self.outputs[0].finish_reason
 
 
@@ -407,6 +415,7 @@ class BatchCounts(WireModel):
 
     @property
     def ended(self) -> int:
+        """Number of jobs that have ended."""
         return self.succeeded + self.failed + self.cancelled + self.expired + self.dead
 
     @property

@@ -212,6 +212,19 @@ def _collected_garbage() -> Iterator[None]:
         assert not dispatch.replaced()
 
 
+@pytest.fixture(autouse=True)
+def _killed_workers() -> Iterator[None]:
+    """Kill the worker processes that a test has started, also if it fails before it ends them itself."""
+    harness = "tests.worker.harness"
+    before = len(sys.modules[harness].WorkerProcess.started) if harness in sys.modules else 0
+    yield
+    if harness in sys.modules:
+        started = sys.modules[harness].WorkerProcess.started
+        for worker in started[before:]:
+            worker.kill()
+        del started[before:]
+
+
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Valkey 9 shared by the session: keep to your own `queue_name`."""

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pagemill.producer.wire.calls import batches, reads, submissions, transitions
 from pagemill.producer.wire.calls.reads import Outcome
@@ -174,7 +174,11 @@ def running_worker(config: WorkerConfig, load_patience_s: float = PATIENCE_S) ->
 class WorkerProcess:
     """A worker in a process of its own, to be killed, frozen and drained."""
 
+    started: ClassVar[list[WorkerProcess]] = []
+    """Those of this test, and of fixtures of its module; the end of a test kills its own (tests/conftest.py)."""
+
     def __init__(self, config: dict[str, Any], log_path: Path) -> None:
+        self.started.append(self)
         self.log_path = log_path
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
 
+from pagemill.common.schema_numbers import InexactInteger, with_exact_numbers
 from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
+from pagemill.engine.structured_output.gbnf import is_gbnf, prepared
 from pagemill.engine.structured_output.json_schema import TooLarge, rewritten
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ _UNSUPPORTED = (
     "only supported when",
     "not disjoint",
     "stack level",
+    "Failed to generate regex",
 )
 _TOO_COMPLEX = ("too large", "too many", "too complex", "items; max is", "limit", "Unable to determine")
 
@@ -80,7 +83,11 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
         SchemaInvalid, SchemaTooComplex, UnsupportedFeature.
     """
     try:
-        return _compile(tokenizer, kind, text)
+        exact = with_exact_numbers(text) if kind == "json" else text
+    except InexactInteger as error:
+        raise UnsupportedFeature(_message(kind, str(error))) from None
+    try:
+        return _compile(tokenizer, kind, exact)
     except UnsupportedFeature as error:
         if kind != "json":
             raise
@@ -95,7 +102,7 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
         reason = error
     for is_loose in (False, True):
         try:
-            schema = rewritten(text, is_loose=is_loose)
+            schema = rewritten(exact, is_loose=is_loose)
             compiled = _compile(tokenizer, kind, schema.text)
         except (TooLarge, InvalidRequest):
             continue
@@ -122,9 +129,10 @@ def _grammar(kind: str, text: str) -> str:
             return llguidance.LLMatcher.grammar_from_lark(f"start: /{regex}/")
         if kind == "json":
             return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_FORMAT)
+        if is_gbnf(text):
+            return llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(prepared(text)))
         # Lark's modifiers of the first rule shape its tree, which nothing reads.
-        lark = _LARK_START.sub(r"\1start:", text)
-        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(lark))
+        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(_LARK_START.sub(r"\1start:", text)))
     except Exception as error:  # the GBNF converter raises Exception itself
         raise SchemaInvalid(_message(kind, str(error))) from None
 

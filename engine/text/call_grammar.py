@@ -10,7 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from pagemill.common.chat.families import Elements, ToolSyntax
+from pagemill.common.schema_numbers import InexactInteger, exact_numbers
 from pagemill.common.structured_outputs import StructuredOutputs, closed_objects
+from pagemill.engine.errors import UnsupportedFeature
 from pagemill.engine.text.tokenizer import Tokenizer
 
 MAX_CALLS = 16
@@ -169,4 +171,8 @@ def _styled(schema: Any) -> str:
     """Return a schema as JSON, with one way to write each value."""
     if schema is True:
         schema = {}
+    try:
+        schema = exact_numbers(schema)
+    except InexactInteger as error:
+        raise UnsupportedFeature(f"tools: {error}") from None
     return json.dumps(schema | {"x-guidance": _STYLE} if isinstance(schema, dict) else schema)

@@ -130,6 +130,22 @@ def test_parameters_are_closed_unless_the_schema_says_otherwise(
     assert grammar(place | {"additionalProperties": True}).count('"additionalProperties": false') == 0
 
 
+def test_numbers_of_parameters_are_enforced(tokenizer: HuggingFaceTokenizer) -> None:
+    def grammar(parameter: dict[str, Any]) -> str:
+        parameters = {"type": "object", "properties": {"p": parameter}}
+        options = ChatOptions(
+            tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+            choice="required",
+        )
+        shape = ChatFormat(tokenizer, "hermes").prepare(TURNS, options, SamplingParams()).params
+        assert shape.structured_outputs is not None
+        return str(shape.structured_outputs.grammar)
+
+    assert '"minimum": 1e-14' in grammar({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5})
+    with pytest.raises(UnsupportedFeature, match="tools: the integer 1152921504606846977"):
+        grammar({"enum": [2**60 + 1]})
+
+
 @pytest.mark.parametrize(("is_parallel", "calls"), [(None, 1), (False, 1), (True, 16)])
 def test_one_call_is_forced_unless_several_are_allowed(
     tokenizer: HuggingFaceTokenizer, is_parallel: bool | None, calls: int

@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from pagemill.common.sampling_fields import LabelProbs
 from pagemill.engine.byte_cache import ByteCache, text_bytes
@@ -167,6 +169,8 @@ class ChoiceCompiler:
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int | None) -> None:
         self._tokenizer = tokenizer
         self._eos_token_id = eos_token_id
+        self._plain: Any = None
+        """The `tokenizers.Tokenizer` that reads special tokens as text."""
         self._tries: ByteCache[tuple[tuple[str, ...], int | None], ChoiceTrie] = ByteCache(
             _CACHE_BYTES, lambda key, trie: text_bytes(key[0]) + trie.num_bytes
         )
@@ -230,11 +234,41 @@ class ChoiceCompiler:
         A tokenizer may write a text's first word differently at the start than after other text, so the label
         is encoded behind the last prompt token if that token survives the concatenation unchanged.
         """
-        token_ids = self._tokenizer.encode(anchor + label, add_special_tokens=False)
-        if last_token_id is not None:
-            if token_ids[:1] == [last_token_id] and len(token_ids) > 1:
-                return token_ids[1:]
-            token_ids = self._tokenizer.encode(label, add_special_tokens=False)
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        token_ids = _behind(anchor, label, last_token_id, encode)
+        if self._has_special(token_ids):
+            token_ids = _behind(anchor, label, last_token_id, self._spelled_out)
         if not token_ids:
             raise InvalidRequest("a choice label has no tokens")
         return token_ids
+
+    def _has_special(self, token_ids: Sequence[int]) -> bool:
+        """Return True if texts would leave out a token."""
+        decode = self._tokenizer.decode
+        return decode(token_ids) != decode(token_ids, skip_special_tokens=False)
+
+    def _spelled_out(self, text: str) -> list[int]:
+        """Encode a text whose special tokens are to be read as they are written."""
+        if self._plain is None:
+            source = None if getattr(self._tokenizer, "is_limited", False) else self._tokenizer.to_json()
+            if source is None:
+                raise InvalidRequest(
+                    "a choice label contains the name of a special token, which this tokenizer cannot spell out"
+                )
+            from tokenizers import Tokenizer as Plain
+
+            self._plain = Plain.from_str(source)
+            self._plain.encode_special_tokens = True
+        token_ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return token_ids
+
+
+def _behind(
+    anchor: str, label: str, last_token_id: int | None, encode: Callable[[str], list[int]]
+) -> list[int]:
+    token_ids = encode(anchor + label)
+    if last_token_id is None:
+        return token_ids
+    if token_ids[:1] == [last_token_id] and len(token_ids) > 1:
+        return token_ids[1:]
+    return encode(label)

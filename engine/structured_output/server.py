@@ -27,7 +27,7 @@ from pagemill.engine.child_process import limit_memory, memory
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.structured_output.matcher import CompiledSchema, MatcherGrammar, compile_schema
 from pagemill.engine.structured_output.messages import Advance, Answer
-from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
+from pagemill.engine.structured_output.vocabulary import GrammarVocabulary, has_name
 
 TIME_LIMIT_S = 5.0
 """Seconds of real time to compile a schema and to follow it for a few tokens."""
@@ -59,11 +59,13 @@ class SchemaServer:
         self,
         connection: socket.socket,
         tokenizer: llguidance.LLTokenizer,
-        eos_token_ids: tuple[int, ...],
+        vocabulary: GrammarVocabulary,
+        names: tuple[str, ...],
     ) -> None:
         self._connection = connection
         self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
+        self._vocabulary, self._names = vocabulary, names
+        self._eos_token_ids = vocabulary.eos_token_ids
         self._places: dict[int, tuple[MatcherGrammar, list[int]]] = {}
         """Sequence number -> its matcher, and the tokens so far."""
         self._answers_to_size = _ANSWERS_PER_SIZE
@@ -83,6 +85,8 @@ class SchemaServer:
         limit_memory(memory_limit_mib << 20)
         signal.setitimer(signal.ITIMER_REAL, time_limit_s)
         self._arm(0.0 if is_slow else QUICK_LIMIT_S)
+        if has_name(self._kind, self._text, self._names):
+            self._tokenizer = self._vocabulary.without_names().build()
         try:
             self._schema = compile_schema(self._tokenizer, self._kind, self._text)
             _follow(self._schema, self._tokenizer.vocab_size)
@@ -212,7 +216,7 @@ def main(control: socket.socket, time_limit_s: float, memory_limit_mib: int) -> 
     """Run the first process: the vocabulary is its input; then a socket per schema comes over `control`."""
     os.nice(_NICENESS)
     vocabulary = GrammarVocabulary.load(sys.stdin.read())
-    tokenizer = vocabulary.build()
+    tokenizer, names = vocabulary.build(), vocabulary.special_names()
     # Once, before processes fork: alone it takes longer than most schemas.
     importlib.import_module("pagemill.engine.structured_output.verifier")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are never waited for
@@ -226,9 +230,7 @@ def main(control: socket.socket, time_limit_s: float, memory_limit_mib: int) -> 
             if os.fork() == 0:
                 control.close()
                 try:
-                    SchemaServer(connection, tokenizer, vocabulary.eos_token_ids).run(
-                        time_limit_s, memory_limit_mib
-                    )
+                    SchemaServer(connection, tokenizer, vocabulary, names).run(time_limit_s, memory_limit_mib)
                 finally:
                     os._exit(0)
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import llguidance
 
 from pagemill.engine.text.tokenizer import Tokenizer
+
+_ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/', re.DOTALL)
+_UNWRITABLE = "\ufdd0"
+"""A code point that no text has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +50,38 @@ class GrammarVocabulary:
         return llguidance.LLTokenizer(
             self.tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids)
         )
+
+    def special_names(self) -> tuple[str, ...]:
+        """Return the names of the special tokens, which texts leave out."""
+        found = _ADDED.search(self.tokenizer_json)
+        added = json.JSONDecoder().raw_decode(self.tokenizer_json, found.end())[0] if found else []
+        return tuple(token["content"] for token in added if token["special"] and token["content"])
+
+    def without_names(self) -> GrammarVocabulary:
+        """Return a vocabulary for texts with names of special tokens, which it spells out.
+
+        The library encodes what a grammar forces, and would take such a name for the token.
+        """
+        described = json.loads(self.tokenizer_json)
+        renamed = {name: _UNWRITABLE + name for name in self.special_names()}
+        for token in described["added_tokens"]:
+            token["content"] = renamed.get(token["content"], token["content"])
+        model: dict[str, Any] = described["model"]
+        if isinstance(vocab := model.get("vocab"), dict):
+            model["vocab"] = {renamed.get(piece, piece): number for piece, number in vocab.items()}
+        elif vocab is not None:
+            model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in vocab]
+        if model.get("unk_token") in renamed:
+            model["unk_token"] = renamed[model["unk_token"]]
+        return replace(self, tokenizer_json=json.dumps(described))
+
+
+def has_name(kind: str, text: str, names: tuple[str, ...]) -> bool:
+    """Return True if a schema has the name of a special token as text.
+
+    A Lark grammar may also mean the token, by its name outside of quotes; then the result is False.
+    """
+    if kind == "grammar" and any(name in _QUOTED.sub("", text) for name in names):
+        return False
+    plain = text.replace("\\", "")
+    return any(name in plain for name in names)

@@ -182,6 +182,20 @@ def test_labels_are_tokenised_as_they_stand_after_the_prompt() -> None:
         assert [canonical[0], *choice.advance(canonical[0])] == canonical
 
 
+@pytest.mark.parametrize("label", ["<filename>", "see <|im_end|> ok", "<|im_end|>"])
+def test_a_label_with_the_name_of_a_special_token_is_spelled_out(label: str) -> None:
+    tokenizer = HuggingFaceTokenizer(packaged_model_directory())
+    compiler = ChoiceCompiler(tokenizer, 2)
+    for prompt in ([], tokenizer.encode("The answer is:")):
+        choice = compiler.compile((label, "no"), prompt).start()
+        first = next(
+            ids
+            for ids in choice.allowed_token_ids()
+            if tokenizer.decode([ids]) == label[: len(tokenizer.decode([ids]))]
+        )
+        assert tokenizer.decode([first, *choice.advance(first)]) == label
+
+
 def choose(llm: LLM, prompts: list[str], *labels: str, **options: object) -> list[tuple[str, list[int]]]:
     params = SamplingParams(structured_outputs=StructuredOutputs(choice=labels), **options)  # type: ignore[arg-type]
     results = llm.generate(prompts, params, use_tqdm=False)
@@ -217,3 +231,27 @@ def test_max_tokens_cuts_a_label_short() -> None:
     params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputs(choice=("dog", "cat")))
     (result,) = LLM("echo").generate("dog", params, use_tqdm=False)
     assert (result.outputs[0].text, result.outputs[0].finish_reason) == ("do", "length")
+
+
+def test_schemas_with_the_name_of_a_special_token_are_spelled_out() -> None:
+    llm = LLM("echo")
+    for schema in (
+        StructuredOutputs(json={"const": "<end>"}),
+        StructuredOutputs(
+            json={"type": "object", "properties": {"<end>": {"const": 1}}, "required": ["<end>"]}
+        ),
+        StructuredOutputs(regex='"<end>"x'),
+        StructuredOutputs(grammar='start: "<end>" "x"'),
+    ):
+        (result,) = llm.generate(
+            "x", SamplingParams(max_tokens=40, structured_outputs=schema), use_tqdm=False
+        )
+        assert "<end>" in result.outputs[0].text
+
+
+def test_a_grammar_may_name_a_special_token() -> None:
+    params = SamplingParams(
+        structured_outputs=StructuredOutputs(grammar='start: "a" <end> "b"'), ignore_eos=True
+    )
+    (result,) = LLM("echo").generate("x", params, use_tqdm=False)
+    assert result.outputs[0].text.startswith("a")

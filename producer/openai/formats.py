@@ -266,6 +266,9 @@ def _message(number: int, message: Any) -> Any:
     # Clients send earlier answers back unchanged, with their empty fields.
     told = {name: value for name, value in message.items() if value not in (None, [])}
     if told.get("role") == "assistant":
+        told = _without(told, _ANSWER_MEMBERS)
+        if isinstance(calls := told.get("tool_calls"), list):
+            told["tool_calls"] = [_call(call) for call in calls]
         if isinstance(told.get("refusal"), str):
             told.setdefault("content", told.pop("refusal"))  # it is what the assistant answered
         if told.get("content") is None and "tool_calls" not in told:
@@ -277,6 +280,26 @@ def _message(number: int, message: Any) -> Any:
     if isinstance(parts := told.get("content"), list):
         told["content"] = _content(parts, f"messages.{number}.content")
     return told
+
+
+def _call(call: Any) -> Any:
+    """Return a tool call of an earlier answer without the members of answers that calls in requests lack."""
+    if not isinstance(call, Mapping):
+        return call
+    told = _without(call, _CALL_MEMBERS)
+    if isinstance(function := told.get("function"), Mapping):
+        told["function"] = _without(function, _FUNCTION_MEMBERS)
+    return told
+
+
+def _without(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in names}
+
+
+_ANSWER_MEMBERS = ("parsed", "id", "annotations", "weight")
+"""Members of an assistant's message that do not affect the output; `parsed` is what openai's helpers read in it."""
+_CALL_MEMBERS = ("index",)
+_FUNCTION_MEMBERS = ("parsed_arguments",)
 
 
 def _content(parts: list[Any], place: str) -> str | list[dict[str, Any]]:

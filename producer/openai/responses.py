@@ -57,7 +57,7 @@ _INSTEAD: Mapping[str, str] = {
 }
 _ITEM = ("id", "status")
 """Members of an item that do not affect the output: clients send items of earlier answers back as they came."""
-_PART = ("annotations", "logprobs", "cache_control", "prompt_cache_breakpoint")
+_PART = ("annotations", "logprobs", "parsed", "cache_control", "prompt_cache_breakpoint")
 """Likewise of a part of a message."""
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -120,7 +120,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: Any) -> None:
             "arguments": arguments,
             **rest,
         }:
-            check_members(rest, _ITEM, place)
+            check_members(rest, (*_ITEM, "parsed_arguments"), place)
             call = {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
             turn = _assistant(messages, "content_follows")
             turn["tool_calls"] = [*turn.get("tool_calls", ()), call]

@@ -233,11 +233,11 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "1"}
 ITEMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"role": "user", "content": "x"}, ("type", "phase", "status", "id")),
     ({"role": "assistant", "content": "x"}, ("type", "phase", "status", "id")),
-    (CALL, ("id", "status")),
+    (CALL, ("id", "status", "parsed_arguments")),
     (OUTPUT, ("id", "status", "name")),
     ({"type": "reasoning", "summary": []}, ("id", "status", "encrypted_content", "content")),
     ({"role": "user", "content": [{"type": "input_text", "text": "x"}]}, ()),
-    ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, ()),
+    ({"role": "assistant", "content": [{"type": "output_text", "text": "x", "parsed": {}}]}, ()),
 ]
 """Items of /v1/responses, and members that do not affect the output."""
 
@@ -287,6 +287,21 @@ def test_a_refusal_in_the_history_is_what_the_assistant_answered() -> None:
         parsed = job(messages=[*CHAT["messages"], {"role": "assistant", **answer}, *CHAT["messages"]])
         assert parsed.messages is not None
         assert parsed.messages[1].content == "No."
+
+
+def test_members_of_answers_are_accepted_in_the_history() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    sent = {
+        "role": "assistant", "content": "{}", "id": "m", "annotations": [{"type": "url_citation"}], "weight": 1,
+        "refusal": None, "audio": None, "function_call": None, "parsed": {}, "tool_calls": [
+            call | {"index": 0, "function": call["function"] | {"parsed_arguments": {}}}
+        ],
+    }  # fmt: skip
+    plain = {"role": "assistant", "content": "{}", "tool_calls": [call]}
+    assert job(messages=[sent]) == job(messages=[plain])
+    for wrong in ({"role": "user", "parsed": {}}, {"role": "assistant", "audio": {"id": "a"}}):
+        with pytest.raises(InvalidJob, match=r"(parsed|audio): no such field"):
+            job(messages=[{"content": "x"} | wrong])
 
 
 def test_a_refusal_in_an_earlier_response_is_text() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel, ConfigDict
 
 from tests.producer.gateway.serving import Served, gateway
 from tests.producer.gateway.weather import ANSWER, FLAT, PARAMETERS, WEATHER
@@ -90,6 +91,34 @@ def test_a_conversation_goes_on_with_what_was_answered(client: OpenAI) -> None:
     answer = client.chat.completions.create(**ask).choices[0]
     assert answer.finish_reason == "stop"
     assert (answer.message.content or "").endswith("Let me look.\nsun\nsun\n")
+
+
+class City(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    city: Literal["Rome", "Oslo"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of openai's dump of `parsed`
+def test_a_conversation_continues_with_answers_of_the_client_s_helpers(client: OpenAI) -> None:
+    chats: Any = client.chat.completions
+    tool = openai.pydantic_function_tool(City)
+    forced = ASK | {"tools": [tool], "tool_choice": "required"}
+    parsed = chats.parse(model="echo", messages=ASK["messages"], response_format=City, max_tokens=400)
+    called = chats.parse(**forced)
+    with chats.stream(**forced) as stream:
+        streamed = stream.get_final_completion()
+    assert parsed.choices[0].message.parsed
+    for answer in (called, streamed):
+        assert answer.choices[0].message.tool_calls[0].function.parsed_arguments
+    for answer in (parsed, called, streamed):
+        message = answer.choices[0].message
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in message.tool_calls or ()
+        ]
+        for turn in (message, message.model_dump(mode="json")):
+            turns = [{"role": "user", "content": "and?"}, turn, *results]
+            assert chats.create(model="echo", messages=turns, tools=[tool]).choices[0].message.content
 
 
 @pytest.mark.parametrize(

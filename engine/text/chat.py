@@ -230,7 +230,9 @@ class ChatFormat:
             raise UnsupportedFeature(
                 f"reasoning_effort: the model knows {', '.join(efforts)}, not {options.reasoning_effort}"
             )
-        if options.reasoning_effort is not None and not any(word in self._template for word in words):
+        never_thinks = not has_thinking and detect_thinking(self._template) is None
+        is_met = options.reasoning_effort is None or (options.reasoning_effort == "none" and never_thinks)
+        if not is_met and not any(word in self._template for word in words):
             raise UnsupportedFeature(
                 "reasoning_effort: the model's chat template has no such variable; use thinking_token_budget, or a "
                 "model whose template has one"

@@ -111,6 +111,14 @@ def test_an_effort_that_the_template_does_not_know_is_refused(tokenizer: Hugging
         ChatFormat(tokenizer).prepare(TURNS, ChatOptions(reasoning_effort="low"), SamplingParams())
 
 
+def test_no_reasoning_is_accepted_from_a_model_that_has_none(tokenizer: HuggingFaceTokenizer) -> None:
+    params, off = SamplingParams(), ChatOptions(reasoning_effort="none")
+    plain = ChatFormat(tokenizer).prepare(TURNS, ChatOptions(), params)
+    assert ChatFormat(tokenizer).prepare(TURNS, off, params) == plain
+    with pytest.raises(InvalidRequest, match="no such variable"):
+        ChatFormat(tokenizer, thinking="think").prepare(TURNS, off, params)
+
+
 @pytest.mark.parametrize("more", [{}, {"strict": True}], ids=["forced", "strict"])
 def test_parameters_are_closed_unless_the_schema_says_otherwise(
     tokenizer: HuggingFaceTokenizer, more: dict[str, Any]

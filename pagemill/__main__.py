@@ -6,8 +6,10 @@ works where only the producer is installed.
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 
 from pagemill.cli import (  # noqa: F401 - they register their commands
     adapter,
@@ -34,6 +36,7 @@ from pagemill.cli.processes import celery, exporter, gateway, up, worker  # noqa
 def main() -> None:
     """The console script."""
     drop_service_links()
+    escape_unencodable()
     app(prog_name="pagemill")
 
 
@@ -42,6 +45,13 @@ def drop_service_links() -> None:
     for name, value in list(os.environ.items()):
         if re.fullmatch(r"PAGEMILL_\w*PORT", name) and re.match(r"(tcp|udp|sctp)://", value):
             del os.environ[name]
+
+
+def escape_unencodable() -> None:
+    """Make stdout and stderr write characters that their encoding lacks as escapes, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

@@ -430,10 +430,6 @@ def _report(dataset: DatasetRun, summary: Summary, page: Place, *, as_json: bool
     """Write the report's files, and print its figures to stdout; the output itself is complete by now."""
     paths = page.path, page.path.with_suffix(".json")
     about = {"input": dataset.source.name, "output": dataset.outputs_name, "model": dataset.models[0]}
-    if as_json:
-        typer.echo(json.dumps({**about, **summary.as_json()}))
-    else:
-        _print(dataset, summary, page)
     try:
         page.prepare()
         report.write_html(summary, paths[0], about)
@@ -449,6 +445,10 @@ def _report(dataset: DatasetRun, summary: Summary, page: Place, *, as_json: bool
         print_stderr(
             f"the report's files could not be written ({reason}); {dataset.outputs_name} is complete"
         )
+    if as_json:
+        typer.echo(json.dumps({**about, **summary.as_json()}))
+    else:
+        _print(dataset, summary, page)
 
 
 def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
@@ -495,7 +495,8 @@ def _print(dataset: DatasetRun, summary: Summary, page: Place) -> None:
     labels = summary.labels.as_json() if summary.labels.are_labels else {}
     if 0 < len(labels) <= 20:
         chart = Table(show_header=False, box=None, pad_edge=False)
-        for label, bar, count in report.bars(labels):
+        block = "#" if console.options.ascii_only else "█"
+        for label, bar, count in report.bars(labels, block):
             chart.add_row(label, bar, f"{count:,}")
         console.print(chart)
     if points := report.curve_rows(summary):

@@ -115,10 +115,10 @@ def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
     )
 
 
-def bars(counts: dict[str, int]) -> list[tuple[str, str, int]]:
-    """Return (label, bar of block characters, count) for the terminal."""
+def bars(counts: dict[str, int], block: str = "█") -> list[tuple[str, str, int]]:
+    """Return (label, bar of blocks, count) for the terminal."""
     most = max(counts.values(), default=1)
-    return [(escaped(label), "█" * max(1, round(BAR_WIDTH * n / most)), n) for label, n in counts.items()]
+    return [(escaped(label), block * max(1, round(BAR_WIDTH * n / most)), n) for label, n in counts.items()]
 
 
 def curve_rows(summary: Summary) -> list[list[str]]:

@@ -78,6 +78,19 @@ def test_a_run_with_its_report(pagemill: Callable[..., Finished], worker: Any, t
     assert json.loads((tmp_path / "out.jsonl.report.json").read_text())["rows"] == 30
 
 
+def test_characters_that_the_output_s_encoding_lacks_are_escaped(
+    pagemill: Callable[..., Finished], worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "iso8859-1")
+    (tmp_path / "in.jsonl").write_text('{"text": "a 😀"}\n')
+    done = pagemill(*RUN, "--choices", "b,😀")
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
+    assert re.search(r"^(b|\\U0001f600) +#+ +1$", done.stdout, re.MULTILINE)
+    assert (tmp_path / "out.jsonl.report.html").exists()
+    submitted = pagemill("submit", "😀", "--max-tokens", "4", "--wait")
+    assert (submitted.returncode, submitted.stdout) == (0, "\\U0001f600\n")
+
+
 @pytest.mark.slow
 def test_markup_in_the_data_stays_text(
     pagemill: Callable[..., Finished], worker: Any, tmp_path: Path

@@ -27,7 +27,7 @@ from pagemill.cli.app import (
 )
 from pagemill.cli.processes.worker import check_options
 from pagemill.cli.terminal import options, views
-from pagemill.cli.terminal.checked import YEAR_S, Cursor, between, checked, served_name
+from pagemill.cli.terminal.checked import YEAR_S, Cursor, between, checked, output_path, served_name
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.openai.batch_file import BatchFile
@@ -50,7 +50,11 @@ def batch_run(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Output file; errors go beside it. Default: REQUESTS.output.jsonl."),
+        typer.Option(
+            "--out",
+            callback=output_path,
+            help="Output file; errors go beside it. Default: REQUESTS.output.jsonl.",
+        ),
     ] = None,
     model: options.ServedModel = None,
     within: Annotated[

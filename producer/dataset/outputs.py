@@ -262,6 +262,8 @@ def output_of(out: str | Path, source: Source, rows_per_file: int | None = None)
                 f"{place_of(base_of(out)).name}: several files can be written to a local folder only"
             )
         return FileOutput(place_of(out))
+    if not local_path(out).name:
+        raise DatasetError(f"the output {str(out)!r} should name a file or folder")
     if PLACE in name:
         folder = os.path.dirname(str(out))
         if PLACE in folder:

@@ -222,6 +222,12 @@ def test_fields_reach_the_job(pagemill: Pagemill, queue: Queue) -> None:
         (["submit", "x", "--model", "m", "--queue", "a b"], "queue"),
         (["submit", "x", "--redis-url", "localhost"], "not a Redis URL"),
         (["status", "not an id"], "id"),
+        *(
+            (["run", __file__, "--template", "x", "--out", out], "--out: should name")
+            for out in (".", "/", "")
+        ),
+        (["run", __file__, "--template", "x", "--out", "o.jsonl", "--report", "."], "--report: should name"),
+        (["batch", "run", __file__, "--out", "."], "--out: should name"),
         (["nonsense"], "nonsense"),
     ],
 )

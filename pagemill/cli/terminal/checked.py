@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -87,6 +88,13 @@ def checked(kind: Any) -> Callable[[Any], Any]:
             raise typer.BadParameter(complaint(error)) from None
 
     return check_value
+
+
+def output_path(path: Path | None) -> Path | None:
+    """Check an option that names what is written: `.` and `/` have no name to derive other files from."""
+    if path is not None and not path.name:
+        raise typer.BadParameter("should name a file or folder")
+    return path
 
 
 def between(low: float, high: float) -> Callable[[Any], Any]:

@@ -15,6 +15,7 @@ from pagemill.cli.terminal.checked import (
     Text,
     between,
     checked,
+    output_path,
 )
 from pagemill.common.sampling_fields import LabelProbs
 from pagemill.producer.dataset.label_columns import LabelTemperature
@@ -136,6 +137,7 @@ Output = Annotated[
     Path,
     typer.Option(
         "--out",
+        callback=output_path,
         help="OUT.jsonl, .csv, .tsv (also .gz, .zst) or .parquet; written at the end. A folder, or "
         "DIR/part-{shard}.parquet: a file for each file of IN.",
     ),
@@ -301,7 +303,12 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an OUT of other settings, or take none of it for done.")
 ]
 ReportFile = Annotated[
-    Path | None, typer.Option("--report", help="File of the HTML report. Default: OUT.report.html.")
+    Path | None,
+    typer.Option(
+        "--report",
+        callback=output_path,
+        help="File of the HTML report. Default: OUT.report.html.",
+    ),
 ]
 FormatName = Annotated[
     str | None, typer.Option("--format", callback=checked(Format), help="jsonl, csv, tsv, parquet or arrow.")

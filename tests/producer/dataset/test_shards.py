@@ -423,6 +423,7 @@ def test_what_cannot_be_the_output(producer: Producer, tmp_path: Path, out: Path
         (tmp_path / "{shard}" / "p-{shard}.jsonl", {}, "only the last part"),
         (out / "p-{shard}.xyz", {}, "must end with .jsonl"),
         ("s3://bucket/out", {}, "local folder only"),
+        (".", {}, "should name a file or folder"),
     ]:
         with pytest.raises(DatasetError, match=says):
             simple().run(source, out=place, producer=producer, **options)

@@ -8,6 +8,7 @@ time), 2 usage, 3 Redis is not reachable, 5 the queue is full, 130 Ctrl-C.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -161,6 +162,14 @@ def _is_answer(error: BaseException | None) -> bool:
 def print_stderr(message: str) -> None:
     """Print to stderr: stdout is for the result. What a message quotes cannot control the terminal."""
     typer.echo("\n".join(map(escaped, message.split("\n"))), err=True)
+
+
+def announce(message: str, log_format: str) -> None:
+    """Print what a long-running command serves to stderr; where its log lines are JSON, as one of them."""
+    if log_format == "json":
+        logging.getLogger("pagemill.cli").info(message)
+    else:
+        print_stderr(message)
 
 
 class Commands(typer.Typer):

@@ -46,7 +46,7 @@ OTHERS = """\
 | `PAGEMILL_CACHE_DIR`, `PAGEMILL_CACHE_GIB` | Converted models, and their total size.\
  Default: `~/.cache/pagemill`, 100 GiB. |
 | `PAGEMILL_RUN_DIR`, `PAGEMILL_UP_CONFIG` | Run directory and settings file of `pagemill up`. |
-| `PAGEMILL_LOG_FORMAT`, `PAGEMILL_LOG_LEVEL` | Format and lowest level of log lines. |
+| `PAGEMILL_LOG_FORMAT`, `PAGEMILL_LOG_LEVEL` | Format and lowest level of log lines, except Celery's. |
 
 Pagemill also reads variables of [model hubs](models.md#download-a-model), `OTEL_EXPORTER_OTLP_ENDPOINT`,
 `NUMBA_CACHE_DIR`, `TRITON_CACHE_DIR`, `XDG_STATE_HOME`, and the credentials of the object store in use.

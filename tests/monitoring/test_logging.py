@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -154,3 +157,47 @@ def test_long_text_is_cut_in_its_middle(format: LogFormat) -> None:
     assert "begin x" in first
     assert "x end" in first
     assert sum(map(len, others)) < MAX_TRACEBACK_CHARACTERS + 500
+
+
+@pytest.mark.parametrize(
+    ("command", "last"),
+    [
+        (("worker", "--model", "echo", "--http-port", "0"), "ready: model"),
+        (("gateway", "--port", "0"), "in a browser"),
+        (("exporter", "--http-port", "0"), "queue metrics at"),
+        (
+            ("up", "--model", "echo", "--http-port", "0", "--gateway-port", "0", "--exporter-port", "0"),
+            "ready",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_every_line_of_a_long_running_command_is_json(
+    valkey_url: str, queue_name: str, tmp_path: Path, command: tuple[str, ...], last: str
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
+    ours = {
+        "REDIS_URL": valkey_url,
+        "QUEUE": queue_name,
+        "LOG_FORMAT": "json",
+        "STATE_DIR": str(tmp_path),
+        "RUN_DIR": str(tmp_path / "up"),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pagemill", *command],
+        env=kept | {f"PAGEMILL_{name}": value for name, value in ours.items()},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stderr is not None
+            lines: list[str] = []
+            while not lines or last not in lines[-1]:
+                lines.append(process.stderr.readline())
+                assert lines[-1], lines
+            process.terminate()
+            lines += process.stderr
+        finally:
+            process.kill()
+    assert all(isinstance(json.loads(line), dict) for line in lines)

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli.app import EXIT_USAGE, RedisUrl, app, print_stderr
-from pagemill.cli.terminal.checked import LogFormat, between, checked
+from pagemill.cli.app import EXIT_USAGE, RedisUrl, announce, app, print_stderr
+from pagemill.cli.terminal import options
+from pagemill.cli.terminal.checked import LogLevel, between, checked
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.server.clients import redacted
@@ -43,9 +44,16 @@ def exporter(
             help="Seconds between searches for new queues.",
         ),
     ] = DISCOVER_EVERY_S,
-    log_format: Annotated[
-        str, typer.Option(callback=checked(LogFormat), help="console or json.")
-    ] = "console",
+    log_level: Annotated[
+        str,
+        typer.Option(
+            "--log-level",
+            envvar="PAGEMILL_LOG_LEVEL",
+            callback=checked(LogLevel),
+            help="debug, info, warning or error.",
+        ),
+    ] = "info",
+    log_format: options.LogFormatName = "console",
 ) -> None:
     """Export queue gauges to Prometheus, without a worker. Runs until SIGTERM; metrics are at /metrics."""
     url = find_redis(redis_url)
@@ -55,8 +63,8 @@ def exporter(
     except ModuleNotFoundError as error:
         print_stderr(f"{error.name} is missing: pip install 'pagemill[exporter]'")
         raise typer.Exit(EXIT_USAGE) from error
-    configure_logging(format="json" if log_format == "json" else "console")
-    print_stderr(f"exporting {', '.join(queue) if queue else 'every queue'} of {redacted(url)}")
+    configure_logging(log_level, log_format)  # type: ignore[arg-type]  # checked above
+    announce(f"exporting {', '.join(queue) if queue else 'every queue'} of {redacted(url)}", log_format)
     try:
         run_exporter(QueueSet(url, queue or (), discover_every), http_host, http_port)
     except OSError as error:

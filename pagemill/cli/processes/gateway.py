@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, print_stderr
+from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, announce, app, print_stderr
 from pagemill.cli.terminal import options
-from pagemill.cli.terminal.checked import HttpUrl, LogFormat, LogLevel, Priority, between, checked
+from pagemill.cli.terminal.checked import HttpUrl, LogLevel, Priority, between, checked
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.schema.keys import ModelName, TenantName
 from pagemill.producer.wire.server.clients import redacted
@@ -45,13 +45,6 @@ GatewayLogLevel = Annotated[
         help="debug, info, warning or error; info has a line per request.",
     ),
 ]
-GatewayLogFormat = Annotated[
-    str,
-    typer.Option(
-        "--log-format", envvar="PAGEMILL_LOG_FORMAT", callback=checked(LogFormat), help="console or json."
-    ),
-]
-
 
 Timeout = Annotated[
     float, typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Seconds a request may take.")
@@ -113,7 +106,7 @@ def gateway(
         typer.Option("--max-in-flight", min=1, max=10**6, help="Limit of open requests; above it, 503."),
     ] = 2_000,
     log_level: GatewayLogLevel = "info",
-    log_format: GatewayLogFormat = "console",
+    log_format: options.LogFormatName = "console",
     separate_reasoning: options.SeparateReasoning = False,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
@@ -135,10 +128,10 @@ def gateway(
     )  # fmt: skip
     configure_logging(log_level, log_format, fields={"queue": queue})  # type: ignore[arg-type]  # checked above
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _serve(config, fd)
+    _serve(config, fd, log_format)
 
 
-def _serve(config: GatewayConfig, fd: int | None) -> None:
+def _serve(config: GatewayConfig, fd: int | None, log_format: str) -> None:
     from pagemill.producer.gateway.api_keys import KeyFileError
     from pagemill.producer.gateway.server import bind, build_server, inherit
 
@@ -160,8 +153,9 @@ def _serve(config: GatewayConfig, fd: int | None) -> None:
             server = build_server(replace(config, public_url=config.public_url or address))
         except KeyFileError as error:
             raise typer.BadParameter(f"--keys (PAGEMILL_GATEWAY_KEYS): {error}") from error
-        print_stderr(f"{address}/v1 in front of queue {config.queue} at {redacted(config.redis_url or '')}")
-        print_stderr(f"{address}/jobs shows its jobs in a browser")
+        place = f"queue {config.queue} at {redacted(config.redis_url or '')}"
+        announce(f"{address}/v1 in front of {place}", log_format)
+        announce(f"{address}/jobs shows its jobs in a browser", log_format)
         server.run(sockets=[listener])
     if not server.started:
         raise typer.Exit(EXIT_REDIS)

@@ -11,6 +11,7 @@ from pagemill.cli.terminal.checked import (
     MAX_TEMPERATURE,
     Delimiter,
     Encoding,
+    LogFormat,
     ModelOrPath,
     Text,
     between,
@@ -308,6 +309,12 @@ ReportFile = Annotated[
         "--report",
         callback=output_path,
         help="File of the HTML report. Default: OUT.report.html.",
+    ),
+]
+LogFormatName = Annotated[
+    str,
+    typer.Option(
+        "--log-format", envvar="PAGEMILL_LOG_FORMAT", callback=checked(LogFormat), help="console or json."
     ),
 ]
 FormatName = Annotated[

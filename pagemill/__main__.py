@@ -36,6 +36,7 @@ from pagemill.cli.processes import celery, exporter, gateway, up, worker  # noqa
 def main() -> None:
     """The console script."""
     drop_service_links()
+    fill_closed_stdout()
     escape_unencodable()
     app(prog_name="pagemill")
 
@@ -45,6 +46,12 @@ def drop_service_links() -> None:
     for name, value in list(os.environ.items()):
         if re.fullmatch(r"PAGEMILL_\w*PORT", name) and re.match(r"(tcp|udp|sctp)://", value):
             del os.environ[name]
+
+
+def fill_closed_stdout() -> None:
+    """Replace a stdout that was closed before the start by one whose writes fail: no output is lost unnoticed."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
 
 
 def escape_unencodable() -> None:

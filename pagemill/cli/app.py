@@ -7,6 +7,7 @@ time), 2 usage, 3 Redis is not reachable, 5 the queue is full, 130 Ctrl-C.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -94,6 +95,23 @@ def reported_errors() -> Iterator[None]:
             raise  # its handler shows the help
         print_stderr(_usage(error))
         raise typer.Exit(EXIT_USAGE) from None
+    except OSError as error:
+        if error.errno == errno.EPIPE or not _is_of_stdout(error):
+            raise  # a reader that disconnects ends the command in silence
+        print_stderr(f"standard output cannot be written: {error.strerror}")
+        raise typer.Exit(EXIT_NOT_SUCCEEDED) from None
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """Return whether an empty line on stdout fails in the same way. If so, stdout is redirected to nowhere."""
+    try:
+        print(flush=True)
+    except OSError as again:
+        if again.errno == error.errno:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())  # at its exit, the interpreter flushes
+            return True
+    return False
 
 
 def _usage(error: Any) -> str:

@@ -339,3 +339,20 @@ def test_commands_say_that_they_wait_for_redis(
     done = CliRunner().invoke(app, [*command, "--redis-url", own_valkey.url])
     resumed.join()
     assert done.stderr.count("waiting for Redis") == 1, done.output
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("/dev/full", "No space left on device"), ("&-", "Bad file descriptor")],
+    ids=["full", "closed"],
+)
+@pytest.mark.parametrize("command", ["queue stats", "--version"])
+def test_an_unusable_stdout_is_one_line(
+    valkey_url: str, queue_name: str, command: str, target: str, reason: str
+) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m pagemill {command} >{target}"],
+        env=os.environ | {URL_VARIABLE: valkey_url, "PAGEMILL_QUEUE": queue_name},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, f"standard output cannot be written: {reason}\n")

@@ -205,13 +205,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            known = [
-                *cls.model_fields,
-                "response_format",
-                *Message.model_fields,
-                *StructuredOutputs.__slots__,
-            ]
-            raise invalid_job(error, known) from None
+            raise invalid_job(error, cls, ["response_format"]) from None
 
     @classmethod
     def from_payload(cls, payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Job:

@@ -143,12 +143,60 @@ def test_a_type_checker_finds_a_wrong_field(tmp_path: Path) -> None:
             {"prompt": "a", "structured_outputs": {"choices": ["a"]}},
             "structured_outputs.choices: no such field; did you mean choice?",
         ),
+        (
+            {"prompt": "a", "tools": [{"function": {"name": "f", "paramters": {}}}]},
+            "tools.0.function.paramters: no such field; did you mean parameters?",
+        ),
     ],
 )
 def test_an_unknown_field_is_told_its_neighbour(fields: dict[str, Any], hint: str) -> None:
     with pytest.raises(InvalidJob) as refused:
         Job.parse({"model": "m"} | fields)
     assert hint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        (
+            {"tools": [{"name": "f", "function": {"name": "f"}}]},
+            "tools.0.name: no such field",
+            "tools.0.name",
+        ),
+        (
+            {"metadta": {}, "role": "x"},
+            "metadta: no such field; did you mean metadata?; role: no such field",
+            None,
+        ),
+        (
+            {"tool_choice": "maybe"},
+            "tool_choice: Input should be 'none', 'auto' or 'required'; tool_choice: Input should be a valid object",
+            "tool_choice",
+        ),
+        (
+            {"tool_choice": {"type": "function", "custom": 1, "function": {"name": "f"}}},
+            "tool_choice.custom: no such field",
+            "tool_choice.custom",
+        ),
+        (
+            {"continuations": [[-1]], "task": "score"},
+            "continuations.0.0: Input should be greater than or equal to 0",
+            "continuations.0.0",
+        ),
+        (
+            {"logit_bias": {"a": 1}},
+            "logit_bias.a: Input should be a valid integer, unable to parse string as an integer",
+            "logit_bias.a",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_places_name_no_types_and_hints_name_fields_of_the_place(
+    fields: dict[str, Any], message: str, param: str | None
+) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        Job.parse({"model": "m", "prompt": "a"} | fields)
+    assert (str(refused.value), refused.value.param) == (message, param or next(iter(fields)))
 
 
 if __name__ == "__main__":

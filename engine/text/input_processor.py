@@ -356,9 +356,13 @@ class InputProcessor:
         """Raise InvalidRequest for ids outside the vocabulary; `name` is for the message."""
         # On a GPU, one id outside the embedding would end the process for every other request.
         if any(type(token) is not int for token in token_ids):
-            raise InvalidRequest(f"{name} must be integers")
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._limits.vocab_size):
-            raise InvalidRequest(f"{name} must be in [0, {self._limits.vocab_size})")
+            raise InvalidRequest(f"{name}: must be integers")
+        size = self._limits.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+            first = next(token for token in token_ids if not 0 <= token < size)
+            raise InvalidRequest(
+                f"{name}: token id {first} is not in the model's vocabulary of {size} tokens"
+            )
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         context_left = self._limits.max_model_len - num_prompt_tokens

@@ -24,6 +24,7 @@ from pagemill.producer.wire.schema.errors import (
     ResultTimeout,
     StoreError,
 )
+from pagemill.producer.wire.schema.job import Job
 
 RETRY_AFTER_S = 1
 _TYPES = {
@@ -164,4 +165,11 @@ def _as_ended(error: JobError) -> ApiError:
     if status == 503:
         return retry_later(status, error.message, error.code)
     code, message = in_openai_words(error.code or error.state, error.message)
-    return ApiError(status, message, code)
+    return ApiError(status, message, code, _named_field(message) if status == 400 else None)
+
+
+def _named_field(message: str) -> str | None:
+    """Return the field of the request that a worker's message begins with; None if it does not name one."""
+    name, colon, _ = message.partition(":")
+    is_field = bool(colon) and name in (*Job.model_fields, "tokens")
+    return "prompt" if name == "prompt_token_ids" else name if is_field else None

@@ -10,6 +10,7 @@ from pagemill.producer.gateway.errors import JsonResponse
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.request_parsing import read_ask, read_object
 from pagemill.producer.openai.tokens import DETOKENIZE_URL, text_body, tokens_body
+from pagemill.producer.wire.schema.errors import JobFailed
 
 
 async def answer(gateway: Gateway, request: Request, url: str) -> Response:
@@ -20,7 +21,11 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
     default = {"model": models[0].id} if len(models) == 1 else {}
     ask = await read_ask(request, url, caller, gateway.config, default=default)
     ask, waiter = await submitted(gateway, ask, caller)
-    (result,) = await wait_for_all(request, ask, waiter)
+    try:
+        (result,) = await wait_for_all(request, ask, waiter)
+    except JobFailed as error:
+        message = error.message.replace("continuations:", "tokens:", 1)
+        raise JobFailed(message, error.code, error.retryable) from error
     gateway.count_tokens(result.usage)
     if url == DETOKENIZE_URL:
         return JsonResponse(text_body(result), headers=waiter.headers())

@@ -168,6 +168,23 @@ def test_a_job_that_fails_is_an_answer_in_itself(client: OpenAI) -> None:
         assert refused.value.code in ("context_length_exceeded", "never_fits")
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_token_id_outside_the_vocabulary_is_named(client: OpenAI, is_stream: bool) -> None:
+    with pytest.raises(
+        openai.BadRequestError, match="token id 50256 is not in the model's vocabulary"
+    ) as refused:
+        client.chat.completions.create(
+            model="echo",
+            messages=CHAT,
+            logit_bias={"50256": -100},
+            stream=is_stream,  # type: ignore[call-overload]
+        )
+    assert refused.value.param == "logit_bias"
+    with pytest.raises(openai.BadRequestError, match="token id 50256") as refused:
+        client.completions.create(model="echo", prompt=[50256])
+    assert refused.value.param == "prompt"
+
+
 def test_an_unknown_model(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
         client.completions.create(model="gpt-9", prompt="x")

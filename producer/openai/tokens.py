@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pagemill.common.sampling_fields import MAX_TOKEN_ID
 from pagemill.producer.openai.formats import CHAT_URL, OPEN_TURNS, joined_text, read_jobs
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import PositionLogprobs, Result
@@ -76,6 +77,7 @@ def read_tokens(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidJob(f"{name}: Input should be a valid boolean", param=name)
     model = {"model": given["model"]} if "model" in given else {}
     if kind == "tokens":
+        _check_token_ids(given["tokens"])
         return model | _CONTINUATION | {"continuations": [given["tokens"]]}
     if kind == "messages":
         return model | _chat(given) | _PROMPT
@@ -83,7 +85,18 @@ def read_tokens(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidJob("prompt: Input should be a valid string", param="prompt")
     if given.get("add_special_tokens", True):
         return model | {"prompt": given["prompt"]} | _PROMPT
+    if not given["prompt"]:
+        raise InvalidJob("prompt: should not be empty", param="prompt")
     return model | _CONTINUATION | {"continuations": [given["prompt"]]}
+
+
+def _check_token_ids(tokens: Any) -> None:
+    if not isinstance(tokens, list) or not tokens:
+        raise InvalidJob("tokens: should be a list of token ids, and not empty", param="tokens")
+    for number, token in enumerate(tokens):
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+            place = f"tokens.{number}"
+            raise InvalidJob(f"{place}: should be a token id, an integer of 0 or more", param=place)
 
 
 def _chat(given: Mapping[str, Any]) -> dict[str, Any]:

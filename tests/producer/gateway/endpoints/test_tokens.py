@@ -74,16 +74,21 @@ def test_tokens_of_a_text_and_back(served: Served) -> None:
         ),
         ("tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
         ("detokenize", {"prompt": "x"}, "tokens"),
-        ("detokenize", {"tokens": ["x"]}, None),
+        ("tokenize", {"prompt": "", "add_special_tokens": False}, "prompt"),
+        ("detokenize", {"tokens": ["x"]}, "tokens.0"),
+        ("detokenize", {"tokens": [1, -1]}, "tokens.1"),
+        ("detokenize", {"tokens": []}, "tokens"),
+        ("detokenize", {"tokens": "x"}, "tokens"),
+        ("detokenize", {"tokens": [999_999]}, "tokens"),
     ],
 )
-def test_what_is_not_supported_is_named(
-    served: Served, path: str, body: dict[str, Any], param: str | None
-) -> None:
+def test_what_is_not_supported_is_named(served: Served, path: str, body: dict[str, Any], param: str) -> None:
     answer = post(served, path, model="echo", **body)
     assert answer.status_code == 400
-    if param is not None:
-        assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert param in error["message"]
+    assert "continuations" not in error["message"]
 
 
 def test_keys_apply(valkey_url: str, queue: str, served: Served, tmp_path: Any) -> None:

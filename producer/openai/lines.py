@@ -91,7 +91,7 @@ class BatchRequests:
         self.model = model
         self.deadline = deadline
         self._path = path
-        self._source = JsonLinesSource(path)
+        self._source = JsonLinesSource(path, remedy="convert the file to UTF-8")
 
     def check(self, *, max_requests: int | None = None, url: str | None = None) -> int:
         """Check the file before anything runs: like the API, refuse missing or repeated ids.

@@ -20,7 +20,13 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, TypedDict, Unpack, c
 
 from pagemill.producer.dataset.errors import DatasetError, EmptyFile
 from pagemill.producer.dataset.tables.arrow_cells import BadCells, arrow_rows
-from pagemill.producer.dataset.tables.compressed import check_supported, compression, data_suffix, reading
+from pagemill.producer.dataset.tables.compressed import (
+    check_supported,
+    compression,
+    compression_of,
+    data_suffix,
+    reading,
+)
 from pagemill.producer.dataset.tables.streams import Stream
 from pagemill.producer.dataset.tables.values import is_unicode, number_of, plain_row
 
@@ -121,10 +127,14 @@ def open_source(
 class JsonLinesSource:
     """One JSON object a line. Blank lines are skipped and have no number."""
 
-    def __init__(self, path: Path | Stream, encoding: str = "utf-8") -> None:
+    def __init__(
+        self, path: Path | Stream, encoding: str = "utf-8", remedy: str = "name the file's --encoding"
+    ) -> None:
+        """`remedy`: for text of another encoding."""
         self.name = str(path)
         self._path = path
         self._encoding = encoding
+        self._remedy = remedy
         try:
             is_split_by_bytes = "\n".encode(encoding) == b"\n"
         except LookupError:
@@ -140,10 +150,11 @@ class JsonLinesSource:
             number += 1
             if number == 1 and line is not None:
                 self._check_first(line)
-            yield Row(number, *_parse_line(line, self._encoding))
+            yield Row(number, *_parse_line(line, self._encoding, self._remedy))
 
     def _check_first(self, line: bytes) -> None:
         """Raise DatasetError for a file that is not JSON lines at all."""
+        _check_unpacked(self.name, line)
         if found := wide_encoding(line[:4]):
             raise DatasetError(f"{self.name} is {found} text; convert it to UTF-8 first")
         if re.match(rb"\s*(\[\s*(\{|$)|\{\s*$)", line):
@@ -206,6 +217,7 @@ class CsvSource:
             except LookupError:
                 raise DatasetError(f"unknown encoding {self._encoding!r}; try utf-8 or latin-1") from None
             start = cast("io.BufferedReader", raw).peek(4)[:4]
+            _check_unpacked(self.name, start)
             if (found := wide_encoding(start)) and b"\0" not in "\n".encode(self._encoding):
                 raise DatasetError(f"{self.name} is {found} text: add --encoding {found}")
             try:
@@ -337,6 +349,13 @@ class CsvLines:
         place = f"line {first}" if first == last else f"lines {first} to {last}"
         raw = "".join(self.taken).rstrip("\r\n")
         return Row(number, error=RowError(code, f"{place}: {message}", shorten(raw)))
+
+
+def _check_unpacked(name: str, start: bytes) -> None:
+    """Raise DatasetError for compressed data in a file whose name does not show it."""
+    if found := compression_of(start):
+        kind = {".gz": "gzip", ".zst": "Zstandard"}[found]
+        raise DatasetError(f"{name} is {kind} data, not text; decompress it first")
 
 
 def wide_encoding(start: bytes) -> str | None:
@@ -473,14 +492,16 @@ def _lines(path: Path | Stream) -> Iterator[bytes | None]:
                 yield line
 
 
-def _parse_line(line: bytes | None, encoding: str) -> tuple[dict[str, Any] | None, RowError | None]:
+def _parse_line(
+    line: bytes | None, encoding: str, remedy: str
+) -> tuple[dict[str, Any] | None, RowError | None]:
     if line is None:
         return None, RowError("payload_too_large", f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
     try:
         text = line.decode(encoding)
     except UnicodeDecodeError as error:
         raw = shorten(line.decode(encoding, errors="replace").strip())
-        message = f"not {encoding} text (byte {error.start}); name the file's --encoding"
+        message = f"not {encoding} text (byte {error.start}); {remedy}"
         return None, RowError("invalid_encoding", message, raw)
     try:
         # Without the newline: after a truncated string, the error would be about a control character.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -145,6 +146,9 @@ def test_spare_delimiters(name: str, text: str, expected: list[Any], tmp_path: P
         ("a.tsv", "id\ttext\n1\ta\n".encode("utf-16-be"), "add --encoding utf-16-be"),
         ("a.csv", "id,text\n1,a\n".encode("utf-32"), "add --encoding utf-32"),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "utf-16 text; convert it to UTF-8"),
+        ("a.csv", gzip.compress(b"id,text\n1,a\n"), "gzip data, not text; decompress it first"),
+        ("a.jsonl", gzip.compress(b'{"text": "a"}\n'), "gzip data, not text; decompress it first"),
+        ("a.jsonl", b"\x28\xb5\x2f\xfd\x04", "Zstandard data"),
         ("a.json", b'[{"text": "a"}, {"text": "b"}]', "one JSON value.*jq"),
         ("a.json", b'\n[\n  {"text": "a"}\n]\n', "one JSON value.*jq"),
         ("a.json", b'{\n  "text": "a"\n}\n', "one JSON value.*jq"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections.abc import Iterator
@@ -182,6 +183,19 @@ def test_a_broken_line_is_refused_before_anything_runs(tmp_path: Path) -> None:
     path.write_text(json.dumps(request("a")) + "\n{torn")
     with pytest.raises(DatasetError, match="request 2"):
         BatchFile(path, tmp_path / "out.jsonl").check()
+
+
+def test_a_file_that_is_not_utf_8_is_refused_without_options_of_other_commands(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    text = json.dumps(request("caf\u00e9"), ensure_ascii=False)
+    for data, says in (
+        (text.encode("latin-1"), "convert the file to UTF-8"),
+        (gzip.compress(text.encode()), "the file is gzip data"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(DatasetError, match=says) as refused:
+            BatchFile(path, tmp_path / "out.jsonl").check()
+        assert "--" not in str(refused.value)
 
 
 @pytest.mark.slow

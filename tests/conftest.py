@@ -169,6 +169,11 @@ def _session_server(name: str, factory: pytest.TempPathFactory) -> Iterator[str]
         yield server.url
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes after their argument: what they hold may differ between processes, such as the time in gzip data."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Operators on two threads, however many the machine or OMP_NUM_THREADS would give them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,10 +79,10 @@ def test_the_command_writes_objects(valkey_url: str, queue_name: str, tmp_path: 
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file)
     try:
         url = eventually(
-            lambda: next((w for w in log.read_text().split() if w.startswith("http://127.")), None),
+            lambda: re.search(r"http://127\.[^\s\"/]*", log.read_text()),
             "its address",
         )
-        ready = url.removesuffix("/v1") + "/readyz"
+        ready = f"{url[0]}/readyz"
 
         def answers() -> bool:
             try:

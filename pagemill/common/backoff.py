@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 FIRST_S = 0.05
@@ -26,7 +27,7 @@ class Backoff:
 
     Args:
         jitter: as of `pause_after`.
-        timeout_s: no pause extends past this time from now; None: no limit.
+        timeout_s: no pause extends past this time from now; None, or longer than a thread can wait: no limit.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Backoff:
         timeout_s: float | None = None,
     ) -> None:
         self._first_s, self._max_s, self._jitter = first_s, max_s, jitter
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline = (
+            None if timeout_s is None or timeout_s > threading.TIMEOUT_MAX else time.monotonic() + timeout_s
+        )
         self.failures = 0
         """Number of pauses since the last reset."""
 

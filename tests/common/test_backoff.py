@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pagemill.common.backoff import Backoff
 
 
@@ -30,6 +32,9 @@ def test_no_pause_extends_past_the_timeout() -> None:
     over = Backoff(timeout_s=0.0)
     assert over.is_over
     assert over.next() == 0.0
+    assert Backoff(timeout_s=math.inf).remaining is None, (
+        "no thread can wait for longer than the platform allows"
+    )
 
 
 def test_later_failures_are_logged_less_often() -> None:

@@ -399,6 +399,8 @@ def _split(url: str) -> SplitResult:
         # urlsplit's own message may quote part of a password that is not percent-encoded, as the port.
         message = "the port should be a number from 1 to 65535; in a password, percent-encode @ : / # ?"
         raise InvalidAddress(message if "Port" in str(error) else "the host is invalid") from None
+    if parts.fragment or "@" in parts.query.partition("=")[0]:
+        raise InvalidAddress("a URL has no # and no user after ?; in a password, percent-encode @ : / # ?")
     if port == 0:
         raise InvalidAddress("the port should be a number from 1 to 65535")
     if re.search(r"[\s\x00-\x1f]", parts.hostname or ""):

@@ -49,6 +49,7 @@ def test_a_cluster_address() -> None:
     [
         "http://h", "redis+sentinel://a:1", "redis+sentinel:///main", "redis+cluster://a/1",
         "redis+cluster://", "redis+cluster://a:x", "redis://:sec#ret@h:1", "redis+magic://h", "",
+        "redis://:1#sec@h", "redis://:1?sec@h", "redis://:p@sec#x@h:1",
     ],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_without_being_quoted(url: str) -> None:

@@ -47,6 +47,6 @@ def source_of_rows(
         except OSError as error:
             raise typer.BadParameter(f"{str(path)[:100]}: {error.strerror}") from None
     start = sys.stdin.buffer.read(4)
-    named = PurePath(f"rows.{kind or 'jsonl'}{compression_of(start)}")
+    named = PurePath(f"rows.{kind or 'jsonl'}{compression_of(start)[1]}")
     stream = Stream(sys.stdin.buffer, named, "standard input", start)
     return open_source(inputs.enter_context(contextlib.closing(stream)), kind, encoding, **options)

@@ -16,7 +16,13 @@ from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.tables.streams import Stream
 
 COMPRESSED = (".gz", ".zst")
-_MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+_MAGIC = {
+    b"\x1f\x8b": ("gzip", ".gz"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", ".zst"),
+    b"BZh9": ("bzip2", ""),
+    b"\xfd7zX": ("xz", ""),
+    b"PK\x03\x04": ("ZIP or Excel", ""),
+}
 
 
 def data_suffix(file: PurePath | Stream) -> str:
@@ -35,9 +41,9 @@ def _path_of(file: PurePath | Stream) -> PurePath:
     return file.path if isinstance(file, Stream) else file
 
 
-def compression_of(start: bytes) -> str:
-    """Return the suffix for data that begins so; "" if it is not compressed."""
-    return next((suffix for magic, suffix in _MAGIC.items() if start.startswith(magic)), "")
+def compression_of(start: bytes) -> tuple[str, str]:
+    """Return name and suffix of the compression of data that begins so; no suffix: not supported, no name: none."""
+    return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), ("", ""))
 
 
 @contextmanager

@@ -353,8 +353,7 @@ class CsvLines:
 
 def _check_unpacked(name: str, start: bytes) -> None:
     """Raise DatasetError for compressed data in a file whose name does not show it."""
-    if found := compression_of(start):
-        kind = {".gz": "gzip", ".zst": "Zstandard"}[found]
+    if kind := compression_of(start)[0]:
         raise DatasetError(f"{name} is {kind} data, not text; decompress it first")
 
 

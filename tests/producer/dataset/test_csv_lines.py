@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import re
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,9 @@ def test_spare_delimiters(name: str, text: str, expected: list[Any], tmp_path: P
         ("a.csv", gzip.compress(b"id,text\n1,a\n", mtime=0), "gzip data, not text; decompress it first"),
         ("a.jsonl", gzip.compress(b'{"text": "a"}\n', mtime=0), "gzip data, not text; decompress it first"),
         ("a.jsonl", b"\x28\xb5\x2f\xfd\x04", "Zstandard data"),
+        ("a.csv", bz2.compress(b"id,text\n1,a\n"), "bzip2 data, not text"),
+        ("a.jsonl", lzma.compress(b'{"text": "a"}\n'), "xz data, not text"),
+        ("a.csv", b"PK\x03\x04\x14\x00a.csvtext\na\n", "ZIP or Excel data"),
         ("a.json", b'[{"text": "a"}, {"text": "b"}]', "one JSON value.*jq"),
         ("a.json", b'\n[\n  {"text": "a"}\n]\n', "one JSON value.*jq"),
         ("a.json", b'{\n  "text": "a"\n}\n', "one JSON value.*jq"),

@@ -443,7 +443,7 @@ def _tool_fields(tools: Path | None, choice: str | None) -> dict[str, Any]:
     if tools is not None:
         try:
             fields["tools"] = json.loads(tools.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise typer.BadParameter(f"--tools: {tools} is not JSON: {error}") from error
     if choice in ("none", "auto", "required"):
         fields["tool_choice"] = choice
@@ -574,7 +574,7 @@ def extra_fields(pairs: list[str]) -> dict[str, Any]:
             raise typer.BadParameter(f"--field takes NAME=JSON, for instance --field top_k=5, not {pair!r}")
         try:
             fields[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             fields[name] = value  # --field tenant=acme needs no quotes inside quotes
     return fields
 

@@ -290,7 +290,7 @@ def _schema_text(given: str) -> str:
     text = given if given.lstrip().startswith("{") else _read(Path(given), "--json-schema")
     try:
         json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise typer.BadParameter(f"--json-schema is not JSON: {error}") from None
     return text
 

@@ -127,6 +127,7 @@ def test_failed_rows_have_an_exit_code_of_their_own(
         (("--field", "no_such=1"), "no_such"),
         (("--choices", "a,b", "--regex", "x"), "exclude each other"),
         (("--json-schema", "{torn"), "JSON"),
+        (("--json-schema", '{"a":' * 9999), "recursion"),
         (("--encoding", "utf-16"), "UTF-8"),
     ],
 )

@@ -39,6 +39,9 @@ COMPLETE = "_SUCCESS"
 INCOMPLETE = "_INCOMPLETE"
 """The list of files of an output that lacks rows."""
 
+_LONGEST_SUFFIX = "..errors.jsonl.4194304.tmp"
+"""What a run adds at most to the name of its output."""
+
 
 class FileOutput:
     """An output of one file."""
@@ -262,6 +265,7 @@ def output_of(out: str | Path, source: Source, rows_per_file: int | None = None)
                 f"{place_of(base_of(out)).name}: several files can be written to a local folder only"
             )
         return FileOutput(place_of(out))
+    _check_reachable(local_path(out))
     if not local_path(out).name:
         raise DatasetError(f"the output {str(out)!r} should name a file or folder")
     if PLACE in name:
@@ -278,6 +282,16 @@ def output_of(out: str | Path, source: Source, rows_per_file: int | None = None)
             f"rows_per_file gives several files: name a folder, or out/part-{PLACE}.jsonl, not {out}"
         )
     return FileOutput(place_of(out))
+
+
+def _check_reachable(path: Path) -> None:
+    """Raise DatasetError for a path that the system rejects, by itself or as the name of a file that a run makes."""
+    try:
+        os.lstat(f"{path}{_LONGEST_SUFFIX}")
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise DatasetError(f"{path}: {error.strerror}; choose another --out") from None
 
 
 def _suffixes(name: str) -> tuple[str, str]:

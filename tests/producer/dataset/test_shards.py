@@ -424,6 +424,8 @@ def test_what_cannot_be_the_output(producer: Producer, tmp_path: Path, out: Path
         (out / "p-{shard}.xyz", {}, "must end with .jsonl"),
         ("s3://bucket/out", {}, "local folder only"),
         (".", {}, "should name a file or folder"),
+        (tmp_path / f"{'x' * 240}.jsonl", {}, "name too long; choose another --out"),
+        (tmp_path / ("x" * 300) / "p.jsonl", {}, "name too long; choose another --out"),
     ]:
         with pytest.raises(DatasetError, match=says):
             simple().run(source, out=place, producer=producer, **options)

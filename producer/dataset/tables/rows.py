@@ -104,6 +104,10 @@ def open_source(
             return ArrowSource(_dataset_files(path), str(path), _read_arrow_stream)
         if not path.exists():
             raise DatasetError(f"{path}: no such file")
+        if not path.is_file():  # a pipe has its rows only once
+            raise DatasetError(
+                f"{path} is not a regular file; give - as the name and pipe the rows to standard input"
+            )
     chosen = kind or SUFFIXES.get(data_suffix(path))
     check_supported(path)
     if compression(path) and chosen in ("parquet", "arrow"):

@@ -393,11 +393,13 @@ def test_json_lines_may_leave_keys_out_but_not_change_their_type(
 
 def test_what_cannot_be_the_source(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
     write_shards(tmp_path / "in", ".jsonl")
     write_shard(tmp_path / "in/a.csv", ["x"])
     for given_paths, says in [
         ([tmp_path / "empty"], "holds no files of rows"),
         ([tmp_path / "none-*.jsonl"], "no file matches"),
+        ([tmp_path / "pipe.jsonl"], "not a regular file; give - as the name"),
         ([tmp_path / "in"], "have different formats"),
         ([tmp_path / "in/part-0.jsonl"] * 2, "named twice"),
         ([tmp_path / "in/part-0.jsonl", "-"], "cannot be read with other files"),

@@ -40,7 +40,7 @@ from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.pictures import picture_folders, with_pictures
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source
 from pagemill.producer.dataset.tables.shards import ShardedSource, changed_files, joined_lines
-from pagemill.producer.dataset.tables.writers import STEPS, Form, Writer, replacing
+from pagemill.producer.dataset.tables.writers import META, STEPS, Form, Writer, replacing
 from pagemill.producer.dataset.template import Condition, TemplateFailed
 from pagemill.producer.dataset.watch import Notify
 from pagemill.producer.dataset.work import WINDOW, Tally, WorkLoop, warn
@@ -136,6 +136,8 @@ class DatasetRun:
         )
         self.chain = chain.with_schema_columns() if self.schema_columns else chain
         self.output_column, *_ = self.chain.columns
+        if self.output_column == META:
+            raise DatasetError(f"{META} is the column about the run; choose another --output-column")
         self._shard = 0
         self._noticed: set[str] = set()
         self._condition = None if self.where is None else Condition(self.where)

@@ -428,6 +428,7 @@ def test_what_cannot_be_the_output(producer: Producer, tmp_path: Path, out: Path
         (".", {}, "should name a file or folder"),
         (tmp_path / f"{'x' * 240}.jsonl", {}, "name too long; choose another --out"),
         (tmp_path / ("x" * 300) / "p.jsonl", {}, "name too long; choose another --out"),
+        (out / "p.jsonl", {"output_column": "_pagemill"}, "choose another --output-column"),
     ]:
         with pytest.raises(DatasetError, match=says):
             simple().run(source, out=place, producer=producer, **options)

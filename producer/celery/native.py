@@ -147,8 +147,8 @@ class GenerationTask(NativeTask):
 
     def _times(self, options: Mapping[str, Any]) -> dict[str, Any]:
         times: dict[str, Any] = {}
-        if options.get("countdown"):
-            times["delay"] = float(options["countdown"])
+        if not (countdown := options.get("countdown") or 0) <= 0:  # as in Celery, the past is now
+            times["delay"] = float(countdown)
         if options.get("eta") is not None:
             times["run_at"] = maybe_make_aware(options["eta"], tz=self.app.timezone).timestamp()
         if (expires := options.get("expires")) is not None:

@@ -131,6 +131,12 @@ def test_times_become_the_jobs(shop: Any, server: RedisServer) -> None:
     assert shop.generate.producer.job(handle.id).cancel()
 
 
+def test_a_countdown_that_has_passed_is_none() -> None:
+    task = generation_task(Celery("late"), model="echo", url="redis://127.0.0.1:1", queue="native")
+    assert task._times({"countdown": -0.5}) == {}
+    assert task._times({"countdown": 0.5}) == {"delay": 0.5}
+
+
 def long_task(shop: Any, **options: Any) -> Any:
     """A task of 3,000 steps of 5 ms each."""
     return shop.generate.apply_async(kwargs={"prompt": "x" * 3000, "max_tokens": 3000}, **options)

@@ -27,6 +27,7 @@ from kombu.utils.functional import maybe_list
 from pagemill.producer.celery.task import TASK_NAME, NativeTask, job_fields, shortest
 from pagemill.producer.celery.task_message import METADATA, TaskMessage
 from pagemill.producer.client import submit_flow
+from pagemill.producer.client.preparer import check_id
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.schema.errors import InvalidJob
 
@@ -75,7 +76,7 @@ class GenerationTask(NativeTask):
         """
         if self.app.conf.task_always_eager:
             return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
-        chosen = task_id or uuid()
+        chosen = check_id(task_id or uuid())
         own = {"link": link, "link_error": link_error, "shadow": shadow}
         message = self._message(chosen, args, kwargs, options | own)
         fields = (

@@ -121,6 +121,8 @@ def test_calls_without_a_message_wait_for_their_job(shop: Any, monkeypatch: pyte
 def test_a_wrong_job_is_refused_in_the_caller(shop: Any) -> None:
     with pytest.raises(InvalidJob):
         shop.generate.delay(prompt="x", max_tokens=0)
+    with pytest.raises(InvalidJob, match="an id is"):
+        shop.generate.apply_async(kwargs={"prompt": "x"}, task_id="order:7 (b)")
 
 
 def test_times_become_the_jobs(shop: Any, server: RedisServer) -> None:

@@ -12,7 +12,7 @@ import redis
 
 from pagemill.producer.client.waiting_room import LEASE_PATIENCE_MS, POLL_CHUNK, Channels, WaitingRoom
 from pagemill.producer.wire.calls import reads, transitions
-from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
+from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
 from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
 from pagemill.producer.wire.server.transport import SyncTransport, wrap_errors
 
@@ -95,8 +95,10 @@ class Listener:
                     "waits continue when Redis is back, next try in %s s: %s", RECONNECT_PAUSE_S, error
                 )
                 time.sleep(RECONNECT_PAUSE_S)
-            except (PagemillError, redis.RedisError):
-                logger.exception("the listener continues in %s s", RECONNECT_PAUSE_S)
+            except (PagemillError, redis.RedisError) as error:
+                logger.warning(
+                    "waits poll, next try to listen in %s s: %s", RECONNECT_PAUSE_S, error, extra=IN_LOOP
+                )
                 time.sleep(RECONNECT_PAUSE_S)
             # Hints may have been missed meanwhile.
             self._room.call_all()

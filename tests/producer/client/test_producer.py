@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+import redis
 
 from pagemill import (
     IdempotencyConflict,
@@ -30,6 +31,7 @@ from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.outputs import BatchCounts
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
+from tests.worker.harness import eventually
 
 
 def test_a_job_comes_back_with_its_result(queue: Queue, producer: Producer) -> None:
@@ -321,6 +323,19 @@ def test_a_lost_hint_delays_and_never_hangs(queue: Queue, producer: Producer) ->
     waiter.join(timeout=120)
     assert not waiter.is_alive()
     del job
+
+
+def test_a_user_who_may_not_listen_gets_a_line(
+    valkey_url: str, queue_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis.Redis.from_url(valkey_url) as admin:
+        admin.execute_command("ACL", "SETUSER", queue_name, "on", "nopass", "~*", "resetchannels", "+@all")
+    with Producer(valkey_url.replace("//", f"//{queue_name}:x@"), queue=queue_name) as producer:
+        watched = producer._connected().listener.watch("job")
+        eventually(lambda: caplog.records, "a line in the log")
+        watched.close()
+    assert "Redis refuses this user" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_producer_works_again_after_close(producer: Producer) -> None:

@@ -51,7 +51,7 @@ _INSTEAD: Mapping[str, str] = {
     "prompt": "send the prompt's text in instructions and input",
     "truncation": "shorten the input",
     "top_logprobs": "use /v1/chat/completions, which has logprobs",
-    "include": "everything there is comes by itself",
+    "include": "use /v1/chat/completions for log-probabilities; tools of a server do not exist here",
     "max_tool_calls": "use parallel_tool_calls false for one call",
     "stream_options": "usage is in the last event",
 }

@@ -12,7 +12,7 @@ from pagemill.engine.errors import ModelLoadError
 SOURCE = ".source.gguf"
 """A link to the file, in the directory that was made of it."""
 # Part of the directory's name: a new conversion format must not find an older result.
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 _HEADER = struct.Struct("<4sIQQ")
 _SMALLEST_TENSOR = 24
 """Bytes of a tensor's entry with no name and one dimension: lengths, dimension, type and offset."""

@@ -109,7 +109,14 @@ def add_bos(tokenizer: Any, reader: Any) -> None:
 
 
 def correct_tokenizer(tokenizer: Any, reader: Any) -> None:
-    """Cut a text as the file says: transformers takes GPT-2's pattern for all, which joins digits in other ways."""
+    """Cut a text as the file says: transformers takes GPT-2's pattern for all, which joins digits in other ways.
+
+    Special tokens are those of the file too: some versions of transformers take BOS for EOS. Spaces before punctuation
+    stay in texts.
+    """
+    for name, token in _special_tokens(reader).items():
+        setattr(tokenizer, name, token)
+    tokenizer.clean_up_tokenization_spaces = False
     kind = _kind(reader)
     if kind in _LLAMA3:
         tokenizer.backend_tokenizer.model.ignore_merges = True
@@ -143,8 +150,18 @@ def sentencepiece_of(reader: Any) -> tuple[SentencePieceModel, dict[str, Any]]:
         "add_eos_token": value("ggml.add_eos_token", False),
         "chat_template": value("chat_template"),
     }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        number = value(f"ggml.{key}_token_id")
-        if number is not None and 0 <= number < len(pieces):
-            config[f"{name}_token"] = pieces[number]
-    return model, {name: given for name, given in config.items() if given is not None}
+    return model, {name: given for name, given in config.items() if given is not None} | _special_tokens(reader)
+
+
+def _special_tokens(reader: Any) -> dict[str, str]:
+    """Return the tokens that the file names by their ids, as tokenizer_config.json does."""
+    pieces = _value(reader, "tokens", [])
+    numbers = {
+        f"{name}_token": _value(reader, f"{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    return {
+        name: pieces[number]
+        for name, number in numbers.items()
+        if number is not None and 0 <= number < len(pieces)
+    }

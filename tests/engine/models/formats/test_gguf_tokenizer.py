@@ -6,9 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.models.formats.gguf_tokenizer import check_tokenizer_field, end_token_ids
+from pagemill.engine.models.formats.gguf_tokenizer import (
+    check_tokenizer_field,
+    correct_tokenizer,
+    end_token_ids,
+)
 
 
 @dataclass
@@ -48,6 +55,18 @@ TOKENS = ["a", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|retu
 def test_end_tokens_without_fields_are_found_by_name(values: dict[str, Any], expected: list[int]) -> None:
     assert end_token_ids(reader(tokens=TOKENS, eos_token_id=1, **values)) == expected
     assert end_token_ids(reader()) == []
+
+
+def test_special_tokens_are_the_file_s_whatever_transformers_read() -> None:
+    backend = Tokenizer(BPE({"<s>": 0, "</s>": 1, "a": 2}, [], unk_token="<s>"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="<s>", clean_up_tokenization_spaces=True
+    )
+    fields = {"bos_token_id": 0, "eos_token_id": 1, "padding_token_id": 1, "unknown_token_id": 3}
+    correct_tokenizer(tokenizer, reader(tokens=["<s>", "</s>", "a"], **fields))
+    assert [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token] == ["<s>", "</s>", "</s>"]
+    assert tokenizer.unk_token is None
+    assert not tokenizer.clean_up_tokenization_spaces
 
 
 @pytest.mark.parametrize("name", ["pre", "add_eos_token", "add_sep_token", "normalizer.lowercase"])

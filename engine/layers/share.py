@@ -67,7 +67,8 @@ QKV_BY_KV_HEAD = Columns(MERGED_QKV.sections, by_kv_head=True)
 INPUTS = Rows()
 _STYLES: dict[str, Cut] = {"colwise": CHANNELS, "rowwise": INPUTS}
 """transformers' terms."""
-_REPLICATED = ("replicated_with_grad_allreduce",)
+_REPLICATED = ("replicated_with_grad_allreduce", "embedding_rowwise")
+"""Styles of what every rank has whole: norms of heads, and embeddings that are tied to the head."""
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 
 

@@ -14,6 +14,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.share import (
+    CHANNELS,
     INPUTS,
     KV_HEADS,
     MERGED_MLP,
@@ -114,6 +115,13 @@ def test_every_registered_family_can_be_split() -> None:
         family = find_family(raw)
         split = family.split or planned_split(family.build_config(raw))
         assert INPUTS in split.layers.values(), family.name
+
+
+def test_embeddings_tied_to_the_head_are_on_every_rank() -> None:
+    """Some versions of transformers plan them too; the head is cut apart from them."""
+    plan = {"layers.*.mlp.up_proj": "colwise", "embed_tokens": "embedding_rowwise"}
+    split = planned_split(SimpleNamespace(model_type="other", base_model_tp_plan=plan))
+    assert split.layers == {"layers.*.mlp.up_proj": CHANNELS}
 
 
 @pytest.mark.parametrize("style", ["colwise_gather_output", "moe_tp_experts"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import Regex, pre_tokenizers, processors
+from tokenizers import Regex, decoders, pre_tokenizers, processors
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.text.sentencepiece_model import SentencePieceModel
@@ -111,12 +111,15 @@ def add_bos(tokenizer: Any, reader: Any) -> None:
 def correct_tokenizer(tokenizer: Any, reader: Any) -> None:
     """Cut a text as the file says: transformers takes GPT-2's pattern for all, which joins digits in other ways.
 
-    Special tokens are those of the file too: some versions of transformers take BOS for EOS. Spaces before punctuation
-    stay in texts.
+    Some versions of transformers also take BOS for EOS, remove spaces before punctuation, and read the tokens of a
+    byte-level vocabulary as SentencePiece's.
     """
     for name, token in _special_tokens(reader).items():
         setattr(tokenizer, name, token)
     tokenizer.clean_up_tokenization_spaces = False
+    if _value(reader, "model") == "gpt2":
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.backend_tokenizer.model.byte_fallback = False
     kind = _kind(reader)
     if kind in _LLAMA3:
         tokenizer.backend_tokenizer.model.ignore_merges = True

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -57,16 +57,19 @@ def test_end_tokens_without_fields_are_found_by_name(values: dict[str, Any], exp
     assert end_token_ids(reader()) == []
 
 
-def test_special_tokens_are_the_file_s_whatever_transformers_read() -> None:
-    backend = Tokenizer(BPE({"<s>": 0, "</s>": 1, "a": 2}, [], unk_token="<s>"))
+def test_what_transformers_misreads_is_as_the_file_says() -> None:
+    backend = Tokenizer(BPE({"<s>": 0, "</s>": 1, "Ġa": 2}, [], unk_token="<s>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="<s>", clean_up_tokenization_spaces=True
     )
     fields = {"bos_token_id": 0, "eos_token_id": 1, "padding_token_id": 1, "unknown_token_id": 3}
-    correct_tokenizer(tokenizer, reader(tokens=["<s>", "</s>", "a"], **fields))
+    correct_tokenizer(tokenizer, reader(model="gpt2", tokens=["<s>", "</s>", "Ġa"], **fields))
     assert [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token] == ["<s>", "</s>", "</s>"]
     assert tokenizer.unk_token is None
     assert not tokenizer.clean_up_tokenization_spaces
+    assert tokenizer.decode([2]) == " a"
+    assert not tokenizer.backend_tokenizer.model.byte_fallback
 
 
 @pytest.mark.parametrize("name", ["pre", "add_eos_token", "add_sep_token", "normalizer.lowercase"])

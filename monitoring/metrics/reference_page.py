@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ INTRO = """\
 For operators: the metrics of a worker at `/metrics`, and at the end those of a gateway.
 `python -m pagemill.monitoring.metrics.reference_page` generates this page from the catalogue in `monitoring/`.
 
-Values have base units. No label contains a job, a tenant or a batch.
-Counters and gauges exist from the first scrape, at 0. All values of a scrape are from one moment.
+Names that end in `_total` are counters unless marked *histogram*; other metrics without a mark are gauges.
+Labels follow the name, with their values in parentheses. No label contains a job, a tenant or a batch.
+Values have base units. Counters and gauges exist from the first scrape, at 0.
+All values of a scrape are from one moment.
 """
 
 VLLM_INTRO = """\
@@ -79,11 +81,17 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _table(metrics: Iterable[Metric[Any]], source: object, common: Sequence[str] = ()) -> str:
-    rows = ["| Metric | Type | Labels | Meaning |", "| --- | --- | --- | --- |"]
+def _table(metrics: Sequence[Metric[Any]], source: object, common: Sequence[str] = ()) -> str:
+    shared = [name for name in metrics[0].labels if all(name in metric.labels for metric in metrics)]
+    rows = ["| Metric | Meaning |", "| --- | --- |"]
+    if shared and not common:
+        names = ", ".join(f"`{name}`" for name in shared)
+        rows = [f"Labels of each metric: {names}.\n", *rows]
     for metric in metrics:
-        labels = ", ".join(_label(metric, name, source) for name in metric.labels if name not in common)
-        rows.append(f"| `{metric.prefix}{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+        labels = [_label(metric, name, source) for name in metric.labels if name not in (*shared, *common)]
+        mark = " *histogram*" if metric.kind == "histogram" else ""
+        name = ", ".join([f"`{metric.prefix}{metric.name}`{mark}", *labels])
+        rows.append(f"| {name} | {metric.help} |")
     return "\n".join(rows) + "\n"
 
 

@@ -53,7 +53,7 @@ def section(version: str, outcomes: dict[str, Outcome]) -> str:
     dense = [kind for kind, outcome in exact.items() if not outcome.has_experts]
     mixed = [kind for kind, outcome in exact.items() if outcome.has_experts]
     refused = sorted(
-        (_kind_name(outcome.refusal), outcome.refusal, kind)
+        (_kind_name(outcome.refusal), kind)
         for kind, outcome in outcomes.items()
         if outcome.refusal is not None
     )
@@ -61,19 +61,15 @@ def section(version: str, outcomes: dict[str, Outcome]) -> str:
         f"transformers {version}: {len(outcomes)} types beside the registered ones; {len(dense)} dense ones and "
         f"{len(mixed)} with experts are exact, {len(refused)} are refused.",
         "",
-        "| | | model_type |",
-        "| --- | --- | --- |",
-        f"| exact | | {', '.join(dense)} |",
-        f"| exact, with experts | | {', '.join(mixed)} |",
+        "| Outcome | model_type |",
+        "| --- | --- |",
+        f"| exact | {', '.join(dense)} |",
+        f"| exact, with experts | {', '.join(mixed)} |",
     ]
-    texts = [
-        f"{kind} ({MULTIMODAL[kind].loaded_type})"
-        for kind, why in multimodal_outcomes().items()
-        if why is None
-    ]
-    lines.append(f"| exact, the text of {len(texts)} multimodal types | | {', '.join(texts)} |")
-    for (name, reason), group in groupby(refused, key=lambda entry: entry[:2]):
-        lines.append(f"| refused: {name} | {reason} | {', '.join(kind for _, _, kind in group)} |")
+    texts = [kind for kind, why in multimodal_outcomes().items() if why is None]
+    lines.append(f"| exact, the text of {len(texts)} multimodal types | {', '.join(texts)} |")
+    for name, group in groupby(refused, key=lambda entry: entry[0]):
+        lines.append(f"| refused: {name} | {', '.join(kind for _, kind in group)} |")
     return "\n".join(lines) + "\n"
 
 

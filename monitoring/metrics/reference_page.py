@@ -13,7 +13,7 @@ from pagemill.monitoring.metrics.exporter import NOT_LOADED
 from pagemill.monitoring.metrics.gateway import GatewayMetrics
 from pagemill.monitoring.metrics.metric import Metric
 from pagemill.monitoring.metrics.scrape import ScrapeFigures, WorkerIdentity
-from pagemill.monitoring.metrics.vllm_names import ALIASES, LABELS
+from pagemill.monitoring.metrics.vllm_names import ALIASES
 from pagemill.monitoring.queue_figures import QueueFigures, UsageFigures
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -31,7 +31,8 @@ All values of a scrape are from one moment.
 """
 
 VLLM_INTRO = """\
-With `--vllm-metric-names` a worker also exports these, with the labels `model_name` and `engine`.
+With `--vllm-metric-names` a worker also exports these, with vLLM's meanings and the labels `model_name` and `engine`.
+`vllm:num_requests_swapped` is always 0.
 """
 
 MISSING = """\
@@ -77,18 +78,26 @@ def page() -> str:
         if section.intro:
             parts.append(section.intro + "\n")
         parts.append(_table(section.metrics, SOURCES[section.source]))
-    parts += ["## Under vLLM's names\n", VLLM_INTRO, _table(ALIASES, NOT_LOADED, common=LABELS), MISSING]
+    parts += ["## Under vLLM's names\n", VLLM_INTRO, _aliases(), MISSING]
     return "\n".join(parts)
 
 
-def _table(metrics: Sequence[Metric[Any]], source: object, common: Sequence[str] = ()) -> str:
+def _aliases() -> str:
+    rows = ["| Type | Metrics |", "| --- | --- |"]
+    for kind in dict.fromkeys(metric.kind for metric in ALIASES):
+        named = [f"`{metric.prefix}{metric.name}`" for metric in ALIASES if metric.kind == kind]
+        rows.append(f"| {kind} | {', '.join(named)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _table(metrics: Sequence[Metric[Any]], source: object) -> str:
     shared = [name for name in metrics[0].labels if all(name in metric.labels for metric in metrics)]
     rows = ["| Metric | Meaning |", "| --- | --- |"]
-    if shared and not common:
+    if shared:
         names = ", ".join(f"`{name}`" for name in shared)
         rows = [f"Labels of each metric: {names}.\n", *rows]
     for metric in metrics:
-        labels = [_label(metric, name, source) for name in metric.labels if name not in (*shared, *common)]
+        labels = [_label(metric, name, source) for name in metric.labels if name not in shared]
         mark = " *histogram*" if metric.kind == "histogram" else ""
         name = ", ".join([f"`{metric.prefix}{metric.name}`{mark}", *labels])
         rows.append(f"| {name} | {metric.help} |")

@@ -52,26 +52,33 @@ Pagemill also reads variables of [model hubs](models.md#download-a-model), `OTEL
 `NUMBA_CACHE_DIR`, `TRITON_CACHE_DIR`, `XDG_STATE_HOME`, and the credentials of the object store in use.
 """
 
+COMMON = {"PAGEMILL_REDIS_URL", "PAGEMILL_QUEUE", "PAGEMILL_LOG_LEVEL", "PAGEMILL_LOG_FORMAT"}
+"""Variables of the options that many commands have alike."""
 INTERNAL = {"PAGEMILL_PRIVATE_KERNEL_CACHE"}
 """Set by a process for its children, not by a user."""
 
 
-def settings_table(*classes: type) -> str:
-    """Return a row per setting: its name, its default and its docstring."""
+def settings_table(owner: type, *others: type) -> str:
+    """Return a row per setting that `others` do not have alike: its name, its default and its docstring."""
     rows = ["| Setting | Default | Meaning |", "| --- | --- | --- |"]
-    for setting in settings_of(*classes, without={"engine"}).values():
+    known = {(name, setting.doc) for name, setting in settings_of(*others, without={"engine"}).items()}
+    for name, setting in settings_of(owner, without={"engine"}).items():
+        if (name, setting.doc) in known:
+            continue
         meaning = f"{setting.doc} Environment only." if setting.name in SECRETS else setting.doc
         rows.append(f"| `{setting.name}` | {default(setting.default)} | {cell(meaning)} |")
     return "\n".join(rows) + "\n"
 
 
 def options_table(*words: str) -> str:
-    """Return a row per option of a command: its flags, its default and its help text."""
+    """Return a row per option of a command, except common ones: its flags, its default and its help text."""
     command: Any = get_command(app)
     for word in words:
         command = command.commands[word]
     rows = ["| Option | Default | Meaning |", "| --- | --- | --- |"]
     for option in command.params:
+        if option.envvar in COMMON:
+            continue
         variable = f" (`{option.envvar}`)" if option.envvar else ""
         rows.append(f"| `{option.opts[0]}`{variable} | {default(option.default)} | {cell(option.help)} |")
     return "\n".join(rows) + "\n"
@@ -97,11 +104,14 @@ def page() -> str:
             settings_table(EngineConfig),
             "## Worker\n",
             settings_table(WorkerConfig),
-            "## pagemill up\n\nKeys of its file, flags of the command, and variables.\n",
-            settings_table(UpSettings),
-            "## Gateway\n\nOptions of `pagemill gateway`.\n",
+            "## pagemill up\n\nKeys of its file, flags of the command, and variables, also `queue`, `state_dir`, "
+            "`log_format` and `log_level`.\n",
+            settings_table(UpSettings, WorkerConfig),
+            "## Gateway\n\nOptions of `pagemill gateway`. It also has `--redis-url`, `--queue`, `--log-level` and "
+            "`--log-format`.\n",
             options_table("gateway"),
-            "## Exporter\n\nOptions of `pagemill exporter`.\n",
+            "## Exporter\n\nOptions of `pagemill exporter`. It also has `--redis-url`, `--log-level` and "
+            "`--log-format`.\n",
             options_table("exporter"),
             OTHERS,
         )

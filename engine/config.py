@@ -52,10 +52,10 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights, for benchmarks."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Data type of the model. Default: auto, the checkpoint's on CUDA. On CPU, bfloat16 for an unquantized
+    """Data type of the model. auto: the checkpoint's on CUDA. On CPU, bfloat16 for an unquantized
     bfloat16 checkpoint and a CPU with AVX-512 BF16, otherwise float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device that runs the model. Default: auto, CUDA if there is a GPU."""
+    """The device that runs the model. auto: CUDA if there is a GPU."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of requests that have none."""
     block_size: Annotated[int, Range(1, 1024)] = 16
@@ -65,7 +65,7 @@ class EngineConfig:
     kv_cache_memory_bytes: _Bytes | None = None
     """Bytes for the KV cache. Default on CPU: a quarter of the available RAM, at most 4 GiB."""
     gpu_memory_utilization: Annotated[float, Range(1e-3, 1.0)] = 0.9
-    """Fraction of the device's memory for weights, activations and KV cache together."""
+    """Fraction of the device's memory for weights, activations and KV cache."""
     max_model_len: Annotated[int, Range(1, 2**31 - 1)] | None = None
     """Longest prompt + output, in tokens. Default: the model's context length."""
     max_num_seqs: _Sequences | None = None
@@ -73,7 +73,7 @@ class EngineConfig:
     max_num_batched_tokens: _Tokens | None = None
     """Token budget of a step. Default: 512 on CPU, 8192 on CUDA."""
     long_prefill_token_threshold: Annotated[int, Range(0, 2**24)] = 0
-    """Prompt tokens of one request in a step, at most. 0: limited by the budget alone."""
+    """Most prompt tokens of one request in a step. 0: no limit."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt prefixes."""
     state_cache_bytes: Annotated[int, Range(0, 2**46)] | None = None
@@ -82,64 +82,58 @@ class EngineConfig:
     async_scheduling: bool | None = None
     """Plan step N+1 while step N runs (depth 1). Default: off on CPU, on on CUDA."""
     num_speculative_tokens: Annotated[int, Range(0, 64)] | None = None
-    """Maximum number of tokens drafted per row and step. Drafts do not change outputs. Default: 8 on CPU; 0 with
-    async_scheduling."""
+    """Most tokens drafted per row and step. Default: 8 on CPU; 0 with async_scheduling."""
     pad_to_bucket: bool | None = None
     """Pad a step's rows and tokens to a bucket size, as CUDA graphs require. Default: off on CPU."""
     stage_inputs: bool | None = None
     """One copy to the device per step instead of one per array. Default: off on CPU, on on CUDA."""
     strict_kernels: bool = False
-    """Exit at startup if a CUDA kernel fails its comparison with plain torch. Default: off, plain torch
-    replaces it."""
+    """Exit at startup if a CUDA kernel fails its comparison with plain torch, which otherwise replaces it."""
     enforce_eager: bool = False
     """Disable CUDA graphs."""
     batch_invariant: bool = False
-    """Compute every request bit-identically, alone, batched, preempted or resumed. Slower. CPU only: any
-    dtype with AVX2 or AVX-512, otherwise float32."""
+    """Compute every request bit-identically in any batch. Slower. CPU only: any dtype with AVX2 or AVX-512,
+    otherwise float32."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
-    """Storage format of keys and values. Default: auto, the model's dtype. int8 and fp8 (e4m3) store a scale per
-    token and head; fp8 on CUDA requires compute capability 8.9."""
+    """Storage format of keys and values. auto: the model's dtype. fp8 (e4m3) on CUDA needs compute capability 8.9."""
     attention_backend: Literal["auto", "triton", "fa3"] = "auto"
-    """Attention kernels on CUDA. auto: triton, Pagemill's. fa3: FlashAttention 3 of vLLM's package, on an H100 or H200
-    and a float16 or bfloat16 cache; layers that it does not support run on triton."""
+    """Attention kernels on CUDA. auto: triton. fa3: FlashAttention 3 of vLLM's package, on an H100 or H200, for layers
+    that it supports."""
     quantization: Literal["int8", "fp8"] | None = None
-    """Multiply 8-bit numbers: int8, or fp8 (e4m3) on GPUs of compute capability 8.9 or newer. Scales are per output
-    channel and per token, on CPU per 32 inputs of a token. Default: off."""
+    """Multiply 8-bit numbers: int8, or fp8 (e4m3) on GPUs of compute capability 8.9 or newer. Default: off."""
     host_cache_gib: Annotated[float, Range(0.0, 1024.0)] = 0.0
-    """GiB of host memory for evicted KV blocks and those of preempted sequences. 0: they are recomputed."""
+    """GiB of host memory for evicted KV blocks. 0: they are recomputed."""
     media_cache_bytes: Annotated[int, Range(0, 2**46)] = 2**29
-    """Bytes for encoded images, which further questions about them reuse. 0: images are rejected, and the part of the
-    model that reads them is not loaded."""
+    """Bytes for encoded images, which later jobs reuse. 0: images are rejected."""
     tensor_parallel_size: Annotated[int, Range(1, 64)] = 1
-    """Processes that share each layer's work, one per GPU. Memory settings are per process, except
-    host_cache_gib."""
+    """Processes that share each layer's work. Memory settings are per process, except host_cache_gib."""
     verify: bool = True
-    """At the first start of a model that no registered family describes, compare it with transformers."""
+    """Compare a model without a registered family with transformers at its first start."""
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
     chat_template: str | None = None
     """A Jinja file, or the name of one of the model's templates. Default: the model's own."""
     generation_config: str = "auto"
-    """Where the defaults of temperature, top_k, top_p, min_p, repetition_penalty and of a chat's max_tokens come from:
-    auto, the model's generation_config.json; none, Pagemill's own; or a folder with another generation_config.json."""
+    """Source of the defaults of sampling fields: auto, the model's generation_config.json; none, Pagemill's own; or a
+    folder with another generation_config.json."""
     tool_call_parser: ToolParser | None = None
-    """Syntax of the model's tool calls, also of an installed package. Default: derived from its chat template."""
+    """Syntax of the model's tool calls. Default: derived from its chat template."""
     reasoning_parser: ReasoningParser | None = None
     """Tags around the model's reasoning. Default: derived from its chat template."""
     max_image_pixels: Annotated[int, Range(1, 2**30)] = 2**26
-    """Pixels of an image before it is resized. A larger one is rejected without being decoded."""
+    """Most pixels of an image before it is resized."""
     num_threads: Annotated[int, Range(1, 1024)] | None = None
     """CPU threads for the model. Default: torch's."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters (PEFT) that jobs may name, NAME=FOLDER, separated by spaces or by repeating the flag."""
     max_adapters: Annotated[int, Range(0, 256)] = 64
-    """Number of adapter names. Each is a queue partition that every pull checks."""
+    """Most adapter names."""
     adapter_slots: Annotated[int, Range(1, 256)] = 16
     """Adapters in memory. The least recently used one is evicted."""
     adapter_memory_bytes: _Bytes | None = None
     """Bytes for the adapters in memory. Default: an eighth of the available memory, at most 1 GiB."""
     max_adapter_rank: Annotated[int, Range(1, 512)] = 64
-    """Adapters of a larger rank are rejected."""
+    """Highest rank of an adapter."""
 
     def __post_init__(self) -> None:
         """Check every option against its annotation. Raises ConfigError, which names the option."""

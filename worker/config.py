@@ -89,8 +89,8 @@ class WorkerConfig(BaseSettings):
     )
 
     engine_url: EngineUrl | None = None
-    """Run jobs in the engine at this OpenAI-compatible address, such as http://vllm:8000/v1. No model is loaded.
-    Requires served_model_name; model is then a folder with the tokenizer, or absent."""
+    """Run jobs in the engine at this OpenAI-compatible address, such as http://vllm:8000/v1. Requires
+    served_model_name; model is then a folder with the tokenizer, or absent."""
     engine_key_file: FilePath | None = None
     """File with the API key of engine_url."""
     engine: EngineConfig
@@ -100,19 +100,17 @@ class WorkerConfig(BaseSettings):
     queue: QueueName = "default"
     """The queue to serve."""
     revision_name: RevisionName | None = None
-    """Name of the model's revision, for jobs that pin one and for rollouts. Default: the hub's commit, or
-    a digest of weights and settings."""
+    """Name of the model's revision. Default: the hub's commit, or a digest of weights and settings."""
     state_dir: Directory | None = None
     """The embedded server's data directory. Default: ~/.local/state/pagemill, or in XDG_STATE_HOME."""
     http_host: HostName = "127.0.0.1"
     """Address that serves metrics and health."""
     http_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of metrics and health. Default: 9790, or the next free port. It is an error if an explicit port is taken;
-    0 selects any free port."""
+    """Port of metrics and health. Default: 9790, or the next free port; 0: any free port."""
     live_page: bool = False
-    """Serve the live page to other machines too. It shows job ids."""
+    """Serve the live page to other machines too."""
     live_page_hosts: HostPatterns = ""
-    """Comma-separated host names, in addition to this machine's own, under which the live page is served."""
+    """Further comma-separated host names under which the live page is served."""
     show_prompts: bool = False
     """Show the beginning of running jobs' prompts on the live page."""
     log_format: Literal["console", "json"] = "console"
@@ -124,20 +122,20 @@ class WorkerConfig(BaseSettings):
     lease_s: float = Field(default=6.0, ge=0.1, le=600)
     """Seconds until a lease expires unless it is renewed."""
     renew_s: float = Field(default=2.0, ge=0.05, le=300, validate_default=True)
-    """Seconds between renewals and sweeps. Another worker resumes a killed worker's jobs within lease_s + renew_s."""
+    """Seconds between renewals and sweeps."""
     drain_grace_s: float = Field(default=10.0, ge=0, le=DAY_S)
-    """Seconds that running jobs may continue after the first SIGTERM, before they are checkpointed and requeued."""
+    """Seconds that running jobs may continue after the first SIGTERM, before they are requeued."""
     shutdown_s: float = Field(default=25.0, ge=1, le=DAY_S)
     """Seconds from the first signal until the worker exits, even if something hangs."""
     engine_stall_s: float = Field(default=60.0, ge=0.1, le=DAY_S)
-    """Seconds after which a step counts as a hung engine: leases expire, /healthz fails, the process exits."""
+    """Seconds after which a step counts as a hung engine, and the process exits."""
     engine_process: Literal["auto", "on", "off"] = "auto"
-    """Run the engine in a separate process. Default: auto, on CUDA."""
+    """Run the engine in a separate process. auto: on CUDA."""
     audit_interval_s: float = Field(default=600.0, ge=0, le=DAY_S)
     """Seconds between two canaries, whose output the workers of a model compare; 0: none."""
     audit_input_mib: int = Field(default=0, ge=0, le=1024)
-    """MiB of inputs of finished jobs that stay in Redis until the next canary, for recalls. Default: 0, only inputs of
-    jobs with keep_input."""
+    """MiB of inputs of finished jobs that stay in Redis until the next canary, for recalls. 0: only those of jobs with
+    keep_input."""
     checkpoint_s: float = Field(default=1.0, ge=0.001, le=3600)
     """Seconds between two checkpoints of a job, unless checkpoint_tokens come first."""
     checkpoint_tokens: int = Field(default=32, ge=1, le=2**20)
@@ -145,34 +143,33 @@ class WorkerConfig(BaseSettings):
     stream_checkpoint_s: float = Field(default=0.05, ge=0.001, le=60)
     """checkpoint_s of jobs with a stream reader; doubled after the first tokens if there are more than 32 of them."""
     max_held_results: int = Field(default=1000, ge=1, le=10**6)
-    """Results held in memory during a Redis outage. Beyond it the engine stops stepping."""
+    """Results held in memory during a Redis outage, before the engine stops stepping."""
     max_held_bytes: int = Field(default=256 * 1024 * 1024, ge=1, le=2**40)
-    """Bytes of results held in memory during a Redis outage. Beyond it the engine stops stepping."""
+    """Bytes of results held in memory during a Redis outage."""
 
     durability: Durability = "server"
-    """fsync: a result counts as written, and leaves memory, only once it is in the server's file on disk."""
+    """fsync: a result counts as written once it is in the server's file on disk."""
     hmac_keys: SecretStr = SecretStr("")
-    """One key, or two with a comma during a rotation. If set, only jobs signed with one of them run."""
+    """One or two comma-separated keys. If set, only jobs signed with one of them run."""
     webhook_hosts: WebhookHosts = ""
-    """Comma-separated hosts that webhooks may be sent to; `*.example.com` matches every name below it. The port is
-    443 unless one follows the name (`example.com:8443`). Default: none."""
+    """Comma-separated hosts that webhooks may be sent to, such as `*.example.com` or `example.com:8443`.
+    Default: none."""
     webhook_secrets: SecretStr = Field(default=SecretStr(""), validate_default=True)
-    """The keys that sign webhooks; two, separated by a comma, during a rotation."""
+    """One or two comma-separated keys that sign webhooks."""
     webhook_allow_private: bool = False
-    """Allow webhooks to hosts with private addresses: receivers inside your network."""
+    """Allow webhooks to hosts with private addresses."""
     webhook_ca_file: FilePath | None = None
     """CA certificates to trust for webhooks instead of the system's."""
     webhook_retry_s: float = Field(default=5.0, ge=0.01, le=3600)
     """Seconds before the second attempt. The delay doubles each time, up to an hour, with 12 attempts in all."""
 
     fetch_images: WebhookHosts = ""
-    """Comma-separated hosts from which jobs' images at https addresses are fetched, in the form of webhook_hosts.
-    Default: none, jobs must contain their images."""
+    """Hosts from which jobs' images at https addresses are fetched, in the form of webhook_hosts. Default: none."""
     fetch_images_private: bool = False
     """Fetch images also from hosts with private addresses."""
 
     store_url: StoreUrl | None = None
-    """Where payloads and results too large for Redis are stored: a URL of fsspec. Nothing outside it is opened."""
+    """URL of fsspec for payloads and results that are too large for Redis."""
     store_over_bytes: int = Field(default=DEFAULT_OVER_BYTES, ge=0, le=MAX_STORED_BYTES)
     """Results with more bytes of JSON go to the store, if there is one."""
     store_timeout_s: float = Field(default=60.0, ge=0.1, le=3600)

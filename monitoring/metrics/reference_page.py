@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from pagemill.monitoring.counters import WorkerCounters
@@ -31,7 +32,7 @@ All values of a scrape are from one moment.
 """
 
 VLLM_INTRO = """\
-With `--vllm-metric-names` a worker also exports these, with vLLM's meanings and the labels `model_name` and `engine`.
+With `--vllm-metric-names` a worker also exports these, with vLLM's labels and meanings.
 `vllm:num_requests_swapped` is always 0.
 """
 
@@ -77,31 +78,33 @@ def page() -> str:
         parts.append(f"## {section.title}\n")
         if section.intro:
             parts.append(section.intro + "\n")
-        parts.append(_table(section.metrics, SOURCES[section.source]))
+        parts.append(_list(section.metrics, SOURCES[section.source]))
     parts += ["## Under vLLM's names\n", VLLM_INTRO, _aliases(), MISSING]
     return "\n".join(parts)
 
 
 def _aliases() -> str:
-    rows = ["| Type | Metrics |", "| --- | --- |"]
+    lines = []
     for kind in dict.fromkeys(metric.kind for metric in ALIASES):
-        named = [f"`{metric.prefix}{metric.name}`" for metric in ALIASES if metric.kind == kind]
-        rows.append(f"| {kind} | {', '.join(named)} |")
-    return "\n".join(rows) + "\n"
+        names = [f"`{metric.prefix}{metric.name}`" for metric in ALIASES if metric.kind == kind]
+        lines.append(_item(f"{kind}: {', '.join(names)}"))
+    return "\n".join(lines) + "\n"
 
 
-def _table(metrics: Sequence[Metric[Any]], source: object) -> str:
+def _list(metrics: Sequence[Metric[Any]], source: object) -> str:
+    """Return a line per metric: its name, type and labels, except those that all of them have, and its meaning."""
     shared = [name for name in metrics[0].labels if all(name in metric.labels for metric in metrics)]
-    rows = ["| Metric | Meaning |", "| --- | --- |"]
-    if shared:
-        names = ", ".join(f"`{name}`" for name in shared)
-        rows = [f"Labels of each metric: {names}.\n", *rows]
+    lines = [f"Labels of each metric: {', '.join(f'`{name}`' for name in shared)}.\n"] if shared else []
     for metric in metrics:
         labels = [_label(metric, name, source) for name in metric.labels if name not in shared]
         mark = " *histogram*" if metric.kind == "histogram" else ""
         name = ", ".join([f"`{metric.prefix}{metric.name}`{mark}", *labels])
-        rows.append(f"| {name} | {metric.help} |")
-    return "\n".join(rows) + "\n"
+        lines.append(_item(f"{name}: {metric.help}"))
+    return "\n".join(lines) + "\n"
+
+
+def _item(text: str) -> str:
+    return fill(text, 120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _label(metric: Metric[Any], name: str, source: object) -> str:

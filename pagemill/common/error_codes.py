@@ -1,4 +1,4 @@
-"""The error codes of jobs and of their executions. docs/protocol.md explains each."""
+"""The error codes of jobs and of their executions. docs/errors.md explains each."""
 
 from __future__ import annotations
 

@@ -235,11 +235,13 @@ class Worker:
             self._wait_for_jobs(min(time.monotonic() + grace_s, give_up_at - WRITE_OUT_S), hurry)
             self.admission.join(max(0.0, min(5.0, give_up_at - WRITE_OUT_S - time.monotonic())))
             if len(self.table):
-                logger.info("handing back %d jobs", len(self.table))
+                logger.info("requeueing %d jobs", len(self.table))
             self._hand_back_all()
             self._is_drained = True
             if not self.reporter.stop(max(0.0, min(WRITE_OUT_S, give_up_at - time.monotonic()))):
-                logger.warning("%d jobs could not be handed back; their leases will lapse", len(self.table))
+                logger.warning(
+                    "%d jobs could not be requeued; they continue when their leases expire", len(self.table)
+                )
 
     def abandon(self) -> None:
         """Stop pulling and write ended jobs; leases of the rest lapse, unless the device died."""

@@ -23,7 +23,7 @@ from pagemill.producer.wire.calls.adapters import MAX_SOURCE, AdapterAnswer, Wor
 from pagemill.producer.wire.schema.keys import AdapterName, ModelName
 
 _POLL_S = 0.1
-adapter_app = command_group("adapter", "The LoRA adapters of live workers.")
+adapter_app = command_group("adapter", "Manage the LoRA adapters of live workers.")
 
 Name = Annotated[
     str, typer.Argument(metavar="NAME", callback=checked(AdapterName), help="Name of the adapter in jobs.")

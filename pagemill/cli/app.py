@@ -236,7 +236,7 @@ def every_command(
     pass
 
 
-queue_app = command_group("queue", "The queue as a whole.")
+queue_app = command_group("queue", "Inspect and configure the queue.")
 
 
 def check_url(context: typer.Context, parameter: typer.CallbackParam, url: str | None) -> str | None:
@@ -454,14 +454,14 @@ def _tool_fields(tools: Path | None, choice: str | None) -> dict[str, Any]:
 
 @app.command()
 def status(job_id: JobId, at: Report) -> None:
-    """What a job is doing."""
+    """Print the state of a job."""
     with at.producer() as producer:
         views.print_status(producer.job(job_id).status(), at.as_json)
 
 
 @app.command()
 def result(at: Report, job_id: JobId, timeout: Timeout = None) -> None:
-    """Wait for a job's end and print its text."""
+    """Wait for the end of a job and print its text."""
     with at.producer() as producer:
         handle = producer.job(job_id)
         with _interruptible(handle):
@@ -470,7 +470,7 @@ def result(at: Report, job_id: JobId, timeout: Timeout = None) -> None:
 
 @app.command()
 def cancel(job_id: JobId, at: AtQueue) -> None:
-    """Stop a job. Exit code 1: it had ended before."""
+    """Cancel a job. Exit code 1: it had already ended."""
     with at.producer() as producer:
         if not producer.job(job_id).cancel():
             print_stderr(f"job {job_id} had ended before; see: pagemill status {job_id}")

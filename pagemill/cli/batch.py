@@ -36,7 +36,7 @@ from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES
 
 _STATES = (*ACTIVE_STATES, *END_STATES)
 
-batch_app = command_group("batch", "Batches: OpenAI's files, and submit_many's.")
+batch_app = command_group("batch", "Manage batches of OpenAI's files and of submit_many.")
 
 
 @batch_app.command("run")

@@ -19,7 +19,7 @@ from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.images import hide_images
 
-dead_app = command_group("dead", "Jobs that used up their attempts, or killed workers.")
+dead_app = command_group("dead", "List, replay and purge dead jobs.")
 
 Error = Annotated[
     str | None,
@@ -42,7 +42,7 @@ def dead_list(
     error: Error = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=10**6, help="Letters at most.")] = 100,
 ) -> None:
-    """The dead letters, the latest death first. Shows no prompt and no output."""
+    """List dead letters, the latest first, without prompts and outputs."""
     with at.producer() as producer:
         letters = list(itertools.islice(producer.dead_letters().list(error), limit + 1))
     shown = letters[:limit]

@@ -24,7 +24,7 @@ _COLOURS = {
 
 @app.command()
 def inspect(at: Report, job_id: JobId) -> None:
-    """A job's timeline: submit, executions, errors, end. Names the workers; shows no prompt and no output."""
+    """Print the timeline of a job. It names the workers, and contains no prompt and no output."""
     found = at.run(history(at.queue, check_id(job_id)))
     if found is None:
         raise JobNotFound.of(job_id)

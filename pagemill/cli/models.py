@@ -69,7 +69,7 @@ def pull(
 
 @app.command()
 def models(as_json: AsJson = False) -> None:
-    """The cached models, and whether they can be run."""
+    """List the cached models, and whether Pagemill can run them."""
     is_shown = sys.stdout.isatty() and not as_json
     with Console(stderr=True).status("looking into the caches") if is_shown else nullcontext():
         cached = cached_models()

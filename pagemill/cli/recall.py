@@ -23,7 +23,7 @@ from pagemill.producer.wire.calls.audit import Accused
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import ResultTimeout, Unverifiable
 
-recall_app = command_group("recall", "Results of workers that deviated from the others.")
+recall_app = command_group("recall", "Recall results of workers that deviated from the others.")
 
 _COLUMNS = ("worker", "state", "jobs", "since", "accused", "reason")
 

@@ -33,7 +33,7 @@ from pagemill.producer.wire.calls.rollouts import (
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RolloutRefused
 
-rollout_app = command_group("rollout", "A new revision of a model takes a share of its jobs.")
+rollout_app = command_group("rollout", "Give a new revision of a model a share of its jobs.")
 
 _WORDS = {
     "open": "open",

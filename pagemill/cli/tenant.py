@@ -29,7 +29,7 @@ PHASES = {
     "prove": "searching all keys",
 }
 
-tenant_app = command_group("tenant", "One tenant of a queue.")
+tenant_app = command_group("tenant", "Manage the data of one tenant of a queue.")
 
 
 def _eraser(name: str) -> str:
@@ -41,7 +41,7 @@ def _eraser(name: str) -> str:
 
 @tenant_app.callback()
 def _tenant() -> None:
-    """One tenant of a queue."""
+    """Manage the data of one tenant of a queue."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ class TenantPurgeOptions(Report):
 
 @tenant_app.command("purge")
 def tenant_purge(options: TenantPurgeOptions) -> None:
-    """Remove all that is a tenant's, and prove it by a search of every key.
+    """Delete all data of a tenant, and verify it by a search of all keys.
 
-    Exit code 1: something is left, and it says where.
+    Exit code 1: something is left; the output says where.
     """
     with options.producer() as producer:
         if not (options.yes or options.dry_run):

@@ -33,7 +33,7 @@ def why(
         ),
     ] = None,
 ) -> None:
-    """Where the time of a job or a batch went."""
+    """Explain where the time of a job or a batch went."""
     if (job_id is None) == (batch is None):
         raise typer.BadParameter("a job id or --batch is required")
     if batch is not None:

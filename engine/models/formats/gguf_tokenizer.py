@@ -153,7 +153,9 @@ def sentencepiece_of(reader: Any) -> tuple[SentencePieceModel, dict[str, Any]]:
         "add_eos_token": value("ggml.add_eos_token", False),
         "chat_template": value("chat_template"),
     }
-    return model, {name: given for name, given in config.items() if given is not None} | _special_tokens(reader)
+    return model, {name: given for name, given in config.items() if given is not None} | _special_tokens(
+        reader
+    )
 
 
 def _special_tokens(reader: Any) -> dict[str, str]:

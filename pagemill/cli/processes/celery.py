@@ -117,7 +117,7 @@ def celery_relay(
         ),
     ] = None,
 ) -> None:
-    """Tell Celery how its tasks' jobs fare; cancel the revoked.
+    """Report native tasks to Celery, and revoke their jobs.
 
     The tasks are those of pagemill.producer.celery. Runs until SIGTERM.
     """

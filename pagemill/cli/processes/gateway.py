@@ -111,7 +111,7 @@ def gateway(
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:
-    """OpenAI's HTTP interface in front of the queue. Runs until SIGTERM; start as many as you like."""
+    """Serve OpenAI's HTTP interface until SIGTERM. Several gateways can share a queue."""
     _need_extra()
     from pagemill.monitoring.logging import configure_logging
     from pagemill.producer.gateway.config import GatewayConfig
@@ -202,7 +202,7 @@ def gateway_key(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make an API key for the gateway. The key is shown once, the file gets its hash."""
+    """Create an API key for the gateway. The key is printed once; the file gets its hash."""
     _need_extra()
     from pagemill.producer.gateway.api_keys import ApiKey, KeyFileError, add_key, new_key
 

@@ -250,7 +250,7 @@ def test_a_forced_call_next_to_a_text_format(client: OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools", "offer a function"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "send the item itself"),
         ({"background": True, "store": False}, "store", "background needs store: true"),
-        ({"include": ["file_search_call.results"]}, "include", "comes by itself"),
+        ({"include": ["file_search_call.results"]}, "include", "chat/completions for log-prob"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "json_schema"),
     ],
 )

@@ -93,7 +93,7 @@ class ImageServer(LimitedServer):
 
 
 def decoded(data: bytes, max_pixels: int) -> Any:
-    """Return a picture as a person sees it: the first frame, upright, in RGB.
+    """Return a picture as a person sees it: the first frame, upright, in RGB, on white if it is transparent.
 
     Raises:
         ValueError: it has too many pixels, or is not a picture of a supported format.
@@ -113,6 +113,9 @@ def decoded(data: bytes, max_pixels: int) -> Any:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
         image = image.point(lambda value: value / 256, "L")  # conversion to RGB would cut off values over 255
+    if image.has_transparency_data:
+        image = image.convert("RGBA")  # conversion to RGB would show what transparent pixels hide
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
 
 

@@ -190,6 +190,20 @@ def test_pictures_are_decoded_as_a_person_sees_them() -> None:
     assert decoded(encoded(image.convert("RGBA")), MANY).mode == "RGB"
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+@pytest.mark.parametrize("image_format", ["PNG", "WEBP"])
+def test_transparent_pictures_are_on_white(mode: str, image_format: str) -> None:
+    image = Image.new(mode, (8, 8))
+    if mode == "P":
+        image.info["transparency"] = 0
+    elif image_format == "PNG":
+        assert (np.asarray(decoded(encoded(image.crop((0, 0, 4, 4))), MANY)) == 255).all()
+    image.paste({"RGBA": (0, 0, 0, 255), "LA": (0, 255), "P": 1}[mode], (0, 0, 4, 8))
+    pixels = np.asarray(decoded(encoded(image, image_format, lossless=True), MANY))
+    assert (pixels[:, 4:] == 255).all()
+    assert (pixels[:, :4] == 0).all()
+
+
 def test_without_pillow_the_error_names_the_extra(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(UnsupportedFeature, match=r"pip install 'pagemill\[images\]'"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     # Leak checkers would report a probe's thread that outlives close().
     block_on_close = True
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("an HTTP client went away", exc_info=True)

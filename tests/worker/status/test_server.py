@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import Gauge
 
+from pagemill.supervisor.ports import is_free
 from pagemill.worker.status.server import Health, PortTaken, Probes, StatusServer
 from tests.worker.harness import get
 
@@ -57,6 +58,17 @@ def test_probes_answer_503_when_they_are_not_good_and_say_why(server: StatusServ
     assert status == 503
     assert json.loads(body) == {"ok": False, "state": "draining"}
     assert get(f"{server.url}/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_an_ipv6_address_is_listened_on(host: str, answers: Answers) -> None:
+    if not is_free("::1", 0):
+        pytest.skip("this machine has no IPv6")
+    server = StatusServer(host, 0, answers.probes())
+    try:
+        assert get(f"{server.url.replace('[::]', '[::1]')}/healthz")[0] == 200
+    finally:
+        server.close()
 
 
 def test_an_unknown_path_is_404(server: StatusServer) -> None:

@@ -122,7 +122,10 @@ def fetch(policy: WebhookPolicy, url: str, max_bytes: int, tls: ssl.SSLContext) 
         found = _fetch_once(policy.resolve(url), max_bytes, tls)
         if isinstance(found, bytes):
             return found
-        url = urljoin(url, found)
+        try:
+            url = urljoin(url, found)
+        except ValueError:
+            raise FetchFailed("a redirect names no valid URL", is_final=True) from None
     raise FetchFailed(f"more than {MAX_REDIRECTS} redirects", is_final=True)
 
 
@@ -151,6 +154,8 @@ def _fetch_once(target: Target, max_bytes: int, tls: ssl.SSLContext) -> bytes | 
         connection.close()
     if connection.was_cut:
         raise FetchFailed(f"no answer within {TIMEOUT_S:g} s")
+    if response.length:  # as announced, and not received
+        raise FetchFailed("the connection was closed before the end of the file")
     return bytes(body)
 
 

@@ -61,6 +61,8 @@ class Site:
                 self.send_response(status)
                 if place:
                     self.send_header("location", place)
+                if self.path == "/short":
+                    self.send_header("content-length", str(len(PICTURE) + 1))
                 self.end_headers()
                 self.wfile.write(PICTURE)
 
@@ -144,10 +146,17 @@ def test_images_are_fetched_only_if_the_operator_allows_it(site: Site, inputs: I
 def test_redirects_are_held_to_the_policy_and_bounded(site: Site, inputs: InputProcessor) -> None:
     images = ImageInputs(policy(site))
     site.redirects = {"/1": "https://169.254.169.254/latest", "/2": "/2", "/3": "http://localhost/"}
+    site.redirects["/4"] = "https://["
     assert "not among fetch_images" in str(refusal(images, site.url("/1"), inputs))
     assert "more than 3 redirects" in str(refusal(images, site.url("/2"), inputs))
     assert refusal(images, site.url("/3"), inputs).code == "invalid_image"
-    assert site.requests == ["/1", "/2", "/2", "/2", "/2", "/3"]
+    assert str(refusal(images, site.url("/4"), inputs)).endswith("a redirect names no valid URL")
+    assert site.requests == ["/1", "/2", "/2", "/2", "/2", "/3", "/4"]
+
+
+def test_an_image_whose_connection_ends_early_is_fetched_again(site: Site, inputs: InputProcessor) -> None:
+    cut_off = refusal(ImageInputs(policy(site)), site.url("/short"), inputs)
+    assert (cut_off.code, cut_off.retryable) == ("store_unavailable", True)
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ class ChatTemplate:
         try:
             with file.open("rb") as opened:
                 content = opened.read(_MAX_BYTES + 1)
-            text = content.decode("utf-8")
+            text = content.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"chat_template: can't read {file}: {error}", setting="chat_template"

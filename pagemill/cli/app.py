@@ -442,7 +442,7 @@ def _tool_fields(tools: Path | None, choice: str | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if tools is not None:
         try:
-            fields["tools"] = json.loads(tools.read_text(encoding="utf-8"))
+            fields["tools"] = json.loads(tools.read_text(encoding="utf-8-sig"))
         except (ValueError, OSError, RecursionError) as error:
             raise typer.BadParameter(f"--tools: {tools} is not JSON: {error}") from error
     if choice in ("none", "auto", "required"):

@@ -297,7 +297,7 @@ def _schema_text(given: str) -> str:
 
 def _read(path: Path, option: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{option}: {error}") from None
 

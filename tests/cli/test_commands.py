@@ -78,7 +78,7 @@ def test_submit_says_when_the_job_will_end(pagemill: Pagemill, queue: Queue) -> 
 
 def test_submit_takes_tools_from_a_file(pagemill: Pagemill, queue: Queue, tmp_path: Path) -> None:
     file = tmp_path / "tools.json"
-    file.write_text('[{"type": "function", "function": {"name": "time"}}]')
+    file.write_text('\ufeff[{"type": "function", "function": {"name": "time"}}]')  # as Windows writes it
     done = pagemill("submit", "when?", "--model", "m", "--tools", str(file), "--tool-choice", "time")
     assert done.exit_code == 0, done.stderr
     (pulled,) = queue.pull(1)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from pagemill.__main__ import app
 from pagemill.cli.dry_run import KNOWN_LIMITS
+from pagemill.cli.run import _template_text
 from pagemill.engine.models.echo import ECHO_MAX_MODEL_LEN
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.producer.wire.calls import registry
@@ -60,6 +61,12 @@ def dry_run(
     template = [] if "--template" in options else ["--template", "{{ text }}"]
     environment = {"PAGEMILL_STATE_DIR": str(state), "PAGEMILL_REDIS_URL": ""}
     return CliRunner().invoke(app, [*command, *template, *options], env=environment)
+
+
+def test_a_byte_order_mark_is_not_part_of_the_template(tmp_path: Path) -> None:
+    file = tmp_path / "template.txt"
+    file.write_text("\ufeffSay {{ text }}")
+    assert _template_text(None, file) == "Say {{ text }}"
 
 
 @pytest.mark.slow

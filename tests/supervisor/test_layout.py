@@ -121,6 +121,10 @@ def test_flags_come_before_variables_and_those_before_the_file(
     assert environment["PAGEMILL_BLOCK_SIZE"] == "4"
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    assert load('\ufeffqueue = "file"\nmodel = "echo"\n', tmp_path / "up.toml").queue == "file"
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [

@@ -78,6 +78,8 @@ def test_a_file_overrules_the_models_own(model: Path, tmp_path: Path) -> None:
     llm = LLM(str(model), chat_template=str(file), num_threads=1, num_kv_blocks=64)
     (out,) = llm.chat([CHAT], use_tqdm=False)
     assert out.prompt_token_ids == [7, 3, 4, 1, 2]
+    file.write_text("\ufeff" + file.read_text())
+    assert tokens(model, str(file)) == [7, 3, 4, 1, 2], "a byte order mark is not part of it"
     plain = LLM(str(model), num_threads=1, num_kv_blocks=64)
     assert llm.engine.fingerprint != plain.engine.fingerprint, "its conversations have other tokens"
 

@@ -92,13 +92,17 @@ class VisibilityRefresher(bootsteps.StartStopStep):  # type: ignore[misc]
                 client.zadd(channel.unacked_index_key, dict.fromkeys(tags, now), xx=True)
 
 
-def serve_task(app: Celery, url: str, queue: str, model: str) -> None:
-    """Register `pagemill.generate` for a native queue, unless the app has a task of that name."""
+def serve_task(app: Celery, url: str, queue: str, model: str, celery_queue: str) -> None:
+    """Register `pagemill.generate` for a native queue, unless the app has a task of that name.
+
+    `celery_queue`: for generations that other tasks send from here.
+    """
     if TASK_NAME not in app.tasks:
         fields = {
             "name": TASK_NAME,
             "abstract": False,
             "model": model,
+            "queue": celery_queue,
             "producer": Producer(url, queue=queue),
         }
         app.register_task(type("generate", (NativeTask,), fields)())

@@ -203,9 +203,10 @@ def _configure(application: Celery, url: str, settings: CeleryWorkerSettings, mo
         broker_transport_options=options | TRANSPORT_OPTIONS,
         broker_connection_retry_on_startup=True,
         worker_prefetch_multiplier=1,
-        task_default_queue=settings.queue,
     )
-    serve_task(application, url, settings.native_queue, model)
+    if settings.celery_app:  # without it, other workers run what follows a generation
+        application.conf.task_default_queue = settings.queue
+    serve_task(application, url, settings.native_queue, model, settings.queue)
 
 
 def _check_transports(application: Celery, settings: CeleryWorkerSettings) -> None:

@@ -131,6 +131,20 @@ def test_a_task_and_its_result(generate: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+def test_a_chain_goes_on_in_the_shop_s_own_worker(
+    server: RedisServer, engine: Any, shop: Any, tmp_path: Path
+) -> None:
+    """Without the shop's app, what follows a generation is sent to Celery's default queue, and a generation to ours."""
+    first = shop.app.signature(TASK, kwargs={"prompt": "hi", "max_tokens": 9}, queue="apart")
+    with (
+        celery_worker(server.url, tmp_path / "apart.log", "--queue", "apart", app=None),
+        plain_worker(server.url, tmp_path / "plain.log", "celery"),
+    ):
+        made = chain(first, shop.app.signature(TASK, kwargs={"max_tokens": 9}), shop.shout.s()).apply_async()
+        assert made.get(timeout=PATIENCE_S) == "HI"
+
+
+@pytest.mark.slow
 def test_a_generation_does_not_start_after_its_expiry(
     server: RedisServer, engine: Any, shop: Any, tmp_path: Path
 ) -> None:

@@ -105,7 +105,7 @@ def stopping() -> ApiError:
 
 
 _OTHER_TASK = re.compile(
-    r" and takes no [a-z, ]+ job: submit with task (embed|rerank|classify|generate)( or score)?"
+    r" and takes no [a-z, ]+ job: submit with task (embed|rerank|classify|generate)(?: or (classify|score))?"
 )
 _URLS_OF_TASKS = {
     "embed": "/v1/embeddings",
@@ -119,7 +119,11 @@ def in_openai_words(code: str, message: str) -> tuple[str, str]:
     """Return an error's code and message as OpenAI's clients recognize them: some shorten the prompt and try again."""
     if code == "prompt_too_long":
         return "context_length_exceeded", f"the model's maximum context length is exceeded: {message}"
-    return code, _OTHER_TASK.sub(lambda found: f": use {_URLS_OF_TASKS[found[1]]}", message)
+    return code, _OTHER_TASK.sub(_with_urls, message)
+
+
+def _with_urls(found: re.Match[str]) -> str:
+    return ": use " + " or ".join(_URLS_OF_TASKS[task] for task in found.groups() if task in _URLS_OF_TASKS)
 
 
 def error_body(code: str, message: str) -> dict[str, str]:

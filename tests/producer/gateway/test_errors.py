@@ -38,8 +38,8 @@ def test_other_errors_keep_their_words() -> None:
             "the model gives vectors: use /v1/embeddings",
         ),
         (
-            "the model scores pairs of texts and takes no embed job: submit with task rerank",
-            "the model scores pairs of texts: use /v1/rerank or /v1/score",
+            "the model scores pairs of texts and takes no embed job: submit with task rerank or classify",
+            "the model scores pairs of texts: use /v1/rerank or /v1/score or /v1/classify",
         ),
         (
             "the model generates text and takes no embed, classify or rerank job: submit with task generate or score, "

@@ -437,7 +437,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
     @classmethod
     def _token_ids_in_range(cls, value: Mapping[int, float]) -> Mapping[int, float]:
         if any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in value):
-            raise ValueError("logit_bias: token ids must be in [0, 2**31)")
+            raise ValueError("token ids must be in [0, 2**31)")
         return value
 
     @field_validator("metadata")

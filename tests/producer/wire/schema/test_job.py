@@ -69,6 +69,12 @@ def test_what_is_not_supported_is_refused_never_ignored() -> None:
         Job.parse(BASE | ranked)
 
 
+def test_an_error_names_its_field_once() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        Job.parse(BASE | {"logit_bias": {"-1": 1.0}})
+    assert str(caught.value) == "logit_bias: token ids must be in [0, 2**31)"
+
+
 def test_an_unknown_field_is_named() -> None:
     with pytest.raises(InvalidJob, match="temprature"):
         Job.parse(BASE | {"temprature": 1.0})

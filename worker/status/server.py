@@ -89,23 +89,17 @@ class StatusServer:
 
 
 def _bind(host: str, port: int | None, handler: type[_Handler]) -> ThreadingHTTPServer:
-    if port is not None:
-        try:
-            return _Server((host, port), handler)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                message = (
-                    f"port {port} on {host} is taken; choose another with --http-port, or 0 for any free one"
-                )
-                raise PortTaken(error.errno, message) from None
-            raise
-    for candidate in range(DEFAULT_HTTP_PORT, DEFAULT_HTTP_PORT + PORTS_TO_TRY):
+    candidates = [*range(DEFAULT_HTTP_PORT, DEFAULT_HTTP_PORT + PORTS_TO_TRY), 0] if port is None else [port]
+    for candidate in candidates:
         try:
             return _Server((host, candidate), handler)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise
-    return _Server((host, 0), handler)
+                raise OSError(
+                    f"port {candidate} on {host} can't be listened on: {error.strerror or error}; choose another "
+                    "with --http-host and --http-port"
+                ) from None
+    raise PortTaken(f"port {port} on {host} is taken; choose another with --http-port, or 0 for any free one")
 
 
 class _Server(ThreadingHTTPServer):

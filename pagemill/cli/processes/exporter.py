@@ -68,4 +68,4 @@ def exporter(
     try:
         run_exporter(QueueSet(url, queue or (), discover_every), http_host, http_port)
     except OSError as error:
-        raise typer.BadParameter(f"--http-host {http_host}, --http-port {http_port}: {error}") from error
+        raise typer.BadParameter(str(error)) from error

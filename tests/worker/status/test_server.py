@@ -76,8 +76,13 @@ def test_an_unknown_path_is_404(server: StatusServer) -> None:
 
 
 def test_an_explicit_port_that_is_taken_is_an_error(server: StatusServer, answers: Answers) -> None:
-    with pytest.raises(PortTaken, match=f"port {server.port} .* is taken"):
+    with pytest.raises(PortTaken, match=f"^port {server.port} .* is taken"):
         StatusServer("127.0.0.1", server.port, answers.probes())
+
+
+def test_an_address_of_another_machine_is_named(answers: Answers) -> None:
+    with pytest.raises(OSError, match=r"^port 0 on 192\.0\.2\.1 can't be listened on: .*choose another"):
+        StatusServer("192.0.2.1", 0, answers.probes())
 
 
 def test_the_default_port_moves_on_when_it_is_taken(

@@ -15,13 +15,15 @@ PREPARE := echo "==> what the tests share: a model and machine code" && $(BIN)/p
 TESTS := $(BIN)/python -m tests.run --processes $(WORKERS)
 # What pyproject.toml supports at least: its compiler spills where a newer one does not.
 OLDEST_TRITON := $(shell sed -n 's/.*"triton>=\([0-9.]*\);.*/\1.0/p' pyproject.toml)
+OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
+OLDEST_HUB := $(shell sed -n 's/.*"huggingface-hub>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
 # The IR of this Triton is what ttsem executes.
 TTSEM := 0.1.0
 TTSEM_TRITON := 3.8.0
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test check check-all shake oldest-triton compiled-ir bench format lock sbom clean
+.PHONY: help setup demo lint test check check-all shake oldest-triton oldest-transformers compiled-ir bench format lock sbom clean
 
 help:
 	@echo "make demo       label real rows with a real model through a real queue"
@@ -32,6 +34,7 @@ help:
 	@echo "make check-all  every test, part by part, in hours (PART=chaos: one part)"
 	@echo "make shake      the quick tests on a busy machine, at another date, in another folder, ... (ONLY=busy: one)"
 	@echo "make oldest-triton  the kernels compiled by the oldest Triton that is supported"
+	@echo "make oldest-transformers  the engine with the oldest transformers that is supported"
 	@echo "make compiled-ir  the kernels' compiled IR, executed without a GPU and compared with fp64"
 	@echo "make bench      every benchmark table, on an idle machine (hours)"
 	@echo "make format     rewrite the sources as the formatter wants them"
@@ -96,6 +99,15 @@ oldest-triton: $(STAMP)
 	@echo "==> the kernels, compiled by Triton $(OLDEST_TRITON)"
 	@PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 PAGEMILL_TRITON=$(OLDEST_TRITON) \
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" tests/kernels/aot
+
+# Likewise beside the environment.
+oldest-transformers: $(STAMP)
+	@test -d $(VENV)/transformers-$(OLDEST_TRANSFORMERS) \
+	  || $(PIP) --no-deps --target $(VENV)/transformers-$(OLDEST_TRANSFORMERS) \
+	    transformers==$(OLDEST_TRANSFORMERS) huggingface-hub==$(OLDEST_HUB)
+	@echo "==> the engine, with transformers $(OLDEST_TRANSFORMERS)"
+	@PYTHONPATH=$(CURDIR)/$(VENV)/transformers-$(OLDEST_TRANSFORMERS) \
+	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/engine
 
 # Likewise beside the environment. ttsem declares Python 3.12, and runs on 3.11.
 compiled-ir: $(STAMP)

@@ -50,8 +50,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "project": ("tests",),
 }
 """The paths of each part; a path that is named nearer to a test decides."""
-MADE = ("oldest-triton", "compiled-ir")
-"""Parts that make runs: they need another version of Triton."""
+MADE = ("oldest-triton", "oldest-transformers", "compiled-ir")
+"""Parts that make runs: they need another version of a library."""
 
 
 @dataclass(slots=True)
@@ -148,10 +148,10 @@ def _make(target: str) -> Outcome:
 
 
 def _summary(outcomes: Sequence[Outcome]) -> None:
-    print(f"\n{'part':<14} {'result':<8} {'seconds':>7} {'failed':>6} {'flaky':>5}")
+    print(f"\n{'part':<20} {'result':<8} {'seconds':>7} {'failed':>6} {'flaky':>5}")
     for each in outcomes:
         result = "FAILED" if each.code else "passed"
-        print(f"{each.name:<14} {result:<8} {each.seconds:>7.0f} {len(each.failed):>6} {len(each.flaky):>5}")
+        print(f"{each.name:<20} {result:<8} {each.seconds:>7.0f} {len(each.failed):>6} {len(each.flaky):>5}")
     for each in outcomes:
         for test in each.failed:
             print(f"FAILED {test}")

@@ -150,6 +150,28 @@ def batch_cancel(at: AtQueue, batch_id: BatchId) -> None:
     print_stderr(f"{stopped:,} jobs of batch {batch_id} are cancelled, or will be within a moment")
 
 
+@batch_app.command("ack")
+def batch_ack(
+    at: AtQueue,
+    batch_id: BatchId,
+    cursor: Annotated[
+        str | None,
+        typer.Option(
+            "--up-to",
+            metavar="CURSOR",
+            callback=checked(Cursor),
+            help="Cursor of the last line to free. Default: all that have ended.",
+        ),
+    ] = None,
+) -> None:
+    """Free the memory of a batch's results. They cannot be read again."""
+    with at.producer() as producer:
+        handle = producer.batch(batch_id)
+        ended = handle.counts().ended
+        freed = handle.ack(cursor or f"e{ended}")
+    print_stderr(f"{freed:,} results of batch {batch_id} are freed")
+
+
 @batch_app.command("results")
 def batch_results(
     at: AtQueue,

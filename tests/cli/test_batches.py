@@ -1,4 +1,4 @@
-"""`pagemill batch list | status | results | cancel`: the batches that producers submitted."""
+"""`pagemill batch list | status | results | cancel | ack`: the batches that producers submitted."""
 
 from __future__ import annotations
 
@@ -93,3 +93,15 @@ async def test_so_they_are_on_asyncio(queue: Queue, producer: Producer) -> None:
     producer.submit_many(rows(1), batch_id="a")
     async with AsyncProducer(queue.url, queue=queue.name) as aio:
         assert [info.id async for info in aio.batches()] == ["a"]
+
+
+def test_acknowledged_results_are_freed(queue: Queue, producer: Producer, pagemill: Pagemill) -> None:
+    producer.submit_many(rows(3), batch_id="read")
+    for job in queue.pull(2):
+        queue.commit(job, "text")
+    (first, _) = map(json.loads, pagemill("results", "read", "--timeout", "0").stdout.splitlines())
+    assert "1 results" in pagemill("ack", "read", "--up-to", first["cursor"]).stderr
+    assert "1 results" in pagemill("ack", "read").stderr
+    assert pagemill("results", "read", "--timeout", "0").stdout == ""
+    assert json.loads(pagemill("status", "read", "--json").stdout)["queued"] == 1
+    assert pagemill("ack", "unknown").exit_code == 1

@@ -23,11 +23,11 @@ _CALLS = 8
 
 REMEDIES: Mapping[Kind, str] = {
     "payloads": "pagemill queue limit --jobs N --queue {queue}",
-    "results": "pagemill batch list --queue {queue}",
+    "results": "pagemill batch ack ID --queue {queue} (IDs: pagemill batch list)",
     "checkpoints": "pagemill workers --queue {queue}",
     "dead_letters": "pagemill dead purge --all --queue {queue}",
     "files": "pagemill batch list --queue {queue}",
-    "records": "pagemill batch list --queue {queue}",
+    "records": "pagemill batch ack ID --queue {queue} (IDs: pagemill batch list)",
     "other": "redis-cli --memkeys",
 }
 """The command that shows, or makes, room where a kind of data holds most of the memory."""

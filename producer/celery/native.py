@@ -126,6 +126,7 @@ class GenerationTask(NativeTask):
             errbacks=maybe_list(options["link_error"]),
             shadow=options["shadow"],
             ignore_result=options.get("ignore_result", self.ignore_result),
+            expires=options.get("expires"),
             time_limit=hard,
             soft_time_limit=soft,
             argsrepr="()",  # the job holds the prompt, and a log may show these
@@ -153,8 +154,10 @@ class GenerationTask(NativeTask):
         if options.get("eta") is not None:
             times["run_at"] = maybe_make_aware(options["eta"], tz=self.app.timezone).timestamp()
         if (expires := options.get("expires")) is not None:
-            if isinstance(expires, int | float):
+            if isinstance(expires, int | float) and expires > 0:
                 times["ttl"] = float(expires)
+            elif isinstance(expires, int | float):
+                times["deadline"] = 0.0  # as in Celery, the job is revoked when a worker would start it
             else:
                 times["deadline"] = maybe_make_aware(expires, tz=self.app.timezone).timestamp()
         limit = shortest(self.limits(options.get("time_limit"), options.get("soft_time_limit")))

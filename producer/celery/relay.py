@@ -119,7 +119,7 @@ class Relay:
             return
         end = message.end(notice.outcome)
         if isinstance(end, TaskRevokedError):
-            self._announce_revoked(job_id, message)
+            self._announce_revoked(job_id, message, str(end))
             return
         self._started_at = time.monotonic() - _run_s(notice)
         self._tracer(message.headers["task"])(job_id, (), {}, message.request(job_id, end))
@@ -137,12 +137,15 @@ class Relay:
         started_at, self._started_at = self._started_at, None
         return time.monotonic() if started_at is None else started_at
 
-    def _announce_revoked(self, job_id: str, message: TaskMessage) -> None:
-        """Do what a Celery worker does for a task that was revoked."""
+    def _announce_revoked(self, job_id: str, message: TaskMessage, reason: str) -> None:
+        """Do what a Celery worker does for a task that was revoked, or has expired."""
         task = self._app.tasks[message.headers["task"]]
         request = Context(message.request(job_id))
-        task.backend.mark_as_revoked(job_id, "revoked", request=request, store_result=message.wants_result)
-        signals.task_revoked.send(sender=task, request=request, terminated=True, signum=None, expired=False)
+        is_expired = reason == "expired"
+        task.backend.mark_as_revoked(job_id, reason, request=request, store_result=message.wants_result)
+        signals.task_revoked.send(
+            sender=task, request=request, terminated=not is_expired, signum=None, expired=is_expired
+        )
 
 
 def _run_s(notice: Notice) -> float:

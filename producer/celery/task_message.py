@@ -68,13 +68,17 @@ class TaskMessage:
     def end(self, outcome: Outcome) -> dict[str, Any] | BaseException:
         """Return the value of the task, or the exception that it ends with."""
         limits = self.headers.get("timelimit") or (None, None)
+        revoked: BaseException
         try:
             result = outcome.value()
         except JobCancelled:
-            revoked: BaseException = TaskRevokedError("revoked")
+            revoked = TaskRevokedError("revoked")
             return revoked
         except JobError as error:
-            is_limit = isinstance(error, JobExpired) and str(error).startswith(TIMED_OUT) and any(limits)
-            return limit_error(limits) if is_limit else plain_error(error)
+            is_expired, is_timed_out = isinstance(error, JobExpired), str(error).startswith(TIMED_OUT)
+            if is_expired and not is_timed_out and self.headers.get("expires"):
+                revoked = TaskRevokedError("expired")
+                return revoked
+            return limit_error(limits) if is_expired and is_timed_out and any(limits) else plain_error(error)
         assert result is not None, "only of jobs that have ended"
         return plain_result(result)

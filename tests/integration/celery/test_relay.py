@@ -139,6 +139,12 @@ def test_a_countdown_that_has_passed_is_none() -> None:
     assert task._times({"countdown": 0.5}) == {"delay": 0.5}
 
 
+def test_a_task_that_has_expired_is_revoked(shop: Any, relay: Any) -> None:
+    handle = shop.generate.apply_async(kwargs={"prompt": "late"}, expires=-1)
+    with pytest.raises(TaskRevokedError, match="expired"):
+        handle.get(timeout=PATIENCE_S)
+
+
 def long_task(shop: Any, **options: Any) -> Any:
     """A task of 3,000 steps of 5 ms each."""
     return shop.generate.apply_async(kwargs={"prompt": "x" * 3000, "max_tokens": 3000}, **options)

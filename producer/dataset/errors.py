@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pagemill.producer.wire.schema.base_error import PagemillError
 
-class DatasetError(Exception):
+
+class DatasetError(PagemillError):
     """The run cannot start or continue; the message says what to do."""
 
 

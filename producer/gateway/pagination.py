@@ -33,11 +33,18 @@ def read_paging(request: Request, others: Collection[str] = (), *, longest: int 
 
 
 def after(rows: list[dict[str, Any]], paging: Paging) -> list[dict[str, Any]]:
-    """Return the rows behind that of the previous page's last id; none if it is unknown."""
+    """Return the rows behind that of the previous page's last id. Raises ApiError if that is unknown."""
     if not paging.after:
         return rows
     places = [place for place, row in enumerate(rows) if row["id"] == paging.after]
-    return rows[places[0] + 1 :] if places else []
+    if not places:  # an empty page would look like the end of the list
+        raise unknown_cursor(paging)
+    return rows[places[0] + 1 :]
+
+
+def unknown_cursor(paging: Paging) -> ApiError:
+    message = f"after: the list has no {paging.after[:64]!a}; begin again without after"
+    return ApiError(404, message, "cursor_not_found", "after")
 
 
 def page_body(rows: list[dict[str, Any]], paging: Paging) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pagemill.producer.gateway.batches.files import FILE_ID, LONGEST_TTL_S, Expi
 from pagemill.producer.gateway.batches.runner import BatchRunner
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found
 from pagemill.producer.gateway.gateway import Gateway
-from pagemill.producer.gateway.pagination import page_body, read_paging
+from pagemill.producer.gateway.pagination import page_body, read_paging, unknown_cursor
 from pagemill.producer.gateway.request_parsing import check_json, read_object
 from pagemill.producer.openai.lines import LINE_URLS, LineUrl
 from pagemill.producer.wire.calls.gateway import api_batches, stored_files
@@ -153,9 +153,12 @@ class BatchEndpoints:
     async def list(self, request: Request) -> Response:
         caller = await self._gateway.admit(request)
         paging = read_paging(request)
-        after = paging.after if BATCH_ID.fullmatch(paging.after) else ""
-        find = api_batches.find_all(self._gateway.config.queue, caller.tenant, after, paging.limit + 1)
-        found = [] if paging.after and not after else await self._gateway.run(find)
+        queue, after = self._gateway.config.queue, paging.after
+        if after:
+            is_id = BATCH_ID.fullmatch(after) is not None
+            if not is_id or not await self._gateway.run(api_batches.find(queue, caller.tenant, after)):
+                raise unknown_cursor(paging)
+        found = await self._gateway.run(api_batches.find_all(queue, caller.tenant, after, paging.limit + 1))
         return JsonResponse(page_body([batch_body(batch) for batch in found], paging))
 
     async def retrieve(self, request: Request) -> Response:

@@ -299,6 +299,9 @@ def test_files_have_their_limits(valkey_url: str, queue_name: str) -> None:
         page = client.files.list(limit=1)
         assert page.has_more
         assert len(list(page)) == 2
+        for listing in (client.files, client.batches):
+            with pytest.raises(openai.NotFoundError, match="begin again without after"):
+                listing.list(after=made[0].id)
         short = client.files.create(
             file=("short.jsonl", b"{}"),
             purpose="batch",

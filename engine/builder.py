@@ -25,7 +25,7 @@ from pagemill.engine.config import (
     resolve_limits,
     resolve_max_model_len,
 )
-from pagemill.engine.errors import ConfigError, ModelLoadError
+from pagemill.engine.errors import AdapterError, ConfigError, ModelLoadError
 from pagemill.engine.models.directory import LocalModel, check_model, obtain_model
 from pagemill.engine.models.echo import (
     ECHO_MAX_MODEL_LEN,
@@ -351,7 +351,11 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | NoA
     pool = AdapterPool(layers, AdapterLimits(config.max_adapters, config.adapter_slots, memory_bytes))
     for text in config.adapters:
         name, source = parse_adapter(text)
-        pool.add(name, obtain_adapter(source))
+        try:
+            directory = obtain_adapter(source)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {name}: {error}") from error
+        pool.add(name, directory)
     return pool
 
 

@@ -168,6 +168,11 @@ def test_ranks_folders_and_names(llm: LLM, model: Path, tmp_path: Path) -> None:
         llm.generate([PROMPT], PARAMS, adapter="x", use_tqdm=False)
 
 
+def test_a_configured_adapter_without_a_folder_is_named(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"adapter a: folder .* does not exist"):
+        LLM(str(model), adapters=(f"a={tmp_path / 'gone'}",), skip_tokenizer_init=True, num_kv_blocks=32)
+
+
 def test_a_folder_that_changes_after_it_was_added(model: Path, sound: Path, tmp_path: Path) -> None:
     folder = tmp_path / "a"
     shutil.copytree(sound, folder)

@@ -41,6 +41,8 @@ class BatchFile:
     def check(self) -> int:
         """Like BatchRequests.check; also, the output must not exist. Raises DatasetError."""
         check_output(self.out, str(self.out))
+        if self.path.exists() and not self.path.is_file():
+            raise DatasetError(f"{self.path} is not a regular file; a batch file is read several times")
         try:
             return self._requests().check()
         except RefusedFile as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,12 @@ def test_a_broken_line_is_refused_before_anything_runs(tmp_path: Path) -> None:
     path.write_text(json.dumps(request("a")) + "\n{torn")
     with pytest.raises(DatasetError, match="request 2"):
         BatchFile(path, tmp_path / "out.jsonl").check()
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in.jsonl")
+    with pytest.raises(DatasetError, match="not a regular file"):
+        BatchFile(tmp_path / "in.jsonl", tmp_path / "out.jsonl").check()
 
 
 def test_a_file_that_is_not_utf_8_is_refused_without_options_of_other_commands(tmp_path: Path) -> None:

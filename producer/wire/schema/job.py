@@ -519,7 +519,7 @@ def metadata_json(value: dict[str, Any]) -> str:
     check_json(value, MAX_METADATA_DEPTH)
     text = json.dumps(value, ensure_ascii=False)
     if len(text.encode()) > MAX_METADATA_BYTES:
-        raise ValueError(f"metadata has more than {MAX_METADATA_BYTES} bytes of JSON")
+        raise ValueError(f"has more than {MAX_METADATA_BYTES} bytes of JSON")
     return text
 
 

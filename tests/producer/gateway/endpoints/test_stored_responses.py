@@ -288,5 +288,5 @@ def test_ids_that_are_no_responses(served: Served, client: OpenAI, valkey_url: s
 
 @pytest.mark.slow
 def test_the_bound_of_what_a_response_keeps(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="metadata has more than 16384 bytes"):
+    with pytest.raises(openai.BadRequestError, match="metadata: has more than 16384 bytes"):
         client.responses.create(model="echo", input="x", store=True, metadata={"a": "b" * 16_300})

@@ -234,7 +234,17 @@ def _is_demoted(error: exceptions.ResponseError) -> bool:
     )
 
 
-class _Interruptible:
+class _OneHandshake:
+    """A mixin of the driver's connections that tries a silent server as often as the driver's retries say.
+
+    The driver pings inside the handshake, with retries of its own, so that the tries would multiply.
+    """
+
+    def on_connect_check_health(self, check_health: bool = True) -> Any:
+        return super().on_connect_check_health(check_health=False)  # type: ignore[misc]  # the driver's connection
+
+
+class _Interruptible(_OneHandshake):
     """A mixin of the driver's connections: what a signal handler raises is not tried again, whatever its class is."""
 
     def read_response(self, *args: Any, **options: Any) -> Any:
@@ -272,7 +282,7 @@ class _Leaving(_Interruptible):
         return super().send_packed_command(*args, **options)
 
 
-class _AsyncLeaving:
+class _AsyncLeaving(_OneHandshake):
     """Like `_Leaving`, for asyncio."""
 
     _is_stale = False
@@ -313,7 +323,7 @@ class _Locating(_Interruptible):
             raise
 
 
-class _AsyncLocating:
+class _AsyncLocating(_OneHandshake):
     """Like `_Locating`, for asyncio."""
 
     _locator: Locator

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import redis
 
-from pagemill import Producer, QueueFull, RedisUnavailable
+from pagemill import AsyncProducer, Producer, QueueFull, RedisUnavailable
 from pagemill.producer.wire.calls import batches, reads, transitions
 from pagemill.producer.wire.server import scripts
 from pagemill.producer.wire.server.scripts import Call
@@ -169,3 +171,29 @@ def test_at_maxmemory_submits_are_refused_and_running_jobs_still_end(own_queue: 
     assert own_queue.run(transitions.sweep("q")).reclaimed == 1
     assert own_queue.run(reads.outcome("q", "commit")).result is not None
     assert "job:refused" not in own_queue.names()
+
+
+def ask(url: str) -> None:
+    Producer(url).job("j").status()
+
+
+def ask_async(url: str) -> None:
+    async def status() -> None:
+        async with AsyncProducer(url) as producer:
+            await producer.job("j").status()
+
+    asyncio.run(status())
+
+
+@pytest.mark.parametrize("request_status", [ask, ask_async])
+def test_a_silent_server_is_tried_three_times(request_status: Callable[[str], None]) -> None:
+    """The handshake has no further tries inside: with the default timeout of 15 s, they would add up to minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}?socket_timeout=0.1"
+        with pytest.raises(RedisUnavailable):
+            request_status(url)
+        silent.setblocking(False)
+        for _ in range(3):
+            silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()

@@ -48,7 +48,7 @@ class Sizes:
     """Per token, over all layers."""
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> Sizes:
+    def from_config(cls, config: dict[str, Any]) -> Sizes:
         hidden, layers, heads = (
             config[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
         )
@@ -151,7 +151,7 @@ def shares(roofs: Roofs, model: str, throughput: Path | None) -> list[dict[str, 
     for name, build in WORKLOADS.items():
         workload = build(config["vocab_size"], 0, 1.0)
         for dtype in roofs.operations:
-            roof = roofs.tokens_per_second(workload, Sizes.of(config), dtype)
+            roof = roofs.tokens_per_second(workload, Sizes.from_config(config), dtype)
             engines = measured.get(name, {}).get("engines", {})
             medians = {name: each["median"] for name, each in engines.items() if _dtype_of(name) == dtype}
             found.append({"workload": name, "dtype": dtype, "roof": roof, "medians": medians})

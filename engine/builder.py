@@ -226,7 +226,7 @@ def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcess
     eos = _eos_token_ids(model, tokenizer)
     limits = resolve_limits(config, max_model_len, eos, device.step_defaults)
     limits = with_states(replace(limits, kv_windows=shape.windows), config, shape, device)
-    prepared = PreparedModel.of(model, config, shape, max_model_len)
+    prepared = PreparedModel.from_model(model, config, shape, max_model_len)
     encoder, media_refusal = _media_encoder(config, model)
     replaced_kernels = check_kernels(prepared, config, limits, shape, group)
     room = step_bytes(prepared, config, limits, shape, group)

@@ -39,7 +39,7 @@ class InvalidRequest(EngineError, ValueError):
     code = "invalid_job"
 
     @classmethod
-    def of(cls, code: str, message: str) -> InvalidRequest:
+    def with_code(cls, code: str, message: str) -> InvalidRequest:
         """Return the error for a code.
 
         Args:

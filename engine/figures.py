@@ -90,7 +90,7 @@ def read_figures(config: EngineConfig, *, on_card: bool, weight_bits: float | No
     longest = config.max_model_len or model.context_length
     shape = replace(model.kv_cache_shape(config.block_size, longest), dtype=cache_dtype)
     raw = read_json_object(directory / "config.json")
-    counted = _Counted.of(model.module, model.module.config)
+    counted = _Counted.from_module(model.module, model.module.config)
     bits = weight_bits or _weight_bits(config, raw, model.dtype, None if on_card else counted.parameters)
     settings: Any = model.module.config
     heads = model.num_heads
@@ -149,7 +149,7 @@ class _Counted:
     looked_up: int
 
     @classmethod
-    def of(cls, module: Any, config: Any) -> _Counted:
+    def from_module(cls, module: Any, config: Any) -> _Counted:
         """Count the numbers of a module; tensors that are shared count once."""
         tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
         output = module.get_output_embeddings()

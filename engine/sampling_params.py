@@ -40,13 +40,13 @@ class SamplingParams(SamplingFields):
         shape = self.structured_outputs
         try:
             if shape is not None:
-                object.__setattr__(self, "structured_outputs", StructuredOutputs.of(shape))
+                object.__setattr__(self, "structured_outputs", StructuredOutputs.from_shape(shape))
         except InvalidParameter as error:
-            raise InvalidRequest.of(error.code, f"structured_outputs: {error}") from None
+            raise InvalidRequest.with_code(error.code, f"structured_outputs: {error}") from None
         try:
             self.check()
         except InvalidParameter as error:
-            raise InvalidRequest.of(error.code, str(error)) from None
+            raise InvalidRequest.with_code(error.code, str(error)) from None
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}")
         if not all(isinstance(text, str) and text for text in self.stop):

@@ -186,7 +186,7 @@ def _few_bits(device: torch.device, sizes: Sizes) -> dict[str, TiledWeight]:
         "8 bits": GroupedWeight(codes.view(torch.int8), scales),
         "floats": GroupedWeight((codes & 0xF7).view(FP8), scales),  # no NaN
     }
-    tiled = {name: TiledWeight.of(weight) for name, weight in kinds.items()}
+    tiled = {name: TiledWeight.from_weight(weight) for name, weight in kinds.items()}
     return {name: weight for name, weight in tiled.items() if weight is not None}
 
 

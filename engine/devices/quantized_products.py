@@ -21,12 +21,12 @@ def packed_product(weights: Sequence[Weight], bias: torch.Tensor | None) -> nn.M
     """Return the CPU's product in fp32, from numbers of few bits where a lossless form of them is known."""
     whole = grouped(weights)
     if whole is None:
-        return PackedProduct.of([dense([weight]) for weight in weights], bias)
+        return PackedProduct.from_weights([dense([weight]) for weight in weights], bias)
     from pagemill.kernels.cpu.matmul.grouped_packing import pack_grouped
 
     packed = pack_grouped(whole)
     if packed is None:
-        return PackedProduct.of([whole.dequantise()], bias)
+        return PackedProduct.from_weights([whole.dequantise()], bias)
     product = PackedProduct(packed, bias)
     product.kept_as = _form(packed.weight_format)
     if whole.order is None:
@@ -141,7 +141,7 @@ def cuda_product(
     whole = grouped(weights)
     if whole is not None and has_float8 and _multiplies_as_float8(whole, weights[0].dtype):
         return ScaledProduct.of_float8(whole.to(device), bias, weights[0].dtype)
-    tiled = None if whole is None else TiledWeight.of(whole.to(device))
+    tiled = None if whole is None else TiledWeight.from_weight(whole.to(device))
     return DenseProduct(dense(weights).to(device), bias) if tiled is None else GroupedProduct(tiled, bias)
 
 

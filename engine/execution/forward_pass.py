@@ -54,7 +54,7 @@ class ModelForward:
         direct: DirectForward | None,
     ) -> None:
         self._module, self._caches, self._direct = module, caches, direct
-        self._narrow_head = NarrowHead.of(module)
+        self._narrow_head = NarrowHead.from_module(module)
         self._skips_unread = any(getattr(part, "is_last", False) for part in module.modules())
 
     def covers(self, plan: StepPlan) -> bool:

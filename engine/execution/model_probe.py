@@ -80,7 +80,7 @@ class ModelProbe:
         self._seconds = time.perf_counter() - started
 
     @classmethod
-    def of(cls, model: LoadedModel, config: EngineConfig, max_model_len: int) -> ModelProbe | None:
+    def from_model(cls, model: LoadedModel, config: EngineConfig, max_model_len: int) -> ModelProbe | None:
         """Return None for a model that needs no comparison, or has had one."""
         if not model.family.is_generic or not config.verify or is_verified(model.fingerprint):
             return None
@@ -139,7 +139,7 @@ class ModelProbe:
         """Run the steps: the first as for scored prompts, the last through the narrow head if there is one."""
         module = self._model.module
         batch, caches, new_rows = self._batch(shape)
-        head = NarrowHead.of(module)
+        head = NarrowHead.from_module(module)
         scorer = PromptScorer(module, caches, batch)
         last = len(_ENDS[0]) - 1
         for number in range(last + 1):

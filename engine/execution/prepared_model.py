@@ -28,11 +28,11 @@ class PreparedModel:
     """How each part runs."""
 
     @classmethod
-    def of(
+    def from_model(
         cls, model: LoadedModel, config: EngineConfig, shape: KVCacheShape, max_model_len: int
     ) -> PreparedModel:
         """Rewrite the model in place. Raises `ModelLoadError`: it then computes something else."""
-        probe = ModelProbe.of(model, config, max_model_len)
+        probe = ModelProbe.from_model(model, config, max_model_len)
         direct, parts = rewrite(model, config)
         logger.info("%s: %s", model.served_name, parts)
         model.device.warm_up(model.module, model.dtype, model.num_heads, shape)
@@ -48,5 +48,5 @@ def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | N
     if model.attention is not None and model.attention.latent is not None:
         absorb_products(model.module)
     model.device.fuse(model.module, traits, model.dtype, linear)
-    direct = DirectForward.of(model.module, traits)
+    direct = DirectForward.from_module(model.module, traits)
     return direct, describe_parts(model.module, is_direct=direct is not None)

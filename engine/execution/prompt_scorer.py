@@ -105,7 +105,9 @@ class PromptScorer:
         for begin in range(0, len(targets), _SLICE):
             wanted = targets[begin : begin + _SLICE]
             logits = self._head(hidden[begin : begin + len(wanted)]).float()
-            slices.append(TopLogprobs.of(logits.log_softmax(dim=-1), wanted, [count] * len(wanted)))
+            slices.append(
+                TopLogprobs.from_logprobs(logits.log_softmax(dim=-1), wanted, [count] * len(wanted))
+            )
         return slices
 
     def _read(

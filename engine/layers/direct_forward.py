@@ -40,7 +40,7 @@ class DirectForward:
         """Stacks of some of the layers, by the first and the end."""
 
     @classmethod
-    def of(cls, module: Any, traits: DecoderTraits | None) -> DirectForward | None:
+    def from_module(cls, module: Any, traits: DecoderTraits | None) -> DirectForward | None:
         """Return None if the model's forward pass does more, or is not all compiled."""
         if traits is None or not traits.is_plain or traits.rotation != "one":
             return None

@@ -119,7 +119,7 @@ class SiluGatedMLP(nn.Module):
         self._silu_and_mul = silu_and_mul
         merged = hasattr(source, "gate_up_proj")
         layers = [source.gate_up_proj] if merged else [source.gate_proj, source.up_proj]
-        self.gate_up_proj = Linear.of(layers, make_product)
+        self.gate_up_proj = Linear.from_layers(layers, make_product)
         self.down_proj = source.down_proj
 
     def forward(self, x: torch.Tensor | ScaledRows) -> torch.Tensor:
@@ -155,7 +155,7 @@ class MergedAttention(nn.Module):
         self.rotates = self.scoring.alibi_slopes is None and bool(getattr(source, "use_rope", True))
         merged = hasattr(source, "qkv_proj")
         layers = [source.qkv_proj] if merged else [source.q_proj, source.k_proj, source.v_proj]
-        self.qkv_proj = Linear.of(layers, make_product)
+        self.qkv_proj = Linear.from_layers(layers, make_product)
         self.o_proj = source.o_proj
         self.q_norm = getattr(source, "q_norm", None)
         self.k_norm = getattr(source, "k_norm", None)

@@ -80,7 +80,7 @@ class Linear(nn.Module):
         """A part for each of `sources`."""
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Linear], make_product: MakeProduct) -> Linear:
+    def from_layers(cls, layers: Sequence[nn.Linear], make_product: MakeProduct) -> Linear:
         """Merge layers into one with their outputs concatenated. It takes over their weights."""
         part = layers[0] if isinstance(layers[0], PartialLinear) else None
         weights = [weight_of(layer) for layer in layers]
@@ -176,13 +176,13 @@ class PackedProduct(nn.Module):
         return out
 
     @classmethod
-    def of(cls, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> PackedProduct:
+    def from_weights(cls, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> PackedProduct:
         from pagemill.kernels.cpu.matmul.weight_packing import pack_merged
 
         return cls(pack_merged(weights), bias)
 
     def of_channels(self, channels: torch.Tensor) -> PackedProduct:
-        return PackedProduct.of([self.packed.of_channels(channels)], self.bias[channels])
+        return PackedProduct.from_weights([self.packed.of_channels(channels)], self.bias[channels])
 
 
 class OneDNNProduct(nn.Module):
@@ -236,6 +236,6 @@ def replace_linears(parent: nn.Module, make_product: MakeProduct) -> None:
         # A subclass may compute more than a product: a router, for one.
         is_product = type(child).forward is nn.Linear.forward or isinstance(child, PartialLinear)
         if is_product and isinstance(child, nn.Linear):
-            setattr(parent, name, Linear.of([child], make_product))
+            setattr(parent, name, Linear.from_layers([child], make_product))
         elif not isinstance(child, Linear):
             replace_linears(child, make_product)

@@ -31,7 +31,7 @@ class PackedTexts:
     """(number of texts, their length), in the order of the tokens."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> PackedTexts:
+    def from_lengths(cls, lengths: Sequence[int]) -> PackedTexts:
         """`lengths` are in the order of the tokens; equal ones should be neighbours."""
         groups: list[tuple[int, int]] = []
         for length in lengths:

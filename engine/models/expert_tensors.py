@@ -53,7 +53,7 @@ class ExpertLayout:
     """Whether channels of the gate and up projections are interleaved, not one projection after the other."""
 
     @classmethod
-    def of(cls, experts: Any) -> ExpertLayout:
+    def from_experts(cls, experts: Any) -> ExpertLayout:
         return cls(bool(experts.is_transposed), not getattr(experts, "is_concatenated", True))
 
     def inner_rows(self, channels: slice, count: int) -> list[slice]:
@@ -103,7 +103,7 @@ class ExpertTensors:
             experts = modules[_block_of(f"{block}.experts")]
             for part in _shapes(self._blocks[block]):
                 experts.register_parameter(_PARAMETERS[part], None)
-            experts.stored = self.stored(block, share, group, ExpertLayout.of(experts))
+            experts.stored = self.stored(block, share, group, ExpertLayout.from_experts(experts))
 
     def stored(
         self, block: str, share: Share, group: RankGroup | None, layout: ExpertLayout | None = None

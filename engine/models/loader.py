@@ -130,7 +130,7 @@ def check_split(config: EngineConfig) -> None:
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
     scheme, device = read_scheme(directory), find_device(config.device)
-    SplitSizes.of(
+    SplitSizes.from_config(
         model_config,
         _tensor_split(family, model_config),
         family.num_kv_heads(model_config),

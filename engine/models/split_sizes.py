@@ -26,7 +26,9 @@ class SplitSizes:
     """Inputs that are quantised together: a rank has whole groups."""
 
     @classmethod
-    def of(cls, model_config: Any, split: TensorSplit, num_kv_heads: int, input_group: int = 1) -> SplitSizes:
+    def from_config(
+        cls, model_config: Any, split: TensorSplit, num_kv_heads: int, input_group: int = 1
+    ) -> SplitSizes:
         num_heads = int(model_config.num_attention_heads)
         return cls(
             num_heads=num_heads,

@@ -58,7 +58,9 @@ def load_vision(config: EngineConfig, directory: Path, dtype: torch.dtype, devic
         model_config: Any = native_config(raw)
         text = model_config.get_text_config(decoder=True)
         module = _loaded(config, directory, model_config, dtype).eval().requires_grad_(False)
-        sections = RotarySections.of(module.get_decoder(), device.device, is_interleaved=row.interleaved)
+        sections = RotarySections.from_decoder(
+            module.get_decoder(), device.device, is_interleaved=row.interleaved
+        )
         for name in _LANGUAGE_MODELS:
             if hasattr(module.model, name):
                 setattr(module.model, name, torch.nn.Identity())

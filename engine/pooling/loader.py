@@ -61,7 +61,7 @@ class PoolingModel:
     @torch.inference_mode()
     def compute(self, batch: PackedBatch, num_skipped: int = 0) -> torch.Tensor:
         """Return the rows [num_texts, width] of a batch, fp32 on the host: vectors, or logits."""
-        texts, device = PackedTexts.of(batch.lengths), self.device.device
+        texts, device = PackedTexts.from_lengths(batch.lengths), self.device.device
         ends = np.cumsum(batch.lengths)
         inputs: dict[str, Any] = {
             "input_ids": batch.token_ids,

@@ -17,7 +17,7 @@ def check_fits(request: Request, config: SchedulerConfig) -> None:
     if num_sequences > config.max_num_seqs:
         raise NeverFits(f"{num_sequences} sequences need as many rows, there are {config.max_num_seqs}")
     # The last token is never written; full prompt blocks are shared, the rest is each sequence's own.
-    groups = BlockGroups.of(config)
+    groups = BlockGroups.from_config(config)
     num_columns = groups.columns(request.max_num_tokens - 1)
     num_shared = len(request.prompt_token_ids) // config.block_size if num_sequences > 1 else 0
     together = num_shared + num_sequences * (num_columns - num_shared)

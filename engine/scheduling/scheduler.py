@@ -45,7 +45,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._eos_token_ids = frozenset(config.eos_token_ids)
-        self.kv_cache = KVCacheManager.of(config)
+        self.kv_cache = KVCacheManager.from_config(config)
         self._batch = RunningBatch(config, self.kv_cache)
         self._waiting = WaitingQueue(self._batch.rows)
         self._labelling = Labelling(self._waiting)

@@ -95,7 +95,7 @@ class ServedGrammar:
         self._mask = answer.mask
         self.is_complete = answer.is_complete
         if answer.error is not None:
-            self.fail(InvalidRequest.of(*answer.error))
+            self.fail(InvalidRequest.with_code(*answer.error))
         elif self._budget.is_spent and not self.is_complete:
             self.refuse(
                 f"its masks took {self._budget.seconds:.1f} s for {self._budget.num_tokens} tokens; "

@@ -28,7 +28,7 @@ class GrammarVocabulary:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def of(
+    def from_tokenizer(
         cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]
     ) -> GrammarVocabulary | None:
         """Return None if the tokens' bytes are unknown, or if there is no EOS."""

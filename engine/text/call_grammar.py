@@ -30,7 +30,7 @@ class Function:
     is_strict: bool
 
     @classmethod
-    def of(cls, function: Mapping[str, Any]) -> Function:
+    def from_definition(cls, function: Mapping[str, Any]) -> Function:
         """Read OpenAI's form; without parameters, a call has none. Open objects are closed (`closed_objects`)."""
         schema = closed_objects(function.get("parameters") or _ANY_OBJECT)
         return cls(function["name"], schema, bool(function.get("strict")))

@@ -62,7 +62,7 @@ class ChatOptions:
         if self.choice == "none":
             return []
         try:
-            functions = [Function.of(tool["function"]) for tool in self.tools]
+            functions = [Function.from_definition(tool["function"]) for tool in self.tools]
         except (KeyError, TypeError):
             raise InvalidRequest(
                 "tools: give functions in OpenAI's form: type, and function with a name"
@@ -286,7 +286,7 @@ class ChatFormat:
             if any(function.is_strict for function in functions) or options.is_parallel is False:
                 return self._grammar.triggered(functions, syntax), form.trigger
         except InvalidParameter as error:
-            raise InvalidRequest.of(error.code, f"tools: {error}") from None
+            raise InvalidRequest.with_code(error.code, f"tools: {error}") from None
         return None, ""
 
     def _values(

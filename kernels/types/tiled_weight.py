@@ -32,7 +32,7 @@ class TiledWeight:
     is_float: bool
 
     @classmethod
-    def of(cls, weight: GroupedWeight) -> TiledWeight | None:
+    def from_weight(cls, weight: GroupedWeight) -> TiledWeight | None:
         """Return None if the groups have offsets, a size that is not a power of two, or fewer than 32 inputs."""
         chunk = gcd(weight.group_size, LARGEST_CHUNK)
         if chunk < SMALLEST_CHUNK or weight.offsets is not None:

@@ -27,7 +27,7 @@ def inspect(at: Report, job_id: JobId) -> None:
     """Print the timeline of a job. It names the workers, and contains no prompt and no output."""
     found = at.run(history(at.queue, check_id(job_id)))
     if found is None:
-        raise JobNotFound.of(job_id)
+        raise JobNotFound.for_job(job_id)
     if at.as_json:
         typer.echo(found.model_dump_json())
         return

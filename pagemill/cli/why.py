@@ -42,7 +42,7 @@ def why(
     assert job_id is not None
     found = at.run(account.why(at.queue, check_id(job_id)))
     if found is None:
-        raise JobNotFound.of(job_id)
+        raise JobNotFound.for_job(job_id)
     if at.as_json:
         typer.echo(found.model_dump_json())
         return

@@ -164,7 +164,7 @@ class StructuredOutputs:
             _check_schema(text)
 
     @classmethod
-    def of(cls, shape: StructuredOutputs | Mapping[str, Any] | type[Any]) -> StructuredOutputs:
+    def from_shape(cls, shape: StructuredOutputs | Mapping[str, Any] | type[Any]) -> StructuredOutputs:
         """Create structured outputs from any form that a job accepts.
 
         Args:

@@ -100,7 +100,7 @@ def make_plan(model: ModelFigures, device: DeviceSpeed, load: Load, limits: Work
             "--dtype, a quantised checkpoint, or several GPUs (tensor parallelism is not planned)"
         )
     rows = min(states, by_blocks)
-    times = _Times.of(model, device, load)
+    times = _Times.from_figures(model, device, load)
     jobs_per_s = 1 / times.job_s(rows)
     workers = max(1, math.ceil(load.jobs_per_s / (BUSY * jobs_per_s)))
     busy_rows, service_s = times.steady_state(load.jobs_per_s / workers, rows)
@@ -183,7 +183,7 @@ class _Times:
     output_tokens: int
 
     @classmethod
-    def of(cls, model: ModelFigures, device: DeviceSpeed, load: Load) -> _Times:
+    def from_figures(cls, model: ModelFigures, device: DeviceSpeed, load: Load) -> _Times:
         flops, read = device.flops_of(model.dtype), device.read_share * device.bytes_per_s
         own = load.prompt_tokens - load.shared_tokens
         context = load.prompt_tokens + load.output_tokens / 2

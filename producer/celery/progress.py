@@ -43,7 +43,7 @@ class ProgressWriter:
         written = {}
         for status in statuses:
             tokens = status.progress.generated_tokens
-            message = TaskMessage.of(status.metadata)
+            message = TaskMessage.from_metadata(status.metadata)
             if status.done or message is None or not message.wants_result:
                 continue
             if tokens > self._told.get(status.id, 0):

@@ -113,7 +113,7 @@ class Relay:
     def _trace(self, notice: Notice) -> None:
         notice = replace(notice, outcome=with_result(notice.outcome))
         job_id = notice.outcome.job_id
-        message = TaskMessage.of(notice.outcome.metadata)
+        message = TaskMessage.from_metadata(notice.outcome.metadata)
         if message is None:
             logger.warning("job %s names no Celery message; leaving it", job_id)
             return

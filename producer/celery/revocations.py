@@ -76,7 +76,7 @@ def revoke_jobs(queue: str, transport: SyncTransport, task_ids: Sequence[str], t
         for page in reads.status_pages(transport.run, queue, task_ids)
         for status in page
         if status is not None
-        and TaskMessage.of(status.metadata) is not None
+        and TaskMessage.from_metadata(status.metadata) is not None
         and (status.state in ("queued", "delayed") or (terminate and status.state == "running"))
     ]
     if found:

@@ -36,7 +36,7 @@ class TaskMessage:
     embed: dict[str, Any]
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any] | None) -> TaskMessage | None:
+    def from_metadata(cls, metadata: Mapping[str, Any] | None) -> TaskMessage | None:
         """Return the message in a job's metadata; None if there is none."""
         text = (metadata or {}).get(METADATA)
         if not isinstance(text, str):

@@ -36,7 +36,7 @@ class _Sample:
     """Tokens that events have returned."""
 
     @classmethod
-    def of(cls, output: Output) -> _Sample:
+    def from_output(cls, output: Output) -> _Sample:
         return cls(
             output.index,
             text=output.text,
@@ -155,7 +155,7 @@ class FeedReader:
         self._fresh = False
         self.position += len(feed.deltas)
         for output in feed.result.outputs if feed.result else ():
-            events += self._rest(feed.attempt, _Sample.of(output))
+            events += self._rest(feed.attempt, _Sample.from_output(output))
         return events
 
     def _rest(self, attempt: int, whole: _Sample) -> list[StreamEvent]:

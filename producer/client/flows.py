@@ -108,7 +108,7 @@ def statuses(queue: str, job_ids: Sequence[str]) -> Flow[list[JobStatus]]:
         replies: list[JobStatus | None] = yield reads.statuses(queue, chunk)
         for job_id, status in zip(chunk, replies, strict=False):
             if status is None:
-                raise JobNotFound.of(job_id)
+                raise JobNotFound.for_job(job_id)
             found.append(status)
     return found
 
@@ -122,7 +122,7 @@ def why(queue: str, job_id: str) -> Flow[JobAccount]:
     """Return where a job's time went. Raises JobNotFound."""
     found: JobAccount | None = yield account.why(queue, job_id)
     if found is None:
-        raise JobNotFound.of(job_id)
+        raise JobNotFound.for_job(job_id)
     return found
 
 
@@ -142,7 +142,7 @@ def cancel(queue: str, job_id: str) -> Flow[bool]:
     """Cancel a job. True: it has ended by this, or will. False: it had ended. Raises JobNotFound."""
     replies: list[str] = yield transitions.cancel(queue, [job_id])
     if replies[0] == "missing":
-        raise JobNotFound.of(job_id)
+        raise JobNotFound.for_job(job_id)
     return replies[0] != "done"
 
 
@@ -288,7 +288,7 @@ def stream(queue: str, job_id: str) -> Flow[None]:
         if feed is None:
             continue
         if feed.state is None:
-            raise JobNotFound.of(job_id)
+            raise JobNotFound.for_job(job_id)
         if feed.stored is not None:
             data: bytes = yield Read(feed.stored.reference)
             feed = replace(feed, result=feed.stored.parse(data))

@@ -51,7 +51,7 @@ class Totals:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Totals:
+    def from_fields(cls, fields: Mapping[str, Any]) -> Totals:
         means = {name: Mean(**fields[name]) for name in ("kv_utilization", "kv_waste")}
         return cls(**{**fields, **means})
 
@@ -83,7 +83,7 @@ class Record:
             fields = json.loads(path.read_text(encoding="utf-8"))
             if fields["version"] != VERSION or not isinstance(fields["settings"], dict):
                 raise ValueError
-            return cls(fields["settings"], Totals.of(fields["totals"]), int(fields["rows"]))
+            return cls(fields["settings"], Totals.from_fields(fields["totals"]), int(fields["rows"]))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError):

@@ -12,7 +12,7 @@ CONFIG = {
 
 
 def test_sizes_are_those_of_a_llama() -> None:
-    sizes = Sizes.of(CONFIG)
+    sizes = Sizes.from_config(CONFIG)
     assert sizes.layer_weights == 2 * 64 * (64 + 32 + 32 + 64 + 3 * 128)
     assert (sizes.head_weights, sizes.attention_width, sizes.kv_numbers) == (64_000, 2 * 64, 2 * 2 * 32)
 

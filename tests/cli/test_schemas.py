@@ -116,7 +116,7 @@ def test_the_examples_are_valid() -> None:
     for name, given in examples().items():
         Draft202012Validator.check_schema(schema(name))
         validate(given, schema(name))
-    Chain.of(examples()["recipe"])
+    Chain.from_steps(examples()["recipe"])
     UpSettings.model_validate(examples()["up"])
 
 

@@ -63,7 +63,7 @@ class Child:
         try:
             self._engine = engine = load(start.config)
             prepare_for_steps()
-            self._send(pickle.dumps(ServedModel.of(engine), PROTOCOL))
+            self._send(pickle.dumps(ServedModel.from_engine(engine), PROTOCOL))
             if start.config.tensor_parallel_size > 1:
                 threading.Thread(target=self._watch_ranks, args=(engine,), daemon=True).start()
             EngineLoop(engine, self._inbox, self._report).run()

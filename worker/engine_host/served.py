@@ -33,7 +33,7 @@ class ServedModel:
     adapters: RemoteAdapters | NoAdapters
 
     @classmethod
-    def of(cls, engine: AnyEngine) -> ServedModel:
+    def from_engine(cls, engine: AnyEngine) -> ServedModel:
         pool = engine.adapters
         return cls(
             engine.served_models,

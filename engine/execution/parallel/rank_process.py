@@ -84,7 +84,7 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
     max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
     shape = replace(model.kv_cache_shape(config.block_size, max_model_len), dtype=cache_dtype)
-    prepared = PreparedModel.of(model, config, shape, max_model_len)
+    prepared = PreparedModel.from_model(model, config, shape, max_model_len)
     limits = replace(
         resolve_limits(config, max_model_len, (), device.step_defaults), kv_windows=shape.windows
     )

@@ -25,7 +25,9 @@ class TopLogprobs:
     """The number of most likely tokens requested per row."""
 
     @classmethod
-    def of(cls, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> TopLogprobs:
+    def from_logprobs(
+        cls, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]
+    ) -> TopLogprobs:
         """Select from log probabilities [num_rows, vocab_size]. Impossible ones get the lowest finite number."""
         chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
         values, ids = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))

@@ -55,7 +55,7 @@ class NarrowHead:
         self._select = lru_cache(maxsize=_KEPT)(self._selected)
 
     @classmethod
-    def of(cls, module: Any) -> NarrowHead | None:
+    def from_module(cls, module: Any) -> NarrowHead | None:
         """Wrap one of transformers' causal language models; None if its head can't compute a part.
 
         What a family does to its logits after the product (a scale, a softcap) is elementwise.

@@ -128,7 +128,7 @@ class Sampler:
         if raw is not None and staged.asking is not None:
             output.logprob_samples = asking = tuple(_asking(work))
             counts = [work[number].params.logprobs or 0 for number in asking]
-            output.top_logprobs = TopLogprobs.of(raw, chosen[staged.asking], counts)
+            output.top_logprobs = TopLogprobs.from_logprobs(raw, chosen[staged.asking], counts)
         output.best = [(number, *_best(logits[number], work[number])) for number in searching]
         return output
 

@@ -130,7 +130,7 @@ def _experts_of(source: Any, make: MakeGroupedProduct) -> Experts:
 
 def _matrices(source: Any, name: str) -> ExpertMatrices:
     bias = getattr(source, f"{name}_bias") if source.has_bias else None
-    return ExpertMatrices.of(getattr(source, name), bias, is_transposed=source.is_transposed)
+    return ExpertMatrices.from_tensors(getattr(source, name), bias, is_transposed=source.is_transposed)
 
 
 def _activation(source: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -26,7 +26,7 @@ class ExpertMatrices:
     """[num_experts, out_features]"""
 
     @classmethod
-    def of(
+    def from_tensors(
         cls, stacked: torch.Tensor, bias: torch.Tensor | None = None, *, is_transposed: bool = False
     ) -> ExpertMatrices:
         """Wrap a tensor [num_experts, out_features, in_features], its last two the other way round if transposed."""

@@ -68,6 +68,6 @@ def absorb_products(module: nn.Module) -> None:
     """Let the attentions of a model pass latents to the attention function, and queries for them."""
     attention: Any
     for attention in list(module.modules()):
-        if (shape := LatentShape.of(attention)) is not None:
+        if (shape := LatentShape.from_attention(attention)) is not None:
             attention.latent = LatentProducts(shape, dense([weight_of(attention.kv_b_proj)]))
             attention.kv_b_proj, attention.expand_kv = None, _as_cached

@@ -32,7 +32,7 @@ class LatentShape:
         return self.num_heads * (self.unrotated + self.rotated + self.value)
 
     @classmethod
-    def of(cls, attention: Any) -> LatentShape | None:
+    def from_attention(cls, attention: Any) -> LatentShape | None:
         """Return the shape of one of transformers' attentions; None: it has no latents that could be cached."""
         projection = getattr(attention, "kv_b_proj", None)
         if not hasattr(attention, "expand_kv") or not isinstance(projection, nn.Linear):

@@ -15,7 +15,9 @@ class RotarySections:
     axes: torch.Tensor  # [rotary_dim / 2] int64, on the model's device
 
     @classmethod
-    def of(cls, decoder: Any, device: torch.device, *, is_interleaved: bool) -> RotarySections | None:
+    def from_decoder(
+        cls, decoder: Any, device: torch.device, *, is_interleaved: bool
+    ) -> RotarySections | None:
         """Return those of transformers' language model; None: its tokens have one position."""
         rotary = getattr(decoder, "rotary_emb", None)
         rope = getattr(decoder.config, "rope_parameters", None) or {}

@@ -83,7 +83,7 @@ def attention_shape(module: Any, *, caches_latents: bool) -> AttentionShape:
 
 def _with_latents(module: Any, seen: AttentionShape) -> AttentionShape:
     """Return the shape of a cache of latents, if every attention has them, of one size."""
-    latents = [shape for part in module.modules() if (shape := LatentShape.of(part)) is not None]
+    latents = [shape for part in module.modules() if (shape := LatentShape.from_attention(part)) is not None]
     if len(latents) != len(seen.windows) or len(set(latents)) != 1:
         return seen
     return replace(seen, num_kv_heads=1, head_dim=latents[0].cached, latent=latents[0])

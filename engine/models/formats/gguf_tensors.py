@@ -51,7 +51,7 @@ class Contents:
     orders: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Contents:
+    def from_config(cls, config: Mapping[str, Any]) -> Contents:
         """Read a `quantization_config`. Raises `ModelLoadError`."""
         try:
             entries = {name: Entry(**entry) for name, entry in config["tensors"].items()}
@@ -74,7 +74,7 @@ class Contents:
 def read_contents(file: Path) -> Contents:
     """Return what the directory with this link says of the file. Raises `ModelLoadError` if the file is another."""
     quantization = read_json_object(file.with_name("config.json")).get("quantization_config")
-    contents = Contents.of(quantization if isinstance(quantization, dict) else {})
+    contents = Contents.from_config(quantization if isinstance(quantization, dict) else {})
     try:
         size = file.stat().st_size
     except OSError as error:

@@ -32,7 +32,7 @@ class Gguf(Scheme):
     has_quantized_tensors = False
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._contents = Contents.of(config)
+        self._contents = Contents.from_config(config)
 
     def describe(self) -> str:
         counts = Counter(entry.type for entry in self._contents.entries.values())

@@ -25,7 +25,7 @@ class BlockGroups:
     """The most tokens of a sequence in a step."""
 
     @classmethod
-    def of(cls, config: SchedulerConfig) -> BlockGroups:
+    def from_config(cls, config: SchedulerConfig) -> BlockGroups:
         chunk = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or 2**31)
         return cls(config.block_size, config.kv_windows, chunk)
 

@@ -94,14 +94,14 @@ class KVCacheManager:
         self._host_hit_tokens = 0
 
     @classmethod
-    def of(cls, config: SchedulerConfig) -> KVCacheManager:
+    def from_config(cls, config: SchedulerConfig) -> KVCacheManager:
         return cls(
             config.num_kv_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             num_host_blocks=config.num_host_blocks,
             max_host_copies=config.max_host_copies,
-            groups=BlockGroups.of(config),
+            groups=BlockGroups.from_config(config),
             states=StateCache(config.max_num_seqs, config.num_cached_states) if config.state_bytes else None,
         )
 

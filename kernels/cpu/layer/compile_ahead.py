@@ -51,7 +51,7 @@ class Part(NamedTuple):
         return f"{self.name}:{self.kind}:{str(self.cache_dtype).removeprefix('torch.')}"
 
     @classmethod
-    def of(cls, word: str) -> Part:
+    def from_word(cls, word: str) -> Part:
         name, kind, dtype = word.split(":")
         return cls(name, cast(KindName, kind), getattr(torch, dtype))
 
@@ -181,7 +181,7 @@ def _compile_what_is_asked_for() -> None:
     threading.Thread(target=_read_words, args=(words,), daemon=True).start()
     operators.warm_up()
     while True:
-        Part.of(words.get()).compile()
+        Part.from_word(words.get()).compile()
 
 
 if __name__ == "__main__":

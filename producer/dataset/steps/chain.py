@@ -35,7 +35,7 @@ class Chain:
     steps: tuple[Step, ...]
 
     @classmethod
-    def of(cls, given: Any) -> Chain:
+    def from_steps(cls, given: Any) -> Chain:
         """Return the steps that a recipe describes, as YAML gives it. Raises RecipeInvalid."""
         if not isinstance(given, Mapping):
             raise RecipeInvalid("a recipe is a mapping with steps")

@@ -34,7 +34,7 @@ def read_recipe(path: Path) -> Chain:
         raise DatasetError(f"{path}{line}: {getattr(error, 'problem', None) or error}") from None
     try:
         _check_repeated(tree, path)
-        return Chain.of(_with_examples(given, path.parent))
+        return Chain.from_steps(_with_examples(given, path.parent))
     except RecipeInvalid as error:
         raise DatasetError(f"{path}, line {_line(tree, error.place)}: {error}") from None
 

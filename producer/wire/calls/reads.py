@@ -81,7 +81,7 @@ class Outcome:
     def value(self) -> Result | None:
         """Return the result; None while the job has not ended. Raises the error of any other end."""
         if self.state is None:
-            raise JobNotFound.of(self.job_id)
+            raise JobNotFound.for_job(self.job_id)
         if self.stored is not None:
             raise StoreError("the result is in a store and was not read")
         if self.state == "succeeded" and self.result is None and self.error is not None:

@@ -110,7 +110,9 @@ def test_experts_are_rounded_alike(without_bf16: None) -> None:
 
     def product(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         options = LinearOptions(dtype=dtype)
-        out: torch.Tensor = CpuBackend().grouped_product(ExpertMatrices.of(weight), options)(rows, offsets)
+        out: torch.Tensor = CpuBackend().grouped_product(ExpertMatrices.from_tensors(weight), options)(
+            rows, offsets
+        )
         return out
 
     rounded = product(weight.bfloat16().float(), torch.float32)

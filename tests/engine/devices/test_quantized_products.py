@@ -164,7 +164,7 @@ def test_experts_without_a_kernel_for_all_of_them_are_reported_once(
     monkeypatch.setattr(CudaBackend, "device", CPU)
     monkeypatch.setattr(CudaBackend, "_capability", lambda _: capability)
     cuda._warn_of_loop.cache_clear()
-    matrices = ExpertMatrices.of(torch.zeros(2, *sizes, dtype=dtype))
+    matrices = ExpertMatrices.from_tensors(torch.zeros(2, *sizes, dtype=dtype))
     products = [CudaBackend().grouped_product(matrices, LinearOptions()) for _ in range(2)]
     assert all(
         isinstance(each, TorchGroupedProduct if reason is None else LoopedProduct) for each in products

@@ -171,6 +171,6 @@ def test_a_rank_rehearses_before_it_meets_the_others(
     loaded = load_model(config, device, group)
     shape = loaded.kv_cache_shape(config.block_size, 64)
     limits = resolve_limits(config, 64, (), device.step_defaults)
-    prepared = PreparedModel.of(loaded, config, shape, 64)
+    prepared = PreparedModel.from_model(loaded, config, shape, 64)
     assert rehearsal.step_bytes(prepared, config, limits, shape, group) == 2**20
     assert watched.plans, "the steps ran"

@@ -324,7 +324,7 @@ def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
     assert can_be_compiled(layer)
     weight = torch.zeros(48, 96)  # fp32 beside int8; or int8, not packed: as without the kernels' compiler
     layer.mlp.down_proj.product = (
-        PackedProduct.of([weight], None) if other is PackedProduct else other(weight, None)
+        PackedProduct.from_weights([weight], None) if other is PackedProduct else other(weight, None)
     )
     assert not can_be_compiled(layer)
 

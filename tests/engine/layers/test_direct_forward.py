@@ -74,7 +74,7 @@ def assert_same(
 
 
 def direct_forward(model: Any) -> DirectForward:
-    direct = DirectForward.of(model, traits_of(model))
+    direct = DirectForward.from_module(model, traits_of(model))
     assert direct is not None
     return direct
 
@@ -136,27 +136,27 @@ def test_the_table_holds_the_embeddings_own_numbers(rope: dict[str, Any]) -> Non
 
 def test_models_with_more_to_them_keep_their_own_forward() -> None:
     model = fused_model("llama", "int8")
-    assert DirectForward.of(model, traits_of(model)) is not None
+    assert DirectForward.from_module(model, traits_of(model)) is not None
     layer = model.model.layers[1]
     model.model.layers[1] = layer.source  # not compiled
-    assert DirectForward.of(model, traits_of(model)) is None
+    assert DirectForward.from_module(model, traits_of(model)) is None
     model.model.layers[1] = layer
-    assert DirectForward.of(model, traits_of(model)) is not None
+    assert DirectForward.from_module(model, traits_of(model)) is not None
     model.config.num_hidden_layers -= 1  # transformers would stop before the last layer
-    assert DirectForward.of(model, traits_of(model)) is None
+    assert DirectForward.from_module(model, traits_of(model)) is None
     model.config.num_hidden_layers += 1
     for other in (
         replace(LLAMA_DECODER, is_plain=False),
         replace(LLAMA_DECODER, rotation="by_layer_type"),
         None,
     ):
-        assert DirectForward.of(model, other) is None
+        assert DirectForward.from_module(model, other) is None
 
 
 def test_frequencies_that_depend_on_the_length_are_looked_up_once_they_are_fixed() -> None:
     scaled = {"rope_parameters": LONGROPE | {"rope_theta": 1e4}, "max_position_embeddings": 64}
     model = fused_model("llama", "int8", **scaled)
-    assert DirectForward.of(model, traits_of(model)) is None
+    assert DirectForward.from_module(model, traits_of(model)) is None
     fix_frequencies(model, 64)
     direct = direct_forward(model)
     for query_lens, seq_lens, num_padded in STEPS:

@@ -322,7 +322,7 @@ class Review(BaseModel):
 def test_a_pydantic_class_ends_with_a_small_model(smollm2: LLM) -> None:
     """Objects are closed: the model cannot invent properties until it reaches max_tokens."""
     prompt = "Review: The food was terrible and cold. Answer in JSON."
-    one = params(temperature=0.0, max_tokens=60, structured_outputs=StructuredOutputs.of(Review))
+    one = params(temperature=0.0, max_tokens=60, structured_outputs=StructuredOutputs.from_shape(Review))
     [output] = generate(smollm2, [prompt], one)[0].outputs
     assert output.finish_reason == "stop"
     assert 1 <= Review.model_validate_json(output.text).stars <= 5

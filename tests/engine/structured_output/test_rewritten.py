@@ -20,7 +20,7 @@ from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 from pagemill.engine.text.tokenizer import ByteTokenizer
 
 EOS = 256
-VOCABULARY = GrammarVocabulary.of(ByteTokenizer(), 264, (EOS,))
+VOCABULARY = GrammarVocabulary.from_tokenizer(ByteTokenizer(), 264, (EOS,))
 assert VOCABULARY is not None
 TOKENIZER = VOCABULARY.build()
 Schema = Any

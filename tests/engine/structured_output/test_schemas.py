@@ -16,7 +16,7 @@ from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 from pagemill.engine.text.tokenizer import ByteTokenizer
 
 EOS = 256
-VOCABULARY = GrammarVocabulary.of(ByteTokenizer(), 264, (EOS,))
+VOCABULARY = GrammarVocabulary.from_tokenizer(ByteTokenizer(), 264, (EOS,))
 assert VOCABULARY is not None
 TOKENIZER = VOCABULARY.build()
 PERSON = {
@@ -104,7 +104,7 @@ def test_the_end_of_a_text_needs_no_eos_where_nothing_may_follow() -> None:
 
 
 def test_every_eos_token_ends_a_text() -> None:
-    vocabulary = GrammarVocabulary.of(ByteTokenizer(), 264, (EOS, ord("!"), 260))
+    vocabulary = GrammarVocabulary.from_tokenizer(ByteTokenizer(), 264, (EOS, ord("!"), 260))
     assert vocabulary is not None
     assert vocabulary.eos_token_ids == (EOS, ord("!")), "the tokenizer has no token 260"
     for end in (EOS, ord("!")):

@@ -138,7 +138,7 @@ def test_an_early_process_ends_with_a_model_that_does_not_load(compiled, childre
 
 
 def test_a_part_is_told_to_another_process():
-    assert [Part.of(part.word()) for part in PARTS] == PARTS
+    assert [Part.from_word(part.word()) for part in PARTS] == PARTS
 
 
 def test_one_core_or_no_place_to_keep_them_starts_nothing(children, compiled, monkeypatch, tmp_path):

@@ -38,7 +38,7 @@ def random_weight(kind: str, out_features: int, in_features: int, group_size: in
 )
 def test_product(dtype: torch.dtype, kind: str, shape: tuple[int, int], group_size: int) -> None:
     weight = random_weight(kind, *shape, group_size)
-    tiled = TiledWeight.of(weight)
+    tiled = TiledWeight.from_weight(weight)
     assert tiled is not None
     assert torch.equal(tiled.numbers(), weight.dequantise())
     wide = torch.randn(3, 2 * shape[1]).to(dtype)
@@ -57,7 +57,7 @@ def test_product(dtype: torch.dtype, kind: str, shape: tuple[int, int], group_si
 @pytest.mark.parametrize("num_rows", [1, 17, 33, 70])
 def test_numbers_of_rows(num_rows: int) -> None:
     weight = random_weight("nibbles zeros", 70, 64, 32)
-    tiled = TiledWeight.of(weight)
+    tiled = TiledWeight.from_weight(weight)
     assert tiled is not None
     x = torch.randn(num_rows, 64).half()
     with dispatch.override("triton"):
@@ -67,5 +67,5 @@ def test_numbers_of_rows(num_rows: int) -> None:
 
 
 def test_groups_that_the_kernel_lacks() -> None:
-    assert TiledWeight.of(random_weight("nibbles", 8, 48, 16)) is None
-    assert TiledWeight.of(random_weight("nibbles", 8, 80, 80)) is None
+    assert TiledWeight.from_weight(random_weight("nibbles", 8, 48, 16)) is None
+    assert TiledWeight.from_weight(random_weight("nibbles", 8, 80, 80)) is None

@@ -52,7 +52,7 @@ def serve(queue: Queue, *models: str) -> None:
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "of a shape": lambda given: StructuredOutputs(json=given),
-    "made a shape": StructuredOutputs.of,
+    "made a shape": StructuredOutputs.from_shape,
     "of a job": lambda given: (
         Job.parse({"prompt": "p", "model": "m", "structured_outputs": given}).structured_outputs
     ),
@@ -151,7 +151,7 @@ def test_a_class_without_a_schema_is_refused() -> None:
     with pytest.raises(DatasetError, match="Odd has no JSON schema"):
         Pipeline(json_schema=Odd)
     with pytest.raises(InvalidParameter, match="or a pydantic class"):
-        StructuredOutputs.of(int)
+        StructuredOutputs.from_shape(int)
 
 
 def result(text: str, finish_reason: Any = "stop", parsed: Any = None) -> Result:

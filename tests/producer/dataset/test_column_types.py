@@ -107,7 +107,7 @@ def is_readable(column: Any, index: int) -> bool:
 def written(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Write rows with an output, and read them again."""
     meta = {"key": "k", "row": 1, "finish_reason": "stop", "usage": {"prompt_tokens": 1}}
-    with Form.of(path, rows).open(path) as writer:
+    with Form.from_path(path, rows).open(path) as writer:
         for row in rows:
             writer.write({**row, "output": "o", META: meta})
     return [row.fields or {} for row in open_source(path).rows()]

@@ -172,7 +172,7 @@ def test_any_layout_is_read_and_written_once(
     ]
     output, summary = output_of(place / "out", source, rows_per_file), Summary()
     output.check()
-    with output.writing(lambda path: Form.of(path, [row.fields or {} for row in rows])) as writer:
+    with output.writing(lambda path: Form.from_path(path, [row.fields or {} for row in rows])) as writer:
         for row in rows:
             writer.reach(row)
             writer.write({**(row.fields or {}), "output": "x", "_pagemill": {"row": row.number}})
@@ -213,7 +213,7 @@ def test_counts_that_do_not_add_up_are_never_published(tmp_path: Path, out: Path
     output = output_of(out, source)
 
     def write() -> None:
-        with output.writing(lambda path: Form.of(path)) as writer:
+        with output.writing(lambda path: Form.from_path(path)) as writer:
             writer.reach(Row(1))
             writer.write({"text": "x"})
             writer.end(Summary(), is_limited=False)

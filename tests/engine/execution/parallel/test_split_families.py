@@ -30,7 +30,9 @@ def described(checkpoint: TinyCheckpoint) -> tuple[Family, Any, TensorSplit]:
 def can_have(checkpoint: TinyCheckpoint, size: int) -> bool:
     """Return True if so many ranks can have the model."""
     family, model_config, split = described(checkpoint)
-    return SplitSizes.of(model_config, split, family.num_kv_heads(model_config)).obstacle(size) is None
+    return (
+        SplitSizes.from_config(model_config, split, family.num_kv_heads(model_config)).obstacle(size) is None
+    )
 
 
 @pytest.mark.slow

@@ -165,7 +165,7 @@ def test_a_beam_search_that_finds_nothing_fails(llm: LLM) -> None:
 
 def test_a_log_probability_is_finite_in_json() -> None:
     logprobs = torch.tensor([[0.0, -math.inf, -math.inf]])
-    found = TopLogprobs.of(logprobs, torch.tensor([1]), [3])
+    found = TopLogprobs.from_logprobs(logprobs, torch.tensor([1]), [3])
     (entry,) = found.entries(iter(found.tensors()))
     (row,) = json.loads(prompt_logprobs_json([entry], [1], str))
     assert row["chosen"]["logprob"] == torch.finfo(torch.float32).min

@@ -90,7 +90,7 @@ def test_int8_without_the_compiler_keeps_the_head_whole(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *rest: None if name == "numba" else find_spec(name, *rest)
     )
-    assert NarrowHead.of(Model(int8_head())) is None
+    assert NarrowHead.from_module(Model(int8_head())) is None
 
 
 @needs_own_kernel
@@ -180,7 +180,7 @@ def test_free_rows_and_wide_choices_need_all_logits() -> None:
 
 
 def test_a_head_without_single_channels_stays_whole() -> None:
-    assert NarrowHead.of(Model(torch.nn.Linear(4, 9))) is None
+    assert NarrowHead.from_module(Model(torch.nn.Linear(4, 9))) is None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import Histogram
-from pagemill.engine.structured_output.nursery import Nursery
+from pagemill.engine.structured_output.fork_server import ForkServer
 from pagemill.engine.structured_output.schema_process import SchemaProcess
 from pagemill.engine.structured_output.served_grammar import ServedGrammar
 
@@ -33,9 +33,9 @@ _NUM_COMPILING = 2
 class SchemaCompiler:
     """Compiles texts to `SchemaProcess`es. For one thread, the engine's; it blocks no longer than its caller allows."""
 
-    def __init__(self, nursery: Nursery, seconds: Histogram) -> None:
+    def __init__(self, fork_server: ForkServer, seconds: Histogram) -> None:
         """`seconds` records the duration of each compilation."""
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._known: OrderedDict[tuple[str, str], SchemaProcess] = OrderedDict()
         self._uncompiled: list[SchemaProcess] = []
         """Those with a process are being compiled, the others wait."""
@@ -53,7 +53,7 @@ class SchemaCompiler:
 
     def load_vocabulary(self) -> None:
         """Start reading the tokens' bytes in the process that will need them. Returns at once."""
-        self._nursery.start()
+        self._fork_server.start()
 
     def compile(self, kind: str, text: str) -> SchemaProcess:
         """Return the schema, possibly not compiled yet, or with the error that compiling raised, which is
@@ -68,7 +68,7 @@ class SchemaCompiler:
             self._known.move_to_end(key)
             return known
         self.misses += 1
-        schema = self._known[key] = SchemaProcess(self._nursery, key, self._busy)
+        schema = self._known[key] = SchemaProcess(self._fork_server, key, self._busy)
         self._uncompiled.append(schema)
         return schema
 
@@ -126,7 +126,7 @@ class SchemaCompiler:
         """End all processes."""
         for schema in self._known.values():
             schema.close()
-        self._nursery.close()
+        self._fork_server.close()
 
     def _start_compiling(self) -> None:
         """Compile what waits, if there is room. Slow schemas wait only for each other."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.echo_endpoint import EchoEndpoint
-from tests.chaos.nursery import ForkedWorker, Nursery
+from tests.chaos.fork_server import ForkedWorker, ForkServer
 from tests.conftest import RedisServer
 from tests.worker.harness import QueueClient, process_settings
 
@@ -36,19 +36,19 @@ def endpoint() -> Iterator[EchoEndpoint]:
 
 
 @pytest.fixture
-def nursery(
+def fork_server(
     request: pytest.FixtureRequest, own_valkey: RedisServer, queue_name: str, tmp_path: Path, engine: str
-) -> Iterator[Nursery]:
+) -> Iterator[ForkServer]:
     """Workers on the test's own server; what is left of them at the end is killed."""
     settings = process_settings(own_valkey.url, queue_name)
     if engine == "endpoint":
         url = request.getfixturevalue("endpoint").url
         settings |= {"model": None, "engine_url": url, "served_model_name": "echo", "engine_stall_s": 5.0}
-    with Nursery(tmp_path, settings) as nursery:
-        yield nursery
+    with ForkServer(tmp_path, settings) as fork_server:
+        yield fork_server
 
 
 @pytest.fixture
-def spawn(nursery: Nursery) -> Spawn:
+def spawn(fork_server: ForkServer) -> Spawn:
     """Start worker processes."""
-    return nursery.spawn
+    return fork_server.spawn

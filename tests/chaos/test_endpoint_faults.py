@@ -12,7 +12,7 @@ from pagemill.producer.wire.calls.reads import Outcome
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn
 from tests.chaos.echo_endpoint import EchoEndpoint
-from tests.chaos.nursery import ForkedWorker, check_alive
+from tests.chaos.fork_server import ForkedWorker, check_alive
 from tests.chaos.test_worker_kills import prompts, running_and_ended, submit
 from tests.worker.harness import QueueClient, eventually
 

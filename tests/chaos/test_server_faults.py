@@ -16,7 +16,7 @@ from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.schema.errors import QueueFull, RedisUnavailable
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn, on_both_hosts
-from tests.chaos.nursery import Nursery, check_alive
+from tests.chaos.fork_server import ForkServer, check_alive
 from tests.chaos.tcp_proxy import TcpProxy
 from tests.conftest import RedisServer
 from tests.server_clock import clocked_server
@@ -198,11 +198,11 @@ def test_the_servers_clock_is_set(tmp_path: Path, queue_name: str) -> None:
     """An hour ahead: every lease has lapsed, and is fought for. An hour back: none would lapse for an hour."""
     with clocked_server(tmp_path) as server:
         client = QueueClient(server.url, queue_name)
-        with Nursery(tmp_path, process_settings(server.url, queue_name)) as nursery:
+        with ForkServer(tmp_path, process_settings(server.url, queue_name)) as fork_server:
             texts = prompts(60)
             ids = submit(client, texts)
-            victim = nursery.spawn()
-            nursery.spawn()
+            victim = fork_server.spawn()
+            fork_server.spawn()
             eventually(lambda: middle(client), "the middle of the run")
             for step in (3600, -3600, 0):
                 server.set(step)
@@ -232,10 +232,10 @@ def test_sentinel_fails_over_under_load(seed: int, tmp_path: Path, queue_name: s
     with (
         sentinel_setup(tmp_path, sentinels=3) as setup,
         QueueClient(setup.master.url, queue_name) as client,
-        Nursery(tmp_path, process_settings(setup.url, queue_name)) as nursery,
+        ForkServer(tmp_path, process_settings(setup.url, queue_name)) as fork_server,
     ):
         ids = submit(client, texts)
-        nursery.spawn(), nursery.spawn()
+        fork_server.spawn(), fork_server.spawn()
         eventually(lambda: middle(client), "the middle of the run")
         time.sleep(random.Random(seed).uniform(0.0, 1.0))
         assert client.redis.wait(1, 5000) == 1

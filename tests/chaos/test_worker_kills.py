@@ -15,7 +15,7 @@ from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.reads import Outcome
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn, on_both_hosts
-from tests.chaos.nursery import ForkedWorker
+from tests.chaos.fork_server import ForkedWorker
 from tests.conftest import RedisServer
 from tests.worker.harness import QueueClient, eventually
 

@@ -22,7 +22,7 @@ from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import END_STATES
 from tests.chaos import invariants
-from tests.chaos.nursery import ForkedWorker, Nursery
+from tests.chaos.fork_server import ForkedWorker, ForkServer
 from tests.topologies import KINDS, any_server
 from tests.worker.harness import QueueClient, process_settings
 
@@ -31,7 +31,7 @@ PAUSE_S = (0.05, 0.6)
 """Between two kills, anything in between."""
 BACKLOG = 60
 POISON = "\x07"
-"""A prompt that kills the worker which begins it (tests/chaos/nursery.py)."""
+"""A prompt that kills the worker which begins it (tests/chaos/fork_server.py)."""
 
 
 @dataclass(frozen=True)
@@ -100,31 +100,31 @@ def sweep(url: str, kind: str, kills: int, seed: int, directory: Path, *, has_po
     client = QueueClient(url, queue)
     load = Load(client, rng)
     directory.mkdir()
-    with Nursery(directory, process_settings(url, queue)) as nursery:
-        workers = [nursery.spawn() for _ in range(WORKERS)]
+    with ForkServer(directory, process_settings(url, queue)) as fork_server:
+        workers = [fork_server.spawn() for _ in range(WORKERS)]
         for number in range(kills):
             load.top_up()
             if has_poison and number in (kills // 4, kills // 2):
                 load.add([POISON])
             time.sleep(rng.uniform(*PAUSE_S))
             workers[rng.randrange(WORKERS)].kill()
-            _replace_the_dead(nursery, workers)
-        _let_end(client, load, nursery, workers)
+            _replace_the_dead(fork_server, workers)
+        _let_end(client, load, fork_server, workers)
         toll = _toll(client, load, kind, kills, time.monotonic() - began, has_poison=has_poison)
     client.redis.close()
     return toll
 
 
-def _replace_the_dead(nursery: Nursery, workers: list[ForkedWorker]) -> None:
+def _replace_the_dead(fork_server: ForkServer, workers: list[ForkedWorker]) -> None:
     for index, worker in enumerate(workers):
         if not worker.is_alive:
-            workers[index] = nursery.spawn()
+            workers[index] = fork_server.spawn()
 
 
-def _let_end(client: QueueClient, load: Load, nursery: Nursery, workers: list[ForkedWorker]) -> None:
+def _let_end(client: QueueClient, load: Load, fork_server: ForkServer, workers: list[ForkedWorker]) -> None:
     give_up = time.monotonic() + 300
     while client.counts("all").ended < len(load.ids) and time.monotonic() < give_up:
-        _replace_the_dead(nursery, workers)
+        _replace_the_dead(fork_server, workers)
         time.sleep(0.1)
 
 

@@ -19,7 +19,7 @@ from pagemill.__main__ import app
 from pagemill.producer.client.replay.comparison import Difference
 from pagemill.producer.wire.schema import keys
 from pagemill.worker.config import WorkerConfig
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
 from tests.integration.replay.conftest import LOADING_S, announced_worker
 from tests.worker.harness import QueueClient, eventually, process_settings, running_worker
 
@@ -336,15 +336,15 @@ def test_a_job_that_survived_a_killed_worker_is_reproduced_to_the_bit(
         valkey_url, client.queue, model="smollm2", kv_cache_memory_bytes=128 << 20, num_threads=1,
         batch_invariant=True, checkpoint_tokens=8, lease_s=6.0,
     )  # fmt: skip
-    with Nursery(tmp_path, settings) as nursery, Producer(valkey_url, queue=client.queue) as producer:
-        worker = nursery.spawn()
+    with ForkServer(tmp_path, settings) as fork_server, Producer(valkey_url, queue=client.queue) as producer:
+        worker = fork_server.spawn()
         handle = producer.submit(
             prompt=STORY, model="smollm2", max_tokens=400, ignore_eos=True, logprobs=1, keep_input=True
         )
         eventually(lambda: client.generated(handle.id) > 16, "a checkpoint", LOADING_S)
         worker.signal(signal.SIGKILL)
         worker.wait()
-        nursery.spawn()
+        fork_server.spawn()
         stored = handle.result(timeout=LOADING_S)
         assert 0 < stored.resumed_tokens < 400
         found = producer.verify(handle.id, timeout=LOADING_S)

@@ -17,7 +17,7 @@ from pagemill.producer.wire.store.store import Store, reference_to
 from pagemill.producer.wire.store.stub import result_stub
 from pagemill.worker.job_queue import Connectivity, JobQueue
 from pagemill.worker.jobs.store.sweeper import StoreSweeper
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
 from tests.integration.storage.conftest import (
     OVER,
     TestedStore,
@@ -97,13 +97,13 @@ def test_kills_lose_no_result_and_leave_no_file(
     )
     place = Store(files.url, OVER)
     with (
-        Nursery(tmp_path, settings) as nursery,
+        ForkServer(tmp_path, settings) as fork_server,
         Producer(client.url, queue=client.queue, store=place) as producer,
     ):
         rows = [{"prompt": f"{row} {LARGE}", "model": "echo", "max_tokens": 1900} for row in range(num_jobs)]
         batch = producer.submit_many(rows)
         for _ in range(rounds):
-            worker = nursery.spawn()
+            worker = fork_server.spawn()
             before = batch.counts().ended
             eventually(
                 lambda before=before: batch.counts().ended > before or batch.counts().done, "some ends"
@@ -112,7 +112,7 @@ def test_kills_lose_no_result_and_leave_no_file(
                 eventually(lambda: batch.counts().running or batch.counts().done, "a running job")
             worker.signal(signal.SIGKILL)
             worker.wait()
-        nursery.spawn()
+        fork_server.spawn()
         batch.wait(timeout=300)
         items = list(batch.results(ordered=True))
         assert [item.result.text for item in items if item.result is not None] == [

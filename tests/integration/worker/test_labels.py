@@ -17,7 +17,7 @@ from benchmarks.dense import dense_smollm2
 from pagemill import InvalidJob, Job, JobFailed, Producer
 from pagemill.producer.celery.task import plain_result
 from pagemill.producer.dataset.tables.rows import open_source
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
 from tests.worker.harness import QueueClient, process_settings, running_worker, worker_config
 
 PROMPT = "Review: I loved every minute of it.\nThe label is:"
@@ -137,11 +137,11 @@ def test_a_killed_worker_s_jobs_are_taken_over(tmp_path: Path, client: QueueClie
         "structured_outputs": {"choice": labels},
         "label_probs": "mean",
     }
-    with Nursery(
+    with ForkServer(
         tmp_path, process_settings(client.url, client.queue, model="echo:100", max_num_seqs=2)
-    ) as nursery:
+    ) as fork_server:
         ids = client.submit(*[job | {"metadata": {"row": row}} for row in range(4)])
-        results = nursery.taken_over(client, ids)
+        results = fork_server.taken_over(client, ids)
     assert len({str(result.outputs) for result in results}) == 1
     probs = results[0].label_probs or {}
     assert list(probs) == labels

@@ -14,7 +14,7 @@ import pytest
 from pagemill.producer.wire.calls import history
 from pagemill.producer.wire.calls.history import JobHistory
 from tests.chaos import invariants
-from tests.chaos.nursery import ForkedWorker, Nursery
+from tests.chaos.fork_server import ForkedWorker, ForkServer
 from tests.topologies import ClusterSetup, cluster_setup
 from tests.worker.harness import QueueClient, eventually, process_settings
 
@@ -122,13 +122,13 @@ def test_eight_workers_come_and_go_and_every_job_has_one_result(
     else:
         url = direct = request.getfixturevalue("valkey_url")
     settings = process_settings(url, queue_name, model="echo:2", max_num_seqs=ROWS, drain_grace_s=0.0)
-    with queue_client(direct, queue_name) as client, Nursery(tmp_path, settings) as nursery:
+    with queue_client(direct, queue_name) as client, ForkServer(tmp_path, settings) as fork_server:
         client.pause()
         ids, texts, tenants = submit(client)
-        workers = [nursery.spawn() for _ in range(WORKERS)]
+        workers = [fork_server.spawn() for _ in range(WORKERS)]
         eventually(lambda: len(client.workers()) == WORKERS, "all workers to be there")
         client.pause(False)
-        come_and_go(client, workers, nursery.spawn, len(ids))
+        come_and_go(client, workers, fork_server.spawn, len(ids))
         outcomes = invariants.check(client, ids)
         invariants.check_echoes(outcomes, texts)
         told = histories(client, ids)
@@ -145,14 +145,14 @@ def test_several_queues_share_a_clusters_masters(cluster: ClusterSetup, tmp_path
     with ExitStack() as stack:
         clients = [stack.enter_context(queue_client(owner_url(cluster, name), name)) for name in queues]
         settings = process_settings(cluster.url, queues[0], model="echo:2", max_num_seqs=ROWS)
-        nursery = stack.enter_context(Nursery(tmp_path, settings))
+        fork_server = stack.enter_context(ForkServer(tmp_path, settings))
         texts = [f"{i:03d} " * 3 for i in range(100)]
         ids = [
             client.submit(*({"prompt": text, "max_tokens": len(text)} for text in texts), batch_id="all")
             for client in clients
         ]
         for number in range(WORKERS):
-            nursery.spawn(queue=queues[number % 3])
+            fork_server.spawn(queue=queues[number % 3])
         for client, own in zip(clients, ids, strict=True):
             invariants.check_echoes(invariants.check(client, own), texts)
         for node, client in enumerate(clients):

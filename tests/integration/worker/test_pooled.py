@@ -16,7 +16,7 @@ from transformers import AutoModel
 from pagemill import InvalidJob, Job, JobFailed, Producer
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
 from tests.engine.pooling.test_labels import saved as save_classifier
 from tests.engine.pooling.tiny_pooling import ENCODERS, engine_of, run, save_base, texts_of_all_lengths
 from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
@@ -212,12 +212,12 @@ def test_a_job_can_be_cancelled_and_a_deadline_ends_it(queue: Producer) -> None:
 def test_a_killed_worker_s_jobs_are_taken_over(tmp_path: Path, models: Path, client: QueueClient) -> None:
     model = str(models / "embedder")
     job = {"task": "embed", "inputs": TEXTS * 50, "model": "embedder"}
-    with Nursery(
+    with ForkServer(
         tmp_path,
         process_settings(client.url, client.queue, model=model, max_num_batched_tokens=64, num_threads=1),
-    ) as nursery:
+    ) as fork_server:
         ids = client.submit(*[job | {"metadata": {"row": row}} for row in range(4)])
-        results = nursery.taken_over(client, ids)
+        results = fork_server.taken_over(client, ids)
     wanted = expected(models, "embedder", "embed", TEXTS)
     for result in results:
         assert result.rows is not None

@@ -16,7 +16,7 @@ from benchmarks.dense import dense_smollm2
 from pagemill import InvalidJob, Job, JobFailed, Producer
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
 from tests.worker.harness import QueueClient, process_settings, running_worker, worker_config
 
 PROMPT = "The capital of France is"
@@ -158,11 +158,11 @@ def test_a_killed_worker_s_jobs_are_taken_over(tmp_path: Path, client: QueueClie
         "prompt": "a long context " * 40,
         "continuations": ["0123456789"[:n] for n in range(1, 11)],
     }
-    with Nursery(
+    with ForkServer(
         tmp_path, process_settings(client.url, client.queue, model="echo:20", max_num_seqs=2)
-    ) as nursery:
+    ) as fork_server:
         ids = client.submit(*[job | {"metadata": {"row": row}} for row in range(4)])
-        results = nursery.taken_over(client, ids)
+        results = fork_server.taken_over(client, ids)
     for result in results:
         assert [output.text for output in result.outputs] == job["continuations"]
         assert all(output.finish_reason == "stop" for output in result.outputs)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagemill.producer.wire.schema.outputs import Result
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
 from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
 
 TOKENS = 400
@@ -50,10 +50,12 @@ def submit(client: QueueClient) -> list[str]:
     return client.submit(*(common | options for options in JOBS.values()))
 
 
-def interrupt(client: QueueClient, nursery: Nursery, number: int) -> tuple[list[str], list[str]] | None:
+def interrupt(
+    client: QueueClient, fork_server: ForkServer, number: int
+) -> tuple[list[str], list[str]] | None:
     """Submit the jobs, and end a worker among them: (all of them, those that had not ended). None: it was quicker."""
     ids = submit(client)
-    worker = nursery.spawn()
+    worker = fork_server.spawn()
     eventually(lambda: all(client.generated(job_id) >= 16 for job_id in ids), "checkpoints", COMPILING_S)
     worker.signal(number)
     worker.wait()
@@ -72,11 +74,11 @@ def interrupt(client: QueueClient, nursery: Nursery, number: int) -> tuple[list[
 def test_takeover(
     number: int, client: QueueClient, model: Path, uninterrupted: dict[str, Result], tmp_path: Path
 ) -> None:
-    with Nursery(
+    with ForkServer(
         tmp_path, process_settings(client.url, client.queue, drain_grace_s=0.0, **settings(model))
-    ) as nursery:
+    ) as fork_server:
         ids, interrupted = eventually(
-            lambda: interrupt(client, nursery, number), "a worker ended amid its jobs"
+            lambda: interrupt(client, fork_server, number), "a worker ended amid its jobs"
         )
         with running_worker(worker_config(client.url, client.queue, **settings(model))) as second:
             outcomes = client.wait(ids)

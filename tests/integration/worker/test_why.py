@@ -17,7 +17,7 @@ from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls import account
 from pagemill.producer.wire.calls.account import JobAccount
 from pagemill.producer.wire.schema.errors import JobNotFound
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
 from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
 
 pytestmark = pytest.mark.slow
@@ -61,13 +61,13 @@ def test_a_worker_accounts_for_all_of_its_time(client: QueueClient) -> None:
 def test_what_a_killed_worker_had_not_saved_is_repeated(client: QueueClient, tmp_path: Path) -> None:
     settings = process_settings(client.url, client.queue, model="echo:20", checkpoint_s=0.1)
     job_id = client.submit(JOB)[0]
-    with Nursery(tmp_path, settings) as nursery:
-        worker = nursery.spawn()
+    with ForkServer(tmp_path, settings) as fork_server:
+        worker = fork_server.spawn()
         eventually(lambda: client.generated(job_id) >= 10, "a checkpoint")
         killed_at = time.monotonic()
         worker.signal(signal.SIGKILL)
         worker.wait()
-        nursery.spawn()
+        fork_server.spawn()
         client.wait([job_id])
         since = time.monotonic() - killed_at
     parts = read(client, job_id)

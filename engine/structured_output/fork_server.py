@@ -15,7 +15,7 @@ from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 _CHUNK = 1 << 16
 
 
-class Nursery:
+class ForkServer:
     """Starts its process on first use, and again after it ended."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Nursery:
         self.process: subprocess.Popen[bytes] | None = None
         self._vocabulary = vocabulary
         self._control: socket.socket | None = None
-        self._closing: weakref.finalize[..., Nursery] | None = None
+        self._closing: weakref.finalize[..., ForkServer] | None = None
 
     def start(self) -> None:
         """Start the process. Returns at once: requests are served once it has read the vocabulary."""

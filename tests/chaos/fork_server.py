@@ -2,9 +2,9 @@
 
 They are processes of their own in every respect that counts here: own connections, killed by real signals. Their
 echo model has faults that the real one lacks, each in the step that begins a prompt: the byte 7 at its end kills the
-worker, the byte 8 makes the step hang, once per nursery, the byte 9 kills the device, and so does any prompt, as often
-as the nursery says. On a dead device every step raises what CUDA would say. (The canaries of an audit, which an idle
-worker computes, have every byte, but end with others.)
+worker, the byte 8 makes the step hang, once per fork server, the byte 9 kills the device, and so does any prompt, as
+often as the fork server says. On a dead device every step raises what CUDA would say. (The canaries of an audit, which
+an idle worker computes, have every byte, but end with others.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.worker.harness import QueueClient, eventually
 _SHOWN = 4000
 """Characters of the log of a worker that has died."""
 
-_NURSERY = """
+_FORK_SERVER = """
 import json, os, signal, sys
 import time
 from pagemill.engine.engine import Engine
@@ -116,7 +116,7 @@ def check_alive(workers: list[ForkedWorker]) -> None:
         assert worker.is_alive, worker.log()[-_SHOWN:]
 
 
-class Nursery:
+class ForkServer:
     """Forks workers of one queue. A context manager: at its end all of them are killed."""
 
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ class Nursery:
         self._faults.mkdir()
         (self._faults / "hang").touch()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _NURSERY, str(self._faults)],
+            [sys.executable, "-c", _FORK_SERVER, str(self._faults)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -136,7 +136,7 @@ class Nursery:
         )
 
     def spawn(self, **settings: Any) -> ForkedWorker:
-        """A worker with the nursery's settings and these on top."""
+        """A worker with the settings of the fork server and these on top."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         log_path = self._directory / f"worker-{len(self._spawned)}.log"
@@ -144,7 +144,7 @@ class Nursery:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
-        assert answer, "the nursery has died"
+        assert answer, "the fork server has ended"
         worker = ForkedWorker(int(answer), log_path)
         self._spawned.append(worker)
         return worker
@@ -170,7 +170,7 @@ class Nursery:
     def logs(self) -> str:
         return "\n".join(worker.log() for worker in self._spawned)
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

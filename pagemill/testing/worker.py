@@ -57,7 +57,7 @@ class EchoWorker:
         reply_with((lambda _: words) if isinstance(words, str) else words)
 
     def close(self) -> None:
-        """Hand back what runs, and end."""
+        """Requeue what runs, and end."""
         reply_with(None)
         self._worker.drain(0.0, SignalFlag(), time.monotonic() + STOP_S)
         self._worker.close()

@@ -115,7 +115,7 @@ def test_workers_come_from_zero_and_go_back_to_it(
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0, worker.log()
     assert client.counts("all").running == 0
-    eventually(lambda: (wanted_workers(figures) or 0) >= 1, "what was handed back to want a worker")
+    eventually(lambda: (wanted_workers(figures) or 0) >= 1, "what was requeued to want a worker")
     worker = start(model="echo:1")
     outcomes = invariants.check(client, ids)
     invariants.check_echoes(outcomes, texts + long)

@@ -49,7 +49,7 @@ class Auditor(BackgroundThread):
         changed: Callable[[], None],
     ) -> None:
         """`version`: of the software, whose workers are compared. `changed` is called after `reason` has changed, and
-        again while jobs are left to be handed back."""
+        again while jobs are left to be requeued."""
         super().__init__("pagemill-audit")
         self._queue = queue
         self._engine = engine
@@ -149,7 +149,7 @@ class Auditor(BackgroundThread):
     def _quarantine(self, reason: str) -> None:
         if self.reason is None:
             logger.critical(
-                "quarantined: %s; running jobs are handed back, and none is pulled until a restart or "
+                "quarantined: %s; running jobs are requeued, and none is pulled until a restart or "
                 "`pagemill recall keep`",
                 reason,
             )

@@ -38,7 +38,7 @@ TICK_S = 0.2
 TAKE_S = 0.05
 """The longest that events are taken in between two writes."""
 RELEASE_PATIENCE_S = 2.0
-"""The longest that a job being handed back waits for the engine's final output."""
+"""The longest that a job being requeued waits for the engine's final output."""
 MAX_STREAMS_OFTEN = 32
 """With more streams than these, what follows their first tokens is written half as often: a write is a read, an event
 and a packet for each of them, which take the processor from a model that runs beside them."""
@@ -207,7 +207,7 @@ class ProgressReporter:
         self._events.put(Stop(None, Ending(Outcome.DISTRUSTED)))
 
     def engine_lost(self, suspects: frozenset[str]) -> None:
-        """Checkpoint every job, hand back those whose request is not a suspect, and let the other leases lapse."""
+        """Checkpoint every job, requeue those whose request is not a suspect, and let the other leases lapse."""
         self._events.put(EngineLost(suspects))
 
     def _run(self) -> None:
@@ -283,7 +283,7 @@ class ProgressReporter:
     def _take_output(self, output: RequestOutput) -> None:
         job = self._table.by_request(output.request_id)
         if job is None or job.request_id in self._ended:
-            return  # lost or handed back meanwhile: it must not be reported
+            return  # lost or requeued meanwhile: it must not be reported
         job.apply(output)
         if output.finished:
             self._finish(job, output)

@@ -17,7 +17,7 @@ from pagemill.producer.wire.server.scripts import Call, as_map
 ExecutionEnd = Literal[
     "running", "retried", "released", "lost", "crashed", "succeeded", "failed", "cancelled", "expired", "dead"
 ]
-"""released: handed back unfinished. lost: its lease lapsed. crashed: the same, without progress."""
+"""released: requeued unfinished. lost: its lease lapsed. crashed: the same, without progress."""
 
 
 class Execution(WireModel):

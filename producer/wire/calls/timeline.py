@@ -10,7 +10,7 @@ Event = tuple[float | None, str, str, str]
 """Time (unix seconds; None: in the future), event, worker and reason."""
 
 _MEANINGS = {
-    "released": "handed back",
+    "released": "requeued",
     "lost": "its lease lapsed",
     "crashed": "its lease lapsed, nothing had come of it",
 }

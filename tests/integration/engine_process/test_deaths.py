@@ -148,7 +148,7 @@ def test_a_signal_to_all_processes_of_a_service_drains(spawn: Spawn, client: Que
     assert is_gone(engine)
 
 
-def test_after_the_grace_period_jobs_are_handed_back(spawn: Spawn, client: QueueClient) -> None:
+def test_after_the_grace_period_jobs_are_requeued(spawn: Spawn, client: QueueClient) -> None:
     worker, ids = start_running(spawn, client, drain_grace_s=0.1)
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0

@@ -136,7 +136,7 @@ def test_the_first_signal_lets_running_jobs_finish(spawn: Spawn, client: QueueCl
     assert process.wait() == 0
     assert client.stats().counts["succeeded"] == 2
     assert client.workers() == []
-    assert "handed back" not in process.log()
+    assert "requeued" not in process.log()
 
 
 def test_a_draining_worker_is_live_but_not_ready_and_pulls_nothing(spawn: Spawn, client: QueueClient) -> None:
@@ -163,11 +163,11 @@ def test_after_the_grace_period_another_worker_goes_on_from_the_checkpoint(
     stats = client.stats()
     assert stats.counts["queued"] == 3
     assert stats.leases == 0
-    handed_back = re.findall(r"job handed back .*job_id=(\w+)", process.log())
-    assert len(handed_back) == 3
+    requeued = re.findall(r"job requeued .*job_id=(\w+)", process.log())
+    assert len(requeued) == 3
     with running_worker(worker_config(client.url, client.queue)):
         eventually(lambda: client.stats().counts.get("succeeded") == 3, "the other worker to finish")
-    for job_id in handed_back:
+    for job_id in requeued:
         result = client.outcome(job_id).value()
         assert result is not None
         assert result.text == LONG["prompt"]
@@ -194,7 +194,7 @@ def test_a_drain_without_redis_ends_all_the_same(
     own_valkey.kill()
     process.signal(signal.SIGTERM)
     assert process.wait() == 0
-    assert "could not be handed back" in process.log()
+    assert "could not be requeued" in process.log()
 
 
 def test_a_hung_engine_makes_the_process_exit_and_loses_its_leases(

@@ -46,7 +46,7 @@ def test_a_drained_worker_hands_its_jobs_to_another_and_resumes(valkey_url: str,
         assert listed["state"] == "drained"
         with running_worker(config) as second:
             eventually(lambda: long.status().worker == second.worker_id, "another worker")
-            assert long.status().attempt == 1, "a job that was handed back counts no attempt"
+            assert long.status().attempt == 1, "a job that was requeued counts no attempt"
             quick = producer.submit(prompt="q", model="echo", max_tokens=2)
             assert quick.result(60).usage is not None
             assert quick.status().worker == second.worker_id

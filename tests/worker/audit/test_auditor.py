@@ -50,7 +50,7 @@ def test_a_deviating_worker_is_quarantined(client: QueueClient, monkeypatch: pyt
         bad = fleet[0]
         flip_bits(bad, monkeypatch)
         eventually(lambda: bad.audit.reason, "the worker to be quarantined")
-        eventually(lambda: client.status(job_id).state == "queued", "its job to be handed back")
+        eventually(lambda: client.status(job_id).state == "queued", "its job to be requeued")
         assert not client.redis.exists(f"pagemill:{{{client.queue}}}:ckpt:{job_id}"), (
             "its output may be wrong"
         )

@@ -82,7 +82,7 @@ def test_the_worker_that_takes_a_job_over_says_so(
     assert not any(SECRET in repr(vars(record)) for record in caplog.records)
 
 
-def test_a_job_that_was_handed_back_was_not_lost(client: QueueClient) -> None:
+def test_a_job_that_was_requeued_was_not_lost(client: QueueClient) -> None:
     (job_id,) = client.submit({"prompt": "x"})
 
     def pull(worker: str) -> transitions.PulledJob:
@@ -98,4 +98,4 @@ def test_a_job_that_was_handed_back_was_not_lost(client: QueueClient) -> None:
     third = pull("third")
     assert third.taken_over_from == "second"
     client.run(transitions.release(client.queue, job_id, third.token))
-    assert pull("fourth").taken_over_from == "", "it was handed back since"
+    assert pull("fourth").taken_over_from == "", "it was requeued since"

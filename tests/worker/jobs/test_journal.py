@@ -21,12 +21,12 @@ from tests.worker.harness import (
 )
 
 SECRET = "a-prompt-that-belongs-to-its-owner"
-TRANSITIONS = {"job running", "job succeeded", "job failed", "job cancelled", "job handed back"}
+TRANSITIONS = {"job running", "job succeeded", "job failed", "job cancelled", "job requeued"}
 
 
 @pytest.fixture
 def lines(client: QueueClient, valkey_url: str, tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Job -> its lines, of a worker in which one job succeeded, one failed, one was cancelled, one handed back."""
+    """Job -> its lines, of a worker in which one job succeeded, one failed, one was cancelled, one requeued."""
     settings = process_settings(
         valkey_url, client.queue, model="echo:20", log_format="json", log_level="debug", drain_grace_s=0.0
     )
@@ -57,7 +57,7 @@ def test_one_line_per_transition_with_ids_and_no_prompt(lines: dict[str, list[di
     assert messages("good") == ["job running", "job succeeded"]
     assert messages("bad") == ["job failed"]
     assert messages("stopped") == ["job running", "job cancelled"]
-    assert messages("returned") == ["job running", "job handed back"]
+    assert messages("returned") == ["job running", "job requeued"]
     for name in ids:
         for line in lines[ids[name]]:
             if line["message"] in TRANSITIONS:

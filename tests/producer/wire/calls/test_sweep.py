@@ -41,7 +41,7 @@ def test_cancel_of_a_running_job_is_heard_and_wins_over_the_result(queue: Queue)
     assert outcome.error.partial[0].token_ids == (1,)
 
 
-def test_a_cancelled_job_that_is_handed_back_retried_or_lost_ends(queue: Queue) -> None:
+def test_a_cancelled_job_that_is_requeued_retried_or_lost_ends(queue: Queue) -> None:
     queue.submit("a", "b", "c")
     a, b, c = queue.pull()
     for job_id in "abc":

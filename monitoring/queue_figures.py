@@ -11,7 +11,7 @@ Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 Lane = tuple[str, Priority]
 """(model, priority)."""
-WorkerStage = Literal["loading", "ready", "paused", "draining", "drained", "quarantined", "unwell"]
+WorkerStage = Literal["loading", "ready", "paused", "draining", "drained", "quarantined", "unhealthy"]
 STAGES: tuple[WorkerStage, ...] = get_args(WorkerStage)
 Ended = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
 ENDED: tuple[Ended, ...] = get_args(Ended)

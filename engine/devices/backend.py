@@ -37,7 +37,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in the device's work; reached when all work before it is done."""
 
     def query(self) -> bool: ...
@@ -60,7 +60,7 @@ class HostCopy:
     """Tensors being copied to the host. Waiting for them does not wait for later launches."""
 
     hosts: list[torch.Tensor]
-    copied: Mark = Reached()  # noqa: RUF009 (it has no state)
+    copied: DeviceEvent = Reached()  # noqa: RUF009 (it has no state)
 
     def wait(self) -> list[torch.Tensor]:
         self.copied.synchronize()
@@ -201,7 +201,7 @@ class DeviceBackend(ABC):
         """Start one copy of all the tensors to the host, before the device's next work."""
         return HostCopy(list(tensors))
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """Return a mark that is reached when the device has done all work given so far."""
         return Reached()
 

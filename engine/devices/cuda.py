@@ -16,8 +16,8 @@ from pagemill.engine.config import EngineConfig, StepDefaults
 from pagemill.engine.devices.backend import (
     NO_BATCH_INVARIANCE,
     DeviceBackend,
+    DeviceEvent,
     HostCopy,
-    Mark,
     packed,
     unpacked,
 )
@@ -165,7 +165,7 @@ class CudaBackend(DeviceBackend):
         host.copy_(flat, non_blocking=True)
         return HostCopy(unpacked(host, tensors), self.mark())
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         mark: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         mark.record()
         return mark  # type: ignore[no-any-return]

@@ -64,7 +64,7 @@ class OtherWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class PageLinks:
     """What the page links to: the queue's workers, this one among them, and the page of jobs ('' for none)."""
 
     workers: Sequence[OtherWorker] = ()
@@ -97,7 +97,7 @@ class LiveSources:
     worker: Callable[[], WorkerFacts]
     engine: Callable[[], EngineStats | None]
     queue: Callable[[], QueueFigures | None]
-    around: Callable[[], Surroundings]
+    around: Callable[[], PageLinks]
     jobs: Callable[[], Sequence[JobRow]]
     """Oldest first."""
     totals: Callable[[], Mapping[str, float]]
@@ -115,7 +115,7 @@ class LiveFeed:
         self._tick_s = tick_s
         self._history = LiveHistory()
         self._queue: QueueFigures | None = None
-        self._around = Surroundings()
+        self._around = PageLinks()
         self._queue_due = 0.0
         self._looked_at = 0.0
         self._watchers = 0

@@ -27,7 +27,7 @@ STATES = {
     "r": ("reserved", "grey54"),
 }
 _BUSIEST = "sacrf"
-_TONES = {"ready": "green", "loading": "yellow", "draining": "yellow", "unwell": "red", "succeeded": "green",
+_TONES = {"ready": "green", "loading": "yellow", "draining": "yellow", "unhealthy": "red", "succeeded": "green",
           "failed": "red", "dead": "red", "retried": "yellow", "lost": "yellow", "expired": "yellow"}  # fmt: skip
 _RUN = re.compile(r"(\d*)([a-z])")
 MAP_ROWS = 8

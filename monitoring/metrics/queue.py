@@ -127,7 +127,7 @@ SERVER: tuple[Metric[QueueFigures], ...] = (
     _gauge("queue_memory_bytes",
         "Memory of the server by kind of data, estimated from 512 keys; other: not this queue's.",
         lambda q: q.memory.kinds, "kind"),
-    _counter("queue_memory_refused_total",
+    _counter("queue_memory_rejections_total",
         "Jobs and files rejected for lack of memory.",
         lambda q: q.memory.refused),
     _counter("redis_evicted_keys_total",

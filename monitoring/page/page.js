@@ -6,7 +6,7 @@ import { endRows, errorRows, jobRows, linkJobs, seconds, webAddress, workerRows 
 import { themeButton } from "./theme.js";
 
 const STALE_MS = 5000;
-const STATE_TONES = { ready: "good", loading: "warn", draining: "warn", paused: "warn", drained: "warn", unwell: "bad" };
+const STATE_TONES = { ready: "good", loading: "warn", draining: "warn", paused: "warn", drained: "warn", unhealthy: "bad" };
 const BLOCKED = {
   kv: "KV cache full", rows: "batch full", results: "results held", engine: "long step", paused: "queue paused",
 };

@@ -154,7 +154,7 @@ export function workerRows(table, mark = () => "") {
     const id = cell("mono"), state = cell(), models = cell("most"), jobs = cell("num", "jobs");
     const address = webAddress(worker.url), pill = element("span", "pill", worker.state);
     id.append(address ? link(worker.id, address) : worker.id, mark(worker));
-    pill.dataset.tone = { ready: "good", unwell: "bad" }[worker.state] || "warn";
+    pill.dataset.tone = { ready: "good", unhealthy: "bad" }[worker.state] || "warn";
     state.append(pill);
     set(models, worker.models.join(", "));
     set(jobs, worker.running.toLocaleString("en"));

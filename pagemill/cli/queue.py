@@ -143,7 +143,7 @@ def queue_quota(
     at.print(document, rows, columns, none=f"no tenant of queue {at.queue} has a quota")
 
 
-def _quota_cell(quota: quotas.Quota, left: quotas.QuotaLeft | None, field: str) -> str:
+def _quota_cell(quota: quotas.Quota, left: quotas.TenantQuotas | None, field: str) -> str:
     limit, found = getattr(quota, field), getattr(left, field, None)
     if limit is None:
         return "-"

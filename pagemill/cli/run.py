@@ -50,10 +50,10 @@ from pagemill.cli.terminal.waiting import Waiting
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed, RunStopped
+from pagemill.producer.dataset.errors import DatasetError, DiskError, RunStopped
 from pagemill.producer.dataset.label_columns import LabelTemperature
 from pagemill.producer.dataset.outputs import base_of
-from pagemill.producer.dataset.recipe import NO_MODEL, OnCut, OnRow, Recipe
+from pagemill.producer.dataset.recipe import NO_MODEL, OnRow, OnTruncated, Recipe
 from pagemill.producer.dataset.remote_model import is_remote
 from pagemill.producer.dataset.run import DatasetRun
 from pagemill.producer.dataset.steps.chain import Chain
@@ -128,7 +128,7 @@ class RunOptions:
     image_column: options.ImageColumn = None
     on_null: options.OnNull = "fail"
     on_empty: options.OnEmpty = "fail"
-    on_cut: options.OnCutOff = None
+    on_truncated: options.OnTruncatedOutput = None
     limit: options.Limit = None
     rows_per_file: options.RowsPerFile = None
     max_errors: options.MaxErrors = None
@@ -222,7 +222,7 @@ def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
         image_column=given.image_column,
         on_null=cast("OnRow", given.on_null),
         on_empty=cast("OnRow", given.on_empty),
-        on_cut=cast("OnCut | None", given.on_cut),
+        on_truncated=cast("OnTruncated | None", given.on_truncated),
     )
 
 
@@ -322,9 +322,9 @@ def reported(out: Path) -> Any:
     try:
         with _stopped_as_by_ctrl_c():
             yield
-    except (DiskFailed, RunStopped, WorkerFailed) as error:
+    except (DiskError, RunStopped, WorkerFailed) as error:
         # A full disk has its own advice.
-        print_stderr(str(error) + (f"\n{again}" if has_begun() and not isinstance(error, DiskFailed) else ""))
+        print_stderr(str(error) + (f"\n{again}" if has_begun() and not isinstance(error, DiskError) else ""))
         raise typer.Exit(EXIT_INCOMPLETE) from None
     except DatasetError as error:
         print_stderr(str(error))

@@ -17,7 +17,7 @@ from pagemill.supervisor.devices import (
     list_cards,
     parse_groups,
 )
-from pagemill.supervisor.member import Patience
+from pagemill.supervisor.member import Timeouts
 from pagemill.supervisor.ports import Ports
 from pagemill.supervisor.settings import SHARED, Scalar, SettingsError, Table, UpSettings
 from pagemill.worker.config import ENV_PREFIX, WorkerConfig
@@ -61,14 +61,14 @@ def specs(settings: UpSettings, groups: Sequence[Group], ports: Ports, redis_url
     return found
 
 
-def patience(settings: UpSettings) -> Patience:
+def timeouts(settings: UpSettings) -> Timeouts:
     """Resolve the bounds: a child's SIGKILL comes after its own limit."""
     stop_s = settings.stop_timeout_s
     if stop_s is None:
         default = float(WorkerConfig.model_fields["shutdown_s"].default)
         longest = float(_setting(settings, "shutdown_s") or default)
         stop_s = max(longest, GATEWAY_DRAIN_S if settings.gateway is not False else 0.0) + _SPARE_S
-    return Patience(
+    return Timeouts(
         stop_s=stop_s,
         start_s=settings.start_timeout_s,
         liveness_s=settings.liveness_s,

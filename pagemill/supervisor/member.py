@@ -27,7 +27,7 @@ EXIT_USAGE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """Bounds in seconds."""
 
     stop_s: float = 30.0
@@ -49,7 +49,7 @@ class _Leaving:
 class Member:
     """Keeps one child running. `tick` does everything; call it, and all else here, on the main thread."""
 
-    def __init__(self, spec: ChildSpec, logs: LogStream, patience: Patience) -> None:
+    def __init__(self, spec: ChildSpec, logs: LogStream, timeouts: Timeouts) -> None:
         self.spec = spec
         self.generation = 0
         """Processes started so far."""
@@ -58,8 +58,8 @@ class Member:
         """Whether a process had to be ended by SIGKILL since `stop`."""
         self.last_end = ""
         self._logs = logs
-        self._patience = patience
-        self._backoff = Backoff(FIRST_RESTART_S, patience.max_backoff_s)
+        self._timeouts = timeouts
+        self._backoff = Backoff(FIRST_RESTART_S, timeouts.max_backoff_s)
         self._process: ChildProcess | None = None
         self._leaving: list[_Leaving] = []
         self._wanted = False
@@ -180,7 +180,7 @@ class Member:
                 logger.error("%s: process %d did not end in time; killing it", self.name, one.process.pid)
                 self.was_killed = True
                 one.process.kill()
-                one.kill_at = now + self._patience.stop_s
+                one.kill_at = now + self._timeouts.stop_s
 
     def _judge(self, process: ChildProcess, now: float) -> None:
         """Decide what the exit code and the probes of the running process mean."""
@@ -198,12 +198,12 @@ class Member:
             self.was_ready = True
             if now >= self._ready_since + STABLE_S:
                 self._backoff.reset()
-        if self._ready_since is None and now - process.started_at > self._patience.start_s:
-            self._replace(f"it is not ready after {self._patience.start_s:.0f} s", now)
-        elif health is not None and health.unwell_since is not None:
-            unwell_s = now - health.unwell_since
-            if unwell_s > self._patience.liveness_s:
-                self._replace(f"/healthz has failed for {unwell_s:.0f} s", now)
+        if self._ready_since is None and now - process.started_at > self._timeouts.start_s:
+            self._replace(f"it is not ready after {self._timeouts.start_s:.0f} s", now)
+        elif health is not None and health.unhealthy_since is not None:
+            unhealthy_s = now - health.unhealthy_since
+            if unhealthy_s > self._timeouts.liveness_s:
+                self._replace(f"/healthz has failed for {unhealthy_s:.0f} s", now)
 
     def _replace(self, reason: str, now: float) -> None:
         self._dismiss()
@@ -225,7 +225,7 @@ class Member:
         self._process = None
         self._prober.watch(None)
         process.signal(signal.SIGTERM)
-        self._leaving.append(_Leaving(process, time.monotonic() + self._patience.stop_s))
+        self._leaving.append(_Leaving(process, time.monotonic() + self._timeouts.stop_s))
 
     def _health(self, process: ChildProcess) -> Health | None:
         """Return the probes' answers if they are this process's own."""

@@ -23,7 +23,7 @@ class Health:
     asked_at: float
     """Monotonic, before the first question."""
     is_ready: bool
-    unwell_since: float | None
+    unhealthy_since: float | None
     """Since when /healthz fails or does not answer; None: it is well, or has never been."""
 
 
@@ -53,7 +53,7 @@ class Prober:
     def _run(self) -> None:
         was_well = False
         last_pid: int | None = None
-        unwell_since: float | None = None
+        unhealthy_since: float | None = None
         while not self._is_closed:
             self._wake.wait(BUSY_S if self.is_urgent else IDLE_S)
             self._wake.clear()
@@ -61,16 +61,16 @@ class Prober:
             if pid is None:
                 continue
             if pid != last_pid:
-                last_pid, was_well, unwell_since = pid, False, None
+                last_pid, was_well, unhealthy_since = pid, False, None
             asked_at = time.monotonic()
             is_well = answers(f"{self.url}/healthz")
             was_well = was_well or is_well
             if is_well:
-                unwell_since = None
-            elif was_well and unwell_since is None:
-                unwell_since = asked_at
+                unhealthy_since = None
+            elif was_well and unhealthy_since is None:
+                unhealthy_since = asked_at
             is_ready = is_well and answers(f"{self.url}{self._ready_path}")
-            self.health = Health(pid, asked_at, is_ready, unwell_since)
+            self.health = Health(pid, asked_at, is_ready, unhealthy_since)
 
 
 def answers(url: str) -> bool:

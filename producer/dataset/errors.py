@@ -13,7 +13,7 @@ class EmptyFile(DatasetError):
     """The file has not even a header."""
 
 
-class DiskFailed(DatasetError):
+class DiskError(DatasetError):
     """A write failed in the middle of a run; earlier writes are kept."""
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.errors import DatasetError, DiskError
 from pagemill.producer.dataset.tables.rows import Row, RowError
 
 VERSION = 1
@@ -254,13 +254,13 @@ def _explained(error: sqlite3.OperationalError, path: Path) -> DatasetError:
     if "locked" in text:
         return DatasetError(f"another run is writing {path}; wait for it, or choose another --out")
     if "full" in text:
-        return DiskFailed(
+        return DiskError(
             f"the disk is full: {path} could not grow, or a temporary file. "
             "Free some space and run the same command again; nothing that was done is lost"
         )
     if "unable to open" in text:
         return DatasetError(f"{path} cannot be created: is the directory there, and writable?")
-    return DiskFailed(
+    return DiskError(
         f"{path} could not be written ({text}). Fix that and run the same command again; "
         "nothing that was done is lost"
     )

@@ -42,10 +42,10 @@ def _workers(queue: str, workers: list[WorkerInfo]) -> Finding:
             "workers", "error", f"{told}; quarantined: {', '.join(wrong)}",
             f"it computes wrong results: check its device; pagemill recall list --queue {queue}",
         )  # fmt: skip
-    unwell = [worker.id for worker in workers if worker.state == "unwell"]
-    if unwell:
+    unhealthy = [worker.id for worker in workers if worker.state == "unhealthy"]
+    if unhealthy:
         return Finding(
-            "workers", "error", f"{told}; unwell: {', '.join(unwell)}",
+            "workers", "error", f"{told}; unhealthy: {', '.join(unhealthy)}",
             "its engine does not make progress: see its log; its supervisor should restart it",
         )  # fmt: skip
     return Finding("workers", "ok", told)

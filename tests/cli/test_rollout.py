@@ -135,7 +135,7 @@ def test_agreement_is_counted_on_the_stable_revision(queue: Queue) -> None:
 def test_nothing_to_compare_is_no_agreement(queue: Queue) -> None:
     command(queue, "start", "m", "--to", "r2", "--share", "5%")
     assert "0 of 0 outputs agree" in command(queue, "compare", "m", code=4)
-    queue.run(registry.leave(queue.name, "old"))
+    queue.run(registry.unregister(queue.name, "old"))
     assert "no live worker of m announces a revision beside r2" in command(queue, "compare", "m", code=1)
 
 

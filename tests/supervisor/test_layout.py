@@ -85,7 +85,7 @@ def test_a_file_says_it_all(tmp_path: Path, listener: socket.socket) -> None:
     )  # fmt: skip
     assert found["gateway"].listener == listener.fileno()
     assert found["exporter"].arguments[-2:] == ("--queue", "labels")
-    assert layout.patience(settings).stop_s == 90
+    assert layout.timeouts(settings).stop_s == 90
     for spec in found.values():
         assert not any("secret" in word for word in spec.arguments), "all users can read a command line"
         assert "secret" not in repr(spec)
@@ -151,8 +151,8 @@ def test_what_makes_no_sense_is_named(
 
 
 def test_the_bound_of_a_stop_is_beyond_the_workers_own() -> None:
-    assert layout.patience(load(model="echo")).stop_s > 25
-    assert layout.patience(load(model="echo", options={"shutdown_s": "300"})).stop_s > 300
+    assert layout.timeouts(load(model="echo")).stop_s > 25
+    assert layout.timeouts(load(model="echo", options={"shutdown_s": "300"})).stop_s > 300
 
 
 def test_ports_are_distinct_and_free() -> None:

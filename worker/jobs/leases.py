@@ -15,7 +15,7 @@ from typing import Protocol
 from redis.client import PubSub
 
 from pagemill.common.backoff import Backoff
-from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat, leave
+from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat, unregister
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.worker.job_queue import JobQueue
@@ -112,7 +112,7 @@ class LeaseKeeper:
                 self._counters.lease_renewals.inc("error")
                 due = 0.0
                 self._stop.wait(self._renew_s / 2)
-        self._leave()
+        self._unregister()
 
     def _beat(self) -> None:
         is_well = self._is_well()
@@ -159,10 +159,10 @@ class LeaseKeeper:
             self._pubsub.close()
             self._pubsub = None
 
-    def _leave(self) -> None:
+    def _unregister(self) -> None:
         self._unsubscribe()
         try:
-            self._queue.run(leave(self._queue.queue, self._queue.worker_id))
+            self._queue.run(unregister(self._queue.queue, self._queue.worker_id))
         except RedisUnavailable:
             logger.info("could not take the worker off the list; its entry expires by itself")
         except Exception:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
 
-from pagemill.monitoring.live.feed import OtherWorker, Surroundings
+from pagemill.monitoring.live.feed import OtherWorker, PageLinks
 from pagemill.monitoring.queue_figures import (
     ENDED,
     STAGES,
@@ -67,7 +67,7 @@ class QueueReader:
             kinds={kind: share * used for kind, share in shares.items()},
         )
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> PageLinks:
         """The queue's live workers, and the page of jobs, for links. Raises RedisUnavailable."""
         name = self._queue.queue
         found = self._queue.run(registry.workers(name))
@@ -75,7 +75,7 @@ class QueueReader:
             OtherWorker(worker.id, worker.state, worker.models, worker.running, page_address(worker))
             for worker in sorted(found, key=lambda worker: worker.id)
         ]
-        return Surroundings(workers, self._queue.run(job_lists.jobs_page(name)))
+        return PageLinks(workers, self._queue.run(job_lists.jobs_page(name)))
 
 
 def queue_figures(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pagemill.engine.devices.backend import DeviceBackend, Mark
+from pagemill.engine.devices.backend import DeviceBackend, DeviceEvent
 from pagemill.engine.errors import RankLost
 from pagemill.engine.execution.model_runner import LaunchedStep, ModelRunner
 from pagemill.engine.execution.parallel.plan_delta import encode
@@ -44,7 +44,7 @@ class TensorParallelExecutor:
 class ParallelStep:
     step: LaunchedStep
     ranks: RankProcesses
-    end: Mark
+    end: DeviceEvent
     """Reached when the device has finished the step."""
 
     @property

@@ -1,6 +1,6 @@
 """A request's parameters that change its logits before temperature: bias, penalties, and barred tokens.
 
-The order is logit_bias, then penalties, then bars. Bars come from a grammar, `allowed_token_ids`,
+The order is logit_bias, then penalties, then bars. ForbiddenTokens come from a grammar, `allowed_token_ids`,
 `bad_words`, and EOS and stop tokens before `min_tokens`. None overrides another: if they leave no token, none
 is sampled, and the request fails. But a structure that can only end may do so before `min_tokens`.
 
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagemill.engine.execution.sampling.staged_changes import (
-    Bars,
     Biases,
+    ForbiddenTokens,
     Penalties,
     StagedChanges,
     Whitelists,
@@ -165,7 +165,9 @@ def _whitelists(lists: dict[int, Bits], transfer: Transfer) -> Whitelists:
     return Whitelists(transfer.put(np.array(list(lists), dtype=np.int64)), transfer.put(packed))
 
 
-def _bars(work: Sequence[SampleWork], bars: list[tuple[int, tuple[int, ...]]], transfer: Transfer) -> Bars:
+def _bars(
+    work: Sequence[SampleWork], bars: list[tuple[int, tuple[int, ...]]], transfer: Transfer
+) -> ForbiddenTokens:
     width = max(len(word) for _, word in bars) - 1
     prefixes = np.full((len(bars), width), _ANY_TOKEN, dtype=np.int64)
     facts = np.empty((5, len(bars)), dtype=np.int64)
@@ -181,7 +183,7 @@ def _bars(work: Sequence[SampleWork], bars: list[tuple[int, tuple[int, ...]]], t
             item.row.num_prompt_tokens,
         )
     samples, rows, token_ids, positions, prompt_lens = transfer.put(facts)
-    return Bars(samples, rows, token_ids, positions, prompt_lens, transfer.put(prefixes))
+    return ForbiddenTokens(samples, rows, token_ids, positions, prompt_lens, transfer.put(prefixes))
 
 
 def as_bits(token_ids: Sequence[int]) -> Bits:

@@ -90,7 +90,7 @@ class Whitelists:
 
 
 @dataclass(frozen=True, slots=True)
-class Bars:
+class ForbiddenTokens:
     """Tokens barred one by one: the last of a sequence, right after all its others. One token's others are none.
 
     Only output is compared, as in vLLM: the prompt may end in the beginning of a bad word.
@@ -125,7 +125,7 @@ class StagedChanges:
     biases: Biases | None
     penalties: Penalties | None
     whitelists: Whitelists | None
-    bars: Bars | None
+    bars: ForbiddenTokens | None
 
     def apply(self, logits: torch.Tensor, token_table: torch.Tensor) -> None:
         """Change logits in place.

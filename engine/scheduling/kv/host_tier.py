@@ -71,7 +71,7 @@ class HostTier:
             self.skipped += 1
 
     def use(self, hosts: Iterable[HostBlock]) -> None:
-        """Mark blocks as recently used, and exclude them from eviction until the next plan is made."""
+        """DeviceEvent blocks as recently used, and exclude them from eviction until the next plan is made."""
         for host in hosts:
             self._blocks[host.key] = self._blocks.pop(host.key)
             self._in_use.add(host)

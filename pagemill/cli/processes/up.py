@@ -154,14 +154,14 @@ def _run(settings: UpSettings, directory: RunDirectory) -> int:
     groups = layout.worker_groups(settings)
     logs = LogStream(sys.stderr.buffer, settings.log_format, width=len(f"worker-{len(groups) - 1}"))
     configure_logging(settings.log_level, settings.log_format, stream=logs.writer("up"))  # type: ignore[arg-type]
-    patience = layout.patience(settings)
-    directory.end_leftovers(patience.stop_s)
+    timeouts = layout.timeouts(settings)
+    directory.end_leftovers(timeouts.stop_s)
     ports = Ports.choose(settings, len(groups))
     _checked(settings, groups, ports, "")  # before a server is started for them
     with _redis(settings) as (url, server):
         fleet = Fleet(
             specs=_checked(settings, groups, ports, url),
-            patience=patience,
+            timeouts=timeouts,
             facts={"queue": settings.queue, "redis": redacted(url), "run_dir": str(directory.path)},
         )
         return Supervisor(fleet, directory, logs, ServiceManager(), server).run()

@@ -20,7 +20,7 @@ from pagemill.cli.terminal.checked import (
 )
 from pagemill.common.sampling_fields import LabelProbs
 from pagemill.producer.dataset.label_columns import LabelTemperature
-from pagemill.producer.dataset.recipe import OnCut, OnRow
+from pagemill.producer.dataset.recipe import OnRow, OnTruncated
 from pagemill.producer.dataset.tables.rows import Format, Quoting
 from pagemill.producer.wire.schema.keys import AdapterName, ModelName
 from pagemill.producer.wire.schema.text.chat import FunctionName
@@ -264,11 +264,11 @@ OnEmpty = Annotated[
         "--on-empty", callback=checked(OnRow), help="A row with an empty prompt: fail, skip, or label."
     ),
 ]
-OnCutOff = Annotated[
+OnTruncatedOutput = Annotated[
     str | None,
     typer.Option(
-        "--on-cut",
-        callback=checked(OnCut),
+        "--on-truncated",
+        callback=checked(OnTruncated),
         help="An output cut off at max_tokens: fail (default where it has a shape) or label.",
     ),
 ]

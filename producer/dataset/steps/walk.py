@@ -16,7 +16,7 @@ from typing import Any
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.label_columns import scaled
 from pagemill.producer.dataset.output_places import fill
-from pagemill.producer.dataset.recipe import OnCut
+from pagemill.producer.dataset.recipe import OnTruncated
 from pagemill.producer.dataset.steps.chain import Chain
 from pagemill.producer.dataset.steps.step import Step
 from pagemill.producer.dataset.tables.rows import Row, RowError
@@ -83,11 +83,11 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Goes through the steps of rows. `on_cut`: the run's."""
+    """Goes through the steps of rows. `on_truncated`: the run's."""
 
     chain: Chain
     journal: Journal
-    on_cut: OnCut | None = None
+    on_truncated: OnTruncated | None = None
 
     def works(self, rows: Iterable[Row]) -> Iterator[Work | None]:
         """Yield the work of all steps but a cascade's later stages; None: a row without work in its first step."""
@@ -135,7 +135,7 @@ class Walk:
         if isinstance(end, Failure):
             is_unmet = end.code == CONDITION_FALSE
             return replace(state, skipped=end.code) if is_unmet else replace(state, failure=end)
-        failure = state.step.recipe.cut_off(end, self.on_cut)
+        failure = state.step.recipe.cut_off(end, self.on_truncated)
         return replace(state, kept=None if failure else end, failure=failure)
 
     def _stage(self, row: Row, step: Step, before: StepState) -> StepState:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.errors import DatasetError, DiskError
 from pagemill.producer.dataset.tables.streams import CHUNK_BYTES, Stream
 from pagemill.producer.wire.server.discovery import state_dir
 
@@ -153,7 +153,7 @@ class RemotePlace:
     def publish(self, paths: Iterable[Path], *, is_complete: bool = False) -> None:
         for path in paths:
             fs, remote = _filesystem(self._uri_of(path))
-            with _library_errors(f"{redacted(self._uri_of(path))} could not be written", DiskFailed):
+            with _library_errors(f"{redacted(self._uri_of(path))} could not be written", DiskError):
                 if path.exists():
                     fs.put_file(str(path), remote)
                 elif fs.exists(remote):
@@ -161,7 +161,7 @@ class RemotePlace:
         if is_complete:
             fs, remote = _filesystem(self._marker)
             with (
-                _library_errors(f"{redacted(self._marker)} could not be removed", DiskFailed),
+                _library_errors(f"{redacted(self._marker)} could not be removed", DiskError),
                 contextlib.suppress(FileNotFoundError),
             ):
                 fs.rm_file(remote)
@@ -225,5 +225,5 @@ def _library_errors(what: str, kind: type[DatasetError] = DatasetError) -> Itera
         reason = next(
             (words for cause, words in _REASONS.items() if isinstance(error, cause)), type(error).__name__
         )
-        again = " Run the same command again; nothing that was done is lost" if kind is DiskFailed else ""
+        again = " Run the same command again; nothing that was done is lost" if kind is DiskError else ""
         raise kind(f"{what} ({reason}).{again}") from None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import IO
 
-from pagemill.producer.dataset.errors import DiskFailed
+from pagemill.producer.dataset.errors import DiskError
 
 CHUNK_BYTES = 1 << 20
 
@@ -34,7 +34,7 @@ class Stream:
         return self.name
 
     def open(self, mode: str = "rb") -> IO[bytes]:
-        """Return a reader of its own, at the start. Reads raise DiskFailed if the stream breaks off."""
+        """Return a reader of its own, at the start. Reads raise DiskError if the stream breaks off."""
         return io.BufferedReader(_Reader(self), CHUNK_BYTES)
 
     def close(self) -> None:
@@ -60,14 +60,14 @@ class Stream:
             data = self._read(CHUNK_BYTES)
         except Exception as error:  # of whatever library reads it; its message may hold a secret
             kind = type(error).__name__
-            raise DiskFailed(f"{self.name} broke off after {self._size:,} bytes ({kind}): {again}") from None
+            raise DiskError(f"{self.name} broke off after {self._size:,} bytes ({kind}): {again}") from None
         try:
             self._kept.seek(0, io.SEEK_END)
             self._size += self._kept.write(data)
             self._kept.flush()
         except OSError as error:
             place = tempfile.gettempdir()
-            raise DiskFailed(
+            raise DiskError(
                 f"{place} has no room for what was read of {self.name} ({error.strerror}): name another folder "
                 f"with TMPDIR, and {again}"
             ) from error

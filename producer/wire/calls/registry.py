@@ -36,7 +36,7 @@ class WorkerInfo(WireModel):
     id: str
     models: tuple[str, ...]
     state: str = "ready"
-    """loading, ready, paused, draining, drained, quarantined or unwell."""
+    """loading, ready, paused, draining, drained, quarantined or unhealthy."""
     url: str | None = None
     """The address of its /metrics."""
     host: str = ""
@@ -135,7 +135,7 @@ def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call
     return Call("heartbeat", (keys.prefix(queue),), args, _nothing)
 
 
-def leave(queue: str, worker_id: str) -> Call[None]:
+def unregister(queue: str, worker_id: str) -> Call[None]:
     """Remove the worker. Its leases, if any, lapse by themselves."""
     return Call("leave", (keys.prefix(queue),), (worker_id,), _nothing)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from pagemill.producer.wire.calls.metering.quotas import QuotaLeft, read_lines
+from pagemill.producer.wire.calls.metering.quotas import TenantQuotas, read_lines
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
 from pagemill.producer.wire.server.scripts import Call
@@ -78,7 +78,7 @@ class SubmitReply:
 
     status: SubmitStatus
     job_id: str
-    left: QuotaLeft | None = None
+    left: TenantQuotas | None = None
     """What the job's tenant has left of its quotas; None if it has none."""
 
 

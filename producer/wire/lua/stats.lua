@@ -13,7 +13,7 @@ for i, lane in ipairs(scanned[2]) do
   local created = redis.call('HGET', P .. 'job:' .. split_member(first), 'at') or NOW
   lanes[i] = {lane, redis.call('ZCARD', P .. 'wait:' .. lane), int(math.max(0, NOW - created))}
 end
-local meta = redis.call('HMGET', P .. 'meta', 'paused', 'followers', 'memory_share', 'memory_refused')
+local meta = redis.call('HMGET', P .. 'meta', 'paused', 'followers', 'memory_share', 'memory_rejections')
 local memory = ARGV[1] == '0' and read_memory() or {0, 0}
 return {
   'counts', redis.call('HGETALL', P .. 'counts'), 'lanes', lanes, 'leases', redis.call('ZCARD', P .. 'leases'),

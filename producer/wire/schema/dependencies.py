@@ -51,7 +51,7 @@ class Condition(BaseModel):
 
     @field_validator("label", "text", mode="before")
     @classmethod
-    def _one_string_is_a_list_of_one(cls, value: Any) -> Any:
+    def _coerce_to_list(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
     @field_validator("label", "text")

@@ -430,7 +430,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
-    def _one_string_is_a_list_of_one(cls, value: Any) -> Any:
+    def _coerce_to_list(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
     @field_validator("logit_bias")

@@ -64,7 +64,7 @@ class Operators(Readers):
         info = WorkerInfo(id=worker, models=MODELS, revision=revision_of(worker))
         self.send(registry.heartbeat(self.queue.name, info))
         if self.rng.random() < 0.3:
-            self.send(registry.leave(self.queue.name, worker))
+            self.send(registry.unregister(self.queue.name, worker))
 
     def squeeze(self) -> None:
         """The server is nearly full for one sweep, and keeps all results."""

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.devices import registry
-from pagemill.engine.devices.backend import DeviceBackend, HostCopy, Mark, Reached
+from pagemill.engine.devices.backend import DeviceBackend, DeviceEvent, HostCopy, Reached
 from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.execution import cuda_graphs
 from pagemill.engine.llm import LLM
@@ -94,7 +94,7 @@ class FakeCuda(CudaBackend):
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
         return HostCopy(list(tensors))
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return Reached()
 
     def total_bytes(self) -> int:

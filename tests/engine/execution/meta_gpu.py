@@ -31,7 +31,7 @@ from transformers import masking_utils
 from triton.runtime.jit import JITFunction
 
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.devices.backend import Mark, Reached
+from pagemill.engine.devices.backend import DeviceEvent, Reached
 from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.execution import cuda_graphs, kernel_check
 from pagemill.kernels import dispatch
@@ -233,7 +233,7 @@ class MetaCuda(CudaBackend):
     def _capability(self) -> tuple[int, int]:
         return 9, 0
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return Reached()
 
     def total_bytes(self) -> int:

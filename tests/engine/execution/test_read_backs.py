@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pagemill.engine.builder import EngineParts, _build_model
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.devices import registry
-from pagemill.engine.devices.backend import HostCopy, Mark, Reached, packed, unpacked
+from pagemill.engine.devices.backend import DeviceEvent, HostCopy, Reached, packed, unpacked
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.llm import LLM
@@ -51,7 +51,7 @@ class MetaCuda(CudaBackend):
         self.num_copies += 1
         return HostCopy(unpacked(torch.zeros(packed(tensors).shape, dtype=torch.uint8), tensors))
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return Reached()
 
 

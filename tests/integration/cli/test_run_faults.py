@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from pagemill.__main__ import app
 from pagemill.cli import run as cli_run
 from pagemill.cli.local_worker import WorkerFailed
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed, RunStopped
+from pagemill.producer.dataset.errors import DatasetError, DiskError, RunStopped
 from tests.integration.cli.test_run import environment
 from tests.worker.harness import PATIENCE_S, running_worker, worker_config
 
@@ -159,7 +159,7 @@ def test_a_schema_that_nothing_satisfies(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(DatasetError("x"), 2), (RunStopped("x"), 1), (DiskFailed("x"), 1)]
+    ("error", "code"), [(DatasetError("x"), 2), (RunStopped("x"), 1), (DiskError("x"), 1)]
 )
 def test_exit_code_2_means_that_nothing_was_started(error: DatasetError, code: int, tmp_path: Path) -> None:
     with pytest.raises(typer.Exit) as ended, cli_run.reported(tmp_path / "out.jsonl"):

@@ -146,7 +146,7 @@ def test_a_sealed_checkpoint_is_taken_over(queue: Queue, keys: str, tmp_path: Pa
         assert before > 0
         with running_worker(worker_config(queue.url, queue.name, model="echo:0")) as worker:
             result = handle.result(timeout=PATIENCE_S)
-            assert worker.counters.redone_tokens.read() == 0
+            assert worker.counters.regenerated_tokens.read() == 0
         assert SENTINEL in result.text
         assert len(result.outputs[0].token_ids) == 150
 

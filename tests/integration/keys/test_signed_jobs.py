@@ -106,7 +106,7 @@ def test_a_checkpoint_is_gone_on_from_only_if_a_worker_signed_it(
             result = handle.result(timeout=120)
             assert result.text == prompt
             assert result.resumed_tokens == (0 if forged else 4)
-            assert second.counters.redone_tokens.read() == (4 if forged else 0)
+            assert second.counters.regenerated_tokens.read() == (4 if forged else 0)
 
 
 def test_what_a_worker_writes_is_signed(worker: Worker, client: QueueClient) -> None:

@@ -24,7 +24,7 @@ import pytest
 from pyarrow import parquet
 
 from pagemill import Producer
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.errors import DatasetError, DiskError
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.places import RemotePlace, local_path, redacted, uri_of
 from tests.producer.dataset.killing import killed_until_done
@@ -186,7 +186,7 @@ def test_a_copy_that_fails_loses_nothing(
             patch.setattr(s3fs.S3FileSystem, "_put_file", refuse)
             s3fs.S3FileSystem.clear_instance_cache()  # instances hold the method
             with pytest.raises(
-                DiskFailed, match=r"could not be written .* nothing that was done is lost"
+                DiskError, match=r"could not be written .* nothing that was done is lost"
             ) as failed:
                 simple().run(source, out=bucket("out.jsonl"), producer=producer)
         s3fs.S3FileSystem.clear_instance_cache()

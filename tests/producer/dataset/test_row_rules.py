@@ -206,15 +206,15 @@ def test_json_that_was_cut_off_is_not_done(shape: Any, json_producer: Producer) 
 
 def test_text_that_was_cut_off_fails_only_if_told_to(json_producer: Producer) -> None:
     assert simple("{{ text }}").run(CUT, producer=json_producer).failed == 0
-    assert simple("{{ text }}").run(CUT, producer=json_producer, on_cut="fail").failed == 1
+    assert simple("{{ text }}").run(CUT, producer=json_producer, on_truncated="fail").failed == 1
     schema = simple("{{ text }}", json_schema='{"type": "object"}')
-    assert schema.run(CUT, producer=json_producer, on_cut="label").failed == 0
+    assert schema.run(CUT, producer=json_producer, on_truncated="label").failed == 0
 
 
 def test_outputs_that_were_cut_off_count_to_max_errors(json_producer: Producer, tmp_path: Path) -> None:
     with pytest.raises(TooManyErrors, match="output_cut_off"):
         simple("{{ text }}").run(
-            CUT, out=tmp_path / "out.jsonl", producer=json_producer, on_cut="fail", max_errors=0
+            CUT, out=tmp_path / "out.jsonl", producer=json_producer, on_truncated="fail", max_errors=0
         )
 
 
@@ -224,7 +224,7 @@ def test_a_cut_output_of_an_earlier_version_is_not_taken_for_done(
     out = tmp_path / "out.jsonl"
     schema = simple("{{ text }}", json_schema='{"type": "object"}')
     rows = [{"text": "a"}, {"text": "too long"}]
-    schema.run(rows, out=out, producer=json_producer, on_cut="label")
+    schema.run(rows, out=out, producer=json_producer, on_truncated="label")
     assert schema.run(rows, out=out, producer=json_producer).as_json()["cut_off"] == 1
 
 

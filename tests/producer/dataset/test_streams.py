@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.dataset.errors import DiskFailed
+from pagemill.producer.dataset.errors import DiskError
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from pagemill.producer.dataset.tables.streams import CHUNK_BYTES, Stream
@@ -104,7 +104,7 @@ def test_a_stream_that_breaks_off_stops_the_run_and_loses_nothing(
             stream.close()
 
     with counting_worker(valkey_url, queue_name) as ran:
-        with pytest.raises(DiskFailed, match=r"a pipe broke off after .* \(ConnectionResetError\)") as failed:
+        with pytest.raises(DiskError, match=r"a pipe broke off after .* \(ConnectionResetError\)") as failed:
             run(Breaking(lines))
         assert "secret" not in str(failed.value)
         assert run(io.BytesIO(lines)).succeeded == 1_200
@@ -116,11 +116,11 @@ def test_a_full_disk_is_told_from_a_broken_stream(tmp_path: Path) -> None:
     program = (
         "import io, resource, signal\n"
         "from pathlib import PurePath\n"
-        "from pagemill.producer.dataset.errors import DiskFailed\n"
+        "from pagemill.producer.dataset.errors import DiskError\n"
         "from pagemill.producer.dataset.tables.streams import Stream\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n    Stream(io.BytesIO(bytes(300_000)), PurePath('x.jsonl'), 'a pipe').size()\n"
-        "except DiskFailed as error:\n    print(error)\n"
+        "except DiskError as error:\n    print(error)\n"
     )
     settings = os.environ | {"TMPDIR": str(tmp_path)}
     done = run_python("-c", program, env=settings)

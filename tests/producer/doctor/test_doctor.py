@@ -168,7 +168,7 @@ def test_jobs_that_nobody_serves_a_pause_and_dead_letters_are_warnings(queue: Qu
     told = levels(queue)
     assert (told["models"], told["queue"], told["dead letters"]) == ("warning", "warning", "warning")
     assert told["workers"] == "ok"
-    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",), state="unwell")))
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",), state="unhealthy")))
     assert levels(queue)["workers"] == "error"
 
 

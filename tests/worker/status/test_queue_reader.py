@@ -71,7 +71,7 @@ def test_workers_are_counted_by_stage_and_only_ready_ones_serve(
         client.run(heartbeat(client.queue, info))
     figures = reader.read()
     stages = {
-        "ready": 2, "loading": 1, "draining": 1, "unwell": 0, "paused": 0, "drained": 0, "quarantined": 0,
+        "ready": 2, "loading": 1, "draining": 1, "unhealthy": 0, "paused": 0, "drained": 0, "quarantined": 0,
     }  # fmt: skip
     assert figures.workers == stages
     assert figures.serving == {"echo": 2}

@@ -48,7 +48,7 @@ class Remaining:
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaLeft:
+class TenantQuotas:
     """What a tenant has left of its quotas, jobs that wait not counted; None: no such quota."""
 
     tokens_per_minute: Remaining | None = None
@@ -102,17 +102,17 @@ def set_quotas(queue: str, wanted: Mapping[str, Quota]) -> Call[dict[str, Quota]
     return Call("quotas", (keys.prefix(queue),), args, _quotas)
 
 
-def remaining(queue: str, tenants: Sequence[str]) -> Call[dict[str, QuotaLeft]]:
+def remaining(queue: str, tenants: Sequence[str]) -> Call[dict[str, TenantQuotas]]:
     """Return what tenants have left; those without quotas are not in it."""
     return Call("quota", (keys.prefix(queue),), tuple(tenants), read_lines)
 
 
-def read_lines(lines: Sequence[bytes]) -> dict[str, QuotaLeft]:
+def read_lines(lines: Sequence[bytes]) -> dict[str, TenantQuotas]:
     """Parse lines of a reply, each of a tenant."""
     return dict(_line(line.decode()) for line in lines)
 
 
-def _line(line: str) -> tuple[str, QuotaLeft]:
+def _line(line: str) -> tuple[str, TenantQuotas]:
     tenant, *parts = line.split()
     found = {
         name: Remaining(int(limit), int(remaining), int(reset_ms) / 1000)
@@ -121,7 +121,7 @@ def _line(line: str) -> tuple[str, QuotaLeft]:
         )
         if limit != "-"
     }
-    return tenant, QuotaLeft(**found)
+    return tenant, TenantQuotas(**found)
 
 
 def _scarcer(*quotas: Remaining | None) -> Remaining | None:

@@ -34,6 +34,6 @@ local function book_memory(bytes, refused)
   end
   if refused > 0 then
     redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
-    redis.call('HINCRBY', P .. 'meta', 'memory_refused', refused)
+    redis.call('HINCRBY', P .. 'meta', 'memory_rejections', refused)
   end
 end

@@ -187,7 +187,7 @@ def test_a_model_that_no_worker_serves_is_named(queue: Queue) -> None:
     announce(queue)
     run_through(queue)
     assert blamed(queue) == "no_worker"
-    queue.run(registry.leave(queue.name, "w1"))
+    queue.run(registry.unregister(queue.name, "w1"))
     queue.submit("b")
     time.sleep(PAUSE_S)
     assert blamed(queue, "b") == "no_worker"

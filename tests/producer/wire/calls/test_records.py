@@ -17,7 +17,7 @@ def test_nothing_but_the_record_is_left_of_an_ended_job(queue: Queue) -> None:
     queue.checkpoint(job, delta(0, 1), progress=DECODE)
     queue.commit(job)
     queue.pull()
-    queue.run(registry.leave(queue.name, "w1"))
+    queue.run(registry.unregister(queue.name, "w1"))
     kept = {name for name in queue.names() if not name.startswith("started:")}
     assert kept == {"job:a", "out:a", "md:a", "idem:default:k", "meta", "counts", "usage:new"}
 
@@ -75,7 +75,7 @@ def test_workers_are_listed_while_they_live(queue: Queue) -> None:
     queue.run(registry.heartbeat(queue.name, info))
     assert queue.run(registry.workers(queue.name)) == [info]
     assert queue.status("a").error is None
-    queue.run(registry.leave(queue.name, "w1"))
+    queue.run(registry.unregister(queue.name, "w1"))
     assert queue.run(registry.workers(queue.name)) == []
     assert queue.status("a").error is not None
     assert not any(key.startswith(("serves:", "worker")) for key in queue.names())

@@ -71,5 +71,5 @@ def test_whoever_asks_is_told_which_revisions_are_served(queue: Queue) -> None:
     )
     queue.submit("b", revision="r2")
     assert queue.status("b").error is None
-    queue.run(registry.leave(queue.name, "new"))
+    queue.run(registry.unregister(queue.name, "new"))
     assert queue.status("b").error == "no live worker serves revision r2 of model m: live workers serve r1"

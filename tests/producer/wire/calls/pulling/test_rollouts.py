@@ -125,7 +125,7 @@ def test_a_canary_that_is_replaced_by_one_that_knows_less_strands_no_job(queue: 
     queue.submit("plain")
     submit_needing(queue, "pinned", "1+store", lane_model="m~r2")
     assert taken(queue, "old") == [], "while its worker knows the word, the canary keeps its job"
-    queue.run(registry.leave(queue.name, "new"))
+    queue.run(registry.unregister(queue.name, "new"))
     beat("new2", "r2", "1")
     found = queue.pull(worker="old", models=OLD, has_store=True)
     assert [job.job_id for job in found] == ["needs"]
@@ -227,12 +227,12 @@ def test_a_side_that_nobody_serves_is_served_by_the_other(queue: Queue) -> None:
     queue.submit(*names(100, "more"))
     some = taken(queue, "new", 10)
     assert len(some) == 10
-    queue.run(registry.leave(queue.name, "new"))
+    queue.run(registry.unregister(queue.name, "new"))
     rest = drained(queue, "old")
     assert sorted(some + rest) == names(100, "more")
     queue.submit(*names(100, "again"))
     alive(queue, "new")
-    queue.run(registry.leave(queue.name, "old"))
+    queue.run(registry.unregister(queue.name, "old"))
     assert sorted(drained(queue, "new")) == names(100, "again")
 
 
@@ -269,7 +269,7 @@ def test_a_rollback_is_for_good(queue: Queue) -> None:
     assert taken(queue, "new") == []
     assert sorted(taken(queue, "old")) == [*names(20), "later"]
     assert queue.run(rollouts.set_share(queue.name, "m", 0.5)) == "over"
-    queue.run(registry.leave(queue.name, "old"))
+    queue.run(registry.unregister(queue.name, "old"))
     queue.submit("waits")
     assert taken(queue, "new") == []
 
@@ -367,7 +367,7 @@ def test_a_half_generated_job_finishes_where_it_began(queue: Queue) -> None:
     (again,) = pull(queue, "old")
     assert again.fingerprint == "f-old"
     queue.release(again)
-    queue.run(registry.leave(queue.name, "old"))
+    queue.run(registry.unregister(queue.name, "old"))
     assert taken(queue, "new") == ["a"]
 
 

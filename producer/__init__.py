@@ -18,7 +18,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "pagemill.producer.client.dead_letter_flow": ("Replay",),
         "pagemill.producer.wire.schema.dependencies": ("Condition",),
         "pagemill.producer.wire.schema.templates": ("escape_places",),
-        "pagemill.producer.wire.schema.promise": ("Promise",),
+        "pagemill.producer.wire.schema.completion_estimate": ("CompletionEstimate",),
         "pagemill.producer.client.replay.verification": ("Verification",),
         "pagemill.producer.client.rollout.handles": ("ModelRollout", "AsyncModelRollout"),
         "pagemill.producer.wire.calls.rollouts": ("Rollout", "RolloutStatus", "SideFigures"),

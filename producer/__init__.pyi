@@ -15,6 +15,7 @@ from pagemill.producer.wire.calls.dead_letters import OpenedLetter as OpenedLett
 from pagemill.producer.wire.calls.rollouts import Rollout as Rollout
 from pagemill.producer.wire.calls.rollouts import RolloutStatus as RolloutStatus
 from pagemill.producer.wire.calls.rollouts import SideFigures as SideFigures
+from pagemill.producer.wire.schema.completion_estimate import CompletionEstimate as CompletionEstimate
 from pagemill.producer.wire.schema.dependencies import Condition as Condition
 from pagemill.producer.wire.schema.errors import AccessDenied as AccessDenied
 from pagemill.producer.wire.schema.errors import DeadlineUnreachable as DeadlineUnreachable
@@ -49,5 +50,4 @@ from pagemill.producer.wire.schema.job import Result as Result
 from pagemill.producer.wire.schema.job import StreamEvent as StreamEvent
 from pagemill.producer.wire.schema.job import StructuredOutputs as StructuredOutputs
 from pagemill.producer.wire.schema.job import Usage as Usage
-from pagemill.producer.wire.schema.promise import Promise as Promise
 from pagemill.producer.wire.schema.templates import escape_places as escape_places

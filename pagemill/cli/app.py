@@ -364,7 +364,7 @@ class SubmitOptions:
         str | None, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
     ] = None
     field: options.Field = None
-    promise: Annotated[bool, typer.Option("--promise", help="Say when the job will probably end.")] = False
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say when the job will probably end.")] = False
     refuse_late: Annotated[
         bool, typer.Option("--refuse-late", help="Submit nothing that would probably miss its deadline.")
     ] = False
@@ -383,14 +383,14 @@ def submit(given: SubmitOptions) -> None:
         raise typer.BadParameter("--wait and --stream exclude each other")
     fields = _submitted_fields(given)
     with Producer(given.redis_url, queue=given.queue) as producer:
-        on_late: OnLate | None = "refuse" if given.refuse_late else "flag" if given.promise else None
+        on_late: OnLate | None = "refuse" if given.refuse_late else "flag" if given.estimate else None
         with noticed_wait():
-            handle = producer.submit(fields, promise=on_late)
-        if given.promise and (given.wait or given.stream or not given.as_json):
-            print_stderr(views.promise_line(handle.promise))
+            handle = producer.submit(fields, estimate=on_late)
+        if given.estimate and (given.wait or given.stream or not given.as_json):
+            print_stderr(views.estimate_line(handle.estimate))
         if not (given.wait or given.stream):
             submitted = {"id": handle.id} | (
-                {"promise": views.promise_fields(handle.promise)} if given.promise else {}
+                {"estimate": views.estimate_fields(handle.estimate)} if given.estimate else {}
             )
             typer.echo(json.dumps(submitted) if given.as_json else handle.id)
             return

@@ -86,7 +86,7 @@ class Producer(Driver):
         *,
         job_id: str | None = None,
         on_full: OnFull = "raise",
-        promise: OnLate | None = None,
+        estimate: OnLate | None = None,
         **fields: Unpack[JobFields],
     ) -> JobHandle:
         """Submit one job: a Job, a mapping, or its fields as keywords.
@@ -96,8 +96,8 @@ class Producer(Driver):
             job_id: the job's id, by default a new one. After RedisUnavailable,
                 `submit(..., job_id=error.job_id)` is safe.
             on_full: "raise" raises QueueFull, "block" waits for space.
-            promise: estimate when the job will end (`handle.promise`). If that is after its deadline, "flag" submits it
-                anyway, "refuse" raises DeadlineUnreachable.
+            estimate: estimate when the job will end (`handle.estimate`). After its deadline, "flag" submits it anyway,
+                "refuse" raises DeadlineUnreachable.
             **fields: fields of `Job`.
 
         Returns:
@@ -106,7 +106,7 @@ class Producer(Driver):
         Raises:
             InvalidJob: a field is invalid, or fields contradict each other.
             QueueFull: the queue accepts no more jobs.
-            DeadlineUnreachable: the job would probably miss its deadline, and `promise` is "refuse".
+            DeadlineUnreachable: the job would probably miss its deadline, and `estimate` is "refuse".
             IdempotencyConflict: the idempotency key belongs to a job with other contents.
             RedisUnavailable: the server did not respond; the job may have been submitted.
         """
@@ -115,7 +115,7 @@ class Producer(Driver):
             fields["model"] = self.run_flow(flows.served_model(self.queue))
         with publishing(self.queue, job, fields) as traceparent:
             item = self.preparer.job(job, fields, chosen, traceparent=traceparent)
-            flow = submit_flow.submit_with_promise(self.queue, item, on_full, promise)
+            flow = submit_flow.submit_with_estimate(self.queue, item, on_full, estimate)
             return JobHandle(self, *self.run_flow(flow))
 
     def submit_many(

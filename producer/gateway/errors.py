@@ -143,10 +143,10 @@ def as_api_error(error: PagemillError) -> ApiError:
             return retry_later(503, "the queue's server has no room for more jobs now", "queue_out_of_memory")
         case QueueFull():
             return retry_later(429, str(error), "queue_full")
-        case DeadlineUnreachable(promise=promise):
-            late_s = (promise.p50 or 0.0) - (promise.deadline or 0.0)
+        case DeadlineUnreachable(estimate=estimate):
+            late_s = (estimate.p50 or 0.0) - (estimate.deadline or 0.0)
             told = retry_later(429, str(error), "deadline_unreachable", late_s)
-            told.headers = dict(told.headers) | wait_headers(promise.wait_s)
+            told.headers = dict(told.headers) | wait_headers(estimate.wait_s)
             return told
         case StoreError(kind="away"):
             return retry_later(503, "the store of large requests is not reachable now", "store_unavailable")

@@ -12,11 +12,11 @@ from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.gateway.bounded_answer import bounded_answer
 from pagemill.producer.gateway.errors import retry_later, wait_headers
 from pagemill.producer.gateway.metrics import GatewayMetrics
-from pagemill.producer.wire.calls.promises import EstimateInputs, estimate_inputs
+from pagemill.producer.wire.calls.estimates import EstimateInputs, estimate_inputs
 from pagemill.producer.wire.calls.submissions import Submission
+from pagemill.producer.wire.schema.completion_estimate import CompletionEstimate
 from pagemill.producer.wire.schema.errors import DeadlineUnreachable
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.promise import Promise
 
 FRESH_S = 0.5
 MAX_LANES = 256
@@ -33,34 +33,34 @@ class LoadSignals:
 
     async def expect(
         self, job: Job, item: Submission, on_late: OnLate | None, *, has_client: bool
-    ) -> tuple[Submission, Promise]:
-        """Return the job with its promise in its header.
+    ) -> tuple[Submission, CompletionEstimate]:
+        """Return the job with its estimate in its header.
 
         A job with an idempotency key is not refused for the load: it may have been submitted before.
 
         Args:
-            on_late: As AsyncProducer.submit's `promise`; None: refuse it if it would start after its deadline.
+            on_late: As AsyncProducer.submit's `estimate`; None: refuse it if it would start after its deadline.
             has_client: A client waits for it; otherwise it may wait for its tenant's quota.
 
         Raises ApiError (429), DeadlineUnreachable and RedisUnavailable.
         """
         seen = await self._inputs(json.loads(item.header)["lane"])
-        item, promise = submit_flow.with_promise(item, seen)
-        if on_late == "refuse" and promise.misses_deadline:
+        item, estimate = submit_flow.with_estimate(item, seen)
+        if on_late == "refuse" and estimate.misses_deadline:
             self._metrics.refused["late"] += 1
-            submit_flow.refuse_late(promise)
+            submit_flow.refuse_late(estimate)
         if job.idempotency_key is not None:
-            return item, promise
+            return item, estimate
         pause_s = seen.left.pause_s(job.cost_tokens()) if has_client and seen.left is not None else 0.0
         if pause_s:
             self._metrics.refused["quota"] += 1
             error = retry_later(429, "the tenant's quota is used up", "quota_exceeded", pause_s)
-            error.headers = dict(error.headers) | wait_headers(promise.wait_s)
+            error.headers = dict(error.headers) | wait_headers(estimate.wait_s)
             raise error
-        if on_late is None and promise.misses_start(seen.now / 1000):
+        if on_late is None and estimate.misses_start(seen.now / 1000):
             self._metrics.refused["late"] += 1
-            raise DeadlineUnreachable("the job would probably wait until its deadline", promise)
-        return item, promise
+            raise DeadlineUnreachable("the job would probably wait until its deadline", estimate)
+        return item, estimate
 
     async def _inputs(self, lane: str) -> EstimateInputs:
         now = time.monotonic()

@@ -13,7 +13,7 @@ from pagemill.producer.anthropic import messages
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.gateway.batches.batches import BATCH_ID, Batch, BatchRequest
 from pagemill.producer.gateway.batches.files import FILE_ID, File
-from pagemill.producer.gateway.request_parsing import PROMISE_HEADER, TIMEOUT_HEADER
+from pagemill.producer.gateway.request_parsing import ESTIMATE_HEADER, TIMEOUT_HEADER
 from pagemill.producer.gateway.served_models import Model
 from pagemill.producer.gateway.webhook_endpoints import HOOK_ID, WebhookEndpoint, WebhookRequest
 from pagemill.producer.openai import formats, responses
@@ -307,7 +307,7 @@ def description() -> dict[str, Any]:
 def _paths() -> dict[str, Any]:
     headers = [
         _parameter(TIMEOUT_HEADER, "header", Annotated[float, Field(gt=0)]),
-        _parameter(PROMISE_HEADER, "header", OnLate),
+        _parameter(ESTIMATE_HEADER, "header", OnLate),
         _parameter("idempotency-key", "header", Annotated[str, Field(min_length=1, max_length=MAX_KEY - 4)]),
     ]
     model = [_parameter("model", "path", Job.model_fields["model"].rebuild_annotation())]

@@ -24,7 +24,7 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_KEY, Job
 
 TIMEOUT_HEADER = "x-request-timeout"
-PROMISE_HEADER = "x-promise"
+ESTIMATE_HEADER = "x-estimate"
 STORED_CHAT = "chat"
 """The entry of a job's metadata for a chat completion that can be retrieved later."""
 Conversation = Callable[[Any, ApiKey], Awaitable[list[dict[str, Any]]]]
@@ -228,10 +228,10 @@ def _read_timeout(request: Request, longest_s: float) -> float:
 
 
 def _read_on_late(request: Request) -> OnLate | None:
-    given = request.headers.get(PROMISE_HEADER)
+    given = request.headers.get(ESTIMATE_HEADER)
     if given is not None and given not in get_args(OnLate):
-        message = f"{PROMISE_HEADER} is {' or '.join(get_args(OnLate))}"
-        raise ApiError(400, message, "invalid_promise", PROMISE_HEADER)
+        message = f"{ESTIMATE_HEADER} is {' or '.join(get_args(OnLate))}"
+        raise ApiError(400, message, "invalid_estimate", ESTIMATE_HEADER)
     return cast("OnLate | None", given)
 
 

@@ -34,7 +34,7 @@ class Waiter:
         """Create a waiter for one request.
 
         Args:
-            on_late: as AsyncProducer.submit's `promise`.
+            on_late: as AsyncProducer.submit's `estimate`.
             is_counted: False: the jobs do not end when their waiters leave.
         """
         self.handles: list[AsyncJobHandle] = []
@@ -59,7 +59,7 @@ class Waiter:
 
     def headers(self) -> dict[str, str]:
         """Return the headers of an answer with the estimates of its jobs, and what is left of quotas."""
-        return wait_headers(self._wait_s) | self._promise_headers() | self._quota_headers()
+        return wait_headers(self._wait_s) | self._estimate_headers() | self._quota_headers()
 
     def _quota_headers(self) -> dict[str, str]:
         """Return what the tenant has left of its quotas, in the names that OpenAI's clients know."""
@@ -74,13 +74,13 @@ class Waiter:
                 headers[f"x-ratelimit-reset-{name}"] = f"{left.reset_s:.3f}s"
         return headers
 
-    def _promise_headers(self) -> dict[str, str]:
+    def _estimate_headers(self) -> dict[str, str]:
         """Return the headers that say when the last job was to end; none unless asked for and known."""
-        promises = [handle.promise for handle in self.handles if handle.promise and self._on_late]
-        last = max(promises, key=lambda promise: promise.p50 or 0.0, default=None)
+        estimates = [handle.estimate for handle in self.handles if handle.estimate and self._on_late]
+        last = max(estimates, key=lambda estimate: estimate.p50 or 0.0, default=None)
         if last is None or last.p50 is None or last.p90 is None:
             return {}
-        return {"x-promised-p50": f"{last.p50:.3f}", "x-promised-p90": f"{last.p90:.3f}"}
+        return {"x-estimated-p50": f"{last.p50:.3f}", "x-estimated-p90": f"{last.p90:.3f}"}
 
     def leave(self, handles: Sequence[AsyncJobHandle]) -> None:
         """Stop waiting, in the background: jobs without another waiter end."""
@@ -102,18 +102,18 @@ class Waiter:
             )
             if STORED_CHAT in (job.metadata or {}):
                 item = item.listed()
-            item, promise = await self._gateway.load.expect(
+            item, estimate = await self._gateway.load.expect(
                 job, item.under(self._caller.counted_as), self._on_late, has_client=self._id is not None
             )
-            if promise.wait_s is not None:
-                self._wait_s = max(self._wait_s or 0.0, promise.wait_s)
+            if estimate.wait_s is not None:
+                self._wait_s = max(self._wait_s or 0.0, estimate.wait_s)
             self.handles.append(handle)  # even if the reply is lost, the submit may have arrived
             flow = submit_flow.submit(producer.queue, item, "raise")
 
             async def send() -> None:
                 reply = await producer.run_flow(flow)
                 # Another id is that of an earlier job with the idempotency key.
-                handle.promise = promise if reply.job_id == handle.id else None
+                handle.estimate = estimate if reply.job_id == handle.id else None
                 handle.id, handle.quota = reply.job_id, reply.left
 
             self._sending = asyncio.create_task(send())

@@ -60,15 +60,15 @@ def test_submit_prints_the_id_alone_and_status_finds_the_job(pagemill: Pagemill)
 
 
 def test_submit_says_when_the_job_will_end(pagemill: Pagemill, queue: Queue) -> None:
-    asked = ("submit", "hello", "--model", "m", "--promise")
+    asked = ("submit", "hello", "--model", "m", "--estimate")
     done = pagemill(*asked)
-    assert "no promise" in done.stderr
+    assert "no estimate" in done.stderr
     speed = registry.Speed(rows=1, busy_rate=1.0, free_rate=1.0)
     queue.run(registry.heartbeat(queue.name, registry.WorkerInfo(id="w", models=("m",), speed=speed)))
     done = pagemill(*asked)
     assert "it will probably end in" in done.stderr
     assert queue.state(done.stdout.strip()) == "queued"
-    told = json.loads(pagemill(*asked, "--field", "ttl=1", "--json").stdout)["promise"]
+    told = json.loads(pagemill(*asked, "--field", "ttl=1", "--json").stdout)["estimate"]
     assert told["misses_deadline"] is True
     assert told["p50"] < told["p90"]
     refused = pagemill(*asked, "--field", "ttl=1", "--refuse-late")

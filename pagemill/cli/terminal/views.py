@@ -19,8 +19,8 @@ from pagemill.common.plain_text import escaped
 from pagemill.producer.doctor.memory_check import held_by, in_words, remedy
 from pagemill.producer.wire.calls.memory import Kind
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo
+from pagemill.producer.wire.schema.completion_estimate import CompletionEstimate
 from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES, JobStatus, Result, StreamEvent
-from pagemill.producer.wire.schema.promise import Promise
 
 _PRIORITIES = ("high", "normal", "low")
 _STATES = (*ACTIVE_STATES, *END_STATES)
@@ -62,20 +62,20 @@ def _print_rows_of_numbers(result: Result) -> None:
         typer.echo(f"{row[0]:.4f}" if len(row) == 1 else json.dumps(row))
 
 
-def promise_line(promise: Promise | None) -> str:
+def estimate_line(estimate: CompletionEstimate | None) -> str:
     """Say when a job will probably end; None: it was submitted before, under its idempotency key."""
-    if promise is None:
-        return "no promise: it was submitted before"
-    if promise.p50 is None or promise.p90 is None:
-        return "no promise: no live worker of its model has measured its speed, or the queue is paused"
-    p50, p90 = (max(0.0, at - time.time()) for at in (promise.p50, promise.p90))
-    late = "; that is after its deadline" if promise.misses_deadline else ""
+    if estimate is None:
+        return "no estimate: it was submitted before"
+    if estimate.p50 is None or estimate.p90 is None:
+        return "no estimate: no live worker of its model has measured its speed, or the queue is paused"
+    p50, p90 = (max(0.0, at - time.time()) for at in (estimate.p50, estimate.p90))
+    late = "; that is after its deadline" if estimate.misses_deadline else ""
     return f"it will probably end in {p50:.1f} s{late}; by nine chances of ten in {p90:.1f} s"
 
 
-def promise_fields(promise: Promise | None) -> dict[str, Any] | None:
+def estimate_fields(estimate: CompletionEstimate | None) -> dict[str, Any] | None:
     """Return it as JSON."""
-    return None if promise is None else asdict(promise) | {"misses_deadline": promise.misses_deadline}
+    return None if estimate is None else asdict(estimate) | {"misses_deadline": estimate.misses_deadline}
 
 
 class StreamPrinter:

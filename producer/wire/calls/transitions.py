@@ -56,8 +56,8 @@ class PulledJob:
     """The worker whose lease of it lapsed; empty if the job was not lost."""
     cost: int = 0
     """Tokens, as it was submitted with."""
-    promise: str = ""
-    """What was promised of its end (promises.py); empty if nothing was."""
+    estimate: str = ""
+    """What was estimated of its end (estimates.py); empty if nothing was."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
     """`time.monotonic()` of the reply."""
 
@@ -339,7 +339,7 @@ def _pulled_job(words: bytes, payload: bytes, entries: Sequence[bytes] = (), *_:
         deadline=int(deadline) / 1000 if deadline else None,
         taken_over_from=found.get("lost_by", ""),
         cost=int(float(found["cost"])),
-        promise=found.get("promise", ""),
+        estimate=found.get("estimate", ""),
     )
 
 

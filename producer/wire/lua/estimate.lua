@@ -3,8 +3,8 @@
 -- ARGV[1] the lane
 -- Returns names and values: now (ms), paused (0 or 1), rate (the limit in jobs a second or ''), running (jobs), lanes
 --   ({class, tenant, weight, jobs that wait, costs of some of them, evenly spaced} per lane of the model and of no lower
---   class), workers (what each live one of the model reports as JSON), kept_now (how promises of a job that starts at once
---   were kept), kept_later (the same of one that waits), quotas (the tenant's line as submit returns it, or '')
+--   class), workers (what each live one of the model reports as JSON), kept_now (how estimates of a job that starts at once
+--   were met), kept_later (the same of one that waits), quotas (the tenant's line as submit returns it, or '')
 -- @include features/quotas
 local MAX_LANES, MAX_WORKERS, PER_LANE = 256, 64, 16
 local samples = 512

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class CompletionEstimate:
     """When a job will probably end, in unix seconds by the server's clock; None while that is not known.
 
     Half of all jobs end by `p50`, nine of ten by `p90`, if the load stays as it was at the submit and these jobs are

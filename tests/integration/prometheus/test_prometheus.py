@@ -180,8 +180,8 @@ class Load:
     def _submit(self, producer: Producer) -> None:
         while not self._stop.is_set():
             started = self._client.submit(*self._jobs())
-            promised = producer.submit(prompt=PREFIX, model="echo", max_tokens=20, promise="flag")
-            self._job_ids += [*started, promised.id]
+            estimated = producer.submit(prompt=PREFIX, model="echo", max_tokens=20, estimate="flag")
+            self._job_ids += [*started, estimated.id]
             self._job_ids.append(self._client.submit_raw(b"no json"))
             if self._count % 3 == 0:
                 self._client.cancel(started[0])

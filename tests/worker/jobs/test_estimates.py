@@ -1,4 +1,4 @@
-"""A worker measures its speed, announces it, and scores what was promised of the jobs that it ends."""
+"""A worker measures its speed, announces it, and scores what was estimated of the jobs that it ends."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_old_jobs_are_forgotten() -> None:
     assert speed.busy_rate == pytest.approx(100.0, rel=0.01)
 
 
-def submit_promised(client: QueueClient, promise: str) -> str:
+def submit_estimated(client: QueueClient, estimate: str) -> str:
     item = submissions.prepare(
         Job.parse({"prompt": "hello", "model": "echo", "max_tokens": 5}), uuid.uuid4().hex
     )
-    header = json.loads(item.header) | {"promise": promise}
+    header = json.loads(item.header) | {"estimate": estimate}
     again = submissions.Submission(item.job_id, json.dumps(header).encode(), item.payload)
     (reply,) = client.run(submissions.submit(client.queue, [again]))
     assert reply.status == "created"
@@ -51,23 +51,23 @@ def submit_promised(client: QueueClient, promise: str) -> str:
 
 
 @pytest.mark.slow
-def test_promises_are_scored_at_the_end(client: QueueClient) -> None:
+def test_estimates_are_scored_at_the_end(client: QueueClient) -> None:
     now = int(client.redis.time()[0]) * 1000
     hour = 3_600_000
     with running_worker(worker_config(client.url, client.queue)) as worker:
-        kept = submit_promised(client, f"now:{now}:{hour}:{hour}:{2 * hour}")
-        nearly = submit_promised(client, f"later:{now - hour}:{hour}:{hour // 2}:{2 * hour}")
-        late = submit_promised(client, f"later:{now - hour}:{hour}:1000:2000")
-        strange = submit_promised(client, f"soon:{now}:1:1:1")
+        kept = submit_estimated(client, f"now:{now}:{hour}:{hour}:{2 * hour}")
+        nearly = submit_estimated(client, f"later:{now - hour}:{hour}:{hour // 2}:{2 * hour}")
+        late = submit_estimated(client, f"later:{now - hour}:{hour}:1000:2000")
+        strange = submit_estimated(client, f"soon:{now}:1:1:1")
         outcomes = client.wait([kept, nearly, late, strange])
         assert all(outcome.state == "succeeded" for outcome in outcomes)
         scores = eventually(
-            lambda: worker.counters.promises.read() == {"p50": 1, "p90": 1, "late": 1}, "the scores"
+            lambda: worker.counters.estimates.read() == {"p50": 1, "p90": 1, "late": 1}, "the scores"
         )
         assert scores
-        assert sum(worker.counters.promise_ratio.read().counts) == 3
-        client.wait(client.submit({"prompt": "no promise"}))
-        assert sum(worker.counters.promises.read().values()) == 3
+        assert sum(worker.counters.estimate_ratio.read().counts) == 3
+        client.wait(client.submit({"prompt": "no estimate"}))
+        assert sum(worker.counters.estimates.read().values()) == 3
 
 
 @pytest.mark.slow
@@ -78,14 +78,14 @@ def test_a_worker_announces_its_speed_and_a_submit_uses_it(client: QueueClient) 
     ):
         (worker,) = eventually(client.workers, "its announcement")
         assert worker.speed is None
-        assert (first := producer.submit(prompt="a", model="echo", promise="flag").promise)
+        assert (first := producer.submit(prompt="a", model="echo", estimate="flag").estimate)
         assert first.p50 is None
         client.wait(client.submit(*({"prompt": f"row {i}"} for i in range(20))))
         speed = eventually(lambda: client.workers()[0].speed, "its speed")
         assert speed.rows > 0
         assert speed.busy_rate > 0
         assert speed.free_rate > 0
-        handle = producer.submit(prompt="b", model="echo", promise="flag")
-        assert handle.promise is not None
-        assert handle.promise.p50 is not None
+        handle = producer.submit(prompt="b", model="echo", estimate="flag")
+        assert handle.estimate is not None
+        assert handle.estimate.p50 is not None
         handle.result(timeout=120)

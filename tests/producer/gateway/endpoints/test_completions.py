@@ -272,23 +272,23 @@ def test_the_deadline_is_a_504(valkey_url: str, queue_name: str) -> None:
             assert late.value.code == "deadline_exceeded"
 
 
-def test_what_was_promised_is_in_the_answer(served: Served) -> None:
+def test_what_was_estimated_is_in_the_answer(served: Served) -> None:
     body = {"model": "echo", "prompt": "hello", "max_tokens": 4}
 
-    def ask(promise: str, **more: object) -> httpx.Response:
-        headers = {"x-promise": promise}
+    def ask(estimate: str, **more: object) -> httpx.Response:
+        headers = {"x-estimate": estimate}
         return httpx.post(
             f"{served.base_url}/completions", json=body | more, headers=headers, timeout=PATIENCE_S
         )
 
-    eventually(lambda: "x-promised-p50" in ask("flag").headers, "the worker's speed")
+    eventually(lambda: "x-estimated-p50" in ask("flag").headers, "the worker's speed")
     for more in ({}, {"stream": True}):
         answer = ask("refuse", **more)
         assert answer.status_code == 200
-        assert float(answer.headers["x-promised-p50"]) <= float(answer.headers["x-promised-p90"])
+        assert float(answer.headers["x-estimated-p50"]) <= float(answer.headers["x-estimated-p90"])
     wrong = ask("maybe")
-    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_promise")
-    assert "x-promised-p50" not in httpx.post(f"{served.base_url}/completions", json=body).headers
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_estimate")
+    assert "x-estimated-p50" not in httpx.post(f"{served.base_url}/completions", json=body).headers
 
 
 def test_a_deadline_that_would_be_missed_is_refused_at_once(valkey_queue: Queue) -> None:
@@ -300,7 +300,7 @@ def test_a_deadline_that_would_be_missed_is_refused_at_once(valkey_queue: Queue)
         refused = httpx.post(
             f"{served.base_url}/completions",
             json={"model": "m", "prompt": "x"},
-            headers={"x-promise": "refuse"},
+            headers={"x-estimate": "refuse"},
         )
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "deadline_unreachable")
     assert int(refused.headers["retry-after"]) > 0

@@ -66,7 +66,7 @@ def test_every_field_of_a_record_is_named() -> None:
     fields = {name for names in re.findall(r"'([^']*)'", kept) for name in names.split()}
     for arguments in re.findall(r"'HSET', P \.\. 'job:' \.\. [\w.]+, ([^()]+)", written):
         fields |= {name.strip("'") for name in arguments.split(", ")[::2] if name.startswith("'")}
-    assert {"relay", "crashes", "replayed_as", "after", "promise"} <= fields
+    assert {"relay", "crashes", "replayed_as", "after", "estimate"} <= fields
     described = text[text.index("Fields of `job:<id>`") : text.index("Names: a queue is")]
     assert [name for name in sorted(fields) if f"`{name}`" not in described] == []
 

@@ -20,8 +20,8 @@ from typing import Any
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.outputs import Histogram
 from pagemill.engine.structured_output.compiler import SchemaCompiler
+from pagemill.engine.structured_output.fork_server import ForkServer
 from pagemill.engine.structured_output.matcher import MatcherGrammar, compile_schema
-from pagemill.engine.structured_output.nursery import Nursery
 from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedGrammar
 from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 from pagemill.engine.text.tokenizer import generation_eos_token_ids, load_tokenizer
@@ -73,7 +73,7 @@ class Comparison:
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._vocab_size = vocabulary.vocab_size
         self._tokenizer = vocabulary.build()
-        self._compiler = SchemaCompiler(Nursery(vocabulary), Histogram((1.0,)))
+        self._compiler = SchemaCompiler(ForkServer(vocabulary), Histogram((1.0,)))
         self.times: dict[str, tuple[list[float], list[float]]] = {}
 
     def compile(self, kind: str, text: str) -> None:
@@ -134,7 +134,7 @@ def load() -> GrammarVocabulary:
     tokenizer = load_tokenizer(directory)
     assert tokenizer is not None
     size = json.loads((directory / "config.json").read_text())["vocab_size"]
-    vocabulary = GrammarVocabulary.of(tokenizer, size, tuple(generation_eos_token_ids(directory)))
+    vocabulary = GrammarVocabulary.from_tokenizer(tokenizer, size, tuple(generation_eos_token_ids(directory)))
     assert vocabulary is not None
     return vocabulary
 

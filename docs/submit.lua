@@ -152,7 +152,7 @@ local function book_memory(bytes, refused)
   end
   if refused > 0 then
     redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
-    redis.call('HINCRBY', P .. 'meta', 'memory_refused', refused)
+    redis.call('HINCRBY', P .. 'meta', 'memory_rejections', refused)
   end
 end
 -- What features do with jobs: functions in these lists, by the time they are called. A feature's file has a section for each
@@ -207,6 +207,14 @@ local function keep_fields(names)
 end
 keep_fields('max_attempts n width stream keep webhook relay affinity twin leader key idem digest replay_of waiters stored waits '
   .. 'side api_key uncounted work')
+-- The estimate of a job's end (docs/queues.md), and how estimates were met. A header's `estimate` is
+-- `<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then.
+LONGEST.estimate = 80
+keep_fields('estimate')
+on_check[#on_check + 1] = function(job)
+  return not job.estimate or string.match(job.estimate, '^%l+:%d+:%d+:%d+:%d+$')
+end
+
 -- Chats that can be listed: `chats:<tenant>` has their ids by the time of the submit. The id of a deleted one stays, so that
 -- a page after it can be found.
 LARGEST.listed = 1
@@ -228,14 +236,6 @@ do
     redis.call('PEXPIRE', key, LISTED_TTL)
   end
 end
--- What was promised of a job's end (docs/queues.md), and how promises were kept. A header's `promise` is
--- `<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then.
-LONGEST.promise = 80
-keep_fields('promise')
-on_check[#on_check + 1] = function(job)
-  return not job.promise or string.match(job.promise, '^%l+:%d+:%d+:%d+:%d+$')
-end
-
 -- Quotas of tenants, and what they have spent of them: jobs count when they start, tokens by their cost until they
 -- end, and by what they took then. A minute's quota is a bucket that fills in a minute; a day's begins at 0:00 UTC.
 -- Made when it is needed: a commit must not pay for functions that it does not call.

@@ -23,7 +23,7 @@ JobCause = Literal[
     "displaced", "preempted", "commit",
 ]  # fmt: skip
 """What jobs' time went to, as `pagemill why` names it; queued: all of it before the first execution."""
-PromiseKept = Literal["p50", "p90", "late"]
+EstimateOutcome = Literal["p50", "p90", "late"]
 WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 WebhookState = Literal["due", "in_flight", "later"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
@@ -135,12 +135,12 @@ class WorkerCounters:
         self.job_failures: Counts[str] = Counts(lock, FAILURE_CODES)
         """Executions that ended with an error, by its code, including those that will be retried."""
         self.job_retries: Counts[RetryReason] = Counts(lock, get_args(RetryReason))
-        self.jobs_handed_back = Counter(lock)
+        self.jobs_requeued = Counter(lock)
         """Jobs returned to the queue unfinished, at drain or because they had not started."""
         self.resumed_tokens = Counter(lock)
         """Tokens restored from checkpoints instead of being generated again."""
         self.webhooks: Counts[WebhookResult] = Counts(lock, get_args(WebhookResult))
-        self.redone_tokens = Counter(lock)
+        self.regenerated_tokens = Counter(lock)
         """Output to be generated again: past the checkpoint when a lease was lost, or in a checkpoint that
         could not be resumed. Tokens that a killed worker had not checkpointed can't be counted."""
         self.discarded_tokens: Counts[Literal["cancelled", "fenced"]] = Counts(lock, ("cancelled", "fenced"))
@@ -167,9 +167,9 @@ class WorkerCounters:
         """Time from submit to the committed end."""
         self.job_seconds: Counts[JobCause] = Counts(lock, get_args(JobCause))
         """Jobs' time by cause, counted when an execution ends here."""
-        self.promises: Counts[PromiseKept] = Counts(lock, get_args(PromiseKept))
-        """Jobs with a promise that succeeded, by the time up to which: their p50, their p90 or neither."""
-        self.promise_ratio = Observations(lock, RATIOS)
+        self.estimates: Counts[EstimateOutcome] = Counts(lock, get_args(EstimateOutcome))
+        """Jobs with an estimate that succeeded, by the time up to which: their p50, their p90 or neither."""
+        self.estimate_ratio = Observations(lock, RATIOS)
         """Their time over that of their p50."""
         self.attempts = Observations(lock, ATTEMPTS)
         """Executions per finished job."""

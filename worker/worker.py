@@ -20,7 +20,7 @@ from pagemill.engine.errors import DeviceLost
 from pagemill.engine.outputs import RequestOutput
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
 from pagemill.monitoring.live.assets import is_loopback
-from pagemill.monitoring.live.feed import LiveFeed, LiveSources, Surroundings, WorkerFacts
+from pagemill.monitoring.live.feed import LiveFeed, LiveSources, PageLinks, WorkerFacts
 from pagemill.monitoring.live.job_ends import JobEnds
 from pagemill.monitoring.metrics.exporter import WorkerMetrics
 from pagemill.monitoring.metrics.metric import Encode
@@ -222,7 +222,7 @@ class Worker:
         return None
 
     def drain(self, grace_s: float, hurry: SignalFlag, give_up_at: float) -> None:
-        """Stop pulling; let jobs run on for `grace_s` or until `hurry`; checkpoint and hand back the rest.
+        """Stop pulling; let jobs run on for `grace_s` or until `hurry`; checkpoint and requeue the rest.
 
         All of it ends before `give_up_at` (monotonic).
         """
@@ -247,7 +247,7 @@ class Worker:
         """Stop pulling and write ended jobs; leases of the rest lapse, unless the device died."""
         self.admission.stop()
         if isinstance(self.engine.error, DeviceLost):
-            self.admission.join(WRITE_OUT_S)  # jobs it has pulled are handed back as well
+            self.admission.join(WRITE_OUT_S)  # jobs it has pulled are requeued as well
             self._hand_back_all()
         self.reporter.stop(WRITE_OUT_S, abandon=True)
 
@@ -276,7 +276,7 @@ class Worker:
     def _hand_back_all(self) -> None:
         """Hand every job back to other workers.
 
-        If a device died, only the jobs in its last steps can have caused it. They are handed back as if the
+        If a device died, only the jobs in its last steps can have caused it. They are requeued as if the
         process had crashed: a crash is counted for those that made no progress, so a job that kills every
         device soon runs alone and is then buried, while an innocent one progresses elsewhere and is cleared.
         Nothing is counted for the other jobs, however often devices die under them.
@@ -359,7 +359,7 @@ class Worker:
             worker=self._live_facts,
             engine=lambda: self.engine.stats,
             queue=self._queue_figures,
-            around=lambda: self._queue_reader.surroundings() if self.connectivity.is_up else Surroundings(),
+            around=lambda: self._queue_reader.surroundings() if self.connectivity.is_up else PageLinks(),
             jobs=view.jobs,
             totals=lambda: (
                 self.counters.jobs_finished.read()
@@ -418,7 +418,7 @@ class Worker:
 
     def _state(self) -> str:
         if not self._is_engine_well():
-            return "unwell"
+            return "unhealthy"
         if self._is_draining:
             return "draining"
         if not self._is_serving:

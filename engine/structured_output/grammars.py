@@ -105,12 +105,12 @@ class Grammars:
         self._choices = ChoiceCompiler(tokenizer, eos_token_ids[0] if eos_token_ids else None)
         # Imported late: an engine without a tokenizer, as in benchmarks, runs without llguidance.
         from pagemill.engine.structured_output.compiler import SchemaCompiler
-        from pagemill.engine.structured_output.nursery import Nursery
+        from pagemill.engine.structured_output.fork_server import ForkServer
         from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 
-        vocabulary = GrammarVocabulary.of(tokenizer, vocab_size, eos_token_ids)
+        vocabulary = GrammarVocabulary.from_tokenizer(tokenizer, vocab_size, eos_token_ids)
         if vocabulary is not None:
-            self._schemas = SchemaCompiler(Nursery(vocabulary), self._compile_seconds)
+            self._schemas = SchemaCompiler(ForkServer(vocabulary), self._compile_seconds)
 
     def load_vocabulary(self) -> None:
         """See `SchemaCompiler.load_vocabulary`."""

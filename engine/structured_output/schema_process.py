@@ -12,8 +12,8 @@ from typing import Any
 
 from pagemill.engine.child_messages import Reader, pack
 from pagemill.engine.errors import EngineError, InvalidRequest, SchemaTooComplex
+from pagemill.engine.structured_output.fork_server import ForkServer
 from pagemill.engine.structured_output.messages import Advance, Answer
-from pagemill.engine.structured_output.nursery import Nursery
 from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedGrammar
 from pagemill.engine.structured_output.server import GROWTH_LIMIT_MIB, TOKEN_LIMIT_S
 
@@ -24,7 +24,7 @@ _RECORD_BYTES = 4 << 10
 class SchemaProcess:
     """A schema's process. For the engine's thread. Restarted if it has ended and an output continues."""
 
-    def __init__(self, nursery: Nursery, key: tuple[str, str], busy: set[SchemaProcess]) -> None:
+    def __init__(self, fork_server: ForkServer, key: tuple[str, str], busy: set[SchemaProcess]) -> None:
         """Create it without a process.
 
         Args:
@@ -44,7 +44,7 @@ class SchemaProcess:
         """Grammars waiting for an answer, in the order the answers come."""
         self._num_sent = 0
         """How many of them the process has been asked about."""
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._busy = busy
         self._is_compiled = False
         self._has_begun = False
@@ -91,7 +91,7 @@ class SchemaProcess:
 
     def open(self) -> None:
         """Start its process, and compile the schema there."""
-        self.socket, self._reader = self._nursery.fork(), Reader()
+        self.socket, self._reader = self._fork_server.fork(), Reader()
         self._closing = weakref.finalize(self, self.socket.close)
         self._busy.add(self)
         self._outgoing += pack(*self.key, self.is_slow or self._is_compiled)
@@ -141,7 +141,7 @@ class SchemaProcess:
     def receive(self) -> bool:
         """Take the answers that have arrived. True if its size changed."""
         before = self._process_bytes
-        received = self._nursery.received
+        received = self._fork_server.received
         size = len(received)
         while size == len(received) and self.socket is not None:
             try:
@@ -176,7 +176,7 @@ class SchemaProcess:
         self._process_bytes = answer.num_bytes
         if answer.number is None:
             self.mask, self.warnings = answer.mask, tuple(answer.warnings or ())
-            self._end_compiling(None if answer.error is None else InvalidRequest.of(*answer.error))
+            self._end_compiling(None if answer.error is None else InvalidRequest.with_code(*answer.error))
             return
         self._num_sent -= 1
         self.pending.pop(answer.number).answer(answer)
@@ -194,7 +194,7 @@ class SchemaProcess:
         """Handle the process's end: its last task exceeded a limit, unless something else ended it."""
         has_begun = self._has_begun
         if not self._is_compiled and has_begun and self.is_slow:
-            limits = f"{self._nursery.time_limit_s:g} s or {self._nursery.memory_limit_mib} MiB"
+            limits = f"{self._fork_server.time_limit_s:g} s or {self._fork_server.memory_limit_mib} MiB"
             self._end_compiling(SchemaTooComplex(f"structured_outputs.{self.kind}: takes more than {limits}"))
             return
         self.close()

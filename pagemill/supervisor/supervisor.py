@@ -16,7 +16,7 @@ from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.supervisor.child import ChildSpec
 from pagemill.supervisor.control import Commands, ControlServer
 from pagemill.supervisor.logs import LogStream
-from pagemill.supervisor.member import EXIT_USAGE, Member, Patience
+from pagemill.supervisor.member import EXIT_USAGE, Member, Timeouts
 from pagemill.supervisor.notify import ServiceManager
 from pagemill.supervisor.run_directory import RunDirectory
 
@@ -38,7 +38,7 @@ class Fleet:
     """What is run."""
 
     specs: Sequence[ChildSpec]
-    patience: Patience
+    timeouts: Timeouts
     facts: dict[str, Any]
     """Of `status`: queue, Redis."""
 
@@ -59,7 +59,7 @@ class Supervisor:
         self._directory = directory
         self._manager = manager
         self._server = server
-        self._members = [Member(spec, logs, fleet.patience) for spec in fleet.specs]
+        self._members = [Member(spec, logs, fleet.timeouts) for spec in fleet.specs]
         self._wake = threading.Event()
         self._stops = 0
         """How often it was asked to stop: to drain, to hurry, to kill."""
@@ -127,7 +127,7 @@ class Supervisor:
     def _drain(self) -> None:
         """End all children, in any state."""
         self._manager.notify(STOPPING=1)
-        logger.info("stopping: up to %.0f s for running jobs and requests", self._fleet.patience.stop_s)
+        logger.info("stopping: up to %.0f s for running jobs and requests", self._fleet.timeouts.stop_s)
         for member in self._members:
             member.stop()
         told = 1
@@ -141,7 +141,7 @@ class Supervisor:
                     member.kill()
             if self._stops > told:
                 told = self._stops
-                logger.info("stopping %s", "at once" if told > 2 else "faster: jobs are handed back")
+                logger.info("stopping %s", "at once" if told > 2 else "faster: jobs are requeued")
             self._publish_state(now)
             self._wake.wait(TICK_S)
             self._wake.clear()

@@ -9,7 +9,8 @@ from pagemill.producer.client.base import Driver
 from pagemill.producer.client.dead_letter_flow import Replay
 from pagemill.producer.wire.calls.account import JobAccount
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
-from pagemill.producer.wire.calls.metering.quotas import QuotaLeft
+from pagemill.producer.wire.calls.metering.quotas import TenantQuotas
+from pagemill.producer.wire.schema.completion_estimate import CompletionEstimate
 from pagemill.producer.wire.schema.outputs import (
     BatchCounts,
     BatchItem,
@@ -18,24 +19,23 @@ from pagemill.producer.wire.schema.outputs import (
     Result,
     StreamEvent,
 )
-from pagemill.producer.wire.schema.promise import Promise
 
 
 class JobHandle:
     """Handle to one job. Every method may raise JobNotFound and RedisUnavailable."""
 
-    __slots__ = ("_producer", "id", "promise", "quota")
+    __slots__ = ("_producer", "estimate", "id", "quota")
 
     def __init__(
         self,
         producer: Driver,
         job_id: str,
-        promise: Promise | None = None,
-        quota: QuotaLeft | None = None,
+        estimate: CompletionEstimate | None = None,
+        quota: TenantQuotas | None = None,
     ) -> None:
         self._producer = producer
         self.id = job_id
-        self.promise = promise
+        self.estimate = estimate
         """When it will probably end, if its submit asked."""
         self.quota = quota
         """What its tenant had left of its quotas at the submit; None if it has none."""

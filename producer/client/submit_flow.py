@@ -11,12 +11,13 @@ from pagemill.common.backoff import Backoff
 from pagemill.producer.client.effects import Begin, Finish, Flow, Sleep, Sync, Write
 from pagemill.producer.client.preparer import IDEMPOTENCY_CONFLICT, OnInvalid, record_invalid
 from pagemill.producer.wire.calls import stored, submissions
+from pagemill.producer.wire.calls.estimates import EstimateInputs, JobDemand, estimate_inputs, estimated_end
 from pagemill.producer.wire.calls.limits import QueueLimits, limits
-from pagemill.producer.wire.calls.metering.quotas import QuotaLeft
-from pagemill.producer.wire.calls.promises import EstimateInputs, JobDemand, estimate, estimate_inputs
+from pagemill.producer.wire.calls.metering.quotas import TenantQuotas
 from pagemill.producer.wire.calls.registry import StatsPage, stats_page
 from pagemill.producer.wire.calls.submissions import Submission, SubmitReply, SubmitStatus
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.completion_estimate import CompletionEstimate
 from pagemill.producer.wire.schema.errors import (
     DeadlineUnreachable,
     IdempotencyConflict,
@@ -25,7 +26,6 @@ from pagemill.producer.wire.schema.errors import (
     QueueFull,
     RedisUnavailable,
 )
-from pagemill.producer.wire.schema.promise import Promise
 from pagemill.producer.wire.server.scripts import Call
 
 T = TypeVar("T")
@@ -96,42 +96,42 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[SubmitReply]:
     return reply
 
 
-def submit_with_promise(
+def submit_with_estimate(
     queue: str, item: Submission, on_full: OnFull, on_late: OnLate | None
-) -> Flow[tuple[str, Promise | None, QuotaLeft | None]]:
-    """Like `submit`, with the job's promise, and with what its tenant has left of its quotas.
+) -> Flow[tuple[str, CompletionEstimate | None, TenantQuotas | None]]:
+    """Like `submit`, with the job's estimate, and with what its tenant has left of its quotas.
 
-    `on_late` says what becomes of a job that would miss its deadline; None: no promise.
+    `on_late` says what becomes of a job that would miss its deadline; None: no estimate.
 
     There is none for an earlier job with its idempotency key. Raises DeadlineUnreachable.
     """
-    promise = None
+    estimate = None
     if on_late is not None:
         seen: EstimateInputs = yield estimate_inputs(queue, json.loads(item.header)["lane"])
-        item, promise = with_promise(item, seen)
+        item, estimate = with_estimate(item, seen)
         if on_late == "refuse":
-            refuse_late(promise)
+            refuse_late(estimate)
     reply = yield from submit(queue, item, on_full)
-    return reply.job_id, promise if reply.job_id == item.job_id else None, reply.left
+    return reply.job_id, estimate if reply.job_id == item.job_id else None, reply.left
 
 
-def with_promise(item: Submission, seen: EstimateInputs) -> tuple[Submission, Promise]:
-    """Return the promise, and the job with it in its header, so that it can be scored."""
-    asked = JobDemand.of(item.header, seen.now)
+def with_estimate(item: Submission, seen: EstimateInputs) -> tuple[Submission, CompletionEstimate]:
+    """Return the estimate, and the job with it in its header, so that it can be scored."""
+    asked = JobDemand.from_header(item.header, seen.now)
     # When the jobs that it waits for will end is not known.
-    found = None if item.is_linked else estimate(seen, asked)
+    found = None if item.is_linked else estimated_end(seen, asked)
     if found is None:
-        return item, Promise(deadline=None if asked.deadline is None else asked.deadline / 1000)
-    header = item.header[:-1] + f',"promise":"{found}"}}'.encode()
-    return replace(item, header=header), found.promise(asked.deadline)
+        return item, CompletionEstimate(deadline=None if asked.deadline is None else asked.deadline / 1000)
+    header = item.header[:-1] + f',"estimate":"{found}"}}'.encode()
+    return replace(item, header=header), found.completion(asked.deadline)
 
 
-def refuse_late(promise: Promise) -> None:
+def refuse_late(estimate: CompletionEstimate) -> None:
     """Raise DeadlineUnreachable if the job would more probably than not be expired."""
-    if promise.misses_deadline:
-        late_s = (promise.p50 or 0.0) - (promise.deadline or 0.0)
+    if estimate.misses_deadline:
+        late_s = (estimate.p50 or 0.0) - (estimate.deadline or 0.0)
         message = f"the job would probably end {late_s:.1f} s after its deadline; it was not submitted"
-        raise DeadlineUnreachable(message, promise)
+        raise DeadlineUnreachable(message, estimate)
 
 
 def submit_many(

@@ -14,7 +14,7 @@ from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
 from pagemill.producer.dataset.label_columns import LabelTemperature
-from pagemill.producer.dataset.recipe import NO_MODEL, OnCut, OnRow, Recipe
+from pagemill.producer.dataset.recipe import NO_MODEL, OnRow, OnTruncated, Recipe
 from pagemill.producer.dataset.run import DatasetRun
 from pagemill.producer.dataset.steps.chain import Chain
 from pagemill.producer.dataset.steps.recipe_file import read_recipe
@@ -44,7 +44,7 @@ class RunFields(TypedDict, total=False):
     image_column: str | None
     on_null: OnRow
     on_empty: OnRow
-    on_cut: OnCut | None
+    on_truncated: OnTruncated | None
     rows_per_file: int | None
 
 
@@ -164,5 +164,5 @@ class RecipePipeline(Pipeline):
     """
 
     def __init__(self, recipe: str | Path | Mapping[str, Any], *, model: str | None = None) -> None:
-        chain = Chain.of(recipe) if isinstance(recipe, Mapping) else read_recipe(Path(recipe))
+        chain = Chain.from_steps(recipe) if isinstance(recipe, Mapping) else read_recipe(Path(recipe))
         self.recipe = chain.with_model(model or NO_MODEL)

@@ -23,7 +23,7 @@ from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS
 
 OnRow: TypeAlias = Literal["fail", "skip", "label"]
 """What becomes of a row: an error, left out, or a job like others."""
-OnCut: TypeAlias = Literal["fail", "label"]
+OnTruncated: TypeAlias = Literal["fail", "label"]
 """What becomes of an output that ended at max_tokens: an error, or an output like others."""
 NO_MODEL: Final = "-"
 """The model until the run knows which is served."""
@@ -68,7 +68,7 @@ class Recipe:
             fields["structured_outputs"] = fields.pop("response_format")
         if (shape := fields.get("structured_outputs")) is not None:
             with contextlib.suppress(InvalidParameter):  # `check` reports it
-                given = asdict(StructuredOutputs.of(shape))
+                given = asdict(StructuredOutputs.from_shape(shape))
                 fields["structured_outputs"] = {
                     name: value for name, value in given.items() if value is not None
                 }
@@ -216,12 +216,12 @@ class Recipe:
         except InvalidJob as error:
             return RowError(error.code, str(error), raw_text(row.fields))
 
-    def cut_off(self, kept: Mapping[str, Any], on_cut: OnCut | None) -> Failure | None:
+    def cut_off(self, kept: Mapping[str, Any], on_truncated: OnTruncated | None) -> Failure | None:
         """Return the failure of a result that ended at max_tokens, if such are failures."""
         samples = kept["outputs"]
         choices = (self.fields.get("structured_outputs") or {}).get("choice") or ()
         is_cut = any(s.get("finish_reason") == "length" and s.get("text") not in choices for s in samples)
-        if not is_cut or on_cut == "label" or (on_cut is None and not self.has_shape):
+        if not is_cut or on_truncated == "label" or (on_truncated is None and not self.has_shape):
             return None
         return Failure("output_cut_off", "the output was cut off at max_tokens; raise --max-tokens")
 

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed, RunStopped
+from pagemill.producer.dataset.errors import DatasetError, DiskError, RunStopped
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.label_columns import LabelColumns, LabelTemperature, as_label, by_label
 from pagemill.producer.dataset.labels.calibration import Calibration, GoldSample
 from pagemill.producer.dataset.labels.cascade import chain_of, remote_of
 from pagemill.producer.dataset.labels.stages import StageFigures
 from pagemill.producer.dataset.outputs import LineWriter, no_lines, output_of
-from pagemill.producer.dataset.recipe import OnCut, OnRow, Recipe, raw_text
+from pagemill.producer.dataset.recipe import OnRow, OnTruncated, Recipe, raw_text
 from pagemill.producer.dataset.record import Mean, Record, Totals, differences
 from pagemill.producer.dataset.remote_model import Remote, RemoteModel
 from pagemill.producer.dataset.row_lines import RowLines
@@ -100,7 +100,7 @@ class DatasetRun:
     """The column with each row's picture, or a list of them: a path, bytes, a URL or a Hugging Face struct."""
     on_null: OnRow = "fail"
     on_empty: OnRow = "fail"
-    on_cut: OnCut | None = None
+    on_truncated: OnTruncated | None = None
     """An output that ended at max_tokens. Default: `fail` with structured output, otherwise `label`."""
     rows_per_file: int | None = None
     """Rows of each file of an output that is a folder. Default: a file for each file of the source."""
@@ -118,7 +118,7 @@ class DatasetRun:
         self.output = output_of(self.out, self.source, self.rows_per_file)
         self.place = self.output.place
         self.path = self.output.path
-        for name, known in (("on_null", OnRow), ("on_empty", OnRow), ("on_cut", OnCut)):
+        for name, known in (("on_null", OnRow), ("on_empty", OnRow), ("on_truncated", OnTruncated)):
             if getattr(self, name) not in (*get_args(known), None):
                 raise DatasetError(f"{name} is one of {', '.join(get_args(known))}")
         self._remote: RemoteModel | None = None
@@ -193,7 +193,7 @@ class DatasetRun:
                 )
                 loop.complaint = self._complaint
                 loop.tally.stages = {step.name: Tally() for step in self.chain.steps[1:]}
-                walk = Walk(self.chain, journal, self.on_cut)
+                walk = Walk(self.chain, journal, self.on_truncated)
                 with nullcontext() if self._remote is None else Remote(self._remote, journal) as loop.remote:
                     loop.run(lambda: walk.works(self._noted(self._rows())), walk.followers(self._rows))
             return self._finish(journal)
@@ -219,7 +219,7 @@ class DatasetRun:
         """Submit everything without collecting: `execute` collects later, possibly in another process."""
         with self._opened(producer) as journal:
             loop = WorkLoop(producer, journal, on_news=self.on_news)
-            walk = Walk(self.chain, journal, self.on_cut)
+            walk = Walk(self.chain, journal, self.on_truncated)
             loop.run(lambda: walk.works(self._rows()), collect=False)
             return loop.tally
 
@@ -320,7 +320,7 @@ class DatasetRun:
 
     def _states(self, journal: Journal) -> Iterator[tuple[Row, list[StepState]]]:
         """Yield every row, and the states of its steps: none for one that cannot be read."""
-        walk = Walk(self.chain, journal, self.on_cut)
+        walk = Walk(self.chain, journal, self.on_truncated)
         journal.start_reading()
         for row in self._rows():
             yield row, list(walk.states(row))
@@ -344,7 +344,7 @@ class DatasetRun:
         return ("logprobs",) if self.chain.first.recipe.fields.get("logprobs") is not None else ()
 
     def _finish(self, journal: Journal) -> Summary:
-        totals = Totals.of(json.loads(journal.fact("totals") or Totals().to_json()))
+        totals = Totals.from_fields(json.loads(journal.fact("totals") or Totals().to_json()))
         summary = self._summary(journal, totals)
         with replacing(self.errors_path) as errors, self._output() as output:
             self._write_rows(journal, summary, output, errors)
@@ -370,7 +370,7 @@ class DatasetRun:
             return nullcontext(no_lines())
         return self.output.writing(
             partial(
-                Form.of,
+                Form.from_path,
                 samples=(row.fields for row in self._rows() if row.fields is not None),
                 output_column=self.output_column,
                 fields=self.more_columns,
@@ -471,7 +471,7 @@ class DatasetRun:
     def _complaint(self, key: str, kept: Mapping[str, Any]) -> Failure | None:
         name = key.partition("~")[0].partition("@")[2]
         step = next((step for step in self.chain.steps if step.name == name), self.chain.first)
-        return step.recipe.cut_off(kept, self.on_cut)
+        return step.recipe.cut_off(kept, self.on_truncated)
 
     def _begin(self, journal: Journal) -> None:
         """Record the work in an existing output, and that it has been read, atomically."""
@@ -585,7 +585,7 @@ def _begun() -> Iterator[None]:
     """Raise RunStopped for a DatasetError of the block: something has been submitted by then."""
     try:
         yield
-    except (DiskFailed, RunStopped):
+    except (DiskError, RunStopped):
         raise
     except DatasetError as error:
         raise RunStopped(str(error)) from error

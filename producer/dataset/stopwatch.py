@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Self
 
-from pagemill.producer.dataset.errors import DiskFailed
+from pagemill.producer.dataset.errors import DiskError
 from pagemill.producer.dataset.journal import Journal
 from pagemill.producer.dataset.record import Mean, Totals
 
@@ -22,14 +22,14 @@ class Stopwatch:
     def __init__(self, journal: Journal, kv: Callable[[], tuple[Mean, Mean]]) -> None:
         self._journal = journal
         self._kv = kv
-        self._before = Totals.of(json.loads(journal.fact("totals") or Totals().to_json()))
+        self._before = Totals.from_fields(json.loads(journal.fact("totals") or Totals().to_json()))
         self._started = self._stored = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(DiskFailed):  # a full disk is already being reported, or will be
+        with contextlib.suppress(DiskError):  # a full disk is already being reported, or will be
             self._store()
 
     def tick(self) -> None:

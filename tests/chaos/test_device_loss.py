@@ -12,7 +12,7 @@ from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.reads import Outcome
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn
-from tests.chaos.nursery import ForkedWorker, Nursery
+from tests.chaos.fork_server import ForkedWorker, ForkServer
 from tests.worker.harness import QueueClient, eventually
 
 pytestmark = pytest.mark.slow
@@ -48,20 +48,20 @@ def keep_running(spawn: Spawn, client: QueueClient, ids: list[str], workers: int
     return [worker for worker in started if "the device is lost" in worker.log()]
 
 
-def handed_back(worker: ForkedWorker) -> tuple[int, int]:
+def requeued(worker: ForkedWorker) -> tuple[int, int]:
     """Count the jobs that a worker gave up: those not blamed, and those that may have killed its device."""
     log = worker.log()
-    return len(re.findall("job handed back", log)), len(re.findall("may have killed the device", log))
+    return len(re.findall("job requeued", log)), len(re.findall("may have killed the device", log))
 
 
 def test_the_jobs_of_a_worker_whose_device_died_succeed_on_another(
-    client: QueueClient, spawn: Spawn, nursery: Nursery
+    client: QueueClient, spawn: Spawn, fork_server: ForkServer
 ) -> None:
     ids = submit(client, TEXTS[:8])
     # 0.2 s per token: these jobs are half way when the next prompt, which kills the device, begins.
     first = spawn(model="echo:200")
     eventually(lambda: all(client.generated(job_id) for job_id in ids), "tokens on record")
-    nursery.kill_devices(1)
+    fork_server.kill_devices(1)
     ids += submit(client, TEXTS[8:])
     first.wait()
     assert "the engine died: DeviceLost('the device is lost: RuntimeError: CUDA error" in first.log()
@@ -72,13 +72,13 @@ def test_the_jobs_of_a_worker_whose_device_died_succeed_on_another(
 
 
 def test_a_crash_is_counted_for_jobs_of_the_last_step_only(
-    client: QueueClient, spawn: Spawn, nursery: Nursery
+    client: QueueClient, spawn: Spawn, fork_server: ForkServer
 ) -> None:
-    nursery.kill_devices(1)
+    fork_server.kill_devices(1)
     ids = submit(client, TEXTS)
     first = spawn(max_num_batched_tokens=150)  # a prompt and a half: the other jobs wait
     first.wait()
-    blameless, suspects = handed_back(first)
+    blameless, suspects = requeued(first)
     assert 1 <= suspects <= 2
     assert blameless >= 10
     client.run(transitions.sweep(client.queue))
@@ -90,9 +90,9 @@ def test_a_crash_is_counted_for_jobs_of_the_last_step_only(
 
 @pytest.mark.parametrize(("deaths", "workers"), [(4, 2), (2, 1)], ids=["one of two", "a lone one"])
 def test_workers_that_are_started_again_lose_nothing(
-    deaths: int, workers: int, client: QueueClient, spawn: Spawn, nursery: Nursery
+    deaths: int, workers: int, client: QueueClient, spawn: Spawn, fork_server: ForkServer
 ) -> None:
-    nursery.kill_devices(deaths)
+    fork_server.kill_devices(deaths)
     ids = submit(client, TEXTS)
     ended = keep_running(spawn, client, ids, workers=workers)
     assert len(ended) == deaths

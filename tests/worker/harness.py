@@ -152,7 +152,7 @@ def worker_config(url: str, queue: str, **settings: Any) -> WorkerConfig:
 
 @contextmanager
 def running_worker(config: WorkerConfig, load_patience_s: float = PATIENCE_S) -> Iterator[Worker]:
-    """A worker on threads of this process, known to clients; handed back and gone at the end."""
+    """A worker on threads of this process, known to clients; stopped at the end."""
     assert config.redis_url is not None
     worker = Worker(config, config.redis_url)
     client = QueueClient(config.redis_url, config.queue)

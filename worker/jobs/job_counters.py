@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill.monitoring.counters import PromiseKept, WorkerCounters
+from pagemill.monitoring.counters import EstimateOutcome, WorkerCounters
 from pagemill.producer.wire.calls.account import LETTERS
-from pagemill.producer.wire.calls.promises import Estimate
+from pagemill.producer.wire.calls.estimates import Estimate
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.worker.job_queue import ServerClock
 from pagemill.worker.jobs.ending import End, JobListener
@@ -27,13 +27,13 @@ class JobCounters(JobListener):
         if job.pulled.attempt == 1 and not (job.pulled.crashes or job.pulled.entries):
             self._counters.job_seconds.inc("queued", max(0.0, job.started_at - job.pulled.submitted_at))
         self._counters.resumed_tokens.inc(job.resumed_tokens)
-        self._counters.redone_tokens.inc(job.redone_tokens)
+        self._counters.regenerated_tokens.inc(job.regenerated_tokens)
 
     def lost(self, job_id: str, token: int, job: RunningJob | None) -> None:
         self._counters.leases_lost.inc()
         if job is not None:
             self._counters.discarded_tokens.inc("fenced", job.new_tokens)
-            self._counters.redone_tokens.inc(job.unsaved_tokens)
+            self._counters.regenerated_tokens.inc(job.unsaved_tokens)
 
     def ended(self, end: End, reply: str, began_at: float, error: Exception | None) -> None:
         if end.outcome in (Outcome.FAILED, Outcome.RETRIED) and end.error is not None:
@@ -51,7 +51,7 @@ class JobCounters(JobListener):
                 self._counters.commits.inc("fenced")
                 self._counters.discarded_tokens.inc("fenced", end.new_tokens)
             case "released":
-                self._counters.jobs_handed_back.inc()
+                self._counters.jobs_requeued.inc()
             case "lapsed":
                 self._counters.leases_lost.inc()
             case "retrying":
@@ -73,19 +73,19 @@ class JobCounters(JobListener):
         self._counters.jobs_finished.inc(state)
         self._counters.attempts.observe(end.pulled.attempt)
         self._counters.e2e_seconds.observe(max(0.0, now - end.pulled.submitted_at))
-        if state == "succeeded" and end.pulled.promise:
-            self._score_promise(end.pulled.promise, now)
+        if state == "succeeded" and end.pulled.estimate:
+            self._score_estimate(end.pulled.estimate, now)
         if state in ("cancelled", "expired"):
             self._counters.discarded_tokens.inc("cancelled", end.new_tokens)
 
-    def _score_promise(self, promise: str, now: float) -> None:
+    def _score_estimate(self, estimate: str, now: float) -> None:
         try:
-            promised = Estimate.read(promise)
+            estimated = Estimate.read(estimate)
         except ValueError:
             return  # of another version
-        after_ms = now * 1000 - promised.start
-        kept: PromiseKept = (
-            "p50" if after_ms <= promised.p50 else "p90" if after_ms <= promised.p90 else "late"
+        after_ms = now * 1000 - estimated.start
+        kept: EstimateOutcome = (
+            "p50" if after_ms <= estimated.p50 else "p90" if after_ms <= estimated.p90 else "late"
         )
-        self._counters.promises.inc(kept)
-        self._counters.promise_ratio.observe(promised.ratio(now))
+        self._counters.estimates.inc(kept)
+        self._counters.estimate_ratio.observe(estimated.ratio(now))

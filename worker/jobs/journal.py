@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _WARNINGS = {"retrying", "fenced", "lost", "lapsed", "dead"}
 _SHOWN = {"retrying": "retried", "lapsed": "lost"}
 _MESSAGES = {
-    "released": "job handed back",
+    "released": "job requeued",
     "lapsed": "job may have killed the device; its lease ends",
     "retrying": "job will be retried",
     "fenced": "job belongs to another worker by now; its end here is discarded",
@@ -44,7 +44,7 @@ class Journal(JobListener):
             logger.warning(
                 "job %s: starts from its prompt, its checkpoint of %d tokens can't be used (%s)",
                 job.job_id,
-                job.redone_tokens,
+                job.regenerated_tokens,
                 job.unusable,
             )
         lost_by = job.pulled.taken_over_from

@@ -69,9 +69,9 @@ class Outcome(enum.Enum):
     EXPIRED = "expired"
     RETRIED = "retried"
     RELEASED = "released"
-    """Handed back: it counts as no attempt."""
+    """Requeued: it counts as no attempt."""
     DISTRUSTED = "distrusted"
-    """Handed back to begin again from its prompt: this worker computes wrong results."""
+    """Requeued to begin again from its prompt: this worker computes wrong results."""
     LAPSED = "lapsed"
     """Its lease ends now, as if the worker's process had died."""
 
@@ -258,7 +258,7 @@ class RunningJob:
             self.start_over()
 
     @property
-    def redone_tokens(self) -> int:
+    def regenerated_tokens(self) -> int:
         """Tokens of a checkpoint that can't be used."""
         try:
             checkpoint = self.pulled.checkpoint if self.unusable is not None else None

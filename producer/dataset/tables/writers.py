@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.errors import DatasetError, DiskError
 from pagemill.producer.dataset.tables.column_types import column_types, fitted
 from pagemill.producer.dataset.tables.compressed import check_supported, compression, data_suffix, writing
 
@@ -49,7 +49,7 @@ class Form:
     """For CSV, the columns of all rows."""
 
     @classmethod
-    def of(
+    def from_path(
         cls,
         path: Path,
         samples: Iterable[Mapping[str, Any]] = (),
@@ -99,12 +99,12 @@ class Form:
 def replacing(path: Path, form: Callable[[Path], Form] | None = None) -> Iterator[Writer]:
     """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
 
-    `form` is called with the path, by default `Form.of`. Raises DatasetError.
+    `form` is called with the path, by default `Form.from_path`. Raises DatasetError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with disk_errors(path):
-            with (form or Form.of)(path).open(temporary) as writer:
+            with (form or Form.from_path)(path).open(temporary) as writer:
                 yield writer
             temporary.replace(path)
             sync_directory(path.parent)
@@ -114,11 +114,11 @@ def replacing(path: Path, form: Callable[[Path], Form] | None = None) -> Iterato
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise DiskFailed for an OSError of the block, which writes `path`."""
+    """Raise DiskError for an OSError of the block, which writes `path`."""
     try:
         yield
     except OSError as error:
-        raise DiskFailed(
+        raise DiskError(
             f"{path} could not be written ({error.strerror or error}). Fix that and run the same command again; "
             "nothing that was done is lost"
         ) from error

@@ -2,9 +2,9 @@
 estimates were kept.
 
 The estimate is the time in which the workers finish what goes before the job, at the speed that they measured with all
-rows taken, and then the job's own time. A promise is that estimate times the median, and the ninth decile, of what the
-times of earlier jobs were divided by their estimates (split conformal prediction, with the ratio as the score; Lei
-et al. 2018, arXiv:1604.04173). Jobs that start at once and jobs that wait are kept apart.
+rows taken, and then the job's own time. It is multiplied by the median, and the ninth decile, of the ratio of earlier
+jobs' time to their estimates (split conformal prediction, with the ratio as the score; Lei et al. 2018,
+arXiv:1604.04173). Jobs that start at once and jobs that wait are kept apart.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pagemill.producer.wire.calls.metering.quotas import QuotaLeft, read_lines
+from pagemill.producer.wire.calls.metering.quotas import TenantQuotas, read_lines
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.promise import Promise
+from pagemill.producer.wire.schema.completion_estimate import CompletionEstimate
 from pagemill.producer.wire.server.scripts import Call, as_map
 
 Kind = Literal["now", "later"]
@@ -51,7 +51,7 @@ class EstimateInputs:
     workers: tuple[WorkerInfo, ...]
     kept: dict[Kind, tuple[float, ...]]
     """The latest times of jobs over their estimates."""
-    left: QuotaLeft | None = None
+    left: TenantQuotas | None = None
     """What the lane's tenant has left of its quotas; None if it has none."""
 
 
@@ -67,7 +67,7 @@ class JobDemand:
     rows: int = 1
 
     @classmethod
-    def of(cls, header: bytes, now: int) -> JobDemand:
+    def from_header(cls, header: bytes, now: int) -> JobDemand:
         fields: dict[str, Any] = json.loads(header)
         due = max(fields.get("run_at", 0), now + fields["delay"] if "delay" in fields else 0)
         ends = [fields["deadline"]] if "deadline" in fields else []
@@ -78,7 +78,7 @@ class JobDemand:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A job's end as it is computed, and the promise that is made of it. Times are milliseconds."""
+    """A job's end as it is computed, and its range by earlier ones. Times are milliseconds."""
 
     kind: Kind
     start: int
@@ -94,15 +94,15 @@ class Estimate:
         """Read a header's field. Raises ValueError."""
         kind, *numbers = text.split(":")
         if kind not in ("now", "later") or len(numbers) != 4:
-            raise ValueError("not a promise")
+            raise ValueError("not an estimate")
         return cls("now" if kind == "now" else "later", *map(int, numbers))
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.start}:{self.estimate}:{self.p50}:{self.p90}"
 
-    def promise(self, deadline: int | None) -> Promise:
+    def completion(self, deadline: int | None) -> CompletionEstimate:
         p50, p90 = ((self.start + after) / 1000 for after in (self.p50, self.p90))
-        return Promise(p50, p90, None if deadline is None else deadline / 1000, self.wait / 1000)
+        return CompletionEstimate(p50, p90, None if deadline is None else deadline / 1000, self.wait / 1000)
 
     def ratio(self, ended_at: float) -> float:
         """Return the time that the job took until `ended_at` (unix seconds), in units of its median."""
@@ -111,10 +111,10 @@ class Estimate:
 
 def estimate_inputs(queue: str, lane: str) -> Call[EstimateInputs]:
     """Read what decides when a job of that lane would end, were it submitted now."""
-    return Call("promise", (keys.prefix(queue),), (lane,), _read_inputs)
+    return Call("estimate", (keys.prefix(queue),), (lane,), _read_inputs)
 
 
-def estimate(seen: EstimateInputs, asked: JobDemand) -> Estimate | None:
+def estimated_end(seen: EstimateInputs, asked: JobDemand) -> Estimate | None:
     """Return None where it is not known: no worker of the model has measured a speed, or the queue is paused."""
     speeds = [worker.speed for worker in seen.workers if worker.speed is not None]
     rows = sum(speed.rows for speed in speeds)

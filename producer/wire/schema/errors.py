@@ -32,8 +32,8 @@ from pagemill.producer.wire.schema.base_error import PagemillError as PagemillEr
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagemill.producer.wire.schema.completion_estimate import CompletionEstimate
     from pagemill.producer.wire.schema.outputs import Output
-    from pagemill.producer.wire.schema.promise import Promise
 
 
 TIMED_OUT = "ran longer than its timeout"
@@ -79,11 +79,11 @@ class QueueFull(PagemillError):
 
 
 class DeadlineUnreachable(PagemillError):
-    """The job would more probably than not be expired, so it was not submitted. `promise` says when it would end."""
+    """The job would more probably than not be expired, so it was not submitted. `estimate` says when it would end."""
 
-    def __init__(self, message: str, promise: Promise) -> None:
+    def __init__(self, message: str, estimate: CompletionEstimate) -> None:
         super().__init__(message)
-        self.promise = promise
+        self.estimate = estimate
 
 
 class IdempotencyConflict(PagemillError):
@@ -133,7 +133,7 @@ class JobNotFound(PagemillError, LookupError):
     """The queue knows no such job: never submitted, removed after its time to live, or acknowledged."""
 
     @classmethod
-    def of(cls, job_id: str) -> Self:
+    def for_job(cls, job_id: str) -> Self:
         """Return the error for a job.
 
         Args:

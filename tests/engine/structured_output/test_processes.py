@@ -33,16 +33,16 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.structured_output import compiler as compiler_module
 from pagemill.engine.structured_output import served_grammar
 from pagemill.engine.structured_output.compiler import SchemaCompiler
+from pagemill.engine.structured_output.fork_server import ForkServer
 from pagemill.engine.structured_output.matcher import compile_schema
 from pagemill.engine.structured_output.messages import Answer
-from pagemill.engine.structured_output.nursery import Nursery
 from pagemill.engine.structured_output.schema_process import SchemaProcess
 from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedGrammar
 from pagemill.engine.structured_output.server import QUICK_LIMIT_S, TOKEN_LIMIT_S
 from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 from pagemill.engine.text.tokenizer import ByteTokenizer
 
-VOCABULARY = GrammarVocabulary.of(ByteTokenizer(), 264, (256,))
+VOCABULARY = GrammarVocabulary.from_tokenizer(ByteTokenizer(), 264, (256,))
 assert VOCABULARY is not None
 SLOW = json.dumps({"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(8000)}})
 """Takes seconds to compile: each of its optional properties may follow each other."""
@@ -54,7 +54,7 @@ ends."""
 
 def make(**limits: Any) -> SchemaCompiler:
     assert VOCABULARY is not None
-    return SchemaCompiler(Nursery(VOCABULARY, **limits), Histogram((1.0,)))
+    return SchemaCompiler(ForkServer(VOCABULARY, **limits), Histogram((1.0,)))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_outputs_go_on_exactly_when_processes_are_killed_at_any_moment() -> None
 
 
 def children(compiler: SchemaCompiler) -> list[int]:
-    process = compiler._nursery.process
+    process = compiler._fork_server.process
     assert process is not None
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
@@ -251,10 +251,10 @@ def test_a_schema_that_takes_too_much_memory_to_compile_is_ended() -> None:
 
 
 @pytest.mark.slow
-def test_a_nursery_that_was_killed_is_started_again() -> None:
+def test_a_fork_server_that_was_killed_is_started_again() -> None:
     compiler = make()
     before = start(compiler, "regex", "a+")
-    process = compiler._nursery.process
+    process = compiler._fork_server.process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -357,8 +357,8 @@ def test_a_hostile_schema_delays_others_by_its_first_try_alone(monkeypatch: pyte
     compiler = make(time_limit_s=1.0)
     start(compiler, "regex", "a+")
     forks: list[None] = []
-    fork = compiler._nursery.fork
-    monkeypatch.setattr(compiler._nursery, "fork", lambda: forks.append(None) or fork())
+    fork = compiler._fork_server.fork
+    monkeypatch.setattr(compiler._fork_server, "fork", lambda: forks.append(None) or fork())
     for number in range(3):
         users = [compiler.compile("json", SLOW).grammar(MaskBudget()) for _ in range(50)]
         forks.clear()
@@ -517,7 +517,7 @@ import json, time
 from tests.engine.structured_output.test_processes import children, make, start
 compiler = make()
 grammars = [start(compiler, "regex", f"[ab]{{{number},}}") for number in range(3)]
-print(json.dumps([compiler._nursery.process.pid, *children(compiler)]), flush=True)
+print(json.dumps([compiler._fork_server.process.pid, *children(compiler)]), flush=True)
 time.sleep(600)
 """
 

@@ -13,7 +13,7 @@ from pagemill import AsyncProducer
 from pagemill.producer.gateway import load_signals
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.wire.calls import registry
-from pagemill.producer.wire.calls.metering.quotas import Quota, QuotaLeft, Remaining, set_quotas
+from pagemill.producer.wire.calls.metering.quotas import Quota, Remaining, TenantQuotas, set_quotas
 from pagemill.producer.wire.calls.submissions import prepare
 from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue, open_queue
@@ -55,7 +55,7 @@ def test_every_answer_says_how_long_a_request_waits(served: Served, client: Open
         client.responses.with_raw_response.create(model="echo", input="x"),
     ):
         assert 0.0 <= float(answer.headers[WAIT]) < PATIENCE_S
-        assert "x-promised-p50" not in answer.headers
+        assert "x-estimated-p50" not in answer.headers
 
 
 @pytest.mark.slow
@@ -94,11 +94,11 @@ def test_a_request_over_its_tenant_s_quota_is_to_come_back(lane: Queue) -> None:
 
 def test_a_quota_s_pause() -> None:
     day, minute = Remaining(10, 1, 5000.0), Remaining(60, 30, 30.0)
-    assert QuotaLeft(tokens_per_minute=minute).pause_s(30) == 0.0
-    assert QuotaLeft(tokens_per_minute=minute).pause_s(40) == 10.0
-    assert QuotaLeft(tokens_per_minute=minute).pause_s(1000) == 30.0, "it waits for the whole quota"
-    assert QuotaLeft(tokens_per_minute=minute, jobs_per_day=day).pause_s(1) == 0.0
-    assert QuotaLeft(jobs_per_day=Remaining(10, 0, 5000.0)).pause_s(1) == 5000.0
+    assert TenantQuotas(tokens_per_minute=minute).pause_s(30) == 0.0
+    assert TenantQuotas(tokens_per_minute=minute).pause_s(40) == 10.0
+    assert TenantQuotas(tokens_per_minute=minute).pause_s(1000) == 30.0, "it waits for the whole quota"
+    assert TenantQuotas(tokens_per_minute=minute, jobs_per_day=day).pause_s(1) == 0.0
+    assert TenantQuotas(jobs_per_day=Remaining(10, 0, 5000.0)).pause_s(1) == 5000.0
 
 
 @pytest.mark.slow
@@ -108,6 +108,6 @@ async def test_the_lanes_of_which_it_asked_are_bounded(lane: Queue, monkeypatch:
         signals = load_signals.LoadSignals(producer, GatewayMetrics())
         for model in "mnop":
             job = Job.parse({"prompt": "x", "model": model})
-            item, promise = await signals.expect(job, prepare(job, f"job-{model}"), None, has_client=True)
-            assert (b'"promise"' in item.header) == (promise.wait_s is not None) == (model in "mn")
+            item, estimate = await signals.expect(job, prepare(job, f"job-{model}"), None, has_client=True)
+            assert (b'"estimate"' in item.header) == (estimate.wait_s is not None) == (model in "mn")
     assert [name.rpartition(":")[2] for name in signals.lanes] == ["o", "p"]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from pagemill.producer.wire.calls import limits, registry, submissions, transitions
-from pagemill.producer.wire.calls.promises import (
+from pagemill.producer.wire.calls.estimates import (
     Estimate,
     EstimateInputs,
     JobDemand,
     WaitingLane,
-    estimate,
     estimate_inputs,
+    estimated_end,
 )
 from pagemill.producer.wire.calls.registry import Speed, WorkerInfo
 from pagemill.producer.wire.schema.job import Job
@@ -42,7 +42,7 @@ def lane(jobs: int, priority: str = "normal", tenant: str = "default", weight: f
 
 
 def estimated(found: EstimateInputs, due: int = 0, rows: int = 1) -> Estimate:
-    made = estimate(found, JobDemand(LANE, 100, due, None, rows))
+    made = estimated_end(found, JobDemand(LANE, 100, due, None, rows))
     assert made is not None
     return made
 
@@ -81,11 +81,11 @@ def test_limits_and_delays_count() -> None:
 
 
 @pytest.mark.parametrize("found", [seen(workers=(WorkerInfo(id="w", models=("m",)),)), seen(is_paused=True)])
-def test_what_is_not_known_is_not_promised(found: EstimateInputs) -> None:
-    assert estimate(found, JobDemand(LANE, 100, 0, None)) is None
+def test_what_is_not_known_is_not_estimated(found: EstimateInputs) -> None:
+    assert estimated_end(found, JobDemand(LANE, 100, 0, None)) is None
 
 
-def test_promises_are_as_wide_as_earlier_ones_were_kept() -> None:
+def test_estimates_are_as_wide_as_earlier_ones_were_kept() -> None:
     first = estimated(seen())
     assert (first.p50, first.p90) == (5_000, 9_000)
     kept = {"now": (2.0,) * 100 + (4.0,) * 20, "later": ()}
@@ -99,13 +99,15 @@ def test_an_estimate_is_read_back() -> None:
     made = Estimate("later", 5, 10, 20, 30)
     assert Estimate.read(str(made)) == made
     for text in ("soon:1:2:3:4", "now:1:2:3", "now:1:2:3:x"):
-        with pytest.raises(ValueError, match=r"promise|invalid literal"):
+        with pytest.raises(ValueError, match=r"estimate|invalid literal"):
             Estimate.read(text)
 
 
 def test_a_header_says_when_a_job_is_due_and_has_to_end() -> None:
     header = {"id": "a", "lane": LANE, "cost": 7, "delay": 50, "ttl": 90, "deadline": NOW + 80, "n": 3}
-    assert JobDemand.of(json.dumps(header).encode(), NOW) == JobDemand(LANE, 7, NOW + 50, NOW + 80, 3)
+    assert JobDemand.from_header(json.dumps(header).encode(), NOW) == JobDemand(
+        LANE, 7, NOW + 50, NOW + 80, 3
+    )
 
 
 def announce(queue: Queue, info: WorkerInfo) -> None:
@@ -132,20 +134,20 @@ def test_the_queue_tells_what_an_estimate_needs(queue: Queue) -> None:
     }, "of the high one nothing waits, and low ones come after"
 
 
-def promised(queue: Queue, job_id: str, promise: str) -> str:
+def submit_estimated(queue: Queue, job_id: str, estimate: str) -> str:
     item = submissions.prepare(Job.parse({"prompt": "hello", "model": "m"}), job_id)
-    header = json.loads(item.header) | {"promise": promise}
+    header = json.loads(item.header) | {"estimate": estimate}
     again = submissions.Submission(job_id, json.dumps(header).encode(), item.payload)
     return queue.run(submissions.submit(queue.name, [again]))[0].status
 
 
-def test_jobs_with_a_promise_teach_those_to_come(queue: Queue) -> None:
+def test_jobs_with_an_estimate_teach_those_to_come(queue: Queue) -> None:
     now = int(queue.client.time()[0]) * 1000
-    promised(queue, "a", f"later:{now - 10_000}:5000:1:1")
-    promised(queue, "b", f"later:{now}:5000:1:1")
+    submit_estimated(queue, "a", f"later:{now - 10_000}:5000:1:1")
+    submit_estimated(queue, "b", f"later:{now}:5000:1:1")
     queue.submit("c")
     first, second, third = queue.pull()
-    assert (first.promise, third.promise) == (f"later:{now - 10_000}:5000:1:1", "")
+    assert (first.estimate, third.estimate) == (f"later:{now - 10_000}:5000:1:1", "")
     queue.commit(first)
     queue.commit(third)
     queue.fail(second)
@@ -158,7 +160,7 @@ def test_jobs_with_a_promise_teach_those_to_come(queue: Queue) -> None:
 def test_what_was_learnt_is_bounded(valkey_queue: Queue) -> None:
     queue = valkey_queue
     for i in range(300):
-        promised(queue, f"j{i}", "now:1:5000:1:1")
+        submit_estimated(queue, f"j{i}", "now:1:5000:1:1")
     while jobs := queue.pull(64):
         queue.transport.run_many(
             [
@@ -169,8 +171,8 @@ def test_what_was_learnt_is_bounded(valkey_queue: Queue) -> None:
     assert len(queue.run(estimate_inputs(queue.name, LANE)).kept["now"]) == 128
 
 
-def test_a_promise_of_another_form_is_refused(valkey_queue: Queue) -> None:
+def test_an_estimate_of_another_form_is_refused(valkey_queue: Queue) -> None:
     for text in ("now", "now:1:2:3:x", "NOW:1:2:3:4", "now:" + "1" * 90 + ":2:3:4"):
         with pytest.raises(Exception, match="bad header"):
-            promised(valkey_queue, "a", text)
-    assert promised(valkey_queue, "a", "now:1:2:3:4") == "created"
+            submit_estimated(valkey_queue, "a", text)
+    assert submit_estimated(valkey_queue, "a", "now:1:2:3:4") == "created"

@@ -10,7 +10,7 @@ import pytest
 
 from pagemill.producer.wire.calls import registry, submissions, transitions
 from pagemill.producer.wire.calls.metering import quotas, usage
-from pagemill.producer.wire.calls.metering.quotas import EVERYBODY, Quota, QuotaLeft, Remaining
+from pagemill.producer.wire.calls.metering.quotas import EVERYBODY, Quota, Remaining, TenantQuotas
 from pagemill.producer.wire.calls.metering.usage import JobUsage
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.transitions import PulledJob, PullReply
@@ -67,7 +67,7 @@ def test_quotas_of_a_later_release_are_read(queue: Queue) -> None:
     queue.client.hset(f"{queue.prefix}quotas", "a", "7 - - 9 - 11")
     assert queue.run(quotas.quotas(queue.name)) == {"a": Quota(tokens_per_minute=7, jobs_per_day=9)}
     assert quotas.read_lines([b"a 7 6 5 - - - - - - 9 8 1 - - - 11 10 0"]) == {
-        "a": QuotaLeft(tokens_per_minute=Remaining(7, 6, 0.005), jobs_per_day=Remaining(9, 8, 0.001))
+        "a": TenantQuotas(tokens_per_minute=Remaining(7, 6, 0.005), jobs_per_day=Remaining(9, 8, 0.001))
     }
 
 
@@ -340,14 +340,14 @@ def test_submit_says_what_is_left(queue: Queue) -> None:
     job = Job.parse({"prompt": "hello", "model": "m", "tenant": "a"})
     others = Job.parse({"prompt": "hello", "model": "m", "tenant": "b"})
 
-    def send(number: int) -> list[QuotaLeft | None]:
+    def send(number: int) -> list[TenantQuotas | None]:
         items = [submissions.prepare(each, f"{each.tenant}{number}") for each in (job, others)]
         return [reply.left for reply in queue.run(submissions.submit(queue.name, items))]
 
     assert send(0) == [None, None]
     limit(queue, jobs_per_minute=5, tokens_per_day=10_000)
     assert send(1) == [
-        QuotaLeft(jobs_per_minute=Remaining(5, 5, 0.0), tokens_per_day=Remaining(10_000, 10_000, 0.0)),
+        TenantQuotas(jobs_per_minute=Remaining(5, 5, 0.0), tokens_per_day=Remaining(10_000, 10_000, 0.0)),
         None,
     ]
     for pulled in queue.pull(10):
@@ -374,7 +374,7 @@ def test_a_bad_quota_is_refused(queue: Queue) -> None:
 
 
 def test_a_job_behind_one_that_begins_alike_does_not_hold_back_one_that_was_charged(queue: Queue) -> None:
-    """The worker wants the beginning of `a2`, for which there is no room: `a0`, which was handed back, is older."""
+    """The worker wants the beginning of `a2`, for which there is no room: `a0`, which was requeued, is older."""
     limit(queue, jobs_per_day=2)
     submit(queue, "a0", prompt="x" * 300)
     submit(queue, "a1", "a2", prompt="y" * 300)

@@ -26,5 +26,5 @@ class AdapterNames:
     def unknown(self, name: str) -> UnknownAdapter:
         """Return the error for a name that is not there."""
         names = sorted(self._named.copy())
-        told = ", ".join(names[:_MAX_NAMES_TOLD]) + (", ..." if len(names) > _MAX_NAMES_TOLD else "")
-        return UnknownAdapter(f"unknown adapter {name!r}; known: {told or 'none'}")
+        known = ", ".join(names[:_MAX_NAMES_TOLD]) + (", ..." if len(names) > _MAX_NAMES_TOLD else "")
+        return UnknownAdapter(f"unknown adapter {name!r}; known: {known or 'none'}")

@@ -32,9 +32,9 @@ def describe_parts(module: nn.Module, *, is_direct: bool) -> str:
     products = [part.product for part in modules if isinstance(part, Linear)]
     ways["linear layers"] = _OWN if all(isinstance(product, nn.Linear) for product in products) else _FUSED
     parts = {one: ", ".join(name for name in ways if ways[name] == one) or "nothing" for one in _WAYS}
-    told = "; ".join(f"{one}: {names}" for one, names in parts.items())
+    described = "; ".join(f"{one}: {names}" for one, names in parts.items())
     kept = Counter(part.kept_as for part in modules if isinstance(part, Linear) and part.kept_as)
     if not kept:
-        return told
+        return described
     forms = ", ".join(f"{count} linear layers as {form}" for form, count in kept.most_common())
-    return f"{told}; quantised weights: {forms}"
+    return f"{described}; quantised weights: {forms}"

@@ -379,12 +379,12 @@ def _explained(turns: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) 
     """Explain the tools in the system message, for a template that does not."""
     if not tools:
         return turns
-    told = _EXPLANATION.format(
+    explanation = _EXPLANATION.format(
         tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     )
     if turns and turns[0]["role"] == "system":
-        return [turns[0] | {"content": f"{turns[0]['content']}\n\n{told}"}, *turns[1:]]
-    return [{"role": "system", "content": told}, *turns]
+        return [turns[0] | {"content": f"{turns[0]['content']}\n\n{explanation}"}, *turns[1:]]
+    return [{"role": "system", "content": explanation}, *turns]
 
 
 def _as_text(turn: dict[str, Any]) -> dict[str, Any]:

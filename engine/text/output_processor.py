@@ -168,7 +168,7 @@ class OutputProcessor:
     def _new_sample(self, sequence: Sequence) -> _SampleText:
         params = sequence.request.params
         detokenizer = None
-        told = [] if sequence.continuation else sequence.output_token_ids
+        reported_ids = [] if sequence.continuation else sequence.output_token_ids
         stop = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
         if self._tokenizer is not None:
             detokenizer = Detokenizer(
@@ -176,14 +176,14 @@ class OutputProcessor:
                 sequence.request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
             )
-            resumed = self._visible(sequence, told)
+            resumed = self._visible(sequence, reported_ids)
             if resumed:
                 # Already reported; replayed only to restore held-back text.
                 unwatched = max(0, params.min_tokens - 1)
                 detokenizer.append(resumed[:unwatched])
                 stop.append(detokenizer.append(resumed[unwatched:]))
         return _SampleText(
-            num_reported=len(told),
+            num_reported=len(reported_ids),
             detokenizer=detokenizer,
             stop=stop,
             is_reported_finished=sequence.is_finished,

@@ -114,8 +114,8 @@ def _print(
 ) -> None:
     silent = AdapterAnswer(error="it has not answered")
     if as_json:
-        given = {name: answers.get(name, silent).model_dump() for name in names}
-        typer.echo(json.dumps({"workers": given}))
+        flags = {name: answers.get(name, silent).model_dump() for name in names}
+        typer.echo(json.dumps({"workers": flags}))
         return
     if command.action == "list":
         rows = [

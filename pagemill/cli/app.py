@@ -377,54 +377,54 @@ class SubmitOptions:
 
 
 @app.command()
-def submit(given: SubmitOptions) -> None:
+def submit(flags: SubmitOptions) -> None:
     """Submit one job. Prints its id, or with --wait or --stream what it generates."""
-    if given.wait and given.stream:
+    if flags.wait and flags.stream:
         raise typer.BadParameter("--wait and --stream exclude each other")
-    fields = _submitted_fields(given)
-    with Producer(given.redis_url, queue=given.queue) as producer:
-        on_late: OnLate | None = "refuse" if given.refuse_late else "flag" if given.estimate else None
+    fields = _submitted_fields(flags)
+    with Producer(flags.redis_url, queue=flags.queue) as producer:
+        on_late: OnLate | None = "refuse" if flags.refuse_late else "flag" if flags.estimate else None
         with noticed_wait():
             handle = producer.submit(fields, estimate=on_late)
-        if given.estimate and (given.wait or given.stream or not given.as_json):
+        if flags.estimate and (flags.wait or flags.stream or not flags.as_json):
             print_stderr(views.estimate_line(handle.estimate))
-        if not (given.wait or given.stream):
+        if not (flags.wait or flags.stream):
             submitted = {"id": handle.id} | (
-                {"estimate": views.estimate_fields(handle.estimate)} if given.estimate else {}
+                {"estimate": views.estimate_fields(handle.estimate)} if flags.estimate else {}
             )
-            typer.echo(json.dumps(submitted) if given.as_json else handle.id)
+            typer.echo(json.dumps(submitted) if flags.as_json else handle.id)
             return
         with _interruptible(handle):
-            if given.stream:
-                _print_stream(handle, given.as_json)
+            if flags.stream:
+                _print_stream(handle, flags.as_json)
             else:
-                views.print_result(handle.result(given.timeout), given.as_json)
+                views.print_result(handle.result(flags.timeout), flags.as_json)
 
 
-def _submitted_fields(given: SubmitOptions) -> dict[str, Any]:
-    text = sys.stdin.read() if given.prompt == "-" else given.prompt
-    fields: dict[str, Any] = extra_fields(given.field or []) | scored(given.continuation)
-    fields |= _prompt_fields(text, given.chat or given.tools is not None, given.system)
+def _submitted_fields(flags: SubmitOptions) -> dict[str, Any]:
+    text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
+    fields: dict[str, Any] = extra_fields(flags.field or []) | scored(flags.continuation)
+    fields |= _prompt_fields(text, flags.chat or flags.tools is not None, flags.system)
     chosen = {
-        "max_tokens": given.max_tokens,
-        "temperature": given.temperature,
-        "seed": given.seed,
-        "stop": given.stop or None,
-        "priority": given.priority,
-        "adapter": given.adapter,
+        "max_tokens": flags.max_tokens,
+        "temperature": flags.temperature,
+        "seed": flags.seed,
+        "stop": flags.stop or None,
+        "priority": flags.priority,
+        "adapter": flags.adapter,
     }
     fields |= {name: value for name, value in chosen.items() if value is not None}
-    if given.image:
+    if flags.image:
         is_url = re.compile("(data|https?):", re.IGNORECASE).match
-        fields["images"] = [image if is_url(image) else Path(image) for image in given.image]
-    fields |= _tool_fields(given.tools, given.tool_choice)
-    if given.choice:
-        fields["structured_outputs"] = {"choice": given.choice}
-    if given.stream:
+        fields["images"] = [image if is_url(image) else Path(image) for image in flags.image]
+    fields |= _tool_fields(flags.tools, flags.tool_choice)
+    if flags.choice:
+        fields["structured_outputs"] = {"choice": flags.choice}
+    if flags.stream:
         fields["stream"] = True
-    if given.after:
-        fields["after"] = _parents(given.after)
-    fields.setdefault("model", given.model or default_model(given.redis_url, given.queue))
+    if flags.after:
+        fields["after"] = _parents(flags.after)
+    fields.setdefault("model", flags.model or default_model(flags.redis_url, flags.queue))
     return fields
 
 

@@ -17,11 +17,11 @@ from pagemill.producer.dataset.tables.shards import open_rows
 from pagemill.producer.dataset.tables.streams import Stream
 
 
-def recipe_and_rows(given: list[Path]) -> tuple[Path | None, list[Path]]:
+def recipe_and_rows(flags: list[Path]) -> tuple[Path | None, list[Path]]:
     """Return the recipe's file, if there is one, and the files of rows. Raises BadParameter."""
-    recipes = [path for path in given if path.suffix in SUFFIXES]
-    rows = given[len(recipes) :]
-    if not rows or recipes not in ([], given[:1]):
+    recipes = [path for path in flags if path.suffix in SUFFIXES]
+    rows = flags[len(recipes) :]
+    if not rows or recipes not in ([], flags[:1]):
         raise typer.BadParameter(
             "one or more files of rows are required, after a recipe (.yaml) if there is one: [RECIPE.yaml] IN..."
         )

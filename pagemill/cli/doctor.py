@@ -66,16 +66,16 @@ class DoctorOptions:
 
 
 @app.command()
-def doctor(given: DoctorOptions) -> None:
+def doctor(flags: DoctorOptions) -> None:
     """Check the server, the queue and this machine. Exit code 1: something is wrong; 3: Redis does not answer."""
-    if given.plan:
-        plan_view.print_answer(_planned(given), given.as_json)
+    if flags.plan:
+        plan_view.print_answer(_planned(flags), flags.as_json)
         return
-    findings, is_reachable = examine(given.redis_url, given.queue, given.http_port or DEFAULT_HTTP_PORT)
-    if given.model is not None:
-        findings.append(model_parts(given.model))
+    findings, is_reachable = examine(flags.redis_url, flags.queue, flags.http_port or DEFAULT_HTTP_PORT)
+    if flags.model is not None:
+        findings.append(model_parts(flags.model))
     verdict = worst(findings)
-    if given.as_json:
+    if flags.as_json:
         typer.echo(json.dumps({"verdict": verdict, "findings": [asdict(finding) for finding in findings]}))
     else:
         print_findings(findings)
@@ -85,9 +85,9 @@ def doctor(given: DoctorOptions) -> None:
         raise typer.Exit(EXIT_NOT_SUCCEEDED)
 
 
-def _planned(given: DoctorOptions) -> Answer:
+def _planned(flags: DoctorOptions) -> Answer:
     """Raises a usage error, for a model too that can't be planned."""
-    if given.model is None or not {"prompt_tokens", "output_tokens"} <= given.question.keys():
+    if flags.model is None or not {"prompt_tokens", "output_tokens"} <= flags.question.keys():
         raise typer.BadParameter(
             "--plan needs --model, --prompt-tokens, --output-tokens, and --rate or --rows"
         )
@@ -97,10 +97,10 @@ def _planned(given: DoctorOptions) -> Answer:
     from pagemill.sizing.answer import Question, answer
     from pagemill.sizing.plan import PlanError
 
-    if is_echo(given.model):
+    if is_echo(flags.model):
         raise typer.BadParameter("--plan: echo is not a model; name one, or the folder of its config.json")
     try:
-        return answer(Question(config=EngineConfig(model=given.model, **given.settings), **given.question))
+        return answer(Question(config=EngineConfig(model=flags.model, **flags.settings), **flags.question))
     except ModuleNotFoundError as error:
         raise typer.BadParameter(
             f"--plan: {error.name} is missing: pip install 'pagemill[worker]'"
@@ -166,8 +166,8 @@ def print_findings(findings: list[Finding]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
         mark, style = _MARKS[finding.level]
-        told = Text(finding.message)
+        message = Text(finding.message)
         if finding.remedy:
-            told.append(f"\n-> {finding.remedy}", style="cyan" if finding.level != "note" else "dim")
-        table.add_row(Text(mark, style=style), Text(finding.check, style="bold"), told)
+            message.append(f"\n-> {finding.remedy}", style="cyan" if finding.level != "note" else "dim")
+        table.add_row(Text(mark, style=style), Text(finding.check, style="bold"), message)
     Console(highlight=False).print(table)

@@ -53,8 +53,8 @@ def queue_limit(
     """Set limits of the queue, and print them. What is not named stays."""
     current = at.run(limits.limits(at.queue))
     wanted = QueueLimits() if clear else current
-    given = {"jobs": jobs, "payload_bytes": payload_bytes, "rate": rate, "memory_share": memory_share}
-    changed: dict[str, Any] = {name: value or None for name, value in given.items() if value is not None}
+    flags = {"jobs": jobs, "payload_bytes": payload_bytes, "rate": rate, "memory_share": memory_share}
+    changed: dict[str, Any] = {name: value or None for name, value in flags.items() if value is not None}
     if rate is not None or burst is not None:
         changed["burst"] = burst
     wanted = dataclasses.replace(wanted, **changed)
@@ -119,7 +119,7 @@ def queue_quota(
     name = tenant or quotas.EVERYBODY
     current = at.run(quotas.quotas(at.queue))
     before = current.get(name, quotas.Quota())
-    given = {
+    flags = {
         "tokens_per_minute": tokens_per_minute,
         "jobs_per_minute": jobs_per_minute,
         "tokens_per_day": tokens_per_day,
@@ -128,7 +128,7 @@ def queue_quota(
     }
     wanted = dataclasses.replace(
         quotas.Quota() if clear else before,
-        **{field: value or None for field, value in given.items() if value is not None},
+        **{field: value or None for field, value in flags.items() if value is not None},
     )
     if wanted != before:
         current = at.run(quotas.set_quotas(at.queue, {name: wanted}))
@@ -138,8 +138,8 @@ def queue_quota(
         each: dataclasses.asdict(quota) | ({"left": dataclasses.asdict(left[each])} if each in left else {})
         for each, quota in listed
     }
-    rows = [(each, *(_quota_cell(quota, left.get(each), field) for field in given)) for each, quota in listed]
-    columns = ("tenant", *(field.replace("_", " ") for field in given))
+    rows = [(each, *(_quota_cell(quota, left.get(each), field) for field in flags)) for each, quota in listed]
+    columns = ("tenant", *(field.replace("_", " ") for field in flags))
     at.print(document, rows, columns, none=f"no tenant of queue {at.queue} has a quota")
 
 

@@ -108,12 +108,12 @@ def _recall(
     options = ReplayOptions(priority="normal", timeout=timeout, any_worker=any_worker, is_counted=False)
     outcomes = {"superseded": 0, "left": 0, "gone": 0}
     flow = recall.run(producer.queue, producer.preparer, worker_id, options)
-    for told in producer.iterate_flow(flow):
-        outcomes[told.outcome] += 1
+    for recalled in producer.iterate_flow(flow):
+        outcomes[recalled.outcome] += 1
         if at.as_json:
-            typer.echo(told.model_dump_json())
-        elif told.outcome == "left":
-            typer.echo(f"{told.id}\tleft\t{told.reason or ''}")
+            typer.echo(recalled.model_dump_json())
+        elif recalled.outcome == "left":
+            typer.echo(f"{recalled.id}\tleft\t{recalled.reason or ''}")
     print_stderr(f"{worker_id}: " + ", ".join(f"{count:,} {word}" for word, count in outcomes.items()))
     return outcomes["left"]
 

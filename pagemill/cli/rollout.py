@@ -173,16 +173,16 @@ def compare(
 
     Those whose outputs differ are printed, with the first difference. Exit code 1: some do; 4: none could be compared.
     """
-    agreed = compared = told = 0
+    agreed = compared = num_reported = 0
     with _rollout(at, model) as rollout:
         for found in rollout.compare(sample, revision=revision, timeout=timeout):
             compared += found.exactness is not None
             agreed += found.exactness not in (None, "neither")
-            told += 1
+            num_reported += 1
             _print_comparison(found, at.as_json)
     print_stderr(
         f"{agreed} of {compared} outputs agree"
-        + (f" ({told - compared} not compared)" if told > compared else "")
+        + (f" ({num_reported - compared} not compared)" if num_reported > compared else "")
     )
     if agreed < compared:
         raise typer.Exit(EXIT_NOT_SUCCEEDED)

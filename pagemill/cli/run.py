@@ -152,95 +152,95 @@ class RunOptions:
 
 
 @app.command("run")
-def run(given: RunOptions) -> None:
+def run(flags: RunOptions) -> None:
     """Send every row of a dataset through the model. After any interruption, run the same command again."""
-    check_options(given.worker_option)
-    out = base_of(uri_of(given.out) or given.out)
-    page = place_of(given.report_file or f"{out}.report.html")
+    check_options(flags.worker_option)
+    out = base_of(uri_of(flags.out) or flags.out)
+    page = place_of(flags.report_file or f"{out}.report.html")
     with reported(place_of(out).path), contextlib.ExitStack() as inputs:
-        dataset = _dataset(given, inputs)
-        if given.dry_run:
-            models, worker_options = _models(given, dataset), given.worker_option or []
-            limit = prompt_limit(models[0], given.redis_url, given.queue, worker_options)
+        dataset = _dataset(flags, inputs)
+        if flags.dry_run:
+            models, worker_options = _models(flags, dataset), flags.worker_option or []
+            limit = prompt_limit(models[0], flags.redis_url, flags.queue, worker_options)
             counter = token_counter(models, worker_options)
-            if not preview(dataset, counter, limit, as_json=given.as_json):
+            if not preview(dataset, counter, limit, as_json=flags.as_json):
                 raise typer.Exit(EXIT_FAILED_ROWS)
             return
         with contextlib.ExitStack() as stack:
-            worker_options = given.worker_option or []
-            first, *others = _models(given, dataset)
-            serving = [server(stack, given.redis_url, given.queue, first, worker_options, given.quiet)]
+            worker_options = flags.worker_option or []
+            first, *others = _models(flags, dataset)
+            serving = [server(stack, flags.redis_url, flags.queue, first, worker_options, flags.quiet)]
             url = serving[0].url
             for model in others:
-                serving.append(server(stack, url, given.queue, model, worker_options, given.quiet))
+                serving.append(server(stack, url, flags.queue, model, worker_options, flags.quiet))
             if NO_MODEL in dataset.models:
-                dataset.use_model(default_model(url, given.queue))
-            producer = stack.enter_context(Producer(url, queue=given.queue))
-            if given.cancel or given.detach:
-                _leave(dataset, producer, cancel=given.cancel, as_json=given.as_json)
+                dataset.use_model(default_model(url, flags.queue))
+            producer = stack.enter_context(Producer(url, queue=flags.queue))
+            if flags.cancel or flags.detach:
+                _leave(dataset, producer, cancel=flags.cancel, as_json=flags.as_json)
                 return
-            summary = _execute(dataset, producer, serving, given.quiet)
-        _report(dataset, summary, page, as_json=given.as_json)
-        _finish(dataset, summary, estimate=given.estimate)
+            summary = _execute(dataset, producer, serving, flags.quiet)
+        _report(dataset, summary, page, as_json=flags.as_json)
+        _finish(dataset, summary, estimate=flags.estimate)
 
 
-def _models(given: RunOptions, dataset: DatasetRun) -> list[str | None]:
+def _models(flags: RunOptions, dataset: DatasetRun) -> list[str | None]:
     """Return the models that are to be served, as they were given; None: whatever is."""
-    named = {served_name(model): model for model in (given.model, *(given.to or [])) if model}
+    named = {served_name(model): model for model in (flags.model, *(flags.to or [])) if model}
     return [named.get(name, None if name == NO_MODEL else name) for name in dataset.models]
 
 
-def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
-    recipe, rows = recipe_and_rows(given.sources)
+def _dataset(flags: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
+    recipe, rows = recipe_and_rows(flags.sources)
     return DatasetRun(
         source=source_of_rows(
             rows,
             inputs,
-            cast("Format | None", given.kind),
-            given.encoding,
-            delimiter=given.delimiter,
-            quoting=cast("Quoting | None", given.quoting),
+            cast("Format | None", flags.kind),
+            flags.encoding,
+            delimiter=flags.delimiter,
+            quoting=cast("Quoting | None", flags.quoting),
         ),
-        out=uri_of(given.out) or given.out,
-        recipe=_one_step(given) if recipe is None else _steps(given, recipe),
-        limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
-        gold=given.gold,
-        max_errors=given.max_errors,
-        window=given.window,
-        rows_per_file=given.rows_per_file,
-        overwrite=given.overwrite,
-        price_per_hour=given.price_per_hour,
-        is_trial=given.estimate,
-        output_column=given.output_column or "",
-        schema_columns=given.schema_columns,
-        label_temperature=cast("LabelTemperature", given.label_temperature),
-        escalate_below=given.escalate_below,
-        to=[model if is_remote(model) else served_name(model) for model in given.to or []],
-        api_budget=given.api_budget,
-        api_key_file=given.api_key_file,
-        where=given.where,
-        image_column=given.image_column,
-        on_null=cast("OnRow", given.on_null),
-        on_empty=cast("OnRow", given.on_empty),
-        on_truncated=cast("OnTruncated | None", given.on_truncated),
+        out=uri_of(flags.out) or flags.out,
+        recipe=_one_step(flags) if recipe is None else _steps(flags, recipe),
+        limit=TRIAL_ROWS if flags.estimate and flags.limit is None else flags.limit,
+        gold=flags.gold,
+        max_errors=flags.max_errors,
+        window=flags.window,
+        rows_per_file=flags.rows_per_file,
+        overwrite=flags.overwrite,
+        price_per_hour=flags.price_per_hour,
+        is_trial=flags.estimate,
+        output_column=flags.output_column or "",
+        schema_columns=flags.schema_columns,
+        label_temperature=cast("LabelTemperature", flags.label_temperature),
+        escalate_below=flags.escalate_below,
+        to=[model if is_remote(model) else served_name(model) for model in flags.to or []],
+        api_budget=flags.api_budget,
+        api_key_file=flags.api_key_file,
+        where=flags.where,
+        image_column=flags.image_column,
+        on_null=cast("OnRow", flags.on_null),
+        on_empty=cast("OnRow", flags.on_empty),
+        on_truncated=cast("OnTruncated | None", flags.on_truncated),
     )
 
 
-def _one_step(given: RunOptions) -> Recipe:
-    model = served_name(given.model) if given.model else NO_MODEL
-    text = _template_text(given.template, given.template_file)
-    return Recipe(model, text, given.system, not given.no_chat, _job_fields(given))
+def _one_step(flags: RunOptions) -> Recipe:
+    model = served_name(flags.model) if flags.model else NO_MODEL
+    text = _template_text(flags.template, flags.template_file)
+    return Recipe(model, text, flags.system, not flags.no_chat, _job_fields(flags))
 
 
-def _steps(given: RunOptions, recipe: Path) -> Chain:
+def _steps(flags: RunOptions, recipe: Path) -> Chain:
     for name in SAID_BY_RECIPES:
-        how = given.context.get_parameter_source(name)
+        how = flags.context.get_parameter_source(name)
         if how is not None and how.name != "DEFAULT":
             raise typer.BadParameter(
                 f"--{name.replace('_', '-')} is for runs of one step: {recipe} says it by step"
             )
     chain = read_recipe(recipe)
-    return chain if given.model is None else chain.with_model(served_name(given.model))
+    return chain if flags.model is None else chain.with_model(served_name(flags.model))
 
 
 def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bool) -> None:
@@ -262,32 +262,32 @@ def _template_text(template: str | None, file: Path | None) -> str | None:
     return _read(file, "--template-file")
 
 
-def _job_fields(given: RunOptions) -> dict[str, Any]:
-    choices = given.choices
+def _job_fields(flags: RunOptions) -> dict[str, Any]:
+    choices = flags.choices
     shapes = {
         "choice": [c.strip() for c in choices.split(",") if c.strip()] if choices is not None else None,
-        "json": _schema_text(given.json_schema) if given.json_schema is not None else None,
-        "regex": given.regex,
+        "json": _schema_text(flags.json_schema) if flags.json_schema is not None else None,
+        "regex": flags.regex,
     }
     shape = {name: value for name, value in shapes.items() if value is not None}
     if len(shape) > 1:
         raise typer.BadParameter("--choices, --json-schema and --regex exclude each other")
-    fields: dict[str, Any] = {"temperature": given.temperature}
+    fields: dict[str, Any] = {"temperature": flags.temperature}
     if shape:
         fields["structured_outputs"] = shape
     options = {
-        "max_tokens": given.max_tokens,
-        "seed": given.seed,
-        "stop": given.stop or None,
-        "label_probs": given.label_probs,
-        "adapter": given.adapter,
+        "max_tokens": flags.max_tokens,
+        "seed": flags.seed,
+        "stop": flags.stop or None,
+        "label_probs": flags.label_probs,
+        "adapter": flags.adapter,
     }
     fields |= {name: value for name, value in options.items() if value is not None}
-    return fields | extra_fields(given.field or []) | scored(given.continuation)
+    return fields | extra_fields(flags.field or []) | scored(flags.continuation)
 
 
-def _schema_text(given: str) -> str:
-    text = given if given.lstrip().startswith("{") else _read(Path(given), "--json-schema")
+def _schema_text(flags: str) -> str:
+    text = flags if flags.lstrip().startswith("{") else _read(Path(flags), "--json-schema")
     try:
         json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:

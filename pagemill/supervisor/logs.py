@@ -31,9 +31,9 @@ class LogStream:
     def write(self, name: str, line: bytes) -> None:
         """Write one line of the process `name`. A stream that is closed swallows it."""
         text = line.rstrip(b"\r\n")
-        told = _with_field(name, text) if self._is_json else f"{name:<{self._width}} | ".encode() + text
+        log_line = _with_field(name, text) if self._is_json else f"{name:<{self._width}} | ".encode() + text
         with self._lock, contextlib.suppress(OSError, ValueError):
-            self._out.write(told + b"\n")
+            self._out.write(log_line + b"\n")
             self._out.flush()
 
     def pump(self, name: str, source: IO[bytes]) -> threading.Thread:

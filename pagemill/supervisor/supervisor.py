@@ -130,7 +130,7 @@ class Supervisor:
         logger.info("stopping: up to %.0f s for running jobs and requests", self._fleet.timeouts.stop_s)
         for member in self._members:
             member.stop()
-        told = 1
+        num_announced = 1
         while not all(member.is_gone for member in self._members):
             now = time.monotonic()
             for member in self._members:
@@ -139,9 +139,9 @@ class Supervisor:
                     member.hurry()
                 if self._stops > 2:
                     member.kill()
-            if self._stops > told:
-                told = self._stops
-                logger.info("stopping %s", "at once" if told > 2 else "faster: jobs are requeued")
+            if self._stops > num_announced:
+                num_announced = self._stops
+                logger.info("stopping %s", "at once" if num_announced > 2 else "faster: jobs are requeued")
             self._publish_state(now)
             self._wake.wait(TICK_S)
             self._wake.clear()

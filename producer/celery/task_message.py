@@ -41,8 +41,8 @@ class TaskMessage:
         text = (metadata or {}).get(METADATA)
         if not isinstance(text, str):
             return None
-        told = loads(text)
-        return cls(told["headers"], told["embed"])
+        stored = loads(text)
+        return cls(stored["headers"], stored["embed"])
 
     def to_metadata(self) -> str:
         return str(dumps({"headers": self.headers, "embed": self.embed}))

@@ -47,18 +47,24 @@ class RowLines:
             digest = first.key.partition("-")[0]
             return first.step.lines.make(row, f"{digest}-{first.occurrence}", result)
         added: dict[str, Any] = dict.fromkeys(self.chain.columns)
-        told: dict[str, Any] = {}
+        step_facts: dict[str, Any] = {}
         for state in states:
             if state.kept is not None:
                 made = state.step.lines.make(Row(row.number, {}), state.key, state.kept)
-                told[state.step.name] = made.pop(META)
+                step_facts[state.step.name] = made.pop(META)
                 added |= made
             elif state.failure is not None:
-                told[state.step.name] = {"error": f"{state.failure.code}: {state.failure.message}"}
+                step_facts[state.step.name] = {"error": f"{state.failure.code}: {state.failure.message}"}
             else:
-                told[state.step.name] = {"skipped": state.skipped}
+                step_facts[state.step.name] = {"skipped": state.skipped}
         columns = {name: value for name, value in (row.fields or {}).items() if name != META}
-        meta = {"key": "", "row": row.number, "finish_reason": None, "usage": result["usage"], STEPS: told}
+        meta = {
+            "key": "",
+            "row": row.number,
+            "finish_reason": None,
+            "usage": result["usage"],
+            STEPS: step_facts,
+        }
         return {**columns, **added, META: meta}
 
     def read(self, fields: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]] | None:
@@ -67,12 +73,12 @@ class RowLines:
             line = self.chain.first.lines.read(fields, self.path)
             return None if line is None else list(_works(*line))
         meta = _loaded(fields.get(META))
-        told = _loaded(meta.get(STEPS)) if isinstance(meta, dict) else None
-        if not isinstance(told, dict):
+        step_facts = _loaded(meta.get(STEPS)) if isinstance(meta, dict) else None
+        if not isinstance(step_facts, dict):
             return None
         found = []
         for step in self.chain.steps:
-            about = told.get(step.name)
+            about = step_facts.get(step.name)
             read = step.lines.read({**fields, META: about}, self.path) if isinstance(about, dict) else None
             if read is not None:
                 found.append(read)

@@ -38,20 +38,20 @@ def machine_findings(state_dir: Path, port: int = DEFAULT_HTTP_PORT) -> list[Fin
 
 def versions() -> Finding:
     python = platform.python_version()
-    told = f"pagemill {_installed('pagemill') or '(not installed)'}, Python {python}, redis-py {_installed('redis')}"
-    return Finding("versions", "ok", told)
+    message = f"pagemill {_installed('pagemill') or '(not installed)'}, Python {python}, redis-py {_installed('redis')}"
+    return Finding("versions", "ok", message)
 
 
 def worker_packages() -> Finding:
     found = {name: _installed(name) for name in WORKER_PACKAGES}
-    told = ", ".join(f"{name} {text}" for name, text in found.items() if text)
+    message = ", ".join(f"{name} {text}" for name, text in found.items() if text)
     missing = [name for name in ("torch", "transformers") if not found[name]]
     if missing:
         return Finding(
             "worker", "note", f"no worker can run here ({', '.join(missing)} missing); submitting works",
             "pip install 'pagemill[worker]'",
         )  # fmt: skip
-    return Finding("worker", "ok", told)
+    return Finding("worker", "ok", message)
 
 
 def gpu() -> Finding:
@@ -91,11 +91,11 @@ def http_port(port: int) -> Finding:
     details = _readiness(f"http://127.0.0.1:{port}/readyz")
     if details is None:
         return Finding("port", "note", f"{port} is taken by something else: workers take the next free one")
-    told = f"{port} is worker {details.get('worker', '?')}, {details.get('state', '?')}"
+    message = f"{port} is worker {details.get('worker', '?')}, {details.get('state', '?')}"
     if "model" in details:
-        told += "; " + "; ".join(str(details[name]) for name in ("model", "parts") if name in details)
-        told += f"; engine in process {details['engine_pid']}" if "engine_pid" in details else ""
-    return Finding("port", "ok", told)
+        message += "; " + "; ".join(str(details[name]) for name in ("model", "parts") if name in details)
+        message += f"; engine in process {details['engine_pid']}" if "engine_pid" in details else ""
+    return Finding("port", "ok", message)
 
 
 def memory_limit() -> Finding:
@@ -103,39 +103,39 @@ def memory_limit() -> Finding:
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit is not None and (total is None or limit < total):
         left = limit - (used or 0)
-        told = f"the control group allows {_gib(limit)}, {_gib(left)} of it free"
+        message = f"the control group allows {_gib(limit)}, {_gib(left)} of it free"
     elif available is not None and total is not None:
-        left, told = available, f"{_gib(available)} of {_gib(total)} available"
+        left, message = available, f"{_gib(available)} of {_gib(total)} available"
     else:
         return Finding("memory limit", "note", "this system does not say")
     if left < LITTLE_MEMORY:
         return Finding(
             "memory limit",
             "warning",
-            told,
+            message,
             "too little for most models: the kernel ends a worker that takes more",
         )
-    return Finding("memory limit", "ok", told)
+    return Finding("memory limit", "ok", message)
 
 
 def open_files() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = "unlimited open files" if soft == resource.RLIM_INFINITY else f"{soft} open files"
+    message = "unlimited open files" if soft == resource.RLIM_INFINITY else f"{soft} open files"
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
-        return Finding("open files", "warning", told, f"ulimit -n {FEW_FILES} or more")
-    return Finding("open files", "ok", told)
+        return Finding("open files", "warning", message, f"ulimit -n {FEW_FILES} or more")
+    return Finding("open files", "ok", message)
 
 
 def disk(state_dir: Path) -> Finding:
     """Check the free space where an embedded server would keep its data."""
     existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    told = f"{_gib(free)} free for {state_dir}"
+    message = f"{_gib(free)} free for {state_dir}"
     if free < LITTLE_DISK:
         return Finding(
-            "disk", "warning", told, "a full disk stops an embedded server; choose another --state-dir"
+            "disk", "warning", message, "a full disk stops an embedded server; choose another --state-dir"
         )
-    return Finding("disk", "ok", told)
+    return Finding("disk", "ok", message)
 
 
 def _installed(package: str) -> str | None:

@@ -31,11 +31,11 @@ def memory_finding(client: redis.Redis, queue: str, info: Mapping[str, Any]) -> 
     except (AccessDenied, QueueFull, RedisRefused, RedisUnavailable):
         client.ping()  # a server that has gone away did not refuse the scripts
         return Finding("memory", "note", "the server does not report what holds its memory")
-    told = in_words(use)
+    message = in_words(use)
     if not use.is_near:
-        return Finding("memory", "ok", told)
-    told += f"; {held_by(shares)}" if shares else ""
-    return Finding("memory", "error" if use.is_refusing else "warning", told, remedy(queue, shares))
+        return Finding("memory", "ok", message)
+    message += f"; {held_by(shares)}" if shares else ""
+    return Finding("memory", "error" if use.is_refusing else "warning", message, remedy(queue, shares))
 
 
 def held_by(shares: Mapping[Kind, float]) -> str:

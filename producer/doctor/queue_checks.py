@@ -35,20 +35,20 @@ def _workers(queue: str, workers: list[WorkerInfo]) -> Finding:
             f"pagemill worker --model smollm2 --queue {queue}",
         )  # fmt: skip
     states = Counter(worker.state for worker in workers)
-    told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    message = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     wrong = [worker.id for worker in workers if worker.state == "quarantined"]
     if wrong:
         return Finding(
-            "workers", "error", f"{told}; quarantined: {', '.join(wrong)}",
+            "workers", "error", f"{message}; quarantined: {', '.join(wrong)}",
             f"it computes wrong results: check its device; pagemill recall list --queue {queue}",
         )  # fmt: skip
     unhealthy = [worker.id for worker in workers if worker.state == "unhealthy"]
     if unhealthy:
         return Finding(
-            "workers", "error", f"{told}; unhealthy: {', '.join(unhealthy)}",
+            "workers", "error", f"{message}; unhealthy: {', '.join(unhealthy)}",
             "its engine does not make progress: see its log; its supervisor should restart it",
         )  # fmt: skip
-    return Finding("workers", "ok", told)
+    return Finding("workers", "ok", message)
 
 
 def _unserved(queue: str, stats: QueueStats, workers: list[WorkerInfo]) -> Finding:

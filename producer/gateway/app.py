@@ -225,10 +225,10 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_queue_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PagemillError)
-    told = as_api_error(error)
-    if told.status in (500, 503):
+    api_error = as_api_error(error)
+    if api_error.status in (500, 503):
         logger.warning("%s %s: %s", request.method, request.scope["path"][:128], error)
-    return told.response()
+    return api_error.response()
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

@@ -145,9 +145,9 @@ def as_api_error(error: PagemillError) -> ApiError:
             return retry_later(429, str(error), "queue_full")
         case DeadlineUnreachable(estimate=estimate):
             late_s = (estimate.p50 or 0.0) - (estimate.deadline or 0.0)
-            told = retry_later(429, str(error), "deadline_unreachable", late_s)
-            told.headers = dict(told.headers) | wait_headers(estimate.wait_s)
-            return told
+            api_error = retry_later(429, str(error), "deadline_unreachable", late_s)
+            api_error.headers = dict(api_error.headers) | wait_headers(estimate.wait_s)
+            return api_error
         case StoreError(kind="away"):
             return retry_later(503, "the store of large requests is not reachable now", "store_unavailable")
         case RedisUnavailable() | AccessDenied():

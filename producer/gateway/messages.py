@@ -52,10 +52,10 @@ async def _with_errors(
     try:
         return await endpoint(gateway, request)
     except ApiError as error:
-        told = error
+        api_error = error
     except PagemillError as error:
-        told = as_api_error(error)
-    return JsonResponse(_error_body(told), told.status, told.headers)
+        api_error = as_api_error(error)
+    return JsonResponse(_error_body(api_error), api_error.status, api_error.headers)
 
 
 async def _answer(gateway: Gateway, request: Request) -> Response:

@@ -59,8 +59,8 @@ class ResponseStream(CompletionStream):
         return [self._event(f"response.{body['status']}", response=body)]
 
     def _failing(self, error: ApiError) -> bytes:
-        told = error.body()["error"]
-        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
+        details = error.body()["error"]
+        return self._event("error", code=details["code"], message=details["message"], param=details["param"])
 
     def _open_item(self, news: TextDelta) -> list[bytes]:
         self._open = news.part

@@ -219,9 +219,9 @@ class BackgroundStream(ResponseStream):
                 if chunk:
                     yield chunk
         except (PagemillError, ApiError) as error:
-            told = error if isinstance(error, ApiError) else as_api_error(error)
-            self.has_failed = told.status >= 500
-            yield self._failing(told)
+            api_error = error if isinstance(error, ApiError) else as_api_error(error)
+            self.has_failed = api_error.status >= 500
+            yield self._failing(api_error)
 
     def _begin(self, number: int, index: int) -> list[bytes]:
         if self._has_begun:

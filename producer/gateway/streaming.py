@@ -165,9 +165,9 @@ class CompletionStream:
         except (PagemillError, ApiError) as error:
             if not has_begun:
                 raise
-            told = error if isinstance(error, ApiError) else as_api_error(error)
-            self.has_failed = told.status >= 500
-            yield self._failing(told)
+            api_error = error if isinstance(error, ApiError) else as_api_error(error)
+            self.has_failed = api_error.status >= 500
+            yield self._failing(api_error)
             return
         for chunk in self._closing():
             yield chunk

@@ -264,32 +264,32 @@ def _message(number: int, message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
     # Clients send earlier answers back unchanged, with their empty fields.
-    told = {name: value for name, value in message.items() if value not in (None, [])}
-    if told.get("role") == "assistant":
-        told = _without(told, _ANSWER_MEMBERS)
-        if isinstance(calls := told.get("tool_calls"), list):
-            told["tool_calls"] = [_call(call) for call in calls]
-        if isinstance(told.get("refusal"), str):
-            told.setdefault("content", told.pop("refusal"))  # it is what the assistant answered
-        if told.get("content") is None and "tool_calls" not in told:
-            told["content"] = ""  # an answer that was all reasoning
-    if told.get("role") == "developer":
-        told["role"] = "system"
-    if "reasoning_content" in told:
-        told.setdefault("reasoning", told.pop("reasoning_content"))
-    if isinstance(parts := told.get("content"), list):
-        told["content"] = _content(parts, f"messages.{number}.content")
-    return told
+    cleaned = {name: value for name, value in message.items() if value not in (None, [])}
+    if cleaned.get("role") == "assistant":
+        cleaned = _without(cleaned, _ANSWER_MEMBERS)
+        if isinstance(calls := cleaned.get("tool_calls"), list):
+            cleaned["tool_calls"] = [_call(call) for call in calls]
+        if isinstance(cleaned.get("refusal"), str):
+            cleaned.setdefault("content", cleaned.pop("refusal"))  # it is what the assistant answered
+        if cleaned.get("content") is None and "tool_calls" not in cleaned:
+            cleaned["content"] = ""  # an answer that was all reasoning
+    if cleaned.get("role") == "developer":
+        cleaned["role"] = "system"
+    if "reasoning_content" in cleaned:
+        cleaned.setdefault("reasoning", cleaned.pop("reasoning_content"))
+    if isinstance(parts := cleaned.get("content"), list):
+        cleaned["content"] = _content(parts, f"messages.{number}.content")
+    return cleaned
 
 
 def _call(call: Any) -> Any:
     """Return a tool call of an earlier answer without the members of answers that calls in requests lack."""
     if not isinstance(call, Mapping):
         return call
-    told = _without(call, _CALL_MEMBERS)
-    if isinstance(function := told.get("function"), Mapping):
-        told["function"] = _without(function, _FUNCTION_MEMBERS)
-    return told
+    cleaned = _without(call, _CALL_MEMBERS)
+    if isinstance(function := cleaned.get("function"), Mapping):
+        cleaned["function"] = _without(function, _FUNCTION_MEMBERS)
+    return cleaned
 
 
 def _without(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

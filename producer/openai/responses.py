@@ -131,8 +131,8 @@ def _add(messages: list[dict[str, Any]], place: str, item: Any) -> None:
             )
         case {"type": "reasoning", **rest}:
             check_members(rest, (*_ITEM, "content", "summary", "encrypted_content"), place)
-            told = _text(item.get("content") or item.get("summary") or [], place)
-            _assistant(messages, "reasoning")["reasoning"] = told or None
+            thought = _text(item.get("content") or item.get("summary") or [], place)
+            _assistant(messages, "reasoning")["reasoning"] = thought or None
         case {"role": "assistant", "content": content, **rest} if rest.get("type", "message") == "message":
             check_members(rest, (*_ITEM, "type", "phase"), place)
             _assistant(messages, "content")["content"] = _text(content, f"{place}.content")

@@ -60,8 +60,8 @@ def conversation(job: Job, asked: Mapping[str, Any], output: Output) -> list[dic
 
     As in the API, the instructions of the earlier response are left out.
     """
-    told = list(job.messages or ())[1 if "instructions" in asked else 0 :]
-    messages = [message.model_dump(mode="json", exclude_none=True) for message in told]
+    history = list(job.messages or ())[1 if "instructions" in asked else 0 :]
+    messages = [message.model_dump(mode="json", exclude_none=True) for message in history]
     answer: dict[str, Any] = {"role": "assistant", "content": output.text}
     if output.reasoning is not None:
         answer["reasoning"] = output.reasoning

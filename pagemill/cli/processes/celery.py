@@ -70,12 +70,12 @@ _FLAGS = flags(
 @app.command("celery-worker", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def celery_worker(
     context: typer.Context,
-    given: Annotated[dict[str, Any], _FLAGS],
+    values: Annotated[dict[str, Any], _FLAGS],
     worker_option: options.WorkerOption = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Serve `pagemill.generate` to any Celery app. Arguments after -- go to Celery's worker."""
-    settings = CeleryWorkerSettings(**given)
+    settings = CeleryWorkerSettings(**values)
     if settings.model is None:
         raise typer.BadParameter("--model (PAGEMILL_MODEL): a model is required")
     application = _loaded(settings.celery_app)

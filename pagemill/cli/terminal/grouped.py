@@ -16,15 +16,15 @@ from typing import Any, get_type_hints
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Return a function for typer with a parameter per option; those of dataclasses come last."""
-    given = signature(command, eval_str=True).parameters
+    flags = signature(command, eval_str=True).parameters
 
     @wraps(command)
     def flat(**values: Any) -> None:
-        command(**{name: _gather(name, each.annotation, values) for name, each in given.items()})
+        command(**{name: _gather(name, each.annotation, values) for name, each in flags.items()})
 
     taken = [
         parameter
-        for name, each in sorted(given.items(), key=lambda item: is_dataclass(item[1].annotation))
+        for name, each in sorted(flags.items(), key=lambda item: is_dataclass(item[1].annotation))
         for parameter in _parameters(name, each.annotation, each.default)
     ]
     flat.__signature__ = Signature(taken)  # type: ignore[attr-defined]

@@ -132,15 +132,15 @@ def _finish(
         )
         return
     changed = [one.token_ids for one in computed.outputs] != [one.token_ids for one in begun.result.outputs]
-    told = Recalled(id=job_id, outcome="superseded", copy_id=copy_id, is_changed=changed)
-    yield from _replace(queue, worker_id, told, ring().seal(body, "result", job_id))
+    recalled = Recalled(id=job_id, outcome="superseded", copy_id=copy_id, is_changed=changed)
+    yield from _replace(queue, worker_id, recalled, ring().seal(body, "result", job_id))
 
 
-def _replace(queue: str, worker_id: str, told: Recalled, body: bytes = b"") -> Flow[None]:
-    copy_id = told.copy_id if body else ""
-    word: SettleReply = yield audit.replace_first(queue, worker_id, told.id, copy_id or "", body)
+def _replace(queue: str, worker_id: str, recalled: Recalled, body: bytes = b"") -> Flow[None]:
+    copy_id = recalled.copy_id if body else ""
+    word: SettleReply = yield audit.replace_first(queue, worker_id, recalled.id, copy_id or "", body)
     if word != "already_done":
-        yield Emit(told.model_copy(update={"outcome": word}))
+        yield Emit(recalled.model_copy(update={"outcome": word}))
 
 
 def _copy_id(worker_id: str, job_id: str, number: int) -> str:

@@ -64,8 +64,8 @@ def _as_json(state: StepState) -> dict[str, Any]:
     assert state.kept is not None
     sample, usage = state.sample, state.kept.get("usage") or {}
     probs = sample.get("label_probs")
-    told = {"label": sample["label"], "prob": None if probs is None else state.prob, "probs": probs}
-    return {"model": model, **told, "usage": usage}
+    stored = {"label": sample["label"], "prob": None if probs is None else state.prob, "probs": probs}
+    return {"model": model, **stored, "usage": usage}
 
 
 class CascadeColumns(LabelColumns):
@@ -88,15 +88,15 @@ class CascadeColumns(LabelColumns):
 
     def restore(self, kept: dict[str, Any], fields: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Take up the answers of a cascade's line; that of a run of one model is the first stage's."""
-        told = fields.get(f"{self.column}_answers")
-        told = json.loads(told) if isinstance(told, str) else told
-        if not told:
+        stored = fields.get(f"{self.column}_answers")
+        stored = json.loads(stored) if isinstance(stored, str) else stored
+        if not stored:
             super().restore(kept, fields, meta)
             return
-        answers = [_journal_result(entry) for entry in told]
+        answers = [_journal_result(entry) for entry in stored]
         kept |= answers[0] or {}
         kept["later"] = {
-            entry["model"]: answer for entry, answer in zip(told[1:], answers[1:], strict=True) if answer
+            entry["model"]: answer for entry, answer in zip(stored[1:], answers[1:], strict=True) if answer
         }
 
 

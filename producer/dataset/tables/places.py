@@ -120,20 +120,20 @@ class RemotePlace:
 
     def claim(self, run_id: str, *, overwrite: bool) -> None:
         fs, path = _filesystem(self._marker)
-        told = {"run": run_id, "host": socket.gethostname(), "journal": f"{self.path}.partial"}
+        owner = {"run": run_id, "host": socket.gethostname(), "journal": f"{self.path}.partial"}
         with _library_errors(f"{self.name} cannot be written"):
             fs.invalidate_cache()
             try:
                 other = json.loads(fs.cat_file(path))
             except (FileNotFoundError, ValueError):
-                other = told
+                other = owner
             other = other if isinstance(other, dict) else {}
             if other.get("run") != run_id and not overwrite:
                 raise DatasetError(
                     f"{self.name} is being written by a run on {other.get('host')}, whose journal is "
                     f"{other.get('journal')} there. Go on there; or, if that is gone, remove {redacted(self._marker)}"
                 )
-            fs.pipe_file(path, json.dumps(told).encode())
+            fs.pipe_file(path, json.dumps(owner).encode())
 
     def fetch(self, paths: Iterable[Path]) -> None:
         for path in paths:

@@ -181,10 +181,10 @@ def submit(
 def _submit_replies(
     ids: tuple[str, ...], submissions: Sequence[Submission], reply: bytes
 ) -> list[SubmitReply]:
-    told, *lines = reply.split(b"\n")
-    if not lines and told == b" ".join([b"created"] * len(ids)):
+    status_line, *lines = reply.split(b"\n")
+    if not lines and status_line == b" ".join([b"created"] * len(ids)):
         return [SubmitReply("created", own) for own in ids]
-    words = (word.partition(":") for word in told.decode().split())
+    words = (word.partition(":") for word in status_line.decode().split())
     replies = [SubmitReply(word, other or own) for own, (word, _, other) in zip(ids, words, strict=True)]  # type: ignore[arg-type]
     if not lines:
         return replies

@@ -142,10 +142,10 @@ class CallFinder(TextFinder):
 
     def _arguments(self, pieces: list[Piece]) -> bool:
         end = self._scanner.scan(self._buffer)
-        told = self._buffer if end is None else self._buffer[:end]
-        if told:
-            pieces.append(Piece("call", told, self._num_calls - 1))
-        self._buffer = self._buffer[len(told) :]
+        call_text = self._buffer if end is None else self._buffer[:end]
+        if call_text:
+            pieces.append(Piece("call", call_text, self._num_calls - 1))
+        self._buffer = self._buffer[len(call_text) :]
         if end is None:
             return False
         self._scanner = JsonScanner(depth=1)

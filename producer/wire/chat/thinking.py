@@ -44,14 +44,14 @@ class ThinkingSplitter:
     def _think(self) -> str:
         if not self._has_reasoning:
             self._buffer = self._buffer.lstrip()
-        told, closing, rest = self._buffer.partition(self._tags.closing)
+        content, closing, rest = self._buffer.partition(self._tags.closing)
         if closing:
             self._buffer, self._state = rest, "closed"
-            return told.rstrip()
+            return content.rstrip()
         # White space before the closing tag is dropped: keep it until more follows.
-        kept = held_back(told, self._tags.closing)
-        ready = told[: len(told) - kept].rstrip()
-        self._buffer = told[len(ready) :]
+        kept = held_back(content, self._tags.closing)
+        ready = content[: len(content) - kept].rstrip()
+        self._buffer = content[len(ready) :]
         self._has_reasoning = self._has_reasoning or bool(ready)
         return ready
 

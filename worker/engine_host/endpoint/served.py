@@ -150,12 +150,12 @@ async def probe(
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
-    told = f"{identity.digest} {revision}"
+    identity_text = f"{identity.digest} {revision}"
     logger.info("the endpoint is %s; it lacks %s", identity.dialect.name, ", ".join(sorted(lacks)))
     return EndpointModel(
         identity,
         config.served_model_name,
-        hashlib.sha256(told.encode()).hexdigest()[:16],
+        hashlib.sha256(identity_text.encode()).hexdigest()[:16],
         lacks,
         SchedulerConfig(
             block_size=1, num_kv_blocks=0, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=0

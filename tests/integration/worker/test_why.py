@@ -48,7 +48,7 @@ def test_a_worker_accounts_for_all_of_its_time(client: QueueClient) -> None:
     assert counted["queued"] >= read(client, early)["no_worker"]
     assert all(counted[cause] > 0 for cause in ("opening", "prompt", "commit"))
     parts = read(client, early)
-    assert parts["no_worker"] > 0.02, "loading"
+    assert parts["no_worker"] > 0, "loading"
     assert parts["decode"] >= 0.005 * (TOKENS - 1)
     last = max((read(client, job_id) for job_id in ids), key=lambda found: found.get("behind", 0.0))
     assert last["behind"] >= 2 * 0.005 * TOKENS

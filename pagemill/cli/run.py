@@ -493,7 +493,8 @@ def _print(dataset: DatasetRun, summary: Summary, page: Place) -> None:
         table.add_row(name, value)
     console.print(table)
     labels = summary.labels.as_json() if summary.labels.are_labels else {}
-    if 0 < len(labels) <= 20 and max(labels.values()) > 1:  # of free text, no output occurs twice
+    is_free_text = not dataset.chain.first.recipe.fields.get("structured_outputs")
+    if 0 < len(labels) <= 20 and (max(labels.values()) > 1 or not is_free_text):
         chart = Table(show_header=False, box=None, pad_edge=False)
         block = "#" if console.options.ascii_only else "█"
         for label, bar, count in report.bars(labels, block):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill.supervisor.layout import patience
+from pagemill.supervisor.layout import timeouts
 from pagemill.supervisor.settings import UpSettings
 from pagemill.worker.config import ENV_PREFIX, WorkerConfig
 from tests.conftest import ROOT
@@ -81,4 +81,4 @@ def test_the_supervisors_file_is_one_it_takes(monkeypatch: pytest.MonkeyPatch) -
     assert set(settings.worker) <= set(WorkerConfig.model_fields)
     unit = (ROOT / "deploy" / "systemd" / "pagemill-up.service").read_text()
     (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
-    assert int(stop) > patience(settings).stop_s
+    assert int(stop) > timeouts(settings).stop_s

@@ -270,7 +270,7 @@ def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcess
 def _with_blocks(
     limits: SchedulerConfig, config: EngineConfig, shape: KVCacheShape, device: DeviceBackend, room: int
 ) -> SchedulerConfig:
-    """Return the limits with the numbers of KV blocks; a step takes `room` bytes beside them. Raises `ConfigError`."""
+    """Return the limits with the numbers of KV blocks; a step also takes `room` bytes. Raises `ConfigError`."""
     from pagemill.engine.execution.kv_cache import MAX_COPIED_BYTES, num_blocks_for, num_host_blocks_for
 
     return replace(

@@ -26,9 +26,9 @@ MAX_KV_BLOCKS = 2**24
 """The scheduler keeps an object for each, and kernels index them with 32-bit numbers."""
 MAX_CACHED_STATES = 1024
 _CACHED_SHARE = 8
-"""One part in so many of the KV cache's memory is for cached recurrent states, unless state_cache_bytes is set."""
+"""One part in this many of the KV cache's memory is for cached recurrent states, unless state_cache_bytes is set."""
 MAX_SERVED_NAMES = 32
-"""Each is a lane that every pull looks at."""
+"""Each is a lane that every pull inspects."""
 _MAX_ADAPTED_LANES = 1024
 _Blocks = Annotated[int, Range(2, MAX_KV_BLOCKS)]  # one is reserved
 _Bytes = Annotated[int, Range(1, 2**46)]
@@ -196,7 +196,7 @@ def _served_names(given: object) -> object:
     """Split a text into distinct names. Raises ConfigError for none, too many, and what no job could ask for."""
     names = given.replace(",", " ").split() if isinstance(given, str) else given
     if names == () or not isinstance(names, list | tuple):
-        return names  # the default, or refused for its type
+        return names  # the default, or rejected for its type
     wrong = next((name for name in names if not (isinstance(name, str) and MODEL_NAME.fullmatch(name))), None)
     if not 0 < len(names) <= MAX_SERVED_NAMES or wrong is not None:
         reason = (

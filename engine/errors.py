@@ -5,7 +5,7 @@ EngineError
 │   ├── PromptTooLong         prompt_too_long: longer than max_model_len
 │   ├── InvalidImage          invalid_image: not a picture, damaged, or over a limit
 │   ├── NeverFits             never_fits: needs more KV blocks than the pool has
-│   ├── UnsupportedFeature    unsupported_feature: refused, never ignored
+│   ├── UnsupportedFeature    unsupported_feature: rejected, never ignored
 │   ├── UnknownAdapter        unknown_adapter: names one that is not there
 │   ├── SchemaInvalid         schema_invalid: a regex, JSON schema or grammar that means nothing
 │   ├── SchemaTooComplex      schema_too_complex: one that takes too much time or memory

@@ -46,7 +46,7 @@ class ModelFigures:
     expanded_block_bytes: int | None
     """Of one with keys and values in place of latents; None: it has keys and values."""
     windows: tuple[int | None, ...]
-    """By group of layers, each of which has blocks of its own; None: it reads everything."""
+    """By group of layers, each of which has its own blocks; None: it reads everything."""
     state_bytes: int = 0
     """Of a sequence in recurrent layers."""
     dtype: str
@@ -59,7 +59,7 @@ class ModelFigures:
         return self.read_parameters * self.weight_bits / 8
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Return the most KV blocks that a sequence of this many tokens holds at once."""
+        """Return the most KV blocks that a sequence of this many tokens holds at the same time."""
         groups = BlockGroups(self.block_size, self.windows, StepDefaults().max_num_batched_tokens)
         return sum(groups.most_held(window, groups.columns(num_tokens)) for window in self.windows)
 
@@ -79,7 +79,7 @@ def read_figures(config: EngineConfig, *, on_card: bool, weight_bits: float | No
 
     Args:
         on_card: for a CUDA device, which need not be here; otherwise for the CPU.
-        weight_bits: per weight; None: as config.json says, or a GGUF file's size.
+        weight_bits: per weight; None: as config.json specifies, or a GGUF file's size.
 
     Raises `ConfigError`, mostly `ModelLoadError`.
     """
@@ -198,7 +198,7 @@ def _weight_bits(
 
 
 def _scheme_bits(scheme: Mapping[str, Any]) -> float:
-    """Return the bits of a quantised checkpoint's weights; 16 where its configuration does not say."""
+    """Return the bits of a quantised checkpoint's weights; 16 where its configuration does not specify it."""
     for name in ("bits", "w_bit", "num_bits"):
         if isinstance(scheme.get(name), int):
             return float(scheme[name])

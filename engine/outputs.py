@@ -9,7 +9,7 @@ from typing import Literal
 from pagemill.engine.plan import TokenLogprobs
 
 UNKNOWN_TOKEN = 2**31 - 1
-"""Stands for a token whose id its engine does not report. No vocabulary is that large."""
+"""Represents a token whose id its engine does not report. No vocabulary is that large."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["waiting", "prefill", "decode"]
 WaitReason = Literal["budget", "rows", "kv"]
@@ -17,7 +17,7 @@ WaitReason = Literal["budget", "rows", "kv"]
 StayCause = Literal[
     "adapter", "grammar", "rows", "kv", "budget", "prompt", "decode", "displaced", "preempted", "others"
 ]
-"""What a request's time in the engine goes to; `others` is a number beside them."""
+"""What a request's time in the engine goes to; `others` is a number in addition to them."""
 StructuredResult = Literal["valid", "truncated", "invalid"]
 LetGo = Literal["released", "lapsed"]
 """What becomes of a request that its engine lost: `released` counts nothing, `lapsed` counts as a crash."""
@@ -184,7 +184,7 @@ class KVCacheStats:
     window_frees: int = 0
     """Blocks freed because their layers' window had left them behind."""
     groups: tuple[tuple[int | None, int], ...] = ()
-    """Of each group of layers with blocks of its own: its window (below 0: chunks, None: all), its active blocks."""
+    """Of each group of layers with its own blocks: its window (below 0: chunks, None: all), its active blocks."""
     state_slots: int = 0
     """Slots for the state of recurrent layers, of rows and of cached prefixes; 0: the model has no such layers."""
     active_state_slots: int = 0
@@ -387,11 +387,11 @@ class Capacity:
     waiting: int
     """Requests already queued inside the engine."""
     block_limits: tuple[int | None, ...] = (None,)
-    """The most blocks that a sequence holds at once in each group of layers, by its window; None: no limit."""
+    """The most blocks that a sequence holds at the same time in each group of layers, by its window; None: no limit."""
     rows: int | None = None
     """The most sequences that may run now, where that changes. Urgent requests then take no rows of others."""
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that a sequence of this many tokens holds at most at once."""
+        """Return the blocks that a sequence of this many tokens holds at most."""
         columns = -(-num_tokens // self.block_size)
         return sum(columns if limit is None else min(columns, limit) for limit in self.block_limits)

@@ -116,7 +116,7 @@ class StepPlan:
     has_adapters: bool = False
     """A row of `work` has an adapter."""
     has_media: bool = False
-    """A row of `work` may compute a token that stands for media."""
+    """A row of `work` may compute a token that represents media."""
     num_drafts: int = 0
     """Entries of `work` that compute a draft: they follow the one with their row's newest token."""
 
@@ -187,7 +187,7 @@ class Executor(Protocol):
     """Runs plans: the model runner, the echo runner, or a test's hash model."""
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Start a step, returning at once if the device allows it. Steps retire in launch order."""
+        """Start a step, returning immediately if the device allows it. Steps retire in launch order."""
         ...
 
     def is_device_alive(self) -> bool:

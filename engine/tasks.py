@@ -21,7 +21,7 @@ class Thinking:
     """Most tokens of thinking, after which the closing tag is forced."""
     decided_by: str = ""
     """The beginning of `closing` after which the rest of it is forced, since it ends the thinking by itself. Empty:
-    nothing but all of `closing` ends it."""
+    only all of `closing` ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Generate:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens given beside the prompt."""
+        """Tokens given in addition to the prompt."""
         return 0
 
 

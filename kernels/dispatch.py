@@ -66,7 +66,7 @@ _override: ContextVar[FaceName | None] = ContextVar("kernel_face", default=None)
 
 @contextmanager
 def override(face: FaceName) -> Iterator[None]:
-    """Use one backend whatever the device, in this thread or task: for tests and comparisons.
+    """Use one backend regardless of the device, in this thread or task: for tests and comparisons.
 
     "triton" on CPU tensors needs TRITON_INTERPRET=1, set before the kernels are imported.
     """

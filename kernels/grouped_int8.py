@@ -1,6 +1,6 @@
 """8-bit integers with a scale per row and group of columns: the definition, and the product's plain torch twin.
 
-Rows are rounded to them. So are weights, but for those that were made of integers of at most 8 bits with such scales:
+Rows are rounded to them. So are weights, except those that were made of integers of at most 8 bits with such scales:
 they stay what they are, with an offset for each group where they had one (`kernels.cpu.matmul.grids` finds them).
 
 Small groups keep an outlier's harm small: with one scale for a whole row of activations a model's perplexity suffers

@@ -1,6 +1,6 @@
 """Counter-based sampling noise: a pure function of (seed, sample index, output position, token id).
 
-Integer arithmetic only until the last step, so that every face draws the same bits, whatever the batch, the
+Integer arithmetic only until the last step, so that every face draws the same bits, regardless of the batch, the
 device or the number of attempts. Gumbel noise added to logits makes argmax a draw from their softmax
 (Gumbel-max trick; Maddison, Tarlow and Minka 2014, arXiv:1411.0030).
 """

@@ -238,7 +238,7 @@ def sample_tokens(
     Args:
         logits: [num_rows, vocab_size] fp32, the last dimension contiguous. Not changed.
         peaks: [num_rows] fp32, each row's largest logit.
-        has_filters: whether any row has one; without, none is looked at.
+        has_filters: whether any row has one; without, none is inspected.
 
     Returns:
         [num_rows] int64.

@@ -1,6 +1,6 @@
 """8-bit numbers with a scale per row: the definition, and the operators on them in plain torch.
 
-int8 or fp8 (e4m3) activations, each row with a scale of its own, times weights with a scale per output: what a GPU's
+int8 or fp8 (e4m3) activations, each row with its own scale, times weights with a scale per output: what a GPU's
 libraries multiply. The rounding is exact on every face: a row's largest size p gives the factor L / p and the scale
 p / L, L being the largest number of the dtype, each rounded once to fp32; a number is x times the factor, rounded to
 fp32 and then to the dtype, to nearest, ties to even.

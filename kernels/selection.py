@@ -1,7 +1,7 @@
 """The best of a row of logits, with and without noise, and where to cut it: the k-th largest, and the least likely
 token of the smallest set with some mass.
 
-The plain torch twins sort, or look for a number of the best; the modules of
+The plain torch twins sort, or search for a number of the best; the modules of
 `pagemill.kernels.cpu.sampling` find the same numbers without.
 """
 
@@ -14,7 +14,7 @@ import torch
 from pagemill.kernels.noise import argmax_of_sums
 
 _HEADS = (256, 4096)
-"""The number of best tokens that top-p looks at before it sorts the whole vocabulary."""
+"""The number of best tokens that top-p inspects before it sorts the whole vocabulary."""
 
 
 def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -97,7 +97,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy with tensors of its own; what two places share, they share in the copy."""
+    """Return a copy with its own tensors; what two places share, they share in the copy."""
     if id(value) in memo:
         return memo[id(value)]
     result = value

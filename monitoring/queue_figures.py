@@ -87,7 +87,7 @@ class MemoryFigures:
     limit_bytes: int = 0
     """Up to which jobs are taken; 0: the server has no limit."""
     refused: int = 0
-    """Jobs and files refused for lack of memory since the queue exists."""
+    """Jobs and files rejected for lack of memory since the queue exists."""
     kinds: Mapping[str, float] = field(default_factory=dict)
     """Estimated bytes by kind of data; empty where the server does not report them."""
 

@@ -40,7 +40,7 @@ class ExecutionTrace:
     job_id: str
     queue: str
     traceparent: str | None
-    """The submit's context; without one the execution is a trace of its own."""
+    """The submit's context; without one the execution is its own trace."""
     operation: Literal["chat", "text_completion"]
     model: str
     submitted_at: float | None

@@ -1,6 +1,6 @@
 """Reads a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
 
-What PEFT's `LoraConfig` may ask for beyond plain LoRA is refused by name: leaving it out would compute another
+What PEFT's `LoraConfig` may ask for beyond plain LoRA is rejected by name: leaving it out would compute another
 function. What the fields mean is said by `LoraConfig` of PEFT 0.21.
 """
 

@@ -85,7 +85,7 @@ class AdaptedLayers:
     def read(self, adapter: Adapter) -> ReadyAdapter:
         """Read an adapter's folder, check it against this model, and put its matrices on the device. Any thread.
 
-        `adapter.rank` and `num_bytes` are not looked at: the result's adapter has them.
+        `adapter.rank` and `num_bytes` are not inspected: the result's adapter has them.
 
         Raises:
             AdapterError: the folder can't be read, or its matrices don't fit this model.

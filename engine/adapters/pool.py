@@ -1,6 +1,6 @@
 """The adapters that requests may name, and which of them are in memory.
 
-Reading a folder takes tens of milliseconds to seconds, so it happens on a thread of its own; the engine's thread only
+Reading a folder takes tens of milliseconds to seconds, so it happens on a separate thread; the engine's thread only
 exchanges addresses between two steps. A request whose adapter is not in memory waits outside of the scheduler.
 """
 

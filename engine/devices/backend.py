@@ -187,7 +187,7 @@ class DeviceBackend(ABC):
         """Allocate zeros of the shape and dtype of a tensor without memory, for the KV pool."""
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """Return the most memory that `run` takes at a time, beside what is taken before; a device that rehearses."""
+        """Return the most memory that `run` takes in addition to earlier use, on a device that rehearses."""
         raise NotImplementedError
 
     @abstractmethod

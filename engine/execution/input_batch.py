@@ -91,7 +91,7 @@ def bucket_size(count: int) -> int:
 
 
 class InputBatch:
-    """Row tables on the device (token ids, block ids), with host-only data beside them.
+    """Row tables on the device (token ids, block ids), with host-only data in addition to them.
 
     A row belongs to one sequence from the step that brings its `NewRow` until the row is given to another.
     Sampling writes tokens into the token table, so a row's next input is there before the host knows it.
@@ -112,7 +112,7 @@ class InputBatch:
         encoder: MediaEncoder | None = None,
     ) -> None:
         """`split_decodes`: rows with one token use a separate attention kernel, which is faster and sums in
-        another order than the one for prompts. `num_groups`: groups of layers with block tables of their own.
+        another order than the one for prompts. `num_groups`: groups of layers with their own block tables.
         `states`: of the model's recurrent layers; None: it has none. `encoder`: None: no sequence has media."""
         self._num_groups = num_groups
         self._states = states

@@ -95,7 +95,7 @@ def _plans(limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int) -> lis
 
 
 def _new_row(row: int, length: int, limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int) -> NewRow:
-    """Return a row whose keys are in blocks of its own: the first row in the first blocks, each other row in one."""
+    """Return a row whose keys are in its own blocks: the first row in the first blocks, each other row in one."""
     own = [1 + block for block in range(_LONG_ROW_BLOCKS)] if row == 0 else [_LONG_ROW_BLOCKS + row]
     columns = -(-limits.max_model_len // shape.block_size)
     table = (own + [own[-1]] * columns)[:columns]

@@ -58,7 +58,7 @@ class _Step:
     logits: torch.Tensor
     """Of all these tokens, and perhaps of padding after them."""
     token_ids: tuple[int, ...] | None = None
-    """The tokens that the logits stand for; None: the whole vocabulary."""
+    """The tokens that the logits represent; None: the whole vocabulary."""
 
 
 class ModelProbe:

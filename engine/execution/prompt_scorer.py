@@ -46,7 +46,7 @@ class PromptScorer:
         self._module, self._direct = module, direct
         self._skips_unread = any(getattr(part, "is_last", False) for part in module.modules())
         decoder = module.get_decoder()
-        # transformers looks for an attribute called `decoder`, which in some models is the head.
+        # transformers searches for an attribute called `decoder`, which in some models is the head.
         self._decoder = decoder if decoder is not module.get_output_embeddings() else module.base_model
         self._caches = caches
         self._batch = batch

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _BLOCK = 1
 """The block of every row; block 0 is never written."""
 _FEW = (16, 32, 64)
-"""Up to each, products with weights of few bits have tiles of their own (`pagemill.kernels.gpu.tuning`)."""
+"""Up to each, products with weights of few bits have their own tiles (`pagemill.kernels.gpu.tuning`)."""
 _GREEDY = SamplingParams(temperature=0.0)
 _FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, logprobs=1)
 _PLAIN = SamplingParams(temperature=0.9)
@@ -61,7 +61,7 @@ def step_bytes(
     shape: KVCacheShape,
     group: RankGroup | None = None,
 ) -> int:
-    """Return the most memory that a step takes beside weights and caches; 0 on a device that rehearses nothing.
+    """Return the most memory that a step takes in addition to weights and caches; 0 on a device that rehearses nothing.
 
     The steps: as many prompt tokens as fit, every row drawing from a filtered distribution; one token for every row;
     one for a row with the longest context; both kinds together; and few rows and tokens, which have kernels of their
@@ -131,5 +131,5 @@ def _small_steps(limits: SchedulerConfig, count: int, length: int) -> Iterator[S
 
 
 def _kinds(count: int) -> list[SamplingParams]:
-    """Return rows of every kind of sampling that has kernels of its own; most take the most memory."""
+    """Return rows of every kind of sampling that has its own kernels; most take the most memory."""
     return [_GREEDY if row % 8 == 7 else _FILTERED for row in range(count)]

@@ -1,4 +1,4 @@
-"""The tensors of recurrent state: a slot for each row of the batch and for cached states, beside the pool of KV blocks.
+"""The tensors of recurrent state, separate from the KV blocks: a slot for each row and for cached states.
 
 A sequence's slot is that of its row. It gets both at its admission and loses both when it ends or is preempted; a new
 sequence in a row does not read what the slot holds, unless a cached state was copied to it.

@@ -40,7 +40,7 @@ class ImageServer(LimitedServer):
         """Load the processor of a model's folder.
 
         Returns:
-            The text that stands for a picture, the id of the tokens whose embeddings its vectors replace, the
+            The text that represents a picture, the id of the tokens whose embeddings its vectors replace, the
             tokenizer's token for the beginning of a text, which may be empty, and whether the processor prepares a
             picture differently if the prompt has others.
         """
@@ -60,7 +60,7 @@ class ImageServer(LimitedServer):
         """Prepare a picture.
 
         Returns:
-            The text that stands for it in the prompt, the number of placeholders in it, and the encoder's arguments:
+            The text that represents it in the prompt, the number of placeholders in it, and the encoder's arguments:
             name, dtype, shape and bytes.
         """
         self._arm(self._call_s)
@@ -164,7 +164,7 @@ def _without_videos(name: str) -> Any:
         found = processor_class_from_name(name)
 
     class Parts(ProcessorMixin):  # type: ignore[misc]
-        """Takes the place of the base class, which refuses an incomplete processor."""
+        """Takes the place of the base class, which rejects an incomplete processor."""
 
         def __init__(self, image_processor: Any = None, tokenizer: Any = None, *_: Any, **__: Any) -> None:
             self.image_processor, self.tokenizer = image_processor, tokenizer

@@ -31,7 +31,7 @@ MAX_PROMPT_BYTES = 512 << 20
 DEFAULT_MAX_PIXELS = 64 << 20
 _MAX_REASON = 300
 _FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
-"""What a processor is made of, beside its tokenizer's vocabulary."""
+"""What a processor is made of, in addition to its tokenizer's vocabulary."""
 
 
 class ImageProcessor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PAGED_ATTENTION = "pagemill_paged"
 PAGED_IN_ORDER = "pagemill_paged_in_order"
-"""For any model: a forward pass's first attention has the first cache, and so on, whatever its layer is called."""
+"""For any model: a forward pass's first attention has the first cache, and so on, regardless of the layer's name."""
 _WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "is_causal"})
 """Arguments that change nothing: the angles are applied already, and attention is causal."""
 
@@ -102,10 +102,10 @@ def check_windows(module: torch.nn.Module, layers: list[LayerCache]) -> None:
 
 
 def refuse_unknown(attention_mask: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse what the paged kernels don't compute. Raises `ModelLoadError`: the reason, without the model's name.
+    """Reject what the paged kernels don't compute. Raises `ModelLoadError`: the reason, without the model's name.
 
     Args:
-        arguments: what a layer passes to its attention function beside `_attend_as`'s named parameters.
+        arguments: what a layer passes to its attention function in addition to `_attend_as`'s named parameters.
     """
     if attention_mask is not None:
         raise ModelLoadError("the attention mask is neither causal nor a sliding window")
@@ -124,7 +124,7 @@ def _paged_attention(module: Any, *states: Any, **arguments: Any) -> tuple[torch
 def _paged_in_order(
     module: Any, query: torch.Tensor, *states: Any, **arguments: Any
 ) -> tuple[torch.Tensor, None]:
-    """Implement it for a module that `pagemill.engine.layers.observation` has looked at."""
+    """Implement it for a module that `pagemill.engine.layers.observation` has inspected."""
     arguments["sliding_window"] = module.observed_window
     index, latent = next(current_context().calls), getattr(module, "latent", None)
     if latent is None:

@@ -33,7 +33,7 @@ class FusedRMSNorm(RMSNorm):
     _output: torch.Tensor | ScaledRows | None = None
 
     def read_by(self, linear: Linear) -> None:
-        """Declare that nothing but this layer reads what `normed` and `added` return."""
+        """Declare that only this layer reads what `normed` and `added` return."""
         self._readers = (linear,)
 
     def hold(self, x: torch.Tensor, rows: torch.Tensor | ScaledRows) -> None:

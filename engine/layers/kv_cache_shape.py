@@ -1,4 +1,4 @@
-"""The shape of a block of a model's KV cache, and the groups of layers that have blocks of their own."""
+"""The shape of a block of a model's KV cache, and the groups of layers that have their own blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill.engine.layers.recurrent import StateShape, state_bytes
 from pagemill.kernels.types.layer_cache import largest_number
 
 _MOST_GROUPS = 8
-"""Each has tables of its own, on the host and on the device."""
+"""Each has its own tables, on the host and on the device."""
 
 
 @dataclass(frozen=True, slots=True)

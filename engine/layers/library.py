@@ -1,6 +1,6 @@
 """transformers' model classes, imported without the parts needed only for training and compiling.
 
-While it is imported, transformers.modeling_utils marks functions for torch's compiler and looks for torch's
+While it is imported, transformers.modeling_utils marks functions for torch's compiler and searches for torch's
 distributed tensors. Neither is used here, and both import thousands of modules: a third of its import time.
 So transformers' marks have no effect during the import, and transformers' checks report that torch has no
 distributed package, as on platforms that lack it (ranks use torch.distributed directly: `parallel.rank_group`).

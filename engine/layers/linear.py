@@ -55,7 +55,7 @@ class LinearOptions:
     quantization: str | None = None
     """int8, fp8, or None: the weights' own dtype."""
     row_invariant: bool = False
-    """A row's product is the same to the last bit whatever the other rows."""
+    """A row's product is the same to the last bit regardless of the other rows."""
     dtype: torch.dtype | None = None
     """What products round their operands to, if the device multiplies such numbers; None: the weights' own."""
 
@@ -188,7 +188,7 @@ class PackedProduct(nn.Module):
 class OneDNNProduct(nn.Module):
     """The same with oneDNN's packing, for CPUs that our kernel does not support.
 
-    Its sums run over the inputs in one order whatever the number of rows, except for a single row, which it
+    Its sums run over the inputs in one order regardless of the number of rows, except for a single row, which it
     treats as a vector.
     """
 

@@ -1,6 +1,6 @@
 """Observes how a model attends: one forward pass over a few tokens, with an attention function that only looks.
 
-For models without a family of their own. What their layers pass to the attention function, and the masks
+For models without their own family. What their layers pass to the attention function, and the masks
 that they ask transformers for, show whether paged attention would compute the same.
 """
 
@@ -44,7 +44,7 @@ class AttentionShape:
     """A model's attention, of its widest layer: narrower ones are widened to it."""
 
     windows: tuple[int | None, ...]
-    """By attention in a forward pass, each of which has a cache of its own: more than layers where some attend twice.
+    """By attention in a forward pass, each of which has its own cache: more than layers where some attend twice.
     None: it reads everything."""
     num_heads: int
     num_kv_heads: int
@@ -80,7 +80,7 @@ _observation: ContextVar[_Observation] = ContextVar("observation")
 
 
 def observe_attention(module: Any, num_layers: int) -> AttentionShape:
-    """Return the shape of every layer's attention, if paged attention can stand in for it.
+    """Return the shape of every layer's attention, if paged attention can replace it.
 
     Raises:
         ModelLoadError: it can't; the message is the reason, to come after the model's name.
@@ -149,7 +149,7 @@ def _observed_attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Look at one layer's attention; returns zeros."""
+    """Inspect one layer's attention; returns zeros."""
     observation = _observation.get()
     mask_function = observation.mask_function(attention_mask)
     refuse_unknown(attention_mask if mask_function is None else None, others)
@@ -201,7 +201,7 @@ def _seen(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query positions [n, 1], key positions [1, m], and whether a key is visible [n, m].
 
-    A mask function may read tensors of its own, which are on the model's device.
+    A mask function may read its own tensors, which are on the model's device.
     """
     queries, keys = _positions(windows)
     for place in dict.fromkeys((queries.device, device)):

@@ -12,10 +12,10 @@ from pagemill.kernels.types.grouped_weight import GroupedWeight, merged
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Stands for a tensor [out_features, in_features]; cut along the outputs, and along the inputs at whole groups.
+    """Represents a tensor [out_features, in_features]; cut along the outputs, and along the inputs at whole groups.
 
-    The represented weight is read again each time: layers are converted one by one, and nothing is held beside the
-    mapped file.
+    The represented weight is read again each time: layers are converted one by one, and only the mapped file is
+    held.
     """
 
     shape: tuple[int, int]

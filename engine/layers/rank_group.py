@@ -72,7 +72,7 @@ class RankGroup:
         tensors = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_first else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        # The others pass no list rather than an empty one, which NCCL refuses.
+        # The others pass no list rather than an empty one, which NCCL rejects.
         self._backend.gather([tensors] if self.is_first else [], [tensor], options).wait()
         return tensors
 

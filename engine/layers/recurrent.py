@@ -239,7 +239,7 @@ def serve_packed(observation: RecurrentObservation) -> StateShape:
 
 
 def _restarts(module: Any, own: Callable[..., Any], call: dict[str, Any]) -> bool:
-    """Return True if several tokens are computed from a recurrent state of zeros, whatever the state is."""
+    """Return True if several tokens are computed from a recurrent state of zeros, regardless of the state."""
     if module.computes_in_slots or _hidden(call).is_meta:
         return False
     if all(tensor.kind == _CONV for tensor in module.state_tensors):
@@ -255,7 +255,7 @@ def _restarts(module: Any, own: Callable[..., Any], call: dict[str, Any]) -> boo
 
 
 def _forward_packed(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a packed batch [1, num_tokens, width]; outside of a step whatever the module itself would."""
+    """Compute a packed batch [1, num_tokens, width]; outside of a step what the module itself computes."""
     own = super(type(self), self).forward.__func__
     context = find_context()
     step: RecurrentStep | None = None if context is None else context.metadata.recurrent

@@ -31,7 +31,7 @@ _WHOLE = "model.safetensors"
 _QUANTIZATION = "quantization_config"
 # Where the first releases of AutoGPTQ and AutoAWQ wrote it.
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-# Foreign files beside the weights: adapters, and Mistral's own format of the same tensors.
+# Foreign files in addition to the weights: adapters, and Mistral's own format of the same tensors.
 _NOT_WEIGHTS = re.compile(r"^(adapter|consolidated|optimizer|training)")
 # Constants saved by older transformers: causal masks, and frequencies that follow from config.json.
 _CONSTANTS = re.compile(r"(\.rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias)$")
@@ -45,7 +45,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def names_scheme(directory: Path) -> bool:
-    """Return True if config.json says that the weights are quantised, in whatever format. Raises `ModelLoadError`."""
+    """Return True if config.json names a quantization format, of any kind. Raises `ModelLoadError`."""
     return bool(read_json_object(directory / "config.json").get(_QUANTIZATION))
 
 
@@ -74,7 +74,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [source, *sorted(directory.glob("*.safetensors"))]
     whole = directory / _WHOLE
     if whole.is_file():
-        return [whole]  # an index beside it is of earlier files, which this one has replaced
+        return [whole]  # an index next to it is of earlier files, which this one has replaced
     if (directory / _INDEX).is_file():
         return _indexed(directory, _INDEX)
     files = [file for file in sorted(directory.glob("*.safetensors")) if not _NOT_WEIGHTS.match(file.name)]
@@ -136,7 +136,7 @@ def read_tensors(
     """Return every tensor by name, mapped into memory rather than read.
 
     Args:
-        renamed: returns the name that stands for a tensor's name; None: the tensor is left out.
+        renamed: returns the name that represents a tensor's name; None: the tensor is left out.
 
     Raises:
         ModelLoadError: a file is truncated or not a safetensors file, or all tensors are left out.

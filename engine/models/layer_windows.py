@@ -10,7 +10,7 @@ from pagemill.engine.layers.decoder_traits import DecoderTraits
 def layer_windows(module: Any, traits: DecoderTraits | None) -> tuple[int | None, ...]:
     """Return the windows by layer; None: the layer may read everything.
 
-    None is always safe. A window that a layer does not keep to is refused when it attends
+    None is always safe. A window that a layer does not keep to is rejected when it attends
     (`pagemill.engine.layers.attention`).
     """
     count: int = module.config.num_hidden_layers

@@ -199,7 +199,7 @@ def load_model(
 
 
 def _refuse_unshown(family: Family, config: EngineConfig) -> None:
-    """Refuse settings whose promises are shown for registered families only. Raises `ConfigError`."""
+    """Reject settings whose promises are shown for registered families only. Raises `ConfigError`."""
     for name, default in (("batch_invariant", False), ("tensor_parallel_size", 1)):
         value = getattr(config, name)
         if family.is_generic and value != default:
@@ -346,7 +346,7 @@ def fill_module(
         config=model_config,
         state_dict=tensors,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported, and refused below with our own message
+        ignore_mismatched_sizes=True,  # reported, and rejected below with our own message
         **options,
     )
     module.__class__ = module_class
@@ -393,7 +393,7 @@ def built_on_the_cpu(module_class: Any) -> Any:
 
 
 def _belongs_to(name: str, module: Any) -> bool:
-    """Return True for a tensor inside the language model (not beside it, as a value head's is)."""
+    """Return True for a tensor inside the language model (not next to it, as a value head's is)."""
     first = name.split(".", 1)[0]
     return hasattr(module, first) or hasattr(module.base_model, first)
 

@@ -34,7 +34,7 @@ class Vision:
     module: Any
     """transformers' `...Model`, whose language model is empty. It has `get_image_features`."""
     placeholder_id: int
-    """The token that stands for a vector of a picture."""
+    """The token that represents a vector of a picture."""
     hidden_size: int
     num_deep_layers: int
     """Decoder layers after which further vectors of pictures are added (DeepStack)."""

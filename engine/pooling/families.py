@@ -25,7 +25,7 @@ class PoolingFamily:
     model_types: tuple[str, ...]
     label_head: LabelHead
     takes_types: bool = False
-    """Tokens of a pair's second text have a type of their own."""
+    """Tokens of a pair's second text have their own type."""
     padding_offset: bool = False
     """Positions are counted from the padding id on, as fairseq does; a padding token has its id for one."""
     is_causal: bool = False

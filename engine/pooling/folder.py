@@ -1,7 +1,7 @@
 """Pooling settings of a model directory. Plain Python: nothing in the directory is run as code.
 
 A Sentence Transformers directory lists its modules in modules.json; a sequence classifier names its class in
-config.json. Every module, activation and pooling is known here by its name, or refused by it.
+config.json. Every module, activation and pooling is known here by its name, or rejected with an error that names it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 }
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "LayerNorm", "Dropout")
 _TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-"""Sentence Transformers looks for a Transformer's settings under these kinds, in this order."""
+"""Sentence Transformers searches for a Transformer's settings under these kinds, in this order."""
 _LIBRARY = "sentence_transformers."
 _VECTORS = "sentence_embedding"
 _MAX_JSON_BYTES = 4 << 20
@@ -98,7 +98,7 @@ class ClassifierFolder:
     transformer: Path
     labels: tuple[str, ...]
     pair_activation: Activation
-    """Applied to a pair's score, as a cross-encoder's configuration says."""
+    """Applied to a pair's score, as a cross-encoder's configuration specifies."""
     is_multi_label: bool = False
     """Each label is judged alone."""
     max_seq_length: int | None = None

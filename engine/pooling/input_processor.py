@@ -15,7 +15,7 @@ from pagemill.engine.text.text_encoder import EncodedText, TextEncoder
 from pagemill.engine.text.text_process import Text
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
-"""What stands for sampling in a request that samples nothing."""
+"""What represents sampling in a request that samples nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class PoolInput:
     prompt_name: str | None = None
     dimensions: int | None = None
     truncate: bool = False
-    """Cut texts that are too long, instead of refusing them."""
+    """Cut texts that are too long, instead of rejecting them."""
 
 
 class PoolingInputProcessor:
@@ -78,7 +78,7 @@ class PoolingInputProcessor:
         """Tokenise and check one request.
 
         Returns:
-            The tokens of all texts, one after another; parameters that stand for none; and the task.
+            The tokens of all texts, one after another; parameters that represent none; and the task.
 
         Raises:
             InvalidRequest: see the subclasses.

@@ -1,6 +1,6 @@
 """Decides how many tokens to draft for each row of a step, by what they have been worth.
 
-A draft is computed as a row of its own, of one token, that shares its sequence's block table: the numbers are
+A draft is computed as its own row, of one token, that shares its sequence's block table: the numbers are
 those of a decode, to the last bit, and sampling depends on the position alone. So drafts change no output,
 only the number of steps.
 """

@@ -49,7 +49,7 @@ class RunningBatch:
         self.rows = RowTable(config.max_num_seqs)
         self.drafter = Drafter(config.num_speculative_tokens)
         self.waiting_for: WaitReason = "budget"
-        """The resource that the most recently refused sequence lacked."""
+        """The resource that the most recently rejected sequence lacked."""
         self.occupancy = Occupancy()
         self.num_displaced = 0
         """Preemptions in favour of urgent requests."""

@@ -222,7 +222,7 @@ class Scheduler:
         """Undo the step of this plan, which raised. Its requests wait again, as suspects.
 
         Steps planned after it read what it was to write, so they are void as well; settle them as usual:
-        their results are ignored and their requests are not blamed. A suspect gets steps of its own until it
+        their results are ignored and their requests are not blamed. A suspect gets its own steps until it
         has got past its earlier position; the caller fails one that raises alone.
         """
         void = [step for step in self._in_flight if step.plan.step_id >= plan.step_id]
@@ -347,7 +347,7 @@ class Scheduler:
         return True
 
     def _schedule_suspects(self, step: StepBuilder) -> None:
-        """Give the first suspect that can run a step of its own; if none can, run the others, admit none."""
+        """Give the first suspect that can run its own step; if none can, run the others, admit none."""
         for request in self._suspects:
             self._schedule_running(step, [s for s in self._batch.sequences if s.request is request])
             for sequence in [s for s in request.sequences if s in self._waiting and not s.is_held]:

@@ -1,4 +1,4 @@
-"""Requests in a step that raised, which have not yet got past that point in a step of their own."""
+"""Requests in a step that raised, which have not yet got past that point in their own step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Suspects:
         self._requests.discard(request)
 
     def clear(self, step: InFlightStep) -> None:
-        """Clear one that sampled in a step of its own and is caught up: it has got past its failure."""
+        """Clear one that sampled in its own step and is caught up: it has got past its failure."""
         if not self._requests or not step.sampled:
             return
         requests = step.requests()

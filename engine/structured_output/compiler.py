@@ -52,7 +52,7 @@ class SchemaCompiler:
         return sum(schema.num_bytes for schema in self._known.values())
 
     def load_vocabulary(self) -> None:
-        """Start reading the tokens' bytes in the process that will need them. Returns at once."""
+        """Start reading the tokens' bytes in the process that will need them. Returns immediately."""
         self._fork_server.start()
 
     def compile(self, kind: str, text: str) -> SchemaProcess:

@@ -35,7 +35,7 @@ class ForkServer:
         self._closing: weakref.finalize[..., ForkServer] | None = None
 
     def start(self) -> None:
-        """Start the process. Returns at once: requests are served once it has read the vocabulary."""
+        """Start the process. Returns immediately: requests are served once it has read the vocabulary."""
         if self.process is not None and self.process.poll() is None:
             return
         self._control, theirs = socket.socketpair()

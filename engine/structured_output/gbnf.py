@@ -1,6 +1,6 @@
 """Prepares GBNF, llama.cpp's grammars, for llguidance's converter to Lark (1.9).
 
-The converter drops leading zeros of hexadecimal escapes, which then stand for other characters or for none, and takes
+The converter drops leading zeros of hexadecimal escapes, which then represent other characters or for none, and takes
 a grammar with a rule named `start` for Lark.
 """
 

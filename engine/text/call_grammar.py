@@ -115,7 +115,7 @@ class CallGrammar:
         return StructuredOutputs(grammar="\n".join(["%llguidance {}", start, *rules]) + "\n")
 
     def _literal(self, text: str) -> str:
-        """Write a text; special tokens in it by their ids, since no text stands for them."""
+        """Write a text; special tokens in it by their ids, since no text represents them."""
         if not text:
             return ""
         parts = [text] if self._special is None else self._special.split(text)

@@ -45,7 +45,7 @@ To call one, answer with one line of JSON and nothing else: {{"name": "...", "ar
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The options of a chat beside its messages; tools and messages are in OpenAI's form."""
+    """The options of a chat in addition to its messages; tools and messages are in OpenAI's form."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     choice: Literal["none", "auto", "required"] = "auto"
@@ -87,7 +87,7 @@ class ChatFormat:
     """A model's way to chat: its template, and the families of its tool calls and its thinking. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, tools: str | None = None, thinking: str | None = None) -> None:
-        """`tools` and `thinking` replace what the template says; `none` for what the model does not do."""
+        """`tools` and `thinking` replace what the template specifies; `none` for what the model does not do."""
         self._tokenizer = tokenizer
         self._template = tokenizer.chat_template or ""
         self._asked_tools = tools

@@ -1,4 +1,4 @@
-"""The chat template of a model: the one asked for, or the one that lies beside its tokenizer.
+"""The chat template of a model: the one asked for, or the one next to its tokenizer.
 
 A template is a program of the model's publisher. It runs in Jinja's sandbox, in a process with limits on CPU time and
 memory: it reads the messages, and reaches nothing else.
@@ -58,7 +58,7 @@ class ChatTemplate:
         self._with_tools = self._named.get(_WITH_TOOLS, self.text) if asked is None else self.text
         texts = [text for text in (self.text, self._with_tools) if text is not None]
         self.source: str | None = "\n".join(dict.fromkeys(texts)) if texts else None
-        """All that conversations are written by: some models have a template of its own for tools."""
+        """All that conversations are written by: some models have a separate template for tools."""
 
     def render(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> str:
         """Return the conversation as text, with the assistant's turn opened.
@@ -70,7 +70,7 @@ class ChatTemplate:
 
         Raises:
             UnsupportedFeature: there is no template.
-            InvalidRequest: the template refuses these messages, or takes too long or too much memory for them.
+            InvalidRequest: the template rejects these messages, or takes too long or too much memory for them.
         """
         template = self._with_tools if tools else self.text
         if template is None:
@@ -95,7 +95,7 @@ class ChatTemplate:
             text = self._process.render(template, values)
             return _before_end(text, last) if is_continued else text
         except Refused as error:
-            # What the template says itself (raise_exception) is the reason that its user needs.
+            # What the template specifies itself (raise_exception) is the reason that its user needs.
             raise InvalidRequest(
                 f"the chat template refuses these messages: {str(error)[:_MAX_REASON]}"
             ) from None
@@ -136,7 +136,7 @@ class ChatTemplate:
         turns: tuple[str, ...],
         parts: frozenset[str],
     ) -> bool | None:
-        """Return whether a sample's text is in the prompt; None if the template refuses the sample."""
+        """Return whether a sample's text is in the prompt; None if the template rejects the sample."""
         sample = [{"role": one, "content": _SAMPLE if one == role else "x"} for one in turns]
         try:
             text = self._process.render(

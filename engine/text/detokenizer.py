@@ -35,7 +35,7 @@ class Detokenizer:
     character: it is not final until another follows, or `flush` is called.
 
     Decoders with byte fallback replace all bytes of a run if one of them is invalid, so a window can't be cut within
-    a run. Tokens that stand for single bytes are decoded here: valid characters of a run are kept and released.
+    a run. Tokens that represent single bytes are decoded here: valid characters of a run are kept and released.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Detokenizer:
         self._num_prompt_bytes = len(self._bytes.getstate()[0])
 
     def _byte_of(self, token_id: int) -> int | None:
-        """Return the byte that a byte-fallback token stands for; None for any other token."""
+        """Return the byte that a byte-fallback token represents; None for any other token."""
         piece = self._tokenizer.piece(token_id)
         found = None if piece is None else _BYTE_PIECE.fullmatch(piece)
         # An ordinary token may have such a name: its text is its name.

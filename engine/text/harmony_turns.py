@@ -41,7 +41,7 @@ def harmony_turns(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _one_text(turn: dict[str, Any]) -> dict[str, Any]:
-    """Join reasoning and content, of which the template takes one beside a call."""
+    """Join reasoning and content, of which the template takes one next to a call."""
     reasoning, content = turn.get("reasoning_content"), turn["content"]
     if not reasoning or not content:
         return turn

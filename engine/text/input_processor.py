@@ -345,7 +345,7 @@ class InputProcessor:
                 raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
 
     def _check_choice(self, params: SamplingParams) -> None:
-        """Refuse parameters that bar every first token; a later dead end fails the request when it occurs."""
+        """Reject parameters that bar every first token; a later dead end fails the request when it occurs."""
         barred = {ids[0] for ids in self.bad_word_ids(params.bad_words) if len(ids) == 1}
         if params.min_tokens and params.structured_outputs is None:
             barred.update(self._limits.eos_token_ids, params.stop_token_ids)
@@ -369,7 +369,7 @@ class InputProcessor:
         if params.max_tokens is not None:
             return min(params.max_tokens, context_left)
         # The last token is never written to the cache, hence one slot more than the pool has. If there is not
-        # room for even one, the scheduler refuses the request.
+        # room for even one, the scheduler rejects the request.
         pool_left = self._limits.pool_tokens // params.num_sequences - num_prompt_tokens + 1
         most = self.defaults.max_tokens
         return max(1, params.min_tokens, min(context_left, pool_left, context_left if most is None else most))

@@ -1,7 +1,7 @@
-"""Tells whether a tokenizer.json takes time and memory in proportion to the text, whatever the text is.
+"""Determines whether a tokenizer.json takes time and memory in proportion to the text, regardless of the text.
 
 Such tokenizers encode in the threads of the engine. All others encode in a process with limits (`text_process.py`).
-Decoding has no such process: a decoder whose output is not bounded is refused.
+Decoding has no such process: a decoder whose output is not bounded is rejected.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FOLLOWED_UP: dict[str, set[str]] = {
     _WORD: {_CAPITALS}, _WORD + _SUFFIX: {_CAPITALS + _SUFFIX},
 }  # fmt: skip
 """Branches of published patterns that go back over what they have matched, and the branches one of which has to
-match the same characters next: so each is gone over a few times only."""
+match the same characters next: so each is read a few times only."""
 _ATOM = re.compile(
     r"(?:\\[pP]\{\^?[\w ]+\}|\\x\{?[0-9a-fA-F]+\}?|\\[sSdDwWnrtfvhHu]|\\[^a-zA-Z0-9]"
     r"|\[(?:\\.|\[:\w+:\]|[^\]\\])+\]|[^\\\[\](){}|?*+^$])"

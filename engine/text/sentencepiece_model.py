@@ -74,7 +74,7 @@ def read_sentencepiece(file: Path) -> SentencePieceModel:
 
 
 def build_tokenizer(model: SentencePieceModel, *, prefixes_every_part: bool) -> Tokenizer:
-    """Return the tokenizer; control and user-defined pieces are tokens of their own wherever they stand in a text.
+    """Return the tokenizer; control and user-defined pieces are separate tokens anywhere in a text.
 
     Args:
         prefixes_every_part: what follows such a token also begins as if after a space, as in tokenizers that call
@@ -109,7 +109,7 @@ def build_tokenizer(model: SentencePieceModel, *, prefixes_every_part: bool) -> 
 
 
 def _bpe(model: SentencePieceModel) -> BPE:
-    """Return the merges that the scores stand for: of all ways to join two pieces, the best score goes first."""
+    """Return the merges that the scores represent: of all ways to join two pieces, the best score goes first."""
     vocab = {piece: number for number, piece in enumerate(model.pieces)}
     mergeable = {p for p, kind in zip(model.pieces, model.types, strict=True) if kind == PieceType.NORMAL}
     merges = [

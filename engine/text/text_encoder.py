@@ -56,7 +56,7 @@ class TextEncoder:
             encodings = tokenizer.encode_batch(list(texts), add_special_tokens=True)
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise InvalidRequest("the text is not valid Unicode") from error
-        except BaseException as error:  # nothing is left of a text beside so many special tokens
+        except BaseException as error:  # nothing is left of a text next to that many special tokens
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise InvalidRequest(f"the tokenizer refuses the text: {str(error)[:200]}") from error

@@ -175,7 +175,7 @@ class HuggingFaceTokenizer:
         text: str = self._backend.to_str()
         if self._backend.padding is None and self._backend.truncation is None:
             return text
-        # Neither affects which bytes a token stands for, and both would change the encoding of a text.
+        # Neither affects which bytes a token represents, and both would change the encoding of a text.
         return json.dumps(json.loads(text) | {"padding": None, "truncation": None})
 
 
@@ -205,7 +205,7 @@ def _is_cost_known(directory: Path) -> bool:
     text = file.read_text(encoding="utf-8")
     content = json.loads(text)
     if not isinstance(content, dict):
-        return True  # it is refused when it is read
+        return True  # it is rejected when it is read
     if not is_decoder_bounded(content):
         raise ModelLoadError(
             f"can't load the tokenizer in {directory}: its decoder can make a text of any length of a token; serve "

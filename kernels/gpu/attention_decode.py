@@ -255,7 +255,7 @@ def paged_attention_decode(
         max_seq_len: at least the longest of `seq_lens`; sizes the grid. While capturing a graph: the longest
             that a replay may bring.
         tile, splits: in place of what `tuning` says. With `splits.most` at least max_seq_len / splits.min_tokens
-            every split has that size, whatever the row's length.
+            every split has that size, regardless of the row's length.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.num_kv_heads, cache.block_size

@@ -1,7 +1,7 @@
 """Paged attention for rows with several query tokens: fresh prompts, chunks of prompts, resumed requests.
 
 One program takes one KV head and `block_m` consecutive pairs (query token, query head of the group), so that
-every key it reads serves all of them and tiles are full whatever the group's size. Which pairs, it reads from a
+every key it reads serves all of them and tiles are full regardless of the group's size. Which pairs, it reads from a
 work list that the host builds from the query lengths it knows: no program starts in vain.
 """
 

@@ -2,7 +2,7 @@
 
 Never autotuned: a serving process must not time kernels on its first requests, a key lookup costs tens of
 microseconds per launch, and a captured graph could not re-tune. The tests compile every entry ahead of time for
-the architectures that it names, and refuse spills and too much shared memory. On an H200 the decode tile of bf16 was
+the architectures that it names, and reject spills and too much shared memory. On an H200 the decode tile of bf16 was
 the best of nine; the other entries are not measured, and rest on the compiler's output (Triton 3.6 and 3.9).
 """
 
@@ -21,7 +21,7 @@ _ASSUMED_MULTIPROCESSORS = 1
 # Below this many tokens a split's launch and merge cost more than they spread.
 MIN_SPLIT_TOKENS = 256
 # Where all rows together fill the device, only rows longer than this are cut: one program reads about 140 GB/s of an
-# H200's 4,400, so a row of 16,384 keys beside 64 of 1,024 took 460 us instead of 67.
+# H200's 4,400, so a row of 16,384 keys together with 64 of 1,024 took 460 us instead of 67.
 LONG_SPLIT_TOKENS = 1024
 # Up to this context none is long enough to pay for the merge's launch.
 SHORT_CONTEXT_TOKENS = 4096

@@ -81,7 +81,7 @@ class LayerCache:
 
 
 def largest_number(dtype: torch.dtype) -> float | None:
-    """The value that a scaled dtype's largest number stands for; None for a dtype stored unscaled."""
+    """The value that a scaled dtype's largest number represents; None for a dtype stored unscaled."""
     return {torch.int8: INTEGER_LIMIT, FP8: FP8_LIMIT}.get(dtype)
 
 

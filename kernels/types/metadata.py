@@ -1,4 +1,4 @@
-"""A step's metadata for the attention operators, beside queries and caches. Tensors only."""
+"""A step's metadata for the attention operators, in addition to queries and caches. Tensors only."""
 
 from __future__ import annotations
 

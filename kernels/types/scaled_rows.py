@@ -18,7 +18,7 @@ class ScaledRows:
     dtype: torch.dtype
     """Of x, and of the products of these rows."""
     kept: torch.Tensor | None = None
-    """x itself, where something reads it beside the product."""
+    """x itself, where something reads it in addition to the product."""
 
     @property
     def shape(self) -> torch.Size:

@@ -13,7 +13,7 @@ class Scoring:
 
     A score is `scale * query . key`, then `softcap * tanh(score / softcap)`, then plus
     `alibi_slopes[head] * key position`; keys outside the window score minus infinity. The softmax is over the scores of
-    a token's keys and its head's sink, whose weight falls on no value; beside sinks, positions count from the query.
+    a token's keys and its head's sink, whose weight falls on no value; next to sinks, positions count from the query.
     """
 
     scale: float

@@ -1,6 +1,6 @@
 """The definition of a metric: a name, a help text, and a reader of its value from a snapshot.
 
-`catalogue.py` lists them all; the tables are beside this file. Nothing is incremented here: every value is
+`catalogue.py` lists them all; the tables are in addition to this file. Nothing is incremented here: every value is
 read from a snapshot at scrape time, so that a scrape is consistent and the step loop never touches a metrics
 library.
 """

@@ -90,7 +90,7 @@ class LocalWorker:
         if url is not None:
             # Not as an argument: a URL may hold a password, and all users can see arguments.
             environment["PAGEMILL_REDIS_URL"] = url
-        # The variable is for a worker that is scraped; several private ones may run beside it.
+        # The variable is for a worker that is scraped; several private ones may run next to it.
         environment["PAGEMILL_HTTP_PORT"] = "0"
         # A separate session: the caller handles Ctrl-C, and the worker gets one SIGTERM.
         self._process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """`pagemill recall list | run | auto | keep`: what deviating workers committed, and what becomes of it.
 
-Exit codes of `run`: 0 all results were replaced or are gone, 1 some stay, 4 a job can't run again now.
+Exit codes of `run`: 0 all results were replaced or no longer exist, 1 some stay, 4 a job can't run again now.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`pagemill rollout start | raise | halt | rollback | finish | status | compare`: a new revision of a model.
 
 Exit codes of `compare`: 0 all that could be compared agreed, 1 some did not, 4 nothing could be compared; of the
-others 0, or 1 where they are refused.
+others 0, or 1 where they are rejected.
 """
 
 from __future__ import annotations

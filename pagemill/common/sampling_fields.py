@@ -29,7 +29,7 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Fields for which a model may have defaults of its own: a job that sets one to Pagemill's default says so."""
+"""Fields for which a model may have its own defaults: a job that sets one to Pagemill's default says so."""
 DEFAULT_PROMPT_MAX_TOKENS = 16
 """`max_tokens` of a plain prompt that names none; a chat gets the rest of the context."""
 
@@ -142,7 +142,7 @@ class SamplingFields:
             )
 
     def _check_labels(self) -> None:
-        """Refuse what would change the probabilities of labels, or ask for more than one of them."""
+        """Reject what would change the probabilities of labels, or ask for more than one of them."""
         if self.label_probs not in get_args(LabelProbs):
             raise InvalidParameter(f"label_probs must be one of {', '.join(get_args(LabelProbs))}")
         shape = self.structured_outputs

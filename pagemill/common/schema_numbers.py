@@ -1,6 +1,6 @@
 """Rewrites the numbers of a JSON schema that llguidance (1.9) would not enforce.
 
-It keeps numbers as 64-bit floats, which rounds most integers beyond 2**53, and refuses bounds beyond 2**63. Between two
+It keeps numbers as 64-bit floats, which rounds most integers beyond 2**53, and rejects bounds beyond 2**63. Between two
 bounds with the same integer part it includes the one nearer to zero, exclusive or not.
 """
 
@@ -111,7 +111,7 @@ def _representable(bound: int | float, inwards: float) -> int | float:
 
 
 def _check_range(schema: dict[str, Any], exact: dict[str, Any]) -> None:
-    """Refuse a range that is empty only because its bounds were moved."""
+    """Reject a range that is empty only because its bounds were moved."""
     bounds = [exact.get(key) for key in ("minimum", "maximum")]
     low, high = (bound if _is_number(bound) else None for bound in bounds)
     if low is not None and high is not None and low > high and schema["minimum"] <= schema["maximum"]:

@@ -32,7 +32,7 @@ class Usage:
 
 
 class MetricsSampler:
-    """Reads /metrics every tenth of a second on a thread of its own. A context manager."""
+    """Reads /metrics every tenth of a second on a separate thread. A context manager."""
 
     def __init__(self, metrics_url: str) -> None:
         self._url = metrics_url

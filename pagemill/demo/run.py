@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--keep", action="store_true", help="leave the worker up until Ctrl-C, to look at it")
     options = parser.parse_args(arguments)
-    # The demo shows the defaults, on a server of its own: the settings of this shell stay out of it.
+    # The demo shows the defaults, on its own server: the settings of this shell stay out of it.
     for name in list(os.environ):
         if name.startswith("PAGEMILL_") and name != KEPT_VARIABLE:
             del os.environ[name]

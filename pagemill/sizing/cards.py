@@ -22,7 +22,7 @@ class DeviceSpeed:
     compute_share: float
     """Of `flops`, that products reach."""
     step_s: float
-    """Of a step, beside its reading and computing: planning, launches, sampling."""
+    """Of a step, in addition to its reading and computing: planning, launches, sampling."""
     job_s: float
     """Of a job, for queue, worker and tokenizer, where they take the device's time."""
     source: str

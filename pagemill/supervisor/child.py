@@ -47,7 +47,7 @@ class ChildSpec:
 
 
 class ChildProcess:
-    """A running child. It leads a session of its own, so that Ctrl-C reaches the supervisor alone.
+    """A running child. It leads its own session, so that Ctrl-C reaches the supervisor alone.
 
     Start it on the main thread: the kernel ends it with the thread that started it.
     """

@@ -48,7 +48,7 @@ def worker_groups(settings: UpSettings) -> tuple[Group, ...]:
 
 
 def specs(settings: UpSettings, groups: Sequence[Group], ports: Ports, redis_url: str) -> list[ChildSpec]:
-    """Describe every child. Raises SettingsError for settings that a worker would refuse."""
+    """Describe every child. Raises SettingsError for settings that a worker would reject."""
     shared = _shared(settings, redis_url)
     found = [
         _worker(settings, number, group, len(groups), ports.workers[number], shared)

@@ -37,7 +37,7 @@ class LogStream:
             self._out.flush()
 
     def pump(self, name: str, source: IO[bytes]) -> threading.Thread:
-        """Copy a process's output on a thread of its own, until it ends."""
+        """Copy a process's output on a separate thread, until it ends."""
 
         def run() -> None:
             with source:

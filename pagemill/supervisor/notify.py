@@ -24,7 +24,7 @@ class ServiceManager:
         self._last_status = ""
 
     def notify(self, **fields: str | int) -> None:
-        """Send the fields: READY=1, STOPPING=1, STATUS=text. A manager that is gone is logged, and no error."""
+        """Send the fields: READY=1, STOPPING=1, STATUS=text. A manager that no longer exists is logged."""
         if not self._address:
             return
         message = "\n".join(f"{name}={value}" for name, value in fields.items())

@@ -17,7 +17,7 @@ class Ports:
     workers: tuple[int, ...]
     exporter: int | None
     gateway: socket.socket | None
-    """Listening: while the gateway is restarted, clients wait in its backlog and are not refused."""
+    """Listening: while the gateway is restarted, clients wait in its backlog and are not rejected."""
 
     @classmethod
     def choose(cls, settings: UpSettings, workers: int) -> Ports:

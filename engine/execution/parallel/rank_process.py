@@ -109,7 +109,7 @@ def _run_plans(runner: Any, inbox: Inbox) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit at once: tearing down a collective that waits for a dead rank may take as long as its timeout."""
+    """Exit immediately: tearing down a collective that waits for a dead rank may take as long as its timeout."""
     logging.shutdown()
     os._exit(code)
 

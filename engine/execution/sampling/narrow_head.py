@@ -26,7 +26,7 @@ _KEPT = 8
 
 @dataclass(frozen=True, slots=True)
 class NarrowVocabulary:
-    """The subset of tokens that a step's logits stand for."""
+    """The subset of tokens that a step's logits represent."""
 
     token_ids: tuple[int, ...]
     """Ascending, so that ties go to the lowest id here as well."""

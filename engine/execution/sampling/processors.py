@@ -5,7 +5,7 @@ The order is logit_bias, then penalties, then bars. ForbiddenTokens come from a 
 is sampled, and the request fails. But a structure that can only end may do so before `min_tokens`.
 
 Here a step's samples are put together on the host; `StagedChanges` applies them. What the host does not know yet,
-the newest tokens of a row, only the device looks at.
+the newest tokens of a row are read by the device only.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StagedSamples:
-    """What a step's samples need beside their logits, on the device once the transfer has been sent."""
+    """What a step's samples need in addition to their logits, on the device once the transfer has been sent."""
 
     changes: StagedChanges | None
     draws: StagedDraws | None
@@ -85,7 +85,7 @@ class Sampler:
         self._draws_on_device = draws_on_device
 
     def stage(self, work: list[SampleWork], vocab_size: int, transfer: Transfer) -> StagedSamples:
-        """Put what `sample` needs beside the logits into the transfer."""
+        """Put what `sample` needs in addition to the logits into the transfer."""
         asking = _asking(work)
         return StagedSamples(
             self._processors.stage(work, vocab_size, transfer),

@@ -12,7 +12,7 @@ import torch
 class ExpertMatrices:
     """Weights [out_features, in_features] of `num_experts` experts.
 
-    They are read one at a time, and nothing is held beside the mapped file.
+    They are read one at a time, and nothing is held in addition to the mapped file.
     """
 
     num_experts: int

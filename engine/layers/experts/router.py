@@ -1,6 +1,6 @@
 """The router of a mixture of experts: logits in fp32, and the choice among them.
 
-Logits are never rounded to bfloat16 or integers, whatever the model's other products are: a rounding that swaps two
+Logits are never rounded to bfloat16 or integers, regardless of the model's other products: a rounding that swaps two
 experts changes a whole row.
 """
 

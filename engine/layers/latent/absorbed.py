@@ -55,7 +55,7 @@ class LatentProducts(nn.Module):
 
 
 def _as_cached(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one KV head's keys and values; stands in for transformers' `expand_kv`.
+    """Return one KV head's keys and values; replaces transformers' `expand_kv`.
 
     Args:
         latents: [1, 1, num_tokens, rank], normed; rotated: [1, 1, num_tokens, rotated].

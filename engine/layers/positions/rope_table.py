@@ -22,7 +22,7 @@ class RotaryTable:
 
     @staticmethod
     def holds(embedding: Any) -> bool:
-        """Return True if the embedding has one set of frequencies, whatever the positions."""
+        """Return True if the embedding has one set of frequencies, regardless of the positions."""
         rope_type = getattr(embedding, "rope_type", None)
         return isinstance(rope_type, str) and rope_type not in LENGTH_DEPENDENT
 
@@ -38,7 +38,7 @@ class RotaryTable:
         return rows, rows[:, rows.shape[1] // 2 :]
 
     def _computed(self, length: int) -> torch.Tensor:
-        """Compute [length, rotary_dim]: the half of the cosines beside the sines'."""
+        """Compute [length, rotary_dim]: the half of the cosines next to the sines'."""
         cos, sin = self._embedding(torch.empty(0), torch.arange(length)[None])
         half = cos.shape[-1] // 2
         return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=1)

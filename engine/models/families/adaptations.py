@@ -120,7 +120,7 @@ def _forward_llama4_experts(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _adapt_llama4(module: Any) -> None:
-    # transformers looks for "language_model", which this class does not have.
+    # transformers searches for "language_model", which this class does not have.
     module.base_model_prefix = "model"
 
     def give_positions(_layer: Any, args: Any, kwargs: Any) -> Any:

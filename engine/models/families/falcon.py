@@ -70,7 +70,7 @@ def _adapt(module: nn.Module) -> None:
     )
 
     for child in module.modules():
-        if type(child) is FalconLinear:  # the same product, under a forward of its own: packed as any other
+        if type(child) is FalconLinear:  # the same product, under its own forward: packed as any other
             child.__class__ = nn.Linear
     rotate = staticmethod(apply_rotary_pos_emb)
     for attention in replace_attention(module, FalconAttention, forward=_forward, rotate=rotate):

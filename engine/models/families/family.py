@@ -98,6 +98,6 @@ def replace_attention(module: torch.nn.Module, attention: type, **methods: Any) 
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse a configuration whose meaning the conversion would lose. Raises `ModelLoadError`."""
+    """Reject a configuration whose meaning the conversion would lose. Raises `ModelLoadError`."""
     if not condition:
         raise ModelLoadError(message)

@@ -1,6 +1,6 @@
 """Any other causal language model of transformers whose attention goes through its attention interface.
 
-`pagemill.engine.layers.observation` looks at such a model after loading and refuses what paged attention would
+`pagemill.engine.layers.observation` inspects such a model after loading and rejects what paged attention would
 not compute; `pagemill.engine.execution.model_probe` compares its logits with transformers' own.
 """
 
@@ -101,7 +101,7 @@ def _build_config(model_type: str, raw: RawConfig) -> PretrainedConfig:
 
 
 def _check_defaults(model_type: str) -> None:
-    """Raise ModelLoadError for a type of which no model can be served, whatever its config.json says."""
+    """Raise ModelLoadError for a type of which no model can be served, regardless of its config.json."""
     try:
         config = CONFIG_MAPPING[model_type]()
     except Exception:  # it has no defaults

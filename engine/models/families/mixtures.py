@@ -1,6 +1,6 @@
 """Mixtures of experts whose attention goes through transformers' interface.
 
-A family declares what its routers compute; the experts are replaced whatever the model is
+A family declares what its routers compute; the experts are replaced regardless of the model
 (`pagemill.engine.layers.experts`).
 """
 
@@ -26,7 +26,7 @@ class _Column(nn.Module):
     """A linear layer whose one output comes with a stride.
 
     torch computes the sigmoid of neighbours in one vector, and of those that fill none by another function: with a
-    stride every row's is the latter, whatever its neighbours are.
+    stride every row's is the latter, regardless of its neighbours.
     """
 
     def __init__(self, linear: nn.Module) -> None:

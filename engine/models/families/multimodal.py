@@ -25,7 +25,7 @@ _NAMES = (
 )
 """The language model's tensors, as named by the first releases of these types and by transformers 5."""
 _OWN_NAMES = re.compile(r"^(lm_head|model\.(layers|embed_tokens|norm))\.")
-"""Those of checkpoints that name them as a text model does; images' tensors are beside `model`."""
+"""Those of checkpoints that name them as a text model does; images' tensors are next to `model`."""
 _PARTS_BESIDE = ("vision_config", "audio_config", "text_config", "architectures", "model_type", "auto_map")
 _INHERITED = ("torch_dtype", "dtype")
 _ROPE = ("rope_scaling", "rope_parameters")
@@ -93,7 +93,7 @@ class Multimodal:
     text_type: str
     """The `model_type` of a `text_config` that names none."""
     is_flat: bool = False
-    """First releases have the text's fields beside `vision_config`."""
+    """First releases have the text's fields next to `vision_config`."""
     convert_tensors: Callable[[Tensors, PretrainedConfig], Tensors] = unchanged
     images: bool = False
     """`get_image_features` of transformers' model returns all that its language model reads of a picture."""

@@ -212,7 +212,7 @@ def _remove_unused(target: Path) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = _size_of(target)
-        # Renamed first: one of which half is gone must not look finished.
+        # Renamed first: one that is half deleted must not look finished.
         grave = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         os.rename(target, grave / "removed")
         shutil.rmtree(grave, ignore_errors=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from pagemill.engine.child_process import limit_memory
 
 _SPARE_BYTES = 2 * 2**30
-"""Memory beside the files: tables of tensors, a shard to be written, and what the libraries allocate."""
+"""Memory in addition to the files: tables of tensors, a shard to be written, and what the libraries allocate."""
 _PER_FILE_BYTE = 3
 """A file is mapped (or read), and at most its largest tensor is copied and converted."""
 

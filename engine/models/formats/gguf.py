@@ -1,4 +1,4 @@
-"""GGUF files: each gets a Hugging Face directory once, made in a process of its own, that refers to its matrices."""
+"""GGUF files: each gets a Hugging Face directory once, made in a separate process, that refers to its matrices."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gguf_directory(file: Path) -> Path:
         ModelLoadError: the file is damaged, or of an unsupported architecture or tensor type.
         EngineError: the directory can't be written.
     """
-    # Not in a light install, whose commands look for models too.
+    # Not in a light install, whose commands search for models too.
     from pagemill.engine.models.formats.cache import cached_conversion, identity, not_kept
     from pagemill.engine.models.formats.process import convert
 

@@ -32,7 +32,7 @@ from pagemill.engine.models.formats.gguf_tokenizer import (
 from pagemill.engine.models.formats.shards import ShardWriter
 from pagemill.engine.text.tokenizer_files import save_sentencepiece
 
-# Frequencies that follow from the configuration, or are refused below.
+# Frequencies that follow from the configuration, or are rejected below.
 _ROPE_FACTORS = "rope_freqs.weight"
 _EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<part>gate|up|down)_exps)\.weight")
 _MAPPED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
@@ -301,7 +301,7 @@ def _order_of_rows(name: str, shape: tuple[int, int], processor: Any) -> tuple[i
 
 
 def apply_rope_factors(config: Any, factors: torch.Tensor) -> None:
-    """Find the `llama3` scaling that these divisors of the rotary frequencies [head_dim / 2] stand for.
+    """Find the `llama3` scaling that these divisors of the rotary frequencies [head_dim / 2] represent.
 
     llama.cpp computes them from config.json when it writes a file, with 1, 4 and 8192 as all Llama 3 have; which
     leaves one unknown, the factor, which is the largest of them. Raises `ModelLoadError` for any others.

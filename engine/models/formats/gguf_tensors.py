@@ -95,7 +95,7 @@ def map_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Return the matrices by name: numbers [rows, columns] of a type in FLOATS, others' blocks as uint8 [rows, bytes].
 
     Raises:
-        ModelLoadError: the file is not there, or not as long as its directory says.
+        ModelLoadError: the file is not there, or not as long as its directory specifies.
     """
     contents = read_contents(file)
     with file.open("rb") as opened:

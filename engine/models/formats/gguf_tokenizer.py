@@ -109,7 +109,7 @@ def add_bos(tokenizer: Any, reader: Any) -> None:
 
 
 def correct_tokenizer(tokenizer: Any, reader: Any) -> None:
-    """Cut a text as the file says: transformers takes GPT-2's pattern for all, which joins digits in other ways.
+    """Cut a text as the file specifies: transformers takes GPT-2's pattern for all, which joins digits in other ways.
 
     Some versions of transformers also take BOS for EOS, remove spaces before punctuation, and read the tokens of a
     byte-level vocabulary as SentencePiece's.

@@ -1,4 +1,4 @@
-"""Pickled weights (`pytorch_model.bin`, one or many): converted once to safetensors, in a process of its own."""
+"""Pickled weights (`pytorch_model.bin`, one or many): converted once to safetensors, in a separate process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagemill.engine.models.formats.cache import cached_conversion, identity
 from pagemill.engine.models.formats.process import convert
 
 _FORMAT_VERSION = 1
-# Beside weights lie other pickles: an optimizer's state, a trainer's arguments, adapters.
+# Other pickles are stored next to weights: an optimizer's state, a trainer's arguments, adapters.
 _WEIGHTS = re.compile(r"^(pytorch_)?model.*\.bin$")
 
 PICKLED_WHOLE = "pytorch_model.bin"

@@ -21,7 +21,7 @@ _SMALL_FILES = (
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
 # Of Sentence Transformers: pooling, dense layers.
 _MODULE_FILE = re.compile(r"[0-9]{1,2}_[A-Za-z]{1,40}/(config\.json|model\.safetensors|pytorch_model\.bin)")
-# Beside the weights: adapters, Mistral's own format of the same tensors, a trainer's state, other models.
+# In addition to the weights: adapters, Mistral's own format of the same tensors, a trainer's state, other models.
 _NOT_WEIGHTS = re.compile(r"^(adapter|consolidated|optimizer|scheduler|training|rng_state|onnx|openvino)")
 _SMALL_FILE_BYTES = 256 * 2**20
 """The largest vocabularies have a tenth of this."""
@@ -88,7 +88,7 @@ def weight_names(names: Collection[str], directory: Path, repository: str) -> li
         ("pytorch_model.bin.index.json", "pytorch_model.bin", ".bin"),
     ):
         if whole in names:
-            return [whole]  # an index beside it is of earlier files
+            return [whole]  # an index next to it is of earlier files
         if index in names:
             return _indexed(directory / index, names, repository)
         others = [name for name in sorted(names) if name.endswith(ending) and _is_plain(name)]

@@ -22,13 +22,13 @@ _CACHE_SCALES = re.compile(r"\.(k_scale|v_scale|q_scale|kv_scale|prob_scale|k_ze
 
 
 def join_parts(tensors: Mapping[str, torch.Tensor], scheme: Scheme, dtype: torch.dtype) -> dict[str, Weight]:
-    """Return a checkpoint's tensors by name, each group that stands for a weight replaced by it.
+    """Return a checkpoint's tensors by name, each group that represents a weight replaced by it.
 
     Args:
         dtype: the model's.
 
     Raises:
-        ModelLoadError: a part is missing or damaged, or is not what the configuration says.
+        ModelLoadError: a part is missing or damaged, or is not what the configuration specifies.
     """
     modules: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     out: dict[str, Weight] = {}
@@ -49,7 +49,7 @@ def join_parts(tensors: Mapping[str, torch.Tensor], scheme: Scheme, dtype: torch
 
 
 def check_quantized(tensors: Mapping[str, Weight], scheme: Scheme) -> None:
-    """Raise `ModelLoadError` if no tensor of a checkpoint is in the format that it names, but for GGUF."""
+    """Raise `ModelLoadError` if no tensor of a checkpoint is in the format that it names, except GGUF."""
     if scheme.has_quantized_tensors and not any(isinstance(t, QuantizedWeight) for t in tensors.values()):
         raise ModelLoadError("quantization_config names a format, and no tensor is in it")
 

@@ -21,7 +21,7 @@ _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors that stand for one weight, by the last part of their names."""
+    """The tensors that represent one weight, by the last part of their names."""
 
     module: str
     tensors: Mapping[str, torch.Tensor]
@@ -94,7 +94,7 @@ class Scheme(ABC):
     main: str
     """The part that every quantised weight has."""
     parts: tuple[str, ...]
-    """All that may stand beside it."""
+    """Settings that may be next to it."""
     has_quantized_tensors = True
     """Whether every checkpoint of the format has one."""
 
@@ -104,22 +104,22 @@ class Scheme(ABC):
 
     @abstractmethod
     def weight(self, parts: Parts) -> QuantizedWeight:
-        """Return the weight that these tensors stand for. Looks at shapes and small tensors alone.
+        """Return the weight that these tensors represent. Inspects shapes and small tensors alone.
 
         Raises:
-            ModelLoadError: a tensor is missing or damaged, or is not what the configuration says.
+            ModelLoadError: a tensor is missing or damaged, or is not what the configuration specifies.
         """
 
     def weights(self, parts: Parts) -> dict[str, QuantizedWeight]:
-        """Return the weights that these tensors stand for by name: one, or that of each expert. Raises as `weight`."""
+        """Return the weights that these tensors represent by name: one, or that of each expert. Raises as `weight`."""
         return {self.weight_name(parts.module): self.weight(parts)}
 
     def is_quantized(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return True if a module's tensors stand for a quantised weight."""
+        """Return True if a module's tensors represent a quantised weight."""
         return self.main in tensors
 
     def weight_name(self, module: str) -> str:
-        """Return the name of the tensor that a weight stands for."""
+        """Return the name of the tensor that a weight represents."""
         return f"{module}.weight"
 
     def split_name(self, name: str) -> tuple[str, str]:

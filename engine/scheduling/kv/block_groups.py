@@ -12,7 +12,7 @@ from pagemill.engine.config import SchedulerConfig
 from pagemill.kernels.types.window import first_visible
 
 _SLACK = 3
-"""Blocks beside window and chunk: the parts of blocks at both ends, and what is freed with the next full block."""
+"""Blocks in addition to window and chunk: the parts at both ends, and what is freed with the next full block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class BlockGroups:
         return max(0, first) // self.block_size
 
     def most_held(self, window: int | None, num_columns: int) -> int:
-        """Return a bound on the blocks that a sequence of this many columns holds at once in a group."""
+        """Return a bound on the blocks that a sequence of this many columns holds at the same time in a group."""
         if window is None:
             return num_columns
         return min(num_columns, (abs(window) + self.max_chunk) // self.block_size + _SLACK)
 
     @property
     def limits(self) -> tuple[int | None, ...]:
-        """The most blocks that a sequence holds at once in each group; None: one for each of its columns."""
+        """The most blocks that a sequence holds at the same time in each group; None: one for each of its columns."""
         return tuple(None if window is None else self.most_held(window, 2**31) for window in self.windows)
 
     def key(self, block_hash: bytes, group: int) -> bytes:

@@ -154,7 +154,7 @@ class KVCacheManager:
         return self.pool.lookup(key) or self.host.lookup(key)
 
     def num_blocks_taken(self, hits: PrefixHits, num_tokens: int) -> int:
-        """Return the available blocks that a waiting sequence takes for `num_tokens`, at most at once."""
+        """Return the available blocks that a waiting sequence takes for `num_tokens`, at most."""
         from_queue = sum(
             isinstance(entry, HostBlock)
             or (entry.ref_count == 0 and not entry.is_reserved and entry.block_id != NULL_BLOCK_ID)

@@ -31,7 +31,7 @@ RESIDENCY_BUCKETS = (
 class BlockResidency:
     """Receives the pool's events for the sampled blocks.
 
-    A block lives from its allocation until its contents are gone: evicted, or freed without a hash. It is
+    A block lives from its allocation until its contents no longer exist: evicted, or freed without a hash. It is
     idle while it is cached and has no reference.
     """
 

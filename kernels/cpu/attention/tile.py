@@ -426,7 +426,7 @@ def clear_slots(panels, num_slots, head_dim):
 
 @jit
 def tile_bytes(num_rows, head_dim):
-    """Scratch memory of `attend_tile` beside its panels, in whole cache lines."""
+    """Scratch memory of `attend_tile` in addition to its panels, in whole cache lines."""
     num_vectors = 2 * LINES + vector.LANES + 2 + 2 * _num_parts(num_rows)
     return F32 * num_rows * (_padded(head_dim) + _depth(head_dim) + KEYS) + VECTOR * num_vectors
 

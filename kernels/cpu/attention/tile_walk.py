@@ -83,7 +83,7 @@ def scales_at(cache, walk):
 
 @jit
 def tile_ahead(cache, walk, num_keys):
-    """The address of the tile to ask for beside one of so many keys: for as much of it; the rest is asked for here."""
+    """The address of the tile to prefetch with one of `num_keys` keys, for as much of it; the rest is prefetched here."""
     ahead = walk + ENTRY * _distance(cache)
     if cache.key_scales != 0:
         scales = scales_at(cache, ahead)

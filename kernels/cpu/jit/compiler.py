@@ -1,7 +1,7 @@
 """numba, set up once for the CPU operators: one threading layer, cached machine code, raw addresses in.
 
 Kernels take addresses (`Tensor.data_ptr()`) and strides instead of arrays. That gives each kernel one compiled
-signature whatever the strides of its caller's views, and makes a call cost a few microseconds, which counts when
+signature regardless of the strides of its caller's views, and makes a call cost a few microseconds, which counts when
 a step of a small model makes hundreds. As with Triton, the caller answers for shapes and dtypes.
 """
 
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 def _cache_directory() -> str:
-    """Return the directory of machine code: under NUMBA_CACHE_DIR, beside the package, or in the user's cache.
+    """Return the directory of machine code: under NUMBA_CACHE_DIR, next to the package, or in the user's cache.
 
-    numba looks for changes in a kernel's own file only, but kernels inline one another across files, so the
+    numba searches for changes in a kernel's own file only, but kernels inline one another across files, so the
     directory is named after the sources of all of them. A private one replaces a directory that can't be written.
     """
     package = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def _cache_directory() -> str:
 
 
 def _source_digest(package: Path) -> str:
-    """Of all that a CPU kernel may be compiled from: its constants come from beside `cpu/` too, from `gpu/` none."""
+    """Digest of all sources of CPU kernels: constants come from files next to `cpu/` too, but not from `gpu/`."""
     digest = hashlib.sha256()
     for source in sorted(set(package.rglob("*.py")) - set(package.glob("gpu/*.py"))):
         digest.update(str(source.relative_to(package)).encode() + source.read_bytes())
@@ -81,7 +81,7 @@ def _may_use_amx() -> bool:
 
 
 def _drop_refused_features() -> None:
-    """Compile for a CPU without AMX where the system refuses it: machine code on disk is kept by these features."""
+    """Compile for a CPU without AMX where the system rejects it: machine code on disk is kept by these features."""
     if compiles_for("amx-tile") and not _may_use_amx() and numba.config.CPU_FEATURES is None:
         features = codegen.get_host_cpu_features().split(",")
         numba.config.CPU_FEATURES = ",".join(name for name in features if not name.startswith("+amx"))

@@ -1,6 +1,6 @@
 """Numbers of a cache's dtype as floats inside numba kernels: 16 at once, or one.
 
-A kernel takes an *element*, a scalar whose numba type stands for the dtype, and passes it down to what loads and
+A kernel takes an *element*, a scalar whose numba type represents the dtype, and passes it down to what loads and
 stores: so each dtype compiles to its own machine code, and no branch on it is left in a loop.
 """
 

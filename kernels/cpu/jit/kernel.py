@@ -107,7 +107,7 @@ class _Part(CPUDispatcher):
 
 
 class _NoCode(_PartLibrary):
-    """Stands for a root in its callers: who loads one of these loads the root first, so that its symbol is known."""
+    """Replaces a root in its callers: who loads one of these loads the root first, so that its symbol is known."""
 
     def __init__(self, codegen: Any, name: str, load: Callable[[], None]) -> None:
         super().__init__(codegen, name)
@@ -153,7 +153,7 @@ def _digest(arguments: Any) -> str:
 
 
 class _Entry:
-    """The key of what is called by its symbol; stands for the function that Python would call."""
+    """The key of what is called by its symbol; represents the function that Python would call."""
 
 
 def _load(module: str, name: str, arguments: Any) -> None:

@@ -79,7 +79,7 @@ def weigh(scores, count, largest):
 
 @jit
 def sink_weight(sinks, head, largest):
-    """The weight of a head's sink beside a largest score in units of log 2; `sinks` is an address, 0 = none.
+    """The weight of a head's sink compared with a largest score in units of log 2; `sinks` is an address, 0 = none.
 
     Infinite where the sink is larger by far: what it divides comes out as 0.
     """

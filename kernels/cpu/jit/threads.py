@@ -94,7 +94,7 @@ class _Launch:
 
 @intrinsic
 def launch(typing_context: Any, kernel: Any, num_threads: Any, arguments: Any) -> Any:
-    """Call kernel(thread, *arguments) for every thread in range(num_threads), each on a thread of its own.
+    """Call kernel(thread, *arguments) for every thread in range(num_threads), each on a separate thread.
 
     `arguments` is a tuple; the arrays in it live until all have returned.
     """

@@ -1,7 +1,7 @@
 """Vectors of 16 floats as values inside numba kernels, one AVX-512 register each (or two or four narrower ones).
 
 A loop that LLVM vectorises by itself ends each short dot product in a costly prologue and epilogue; heads of 64
-numbers are nothing but short dot products. Here the kernel says which register holds what.
+numbers are only short dot products. Here the kernel specifies the contents of each register.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _fold(builder: Any, combine: Callable[..., Any], x: Any, y: Any, distance: i
 
 
 def _fold_all(builder: Any, combine: Callable[..., Any], vectors: list[Any]) -> Any:
-    """Lanes of the result stand for the vectors, a power of two of them, again and again."""
+    """Lanes of the result represent the vectors, a power of two of them, again and again."""
     distance = 1
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)

@@ -1,7 +1,7 @@
 """A model's decoder layers in a row, as one compiled call.
 
 Between two layers the kernels have just pushed Python's own code and objects out of the caches: what costs ten
-microseconds in a loop of its own costs seventy there. So nothing of it is left between them.
+microseconds in its own loop costs seventy there. So nothing of it is left between them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run_layers(kind, element, layers, steps, hidden, cos, sin, stride, half, num
         finish(kind, layer, step, hidden, i + 1 < len(layers), num_threads)
 
 
-# Kernels of their own, which `run_layers` calls, so that the products are not compiled again for every dtype of the
+# their own Kernels, which `run_layers` calls, so that the products are not compiled again for every dtype of the
 # cache, nor attention for every kind of product; and the two that the third calls. What takes longest to compile comes
 # first.
 PARTS = ("prefill", "decode", "place_and_attend", "finish", "project")

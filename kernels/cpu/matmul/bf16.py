@@ -2,7 +2,7 @@
 
 A product of two such numbers is exact in fp32, so each number of the result is one chain of fp32 additions over the
 inputs, the second of every pair before the first. It depends on its row and its channel alone, to the last bit,
-whatever the number of rows or threads.
+regardless of the number of rows or threads.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 AVX-512 BF16 multiplies pairs of inputs and adds both products to an fp32 sum, the second one first, each addition
 rounded to nearest. So each number of a tile is one chain of fp32 additions in a fixed order, and tiles of different
-heights, or made of ordinary multiply-adds, agree to the last bit; but for numbers below 2^-126, which are zeros to it.
+heights, or made of ordinary multiply-adds, agree to the last bit; except numbers below 2^-126, which are zeros to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAIR = 2
 PAIRS = GROUP // PAIR
 BF16 = 2  # bytes
 ROW_BYTES = GROUP * BF16
-"""Of a row's part of a group. The parts of a tile's rows lie beside each other, group by group."""
+"""Of a row's part of a group. The parts of a tile's rows are adjacent, group by group."""
 PANEL_BYTES = PANEL * GROUP * BF16
 """Of a panel's part of a group: pair by pair, and of each the channels."""
 

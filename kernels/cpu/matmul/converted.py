@@ -1,7 +1,7 @@
 """Products of rows that are converted as they arrive, to 8-bit integers or to bfloat16: y = x W^T + b.
 
 A row's numbers are converted in groups of 32 inputs, and its part of a group lies where the tiles read it. Each number
-of the result depends on its row and its channel alone, to the last bit, whatever the number of rows or threads. Kernels
+of the result depends on its row and its channel alone, to the last bit, for any number of rows or threads. Kernels
 take the kind of numbers first (`kinds`): integers or bfloats.
 """
 

@@ -3,7 +3,7 @@
 Weights lie in panels of 32 output channels, input by input, so that a tile of the result (some rows by 32 channels)
 stays in registers while its panel passes by in one contiguous stream. Every number of the result is one chain of
 fused multiply-adds over the inputs in their order: it depends on its row and its channel alone, to the last bit,
-whatever the number of rows or threads, and whichever thread takes what.
+regardless of the number of rows or threads, and whichever thread takes what.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _multiply_channels(out, x, lined, tiles, weight, panel, following, origin, b
     channel = panel * PANEL
     width = min(PANEL, weight.out_features - channel)
     target = Strided(out.rows + F32 * channel, out.stride)
-    if width < PANEL:  # the last panel: beside the real channels there is no room in `out`
+    if width < PANEL:  # the last panel: next to the real channels there is no room in `out`
         target = sums_at(memory + _NARROW, tiles)
     start = bias_of(weight, panel) if begin == 0 else target
     sums = sums_at(memory, tiles)

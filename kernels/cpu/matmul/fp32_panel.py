@@ -3,7 +3,7 @@
 A panel passes by in pieces that a cache holds: where weights are kept in fewer than 32 bits
 (`weight_packing.py`), a piece is expanded once for all the tiles.
 
-Rows are numbered through a whole product, so an address stands for row 0 whether or not that one is there. Products
+Rows are numbered through a whole product, so an address represents row 0 whether or not that one is there. Products
 are cut into tiles by `fp32_tile.first_row`.
 """
 

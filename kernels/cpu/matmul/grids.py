@@ -41,7 +41,7 @@ class Integers(NamedTuple):
     scales: torch.Tensor
     """fp32 [out_features, num_groups]"""
     offsets: torch.Tensor
-    """fp32 [out_features, num_groups]; zeros, but for OFFSET_NIBBLES."""
+    """fp32 [out_features, num_groups]; zeros, except OFFSET_NIBBLES."""
 
 
 def find(weight: torch.Tensor, grid: int) -> Integers | None:
@@ -178,5 +178,5 @@ def _fit_channels(first, last, grid, addresses, num_groups, misfits):
 
 @jit
 def _fit_parallel(grid, addresses, num_channels, num_groups, misfits, num_threads):
-    """Ends with the first misfit, which every thread looks for before its next channel."""
+    """Ends with the first misfit, which every thread searches for before its next channel."""
     launch_rows(_fit_channels, num_threads, num_channels, (grid, addresses, num_groups, misfits))

@@ -29,7 +29,7 @@ _FLOAT8_SCALE = 256.0
 
 
 def pack_grouped(weight: GroupedWeight) -> PackedWeight | None:
-    """Pack a weight, but for its order of inputs, in the smallest format that holds it; None: none does."""
+    """Pack a weight, except its order of inputs, in the smallest format that holds it; None: none does."""
     if weight.group_size % GROUP:
         return None
     weight = weight.in_groups_of(GROUP)

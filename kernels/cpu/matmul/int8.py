@@ -2,7 +2,7 @@
 
 What is computed is defined in `pagemill.kernels.grouped_int8`: sums within a group of inputs are integers, hence exact,
 and over the groups each number of the result is one chain of fp32 multiply-adds in the groups' order. So it depends on
-its row and its channel alone, to the last bit, whatever the number of rows or threads and whatever the CPU.
+its row and its channel alone, to the last bit, regardless of the number of rows or threads and whatever the CPU.
 """
 
 from __future__ import annotations

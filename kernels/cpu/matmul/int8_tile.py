@@ -22,7 +22,7 @@ from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, by_height, pr
 from pagemill.kernels.grouped_int8 import GROUP
 
 ZERO_POINT = 128  # of weights of 8 bits
-QUAD = 4  # inputs whose weights lie beside each other
+QUAD = 4  # inputs whose weights lie in addition to each other
 QUADS = GROUP // QUAD
 _LINE = PANEL * F32  # a number of 32 bits for each channel of a panel: a quad's weights of 8 bits, or a scale
 # Their 6 sums, 16 vectors of weights and the numbers of some quads fill the 32 registers of AVX-512.
@@ -62,7 +62,7 @@ class Products(NamedTuple):
         return I32 // len(self.parts[0])
 
     # A row's part of a group: the numbers, their scale, what the channels' sums start from with weights of 8 bits, and
-    # the numbers' sum times their scale. The parts of a tile's rows lie beside each other, group by group: each number
+    # the numbers' sum times their scale. The parts of a tile's rows are adjacent, group by group: each number
     # is then at a fixed distance from one address. Rows far apart would take a register each for theirs, of which there
     # are too few.
     @property
@@ -157,7 +157,7 @@ class Format(NamedTuple):
 
     @property
     def num_factors(self) -> int:
-        """Numbers for each channel beside its weights."""
+        """Numbers for each channel in addition to its weights."""
         return 2 if self.has_offsets else 1
 
     @property
@@ -383,7 +383,7 @@ def _few_of(builder: Any, number: Any) -> Any:
 class _GroupByGroup(_Tile):
     """All of a group's weights in registers, and the sums of a few rows at a time.
 
-    The conversion of some rows' sums, which each wait for the last of a chain of products, then runs beside the
+    The conversion of some rows' sums, which each wait for the last of a chain of products, then runs in parallel with
     products of the next. With the sums of all rows in registers, every row would be converted at the same time, while
     no product can begin.
     """

@@ -1,4 +1,4 @@
-"""The kinds of numbers that products multiply: scalars whose numba type stands for one.
+"""The kinds of numbers that products multiply: scalars whose numba type represents one.
 
 A kernel takes a kind first and passes it down: so each kind compiles to its own machine code, when it is first used.
 """

@@ -1,7 +1,7 @@
 """Products with the low-rank matrices of adapters, a different adapter for each row if need be, in fp32.
 
 A decode row reads each of its adapter's matrices once, as a stream; rows of one adapter that follow each other find
-them in the cache. A row's sums are made in one order whatever the other rows.
+them in the cache. A row's sums are made in one order regardless of the other rows.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _emit_float8_group(builder: Any, source: Any, target: Any) -> None:
 
 def _emit_lowest_nibbles(builder: Any, words: Any) -> Any:
     """The lowest four bits of each lane as fp32."""
-    if compiles_for("avx512f"):  # the instruction looks at those alone: cheaper than to mask and convert
+    if compiles_for("avx512f"):  # the instruction inspects those alone: cheaper than to mask and convert
         table = _ir.Constant(F32X16, [float(number) for number in range(16)])
         return call(builder, "llvm.x86.avx512.permvar.sf.512", F32X16, [table, words])
     return builder.sitofp(builder.and_(words, _splat(15)), F32X16)

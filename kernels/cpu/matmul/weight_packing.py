@@ -2,7 +2,7 @@
 
 Decoding reads all weights for every token, and memory is what it waits for. Few checkpoints hold 32 bits of information
 per weight: they were stored as 16-bit floats, or as integers of 4 or 8 bits with scales, and were widened when they
-were loaded. That is undone here, whatever the file's format was: a matrix is kept as integers (`grids`) or halves only
+were loaded. That is undone here, regardless of the file's format: a matrix is kept as integers (`grids`) or halves only
 if every one of its numbers comes back exactly (a zero may lose its sign), and products still compute in fp32.
 """
 
@@ -93,7 +93,7 @@ def pack_each(
     shape: tuple[int, int],
     formats: Sequence[int] = SMALLEST_FIRST,
 ) -> PackedWeight:
-    """Pack `count` weights of one shape in one format, each from a panel of its own on; read one at a time.
+    """Pack `count` weights of one shape in one format, each from its own panel on; read one at a time.
 
     Returns:
         The sizes of one of them, and the panels of all.
@@ -265,7 +265,7 @@ def _pack_panels(first, last, weight_format, weight, out_features, in_features, 
 
 @jit
 def _pack_parallel(weight_format, weight, out_features, in_features, panels, misfits, num_threads):
-    """Ends with the first misfit, which every thread looks for before its next panel."""
+    """Ends with the first misfit, which every thread searches for before its next panel."""
     num_panels = (out_features + PANEL - 1) // PANEL
     arguments = (weight_format, weight, out_features, in_features, panels, misfits)
     launch_rows(_pack_panels, num_threads, num_panels, arguments)

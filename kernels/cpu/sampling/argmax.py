@@ -1,6 +1,6 @@
 """The largest number of each row and its place, in one pass over the numbers.
 
-torch keeps an index beside every maximum, number by number. Here maxima of short stretches come first, by whole
+torch keeps an index for every maximum, number by number. Here maxima of short stretches come first, by whole
 vectors; then only the stretch that holds the largest number is searched for it.
 """
 

@@ -224,7 +224,7 @@ def stop(
     run_dir: RunDir = None,
     now: Annotated[bool, typer.Option("--now", help="Hand running jobs back at once.")] = False,
 ) -> None:
-    """Drain all children and end; returns once they are gone."""
+    """Drain all children and end; returns once they no longer exist."""
     for reply in _send(run_dir, command="stop", now=now):
         print_stderr(reply["event"])
     from pagemill.supervisor.control import NotRunning, send_command

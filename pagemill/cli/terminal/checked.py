@@ -1,4 +1,4 @@
-"""Validation of options by pydantic types, so that bad values are refused before a worker or job does."""
+"""Validation of options by pydantic types, so that bad values are rejected before a worker or job does."""
 
 from __future__ import annotations
 

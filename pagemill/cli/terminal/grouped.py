@@ -1,6 +1,6 @@
 """Commands with many options, which take them in groups.
 
-A parameter that is a dataclass stands for an option per field. A parameter `Annotated[dict[str, Any], OPTIONS]` stands
+A parameter that is a dataclass represents an option per field. A parameter `Annotated[dict[str, Any], OPTIONS]` stands
 for the options of a mapping from names to annotations, as `setting_flags.options` makes them; the command receives
 those that are set.
 """

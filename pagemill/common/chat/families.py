@@ -47,7 +47,7 @@ class CallForm:
     answer: str = ""
     """What stands before an answer without a call."""
     is_single: bool = False
-    """True if the model makes one call per answer, whatever the job allows."""
+    """True if the model makes one call per answer, regardless of what the job allows."""
 
     def head(self, name: str) -> str:
         return self.before.replace('"NAME"', json.dumps(name)).replace("NAME", name)
@@ -84,7 +84,7 @@ class ToolSyntax:
     is_wrapped: bool = True
     """True if name and arguments are members of an object."""
     skipped: tuple[str, ...] = ()
-    """What may stand around calls, beside white space, and is not content."""
+    """What may stand around calls, in addition to white space, and is not content."""
     elements: Elements | None = None
     """How arguments are written that are not JSON. `header` then matches from a call's opening mark on."""
     quote: str = ""

@@ -24,7 +24,7 @@ class ThinkingTags:
     answer: str = ""
     """The header of an answer, in such a format. One that is constrained follows thinking, which the prompt opens."""
     stops: tuple[str, ...] = ()
-    """Special tokens that end an output, beside the model's EOS."""
+    """Special tokens that end an output, in addition to the model's EOS."""
     efforts: tuple[str, ...] = ()
     """The values of `reasoning_effort` that the models know; empty: any."""
 

@@ -92,7 +92,7 @@ class BeamSearch:
         """Take the candidates of all beams, which have the same length.
 
         Returns:
-            The continuations to keep, best first; none: the search is over, and `hypotheses` is its result.
+            The continuations to keep, best first; none: the search has finished, and `hypotheses` is its result.
         """
         length = len(self.beams[0].sequence.output_token_ids) + 1
         alive: list[Continuation] = []

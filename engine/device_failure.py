@@ -1,4 +1,4 @@
-"""Recognises, by their text, the step errors that mean a lost device."""
+"""Recognizes, by their text, the step errors that mean a lost device."""
 
 from __future__ import annotations
 

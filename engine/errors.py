@@ -115,13 +115,13 @@ class ModelLoadError(ConfigError):
 
 
 class AdapterError(ConfigError):
-    """No such adapter folder, or one that this model can't be run with. The message says which and why."""
+    """The adapter folder does not exist or does not fit the model; the message names it and the reason."""
 
     code = "adapter_error"
 
 
 class DeviceLost(EngineError):
-    """The device can run no more steps. Nothing is retried: the process ends, and its work moves elsewhere."""
+    """The device can run no more steps. Nothing is retried: the process exits, and other workers resume its jobs."""
 
     request_ids: frozenset[str] = frozenset()
     """The requests in a step at that time: one of them may be the cause, no other can."""

@@ -198,7 +198,7 @@ def _weight_bits(
 
 
 def _scheme_bits(scheme: Mapping[str, Any]) -> float:
-    """Return the bits of a quantised checkpoint's weights; 16 where its configuration does not specify it."""
+    """Return the bits of a quantized checkpoint's weights; 16 where its configuration does not specify it."""
     for name in ("bits", "w_bit", "num_bits"):
         if isinstance(scheme.get(name), int):
             return float(scheme[name])

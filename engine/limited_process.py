@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 class Exceeded(Exception):
-    """A call exceeded a limit: the message says which."""
+    """A call exceeded a limit; the message names it."""
 
 
 class LimitedProcess:

@@ -217,7 +217,7 @@ class LLM:
     def close(self) -> None:
         """Free the weights and the KV cache, and end the processes of ranks and of schemas.
 
-        All that also goes with this object. Later calls of `generate` raise `DeviceLost`.
+        The same happens when this object is deleted. Later calls of `generate` raise `DeviceLost`.
         """
         self.engine.close()
 

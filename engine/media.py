@@ -16,7 +16,7 @@ class MediaItem:
     offset: int
     """The position of its first placeholder among the prompt's tokens."""
     length: int
-    """Tokens from its first placeholder to its last one. Other tokens may lie between them (rows of tiles)."""
+    """Tokens from its first placeholder to its last one. Other tokens may be between them (rows of tiles)."""
     digest: bytes
     """32 bytes, of the picture's bytes and the processor's settings: equal digests mean equal vectors."""
     inputs: Mapping[str, Any]

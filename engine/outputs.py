@@ -17,7 +17,7 @@ WaitReason = Literal["budget", "rows", "kv"]
 StayCause = Literal[
     "adapter", "grammar", "rows", "kv", "budget", "prompt", "decode", "displaced", "preempted", "others"
 ]
-"""What a request's time in the engine goes to; `others` is a number in addition to them."""
+"""The parts of a request's time in the engine; `others` is a count."""
 StructuredResult = Literal["valid", "truncated", "invalid"]
 LetGo = Literal["released", "lapsed"]
 """What becomes of a request that its engine lost: `released` counts nothing, `lapsed` counts as a crash."""
@@ -103,7 +103,7 @@ class RequestOutput:
     warnings: tuple[str, ...] = ()
     """What the caller should know of the output; set on the last one."""
     let_go: LetGo | None = None
-    """Set on the last output of a request that has not ended, and that must run on another engine or later."""
+    """Set on the last output of an unfinished request that must run on another engine or later."""
 
 
 class Histogram:
@@ -232,7 +232,7 @@ class SchedulerStats:
     waiting_for: WaitReason = "budget"
     """Why the first of them was not admitted; the rest wait behind it."""
     displaced: int = 0
-    """Preemptions in favour of urgent requests; also counted as preemptions."""
+    """Preemptions in favor of urgent requests; also counted as preemptions."""
     preemptions: int = 0
     preempted_tokens: int = 0
     """Computed tokens of preempted sequences (prefix hits not deducted)."""
@@ -366,7 +366,7 @@ class EngineStats:
     blocks: BlockMap | None = None
     """The latest map of the block pool, while requested (`Engine.watch_blocks`)."""
     histograms: dict[str, dict[LabelValues, HistogramSnapshot]] = field(default_factory=dict)
-    """name -> label values (() when unlabelled) -> snapshot. Names and labels: step_seconds (phase: schedule,
+    """name -> label values (() when unlabeled) -> snapshot. Names and labels: step_seconds (phase: schedule,
     prepare, forward, sample, output; kind), step_tokens (kind), step_utilization, step_budget_use, batch_size,
     time_to_first_token_seconds, inter_token_latency_seconds, time_per_output_token_seconds, request_seconds,
     request_wait_seconds, request_prefill_seconds, request_decode_seconds, request_inference_seconds,

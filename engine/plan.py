@@ -33,7 +33,7 @@ class NewRow:
     seed: int
     """The resolved seed, in [0, 2**63)."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that may not be generated: `params.bad_words`, tokenised."""
+    """Token sequences that must not be generated: `params.bad_words`, tokenized."""
     adapter_slot: int = -1
     """Where its adapter is; -1: it has none."""
     media: PromptMedia | None = None

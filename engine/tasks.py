@@ -20,7 +20,7 @@ class Thinking:
     budget: int | None = None
     """Most tokens of thinking, after which the closing tag is forced."""
     decided_by: str = ""
-    """The beginning of `closing` after which the rest of it is forced, since it ends the thinking by itself. Empty:
+    """The beginning of `closing` after which the rest of it is forced, since it alone ends the reasoning. Empty:
     only all of `closing` ends it."""
 
 
@@ -88,7 +88,7 @@ class Pool:
     num_skipped: int = 0
     """Leading tokens of each text that are attended to, and left out of its vector."""
     dimensions: int | None = None
-    """The leading numbers of each vector to keep; normalised again where the model normalises."""
+    """The leading numbers of each vector to keep; normalized again where the model normalizes."""
     num_tokens = 0
 
 

@@ -15,7 +15,7 @@ import torch
 class Routing:
     """How a router's logits become experts and weights.
 
-    Softmax over the chosen logits alone is softmax over all of them, normalised after the choice.
+    Softmax over the chosen logits alone is softmax over all of them, normalized after the choice.
     """
 
     top_k: int

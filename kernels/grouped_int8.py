@@ -47,7 +47,7 @@ def multiply(
     bias: torch.Tensor | None,
     weight_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [num_rows, in_features] quantised, times a weight of integers, plus bias; [num_rows, out_features] fp32.
+    """x [num_rows, in_features] quantized, times a weight of integers, plus bias; [num_rows, out_features] fp32.
 
     Sums within a group are integers, exact; the groups are added in their order, each with one rounding.
 

@@ -27,7 +27,7 @@ def reshape_and_cache(
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim]; views with any strides over a contiguous last
-            dimension. Converted to the cache's dtype; for int8 and fp8 quantised per token and head, to nearest.
+            dimension. Converted to the cache's dtype; for int8 and fp8 quantized per token and head, to nearest.
         slot_mapping: [num_tokens] int64, block id * block_size + offset; -1 skips the token. No slot twice.
     """
     is_real = slot_mapping >= 0
@@ -91,7 +91,7 @@ def paged_attention(
         cache: with this step's keys and values already written; its block_size is a power of two.
 
     Returns:
-        [num_tokens, num_heads, head_dim], fresh and contiguous. What stands at padded tokens is undefined.
+        [num_tokens, num_heads, head_dim], fresh and contiguous. Values at padded tokens are undefined.
     """
     # Padded tokens come out as zeros here.
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -201,7 +201,7 @@ def rotary_and_cache(
     cache: LayerCache,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm and rotation of queries and keys as `rotation` says, and `reshape_and_cache` of keys and values.
+    """Norm and rotation of queries and keys by `rotation`, and `reshape_and_cache` of keys and values.
 
     Args:
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; views with any

@@ -42,7 +42,7 @@ def norm_and_quantise(
     numbers: torch.dtype,
     keeps: bool,
 ) -> tuple[ScaledRows, torch.Tensor]:
-    """`rms_norm`, or `add_rms_norm` with a residual, and its rows quantised; also the sum, or x without a residual.
+    """`rms_norm`, or `add_rms_norm` with a residual, and its rows quantized; also the sum, or x without a residual.
 
     Args:
         keeps: `ScaledRows.kept` has the norm.
@@ -54,7 +54,7 @@ def norm_and_quantise(
 
 
 def silu_and_quantise(gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
-    """`silu_and_mul` and its rows quantised. `keeps`: `ScaledRows.kept` has what `silu_and_mul` gives."""
+    """`silu_and_mul` and its rows quantized. `keeps`: `ScaledRows.kept` has what `silu_and_mul` gives."""
     return _scaled(reference.silu_and_mul(gate_up), numbers, keeps)
 
 

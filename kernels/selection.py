@@ -55,7 +55,7 @@ def kth_of_best(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 def top_p_thresholds(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """The least likely logit of each row's smallest set with at least this mass.
 
-    Probabilities are summed in fp64 from the most probable on, so the outcome is one whatever finds it.
+    Probabilities are summed in fp64 from the most probable on, so every implementation has the same outcome.
 
     Args:
         logits: [num_rows, vocab_size].
@@ -78,7 +78,7 @@ def top_p_of_best(logits: torch.Tensor, probabilities: torch.Tensor, mass: torch
     mass = mass[:, None]
     thresholds = torch.empty_like(logits[:, :1])
     rows = torch.arange(len(logits), device=logits.device)
-    # Elsewhere a sort is cheap, and asking which rows are done would wait for the device.
+    # On other devices a sort is cheap, and reading which rows are done would wait for the device.
     for num_best in [n for n in _HEADS if n < size and logits.device.type == "cpu"] + [size]:
         ordered, ids = (
             logits[rows].sort(dim=-1, descending=True) if num_best == size else logits[rows].topk(num_best)

@@ -31,7 +31,7 @@ class KernelCheck:
         self.wrong: dict[str, str] = {}
         """Operator to the reason, of the kernels that differ or raise."""
         self.uncompared: dict[str, str] = {}
-        """Likewise, where the reference itself raises: for lack of memory, say."""
+        """Likewise, where the reference itself raises, for instance for lack of memory."""
         self.num_compared = 0
         self._seen: set[Any] = set()
 
@@ -50,7 +50,7 @@ class KernelCheck:
             given, copies = _tensors([args, kwargs]), _tensors([copied_args, copied_kwargs])
             untouched = [tensor.clone() for tensor in given]
             expected = reference(*copied_args, **copied_kwargs)
-        except Exception as error:  # it says nothing about the kernel
+        except Exception as error:  # it is not a fault of the kernel
             self.uncompared.setdefault(name, _first_line(error))
             return kernel(*args, **kwargs)
         try:
@@ -58,7 +58,7 @@ class KernelCheck:
             reason = _difference([*_tensors(result), *given], [*_tensors(expected), *copies])
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a compiler or a launch raises: the reference can still serve
+        except Exception as error:  # any error of the compiler or the launch: the reference can still serve
             reason = _first_line(error)
         self.num_compared += 1
         if reason is None:

@@ -1,7 +1,7 @@
 """vLLM's CPU build, offline, its prefix cache on: runs in its own environment (`benchmarks.engines.peers`).
 
 With `options["choices"]` it labels. Version 0.32.0 returns, now and then, a text that is none of the choices: such a
-row counts as labelled, as NO_CHOICE.
+row counts as labeled, as NO_CHOICE.
 """
 
 from __future__ import annotations

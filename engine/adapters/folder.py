@@ -1,7 +1,7 @@
 """Reads a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
 
 What PEFT's `LoraConfig` may ask for beyond plain LoRA is rejected by name: leaving it out would compute another
-function. What the fields mean is said by `LoraConfig` of PEFT 0.21.
+function. `LoraConfig` of PEFT 0.21 documents the fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KNOWN = frozenset({
 })  # fmt: skip
 """Fields that are read here, or that change nothing once an adapter is trained."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that put other weights into the model: the adapter belongs to those."""
+"""Initializations that put other weights into the model: the adapter belongs to those."""
 _REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "a bias of its own",
@@ -76,7 +76,7 @@ def read_adapter(directory: Path) -> AdapterFolder:
     """Read a folder, without anything of the model that it belongs to.
 
     Raises:
-        AdapterError: it is no such folder, is damaged, or asks for more than LoRA.
+        AdapterError: the folder is not one of PEFT, is damaged, or requires more than LoRA.
     """
     try:
         config = read_json_object(directory / CONFIG) if (directory / CONFIG).is_file() else None

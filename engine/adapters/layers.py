@@ -1,4 +1,4 @@
-"""The linear layers of a loaded model as adapters see them: where each change goes, and the slots they share."""
+"""The linear layers of a loaded model as adapters see them: the layer of each change, and the shared slots."""
 
 from __future__ import annotations
 

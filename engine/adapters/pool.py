@@ -94,7 +94,7 @@ class AdapterPool(AdapterNames):
         """Read and check a folder, and give it a name; one of that name is replaced for later requests.
 
         Raises:
-            AdapterError: the folder can't be used with this model, or there is no room for another name.
+            AdapterError: the folder can't be used with this model, or the limit of names is reached.
         """
         if not ADAPTER_NAME.fullmatch(name):
             raise AdapterError(f"{name[:100]!r} is not valid: {ADAPTER_NAME_RULE}")

@@ -153,7 +153,7 @@ class DeviceBackend(ABC):
         return LoopedProduct(matrices, self.device)
 
     def quantized_activations(self) -> str:
-        """Return how products with a quantised checkpoint's weights round their rows, for the fingerprint."""
+        """Return how products with a quantized checkpoint's weights round their rows, for the fingerprint."""
         return "not rounded"
 
     @abstractmethod

@@ -92,7 +92,7 @@ class ScaledProduct(nn.Module):
         self._weight = weight
         self.rounds_to = weight.numbers.dtype
         self.kept_as: str | None = None
-        """The form of a quantised checkpoint's weights, if it is their own."""
+        """The form of a quantized checkpoint's weights, if it is their own."""
 
     @classmethod
     def rounding(cls, weight: torch.Tensor, bias: torch.Tensor | None, numbers: torch.dtype) -> ScaledProduct:
@@ -146,6 +146,6 @@ def cuda_product(
 
 
 def _multiplies_as_float8(weight: GroupedWeight, dtype: torch.dtype) -> bool:
-    """Return True where the library's product takes a checkpoint's numbers: elsewhere activations stay as they are."""
+    """Return True where the library's product supports a checkpoint's numbers; otherwise activations are unchanged."""
     is_aligned = not any(size % _FLOAT8_MULTIPLE for size in weight.shape)
     return has_row_scales(weight) and dtype is torch.bfloat16 and is_aligned

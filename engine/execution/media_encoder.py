@@ -31,7 +31,7 @@ class MediaEncoder:
     """Vectors of pictures by digest, least recently used ones evicted first. Owned by the engine's thread."""
 
     def __init__(self, vision: Vision, max_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
-        """`max_bytes`: of vectors that are kept; those that a request needs next are kept whatever their size."""
+        """`max_bytes`: limit of cached vectors; those that a request needs next are always kept."""
         self.max_bytes = max_bytes
         self._vision = vision
         self._device, self._dtype = device, dtype
@@ -104,7 +104,7 @@ class MediaEncoder:
 
     @torch.inference_mode()
     def vectors(self, item: MediaItem, num_vectors: int) -> Vectors:
-        """Return a picture's vectors, from the cache or the encoder. Raises `InvalidRequest`: they are not so many."""
+        """Return a picture's vectors, cached or encoded. Raises `InvalidRequest` for another number of vectors."""
         if (kept := self._kept.get(item.digest)) is not None:
             self._kept.move_to_end(item.digest)
             return kept

@@ -41,9 +41,9 @@ _ENDS = ((7, 8, 9, 10, 11), (5, 5, 9, 9, 9), (0, 16, 16, 17, 18))
 _ALL_TOKENS_WITHIN = {torch.float32: 1e-3}
 """Largest relative difference of a token's logits: paged and eager attention sum in other orders."""
 _MOST_TOKENS_WITHIN = {torch.float16: 0.05, torch.bfloat16: 0.15}
-"""The same for three tokens of four: in half precision, a router's near tie may send a token elsewhere."""
+"""The same for three tokens of four: in half precision, a near tie may change the expert of a token."""
 _QUANTISED_WITHIN = 0.5
-"""For int8 weights or a quantised cache: enough to distinguish another function from rounding."""
+"""For int8 weights or a quantized cache: enough to distinguish another function from rounding."""
 _SHARE = 0.75
 _NARROW = (1, 3)
 """Tokens for which the head is asked alone."""

@@ -126,7 +126,7 @@ class ModelRunner:
             self._replay_graphs(model.loaded, limits)
 
     def _replay_graphs(self, model: LoadedModel, limits: SchedulerConfig) -> None:
-        """Put replayed graphs first. A model of which we know nothing may not be capturable: it runs without."""
+        """Try replayed graphs first. An unknown model that cannot be captured runs without them."""
         try:
             self._forward_passes.insert(0, self._captured_graphs(model.module, limits))
         except Exception as error:

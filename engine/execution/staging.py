@@ -18,7 +18,7 @@ from pagemill.engine.devices.backend import DeviceBackend
 _ALIGNMENT = 16
 _FIRST_BYTES = 2**18
 _NUM_SLOTS = 2
-"""Steps whose arrays may be in transfer at once: the one in flight and the one being prepared."""
+"""Steps whose arrays can be in transfer at the same time: the one in flight and the one being prepared."""
 
 
 class Transfer(Protocol):
@@ -34,7 +34,7 @@ class Transfer(Protocol):
 
 
 class DirectTransfer:
-    """Copies each array separately, at once; on the CPU not at all."""
+    """Copies each array separately and immediately; on the CPU it copies nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class _Slot:
 
 
 class StagedTransfer:
-    """Copies all of a step's arrays at once.
+    """Copies all of a step's arrays together.
 
     A step larger than any before (a long prompt) needs one extra copy, and the buffer grows.
     """

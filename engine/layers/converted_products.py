@@ -59,7 +59,7 @@ class PackedBf16Product(ConvertedProduct):
 
     kind = "bf16"
     kept_as = "widened to bfloat16"
-    """The form of a quantised checkpoint's weights."""
+    """The form of a quantized checkpoint's weights."""
 
     @staticmethod
     def kernel() -> Any:

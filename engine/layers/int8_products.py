@@ -1,6 +1,6 @@
 """Products of 8-bit integers: separate scales for weights and activations, exact sums.
 
-With one activation scale for the whole batch, as in torch's dynamic quantisation, a neighbour's outlier would
+With one activation scale for the whole batch, as in torch's dynamic quantization, a neighbor's outlier would
 change a request's result. On CPU a scale covers a group of inputs (`pagemill.kernels.grouped_int8`); on CUDA a whole
 row (`pagemill.kernels.row_scaled`), which costs accuracy (docs/quantization.md).
 """

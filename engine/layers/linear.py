@@ -29,7 +29,7 @@ MakeProduct = Callable[[Sequence[Weight], torch.Tensor | None], nn.Module | None
 """Maps weights [out_features, in_features], whose outputs are concatenated, and their bias to a module that
 multiplies rows [num_rows, in_features]. None: no product is better than the layers themselves.
 
-A product of quantised weights names the form it keeps them in by `kept_as`, if it did not widen them. One that rounds
+A product of quantized weights names the form it keeps them in by `kept_as`, if it did not widen them. One that rounds
 its rows to 8 bits names the dtype by `rounds_to`, and takes `ScaledRows` too."""
 
 
@@ -61,7 +61,7 @@ class LinearOptions:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. Takes [..., in_features], or rows rounded to what `rounds_to` says."""
+    """y = x W^T + b. Takes [..., in_features], or rows rounded to `rounds_to`."""
 
     def __init__(
         self, product: nn.Module, in_features: int, out_features: int, part: PartialLinear | None = None
@@ -73,7 +73,7 @@ class Linear(nn.Module):
         self.dtype: torch.dtype | None = None
         """Of the weights of the layers it was made of."""
         self.kept_as: str | None = None
-        """How the weights of a quantised checkpoint are kept."""
+        """How the weights of a quantized checkpoint are kept."""
         self.sources: tuple[tuple[str, int], ...] = ()
         """The paths of the layers it was made of, and their outputs, in order."""
         self.adapters: LowRankTable | None = None
@@ -151,7 +151,7 @@ class PackedProduct(nn.Module):
 
     kind: ClassVar[KindName] = "fp32"
     kept_as: str | None = None
-    """The form of a quantised checkpoint's weights, if it is their own."""
+    """The form of a quantized checkpoint's weights, if it is their own."""
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()

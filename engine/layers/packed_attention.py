@@ -1,6 +1,6 @@
-"""Attention over texts that lie one after another in one batch, without padding and without a cache.
+"""Attention over texts that are concatenated in one batch, without padding and without a cache.
 
-Plugged into transformers' attention interface, as paged attention is. Texts of equal length are neighbours, so that
+Plugged into transformers' attention interface, as paged attention is. Texts of equal length are neighbors, so that
 each length is one call of torch's attention on a view.
 """
 

@@ -1,4 +1,4 @@
-"""A linear layer's weight as a quantised checkpoint stores it, read when a product is made of it."""
+"""A linear layer's weight as a quantized checkpoint stores it, read when a product is made of it."""
 
 from __future__ import annotations
 

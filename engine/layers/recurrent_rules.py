@@ -1,4 +1,4 @@
-"""transformers' functions for recurrences, replaced by our kernels, which advance states where they lie.
+"""transformers' functions for recurrences, replaced by our kernels, which advance states in place.
 
 The modules call these functions by name. A replacement does what the original does, unless a packed batch runs: then
 it finds the states in their slots. So no state is gathered, passed through a dozen operations and written back.

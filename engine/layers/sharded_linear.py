@@ -1,7 +1,7 @@
 """Linear layers of which a rank holds a part, including the collectives inside them.
 
 Layers split by outputs alone need no class: they are smaller `nn.Linear`s. These are separate classes, so
-that a check for exactly `nn.Linear` rejects them: merging one with its neighbours would lose the collective.
+that a check for exactly `nn.Linear` rejects them: merging one with its neighbors would lose the collective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PartialLinear(nn.Linear):
     """A rank's part, as loaded. `Linear` takes over the weight, and calls `complete` after the product."""
 
     stored: QuantizedWeight | None = None
-    """In the weight's place, where the checkpoint is quantised."""
+    """In the weight's place, where the checkpoint is quantized."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.complete(nn.functional.linear(x, self.weight))

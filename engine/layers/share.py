@@ -46,7 +46,7 @@ class Columns:
     """A layer of which a rank has some of the outputs."""
 
     sections: tuple[Section, ...]
-    """The projections in it, one after another; each is cut by itself."""
+    """The projections in it, in order; each is cut separately."""
     by_kv_head: bool = False
     """The sections repeat for each KV head: its query heads, its key, its value."""
 
@@ -85,7 +85,7 @@ class TensorSplit:
     intermediate_size: Callable[[Any], int] = _intermediate_size
     """From a configuration, as is `blocks`."""
     blocks: Callable[[Any], int] | None = None
-    """Returns the number of blocks of heads whose projections lie together: ranks have whole ones."""
+    """Returns the number of blocks of heads whose projections are stored together; a rank has whole blocks."""
     head_counts: tuple[str, ...] = ()
     """Attributes of the modules around these layers that count query heads."""
     kv_head_counts: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ _CONSTANTS = re.compile(r"(\.rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read config.json, without what it says of quantised weights. Raises `ModelLoadError`."""
+    """Read config.json, without its quantization settings. Raises `ModelLoadError`."""
     raw = read_json_object(directory / "config.json")
     raw.pop(_QUANTIZATION, None)
     return raw
@@ -50,7 +50,7 @@ def names_scheme(directory: Path) -> bool:
 
 
 def read_scheme(directory: Path) -> Scheme | None:
-    """Return the format of a checkpoint's quantised weights, if they are. Raises `ModelLoadError`."""
+    """Return the format of a checkpoint's quantized weights, if they are. Raises `ModelLoadError`."""
     quantization = read_json_object(directory / "config.json").get(_QUANTIZATION)
     for name, method in _OLDER_FILES.items():
         if not quantization and (directory / name).is_file():
@@ -67,7 +67,7 @@ def weight_files(directory: Path) -> list[Path]:
     Pickled weights are converted the first time.
 
     Raises:
-        ModelLoadError: there are none, or the index names files that are missing or lie elsewhere; or pickled
+        ModelLoadError: there are none, or the index names files that are missing or outside the directory; or pickled
             ones can't be converted.
     """
     if (source := directory / SOURCE).is_symlink():
@@ -122,7 +122,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def check_header(file: Path) -> None:
-    """Raise ModelLoadError unless the header is valid and the file as long as it says."""
+    """Raise ModelLoadError unless the header is valid and matches the length of the file."""
     if file.name == SOURCE:
         read_contents(file)
         return
@@ -163,7 +163,7 @@ def read_tensors(
 def read_dense(
     directory: Path, renamed: Callable[[str], str | None] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors by name, quantised ones dequantised in fp32. Raises as `read_tensors`."""
+    """Return a checkpoint's tensors by name, quantized ones dequantized in fp32. Raises as `read_tensors`."""
     tensors = read_tensors(weight_files(directory), renamed)
     scheme = read_scheme(directory)
     return tensors if scheme is None else widened(join_parts(tensors, scheme, torch.float32))

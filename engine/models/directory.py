@@ -45,7 +45,7 @@ class LocalModel:
     source: ModelSource
     directory: Path
     commit: str | None = None
-    """The commit of a hub's repository; None if it has none, or the hub's cache does not say which."""
+    """The commit of a hub's repository; None if there is none, or the hub's cache does not record it."""
 
     def __str__(self) -> str:
         commit = f", commit {self.commit}" if self.commit else ""
@@ -58,12 +58,12 @@ def obtain_model(
     """Return a model that is not echo, once all of its files are on the disk.
 
     Args:
-        say: takes lines on what is being downloaded.
+        say: called with a line per download.
         check: is called before weights are downloaded, with a directory that has the other files.
 
     Raises:
-        ModelLoadError: there is no such model, or it may not be read.
-        EngineError: a hub does not answer, or there is no room.
+        ModelLoadError: the model does not exist, or access is denied.
+        EngineError: a hub does not respond, or the disk is full.
     """
     source = ModelSource.parse(model)
     match source.kind:
@@ -91,7 +91,7 @@ def model_directory(model: str) -> Path:
 
 
 def check_model(model: str) -> None:
-    """Raise `ConfigError` if there is no such model. Loads, converts and downloads nothing."""
+    """Raise `ConfigError` if the model does not exist. Loads, converts and downloads nothing."""
     source = ModelSource.parse(model)
     match source.kind:
         case "echo":

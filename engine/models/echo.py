@@ -4,7 +4,7 @@ For testing client code against a real queue, worker and scheduler in millisecon
 a step, `echo:5:smollm2` is served under the name smollm2 as well as any model would be. Its tokens are bytes.
 
 A structure holds here too: the prompt is repeated as far as it fits, for at most half of `max_tokens`, and then the
-output is closed the shortest way there is. `reply_with` gives it other words to say than the prompt.
+output is closed in the shortest possible way. `reply_with` sets another output than the prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _reply: Reply | None = None
 
 
 def reply_with(reply: Reply | None) -> None:
-    """Make every echo model of this process say `reply(prompt)`; None: the prompt, as by default."""
+    """Make every echo model of this process return `reply(prompt)`; None: the prompt, as by default."""
     global _reply
     _reply = reply
 
@@ -71,7 +71,7 @@ class EchoRunner:
         self._step_seconds = step_seconds
         self._rows: dict[int, NewRow] = {}
         self._words: dict[int, Sequence[int]] = {}
-        """What each row says: its prompt, or the reply to it."""
+        """The output of each row: its prompt, or the reply to it."""
         self._eos = ByteTokenizer.vocab_size - 1
 
     def launch(self, plan: StepPlan) -> EchoStep:
@@ -140,7 +140,7 @@ class EchoRunner:
         return [TokenLogprobs(token, -0.01, self._likeliest(token, count)) for token in given]
 
     def _read(self, work: RowWork, place: int, token_ids: Sequence[int]) -> list[float]:
-        """Score tokens that may follow one of a row's: what the runner would say is likely, the others by id."""
+        """Score tokens that may follow one of a row's: the runner's output is likely, the others follow by id."""
         words = self._words[work.row]
         position = work.start + place + 1 - self._rows[work.row].num_prompt_tokens
         wanted = words[position] if position < len(words) else self._eos

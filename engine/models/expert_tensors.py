@@ -24,7 +24,7 @@ from pagemill.engine.models.mapped_pages import MappedPages
 _ONE = re.compile(r"^(.*)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight$")
 _PARTS = {"w1": "gate", "gate_proj": "gate", "w3": "up", "up_proj": "up", "w2": "down", "down_proj": "down"}
 _ONE_MERGED = re.compile(r"^(.*)\.experts\.(gate_up|down)_proj\.(\d+)$")
-"""The name of one expert's weight in a stack of quantised ones, [out_features, in_features]."""
+"""The name of one expert's weight in a stack of quantized ones, [out_features, in_features]."""
 _STACKED = {
     ".experts.gate_up_proj": "gate_up",
     ".experts.down_proj": "down",
@@ -66,7 +66,7 @@ class ExpertLayout:
 
 
 class ExpertTensors:
-    """Experts by block. A block with a part missing is left to transformers, whose loading says what is missing."""
+    """Experts by block. A block with a missing part is left to transformers, which reports what is missing."""
 
     def __init__(self, tensors: Mapping[str, Weight], dtype: torch.dtype) -> None:
         """`dtype`: the module's."""

@@ -71,11 +71,11 @@ class LoadedModel:
     directory: Path
     served_name: str
     dtype: torch.dtype
-    """Of products, and of the KV cache if nothing else is said; the module's tensors may be wider."""
+    """The dtype of matmuls, and by default of the KV cache; the module's tensors may be wider."""
     device: DeviceBackend
     vocab_size: int
     context_length: int
-    """Longest sequence served unless max_model_len says otherwise."""
+    """Longest sequence served unless max_model_len is set."""
     longest_context: int | None
     """The limit of max_model_len; None: no limit."""
     eos_token_ids: tuple[int, ...]

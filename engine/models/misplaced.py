@@ -1,4 +1,4 @@
-"""Recognises what is given in place of a model, for messages that say what to do."""
+"""Identifies paths that are not models, for messages with a remedy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _adapter_base(directory: Path) -> str | None:
 
 
 def missing_config_message(directory: Path) -> str:
-    """Say what a directory without config.json is, and what to do."""
+    """Return what a directory without config.json is, and a remedy."""
     if (base := _adapter_base(directory)) is not None:
         return f"{directory} is an adapter of {base}, not a model: {_MERGE}"
     return f"{directory} is not a model directory (config.json is missing): {found_instead(directory)}"
 
 
 def found_instead(directory: Path) -> str:
-    """Say what a directory holds where something else was expected."""
+    """Return what a directory contains where something else was expected."""
     try:
         names = sorted(file.name for file in directory.iterdir())
     except OSError as error:

@@ -29,7 +29,7 @@ def check_sizes(config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_packing(tensors: Iterable[str]) -> None:
-    """Raise `ModelLoadError` for gpt-oss's packed experts in a checkpoint that does not say so."""
+    """Raise `ModelLoadError` for gpt-oss's packed experts in a checkpoint that does not declare them."""
     if (name := next((name for name in tensors if name.endswith("_proj_blocks")), None)) is not None:
         raise ModelLoadError(
             f"{name} is in MXFP4, and config.json names no quantization_config for it; take config.json from where "

@@ -23,7 +23,7 @@ class SplitSizes:
     num_blocks: int | None = None
     """See `TensorSplit.blocks`."""
     input_group: int = 1
-    """Inputs that are quantised together: a rank has whole groups."""
+    """Inputs that are quantized together: a rank has whole groups."""
 
     @classmethod
     def from_config(

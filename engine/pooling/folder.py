@@ -76,14 +76,14 @@ class EmbedderFolder:
     """A directory whose model turns a text into a vector."""
 
     transformer: Path
-    """Where config.json, weights and tokenizer lie."""
+    """The folder of config.json, weights and tokenizer."""
     pooling: Pooling = Pooling()
     modules: tuple[VectorModule, ...] = ()
     """What follows the pooling."""
     max_seq_length: int | None = None
     lowers_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts by name that stand before a caller's text."""
+    """Prefixes of texts, by name."""
     default_prompt_name: str | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Turns texts into what a model for vectors or scores computes: tokenises, validates. Thread-safe."""
+"""Turns texts into what a model for vectors or scores computes: tokenizes, validates. Thread-safe."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ class PoolingInputProcessor:
         return self._folder.labels if isinstance(self._folder, ClassifierFolder) else ()
 
     def process(self, **_: Any) -> NoReturn:
-        """Refuse to generate. Raises UnsupportedFeature."""
+        """Raise UnsupportedFeature: the model does not generate."""
         raise self._refused("generate")
 
     parses_every_chat = False
     defaults = NO_DEFAULTS
 
     def process_chat(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to generate. Raises UnsupportedFeature."""
+        """Raise UnsupportedFeature: the model does not generate."""
         raise self._refused("generate")
 
     def process_score(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to score continuations. Raises UnsupportedFeature."""
+        """Raise UnsupportedFeature: the model does not score continuations."""
         raise self._refused("score")
 
     def process_pool(self, given: PoolInput) -> tuple[list[int], SamplingParams, Pool]:
-        """Tokenise and check one request.
+        """Tokenize and check one request.
 
         Returns:
             The tokens of all texts, one after another; parameters that represent none; and the task.

@@ -40,7 +40,7 @@ class LabelScores:
     probs: tuple[float, ...]
     chosen: int
     logprob: float
-    """Of the chosen label: before the normalisation over all labels, and before any by length."""
+    """Of the chosen label: before the normalization over all labels, and before any by length."""
 
 
 @dataclass(slots=True)

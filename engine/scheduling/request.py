@@ -188,7 +188,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A caller's request, already validated and tokenised."""
+    """A caller's request, already validated and tokenized."""
 
     request_id: str
     prompt_token_ids: list[int]

@@ -63,7 +63,7 @@ class RowTable:
             self._num_claimed -= 1
 
     def mark_freed(self, rows: Iterable[int], holders: Iterable[Sequence]) -> None:
-        """Tell execution (again) that these rows are free, except those where it has `holders`."""
+        """Report to the executor (again) that these rows are free, except those with `holders`."""
         known = {sequence.row for sequence in holders if not sequence.is_row_new}
         self._freed.update(set(rows) - known)
 

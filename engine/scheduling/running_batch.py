@@ -52,7 +52,7 @@ class RunningBatch:
         """The resource that the most recently rejected sequence lacked."""
         self.occupancy = Occupancy()
         self.num_displaced = 0
-        """Preemptions in favour of urgent requests."""
+        """Preemptions in favor of urgent requests."""
         self.num_preemptions = 0
         self.preempted_tokens = 0
         self.recomputed_tokens = 0
@@ -202,7 +202,7 @@ class RunningBatch:
         return True
 
     def _add_drafts(self, step: StepBuilder, sequence: Sequence) -> bool:
-        """Compute a plain sequence's newest token and drafts of those to come; no other row goes short for them."""
+        """Compute a plain sequence's newest token and drafts of the next ones, without delaying another row."""
         rows = self._config.max_num_seqs - len(self.sequences)
         room = min(
             sequence.request.max_num_tokens - sequence.num_known_tokens - 1,
@@ -314,7 +314,7 @@ class RunningBatch:
         return self._kv.limit_chunk(sequence, num_tokens)
 
     def _num_forked(self, num_siblings: int) -> int:
-        """Return the blocks that these sequences take of their own when they fork off: a column each."""
+        """Return the blocks that these sequences allocate when they fork: a column each."""
         return num_siblings * self._kv.groups.num_groups
 
     def _num_offered(self, step: StepBuilder) -> int:
@@ -347,7 +347,7 @@ class RunningBatch:
         self._kv.fork(parent, child)
 
     def _enter(self, step: StepBuilder, sequence: Sequence) -> None:
-        """Tell execution a sequence's row and its contents from this step on."""
+        """Send the executor a sequence's row and its contents from this step on."""
         if sequence.status is not SequenceStatus.RUNNING:
             sequence.status = SequenceStatus.RUNNING
             self.sequences.add(sequence)

@@ -1,4 +1,4 @@
-"""Requests in a step that raised, which have not yet got past that point in their own step."""
+"""Requests in a failed step that have not yet succeeded in a separate step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Suspects:
         return iter(sorted(self._requests, key=lambda request: scheduling_key(request.sequences[0])))
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Suspect those of a failed step that have not ended."""
+        """Suspect the unfinished requests of a failed step."""
         for request in requests:
             if not request.is_finished:
                 request.num_step_failures += 1
@@ -34,7 +34,7 @@ class Suspects:
         self._requests.discard(request)
 
     def clear(self, step: InFlightStep) -> None:
-        """Clear one that sampled in its own step and is caught up: it has got past its failure."""
+        """Clear one that sampled in a separate step and is caught up: it did not cause the failure."""
         if not self._requests or not step.sampled:
             return
         requests = step.requests()

@@ -25,7 +25,7 @@ from pagemill.engine.text.tokenizer import Tokenizer
 MAX_LABEL_TOKENS = 1024
 """Per label. A label is forced as a whole once it is chosen; a longer one is a text, not a label."""
 MAX_CHOICE_TOKENS = 65_536
-"""For all labels together: 1,024 labels of 64 tokens. Half a second to tokenise, 256 KiB to store."""
+"""For all labels together: 1,024 labels of 64 tokens. Half a second to tokenize, 256 KiB to store."""
 _CACHE_BYTES = 16 << 20
 
 
@@ -164,7 +164,7 @@ class CompiledChoice:
 
 
 class ChoiceCompiler:
-    """Tokenises labels and caches their tries and trees. Thread-safe."""
+    """Tokenizes labels and caches their tries and trees. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int | None) -> None:
         self._tokenizer = tokenizer

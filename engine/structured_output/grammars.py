@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _COMPILE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _FEW_CHARACTERS = 2048
-"""Labels up to this size are tokenised synchronously, in about a millisecond."""
+"""Labels up to this size are tokenized synchronously, in about a millisecond."""
 
 
 MASK_WAIT_S = 0.05
@@ -83,7 +83,7 @@ class _WaitingForSchema:
 class Grammars:
     """The grammars of an engine's requests. For one thread, the engine's.
 
-    A schema is compiled elsewhere. Until then its request is in none of the scheduler's queues: it holds
+    A schema is compiled in another process. Until then its request is in none of the scheduler's queues: it holds
     nothing, and afterwards its arrival determines its place.
     """
 

@@ -258,7 +258,7 @@ class _Rewriter:
         return {}
 
     def _conjuncts(self, schema: dict[str, Any]) -> Iterator[Any]:
-        """Yield rewritten schemas that say the same as the keywords that the library lacks."""
+        """Yield rewritten schemas that are equivalent to the keywords that the library lacks."""
         if isinstance(given := schema.get("pattern"), str):
             _, required, is_exact = without_look_around(given)
             if required is not None:

@@ -198,7 +198,7 @@ class OutlinedGrammar:
         return rest + self._spent_budget(token_id)
 
     def _spent_budget(self, token_id: int) -> list[int]:
-        """Return the closing tag if the thinking may not continue."""
+        """Return the closing tag if the reasoning must not continue."""
         thinking = self._outline.thinking
         if self._state != "thinking" or thinking is None or thinking.budget is None:
             return []

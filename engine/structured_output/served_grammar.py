@@ -46,7 +46,7 @@ class Schema(Protocol):
 
 
 class ServedGrammar:
-    """A `Grammar` that is not ready at once."""
+    """A `Grammar` that becomes ready later."""
 
     def __init__(self, schema: Schema, budget: MaskBudget) -> None:
         self.number = next(_NUMBERS)
@@ -79,7 +79,7 @@ class ServedGrammar:
         return self._forced
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Advance along an earlier run's tokens. Once ready, `failure` says if they do not match."""
+        """Advance along an earlier run's tokens. Once ready, `failure` is set if they do not match."""
         if token_ids:
             self.token_ids = list(token_ids)
             self._request_state()

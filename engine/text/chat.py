@@ -97,7 +97,7 @@ class ChatFormat:
     def prepare(
         self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
     ) -> PreparedChat:
-        """Render a chat, and say how its answer is constrained and read.
+        """Render a chat, and return how its output is constrained and parsed.
 
         Raises:
             InvalidRequest, UnsupportedFeature: the model or its template can't do what is asked for.
@@ -272,7 +272,7 @@ class ChatFormat:
         allows_one = options.is_parallel is False or options.function is not None
         try:
             if options.choice == "required":
-                # A weak model fills whatever number of calls is allowed, and clients expect one.
+                # A weak model makes as many calls as are allowed, and clients expect one.
                 is_single = form.is_single or allows_one or options.is_parallel is None
                 return self._grammar.forced(functions, syntax, is_single=is_single), ""
             if asked is not None:

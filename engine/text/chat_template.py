@@ -44,7 +44,7 @@ class ChatTemplate:
             asked: a file, or the name of one of the model's templates; None: the model's default.
 
         Raises:
-            ConfigError: there is no such template, or it can't be parsed.
+            ConfigError: the template does not exist, or cannot be parsed.
         """
         self._special_tokens = {name: _plain(token) for name, token in tokenizer.special_tokens_map.items()}
         self._process = TextProcess()

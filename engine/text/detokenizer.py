@@ -30,7 +30,7 @@ codecs.register_error(_EACH_BYTE, _replace_each)
 class Detokenizer:
     """One sample's text.
 
-    A token's text may depend on its neighbours, so a window of tokens is decoded; the new text is its text
+    A token's text may depend on its neighbors, so a window of tokens is decoded; the new text is its text
     minus that of the window's already final part. A trailing replacement character may be an incomplete
     character: it is not final until another follows, or `flush` is called.
 
@@ -66,7 +66,7 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._text and self._is_empty(token_id):
-            self._window.pop()  # such as a hidden special token: the characters around it are neighbours
+            self._window.pop()  # such as a hidden special token: the characters around it are neighbors
             return ""
         before = self._end_bytes()
         self._text = text

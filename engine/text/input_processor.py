@@ -1,4 +1,4 @@
-"""Turns a caller's input into the engine's: tokenises, validates, resolves defaults. Thread-safe."""
+"""Turns a caller's input into the engine's: tokenizes, validates, resolves defaults. Thread-safe."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ class InputProcessor:
         prompt_token_ids: Sequence[int] | None = None,
         params: SamplingParams,
     ) -> tuple[list[int], SamplingParams]:
-        """Tokenise and check one request; exactly one of the three inputs is given.
+        """Tokenize and check one request; exactly one of the three inputs is given.
 
         Returns:
             The prompt's token ids, and the parameters with `max_tokens` resolved: never None, never past
             max_model_len, and by default never more than the KV pool holds.
 
         Raises:
-            InvalidRequest: the subclasses say what the caller can do about it.
+            InvalidRequest: the subclasses name the remedy.
         """
         if params.thinking_token_budget is not None:
             raise UnsupportedFeature("thinking_token_budget is a chat's, which a worker runs; use max_tokens")
@@ -201,9 +201,9 @@ class InputProcessor:
         prompt_token_ids: Sequence[int] | None = None,
         params: SamplingParams,
     ) -> tuple[list[int], SamplingParams, Score]:
-        """Tokenise and check the text to score: continuations of the prompt, or the prompt itself.
+        """Tokenize and check the text to score: continuations of the prompt, or the prompt itself.
 
-        A continuation is tokenised by itself, as text without special tokens: no token spans the end of the
+        A continuation is tokenized separately, as text without special tokens: no token spans the end of the
         prompt. The first token of a scored prompt is the context, as it has no prediction.
 
         Args:
@@ -234,14 +234,14 @@ class InputProcessor:
         return token_ids, params, Score(tuple(map(tuple, targets)))
 
     def process_pool(self, _: object) -> NoReturn:
-        """Refuse to compute vectors or labels. Raises UnsupportedFeature."""
+        """Raise UnsupportedFeature: the model does not compute vectors or labels."""
         raise UnsupportedFeature(
             "the model generates text and takes no embed, classify or rerank job: submit with task generate or score, "
             "or start a worker with a model that gives vectors or labels"
         )
 
     def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of words that may not be generated, each with and without a space before
+        """Return the token sequences of words that must not be generated, each with and without a space before
         it.
 
         A word has different tokens at the beginning of a text or after a bracket than after a space. Only

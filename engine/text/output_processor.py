@@ -237,7 +237,7 @@ class OutputProcessor:
         if sample.detokenizer is None:
             return ""
         visible = self._visible(sequence, update.new_token_ids)
-        # As with stop tokens: before min_tokens nothing stops a sample, however many tokens come at once.
+        # As with stop tokens: before min_tokens nothing stops a sample, regardless of the number of tokens in a step.
         num_taken = max(0, sequence.request.params.min_tokens - 1 - sample.num_reported)
         text, stop = sample.detokenizer.append(visible[:num_taken]), None
         at_once = 1 if sequence.request.params.stop else len(visible)

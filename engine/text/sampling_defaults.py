@@ -23,7 +23,7 @@ class SamplingDefaults:
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Of `MODEL_DEFAULTS`."""
     max_tokens: int | None = None
-    """Most tokens of an answer that has no limit of its own; None: the rest of the context."""
+    """Most output tokens of a request without a limit; None: the rest of the context."""
 
     def __bool__(self) -> bool:
         return bool(self.sampling) or self.max_tokens is not None

@@ -38,7 +38,7 @@ class SentencePieceModel:
     """A text begins as if after a space."""
     collapses_spaces: bool = False
     charsmap: bytes = b""
-    """Compiled rules of normalisation; empty: none."""
+    """Compiled rules of normalization; empty: none."""
 
     def token_of(self, kind: PieceType) -> str | None:
         """Return the first piece of a type."""
@@ -109,7 +109,7 @@ def build_tokenizer(model: SentencePieceModel, *, prefixes_every_part: bool) -> 
 
 
 def _bpe(model: SentencePieceModel) -> BPE:
-    """Return the merges that the scores represent: of all ways to join two pieces, the best score goes first."""
+    """Return the merges that the scores represent: of all ways to join two pieces, the best score is first."""
     vocab = {piece: number for number, piece in enumerate(model.pieces)}
     mergeable = {p for p, kind in zip(model.pieces, model.types, strict=True) if kind == PieceType.NORMAL}
     merges = [

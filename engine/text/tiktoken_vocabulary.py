@@ -44,7 +44,7 @@ def read_ranks(file: Path) -> list[bytes]:
 def build_tokenizer(tokens: Sequence[bytes], pattern: str, special: Sequence[str]) -> Tokenizer:
     """Return the tokenizer that cuts a text by `pattern` and joins bytes in the order of the tokens' ranks.
 
-    tiktoken joins whichever neighbours make the token of the lowest rank, so every way to make a token is a merge.
+    tiktoken joins whichever neighbors make the token of the lowest rank, so every way to make a token is a merge.
     """
     known = {token: rank for rank, token in enumerate(tokens)}
     characters = byte_characters()

@@ -1,4 +1,4 @@
-"""Reads a model directory's tokenizer, whatever files it comes in. Code shipped with a model is never run.
+"""Reads a model directory's tokenizer, from any kind of files. Code shipped with a model is never run.
 
 Vocabularies of known kinds are converted; transformers reads the rest.
 """
@@ -39,7 +39,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def import_libraries() -> None:
-    """Import what `read_tokenizer` does: a second that passes while a model is loaded elsewhere."""
+    """Import what `read_tokenizer` imports: this takes a second, while another thread loads a model."""
     from transformers import AutoTokenizer
 
     del AutoTokenizer

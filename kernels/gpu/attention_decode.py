@@ -37,7 +37,7 @@ from pagemill.kernels.gpu.tuning import (
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.scoring import Scoring
 
-# Partial results that the merge kernel takes at once; rows rarely have more. One number for all: a step with another
+# Partial results that the merge kernel reads together; rows rarely have more. One number for all: a step with another
 # number of splits must not make another kernel.
 _MERGE = LAUNCHES["merge_splits"]
 
@@ -254,7 +254,7 @@ def paged_attention_decode(
         seq_lens: [num_rows] int32, the query's own token included.
         max_seq_len: at least the longest of `seq_lens`; sizes the grid. While capturing a graph: the longest
             that a replay may bring.
-        tile, splits: in place of what `tuning` says. With `splits.most` at least max_seq_len / splits.min_tokens
+        tile, splits: override `tuning`. With `splits.most` at least max_seq_len / splits.min_tokens
             every split has that size, regardless of the row's length.
     """
     num_rows, num_heads, head_dim = query.shape

@@ -229,7 +229,7 @@ def paged_attention_prefill(
     Args:
         out: [num_tokens, num_heads, head_dim], contiguous. Other tokens are left as they were.
         query: [num_tokens, num_heads, head_dim] of the whole step, last dimension contiguous.
-        tile: in place of what `tuning` says.
+        tile: overrides `tuning`.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = cache.num_kv_heads, cache.block_size

@@ -24,9 +24,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # exp2(-inf - finite) = 0, where -inf minus -inf would give NaN.
 LOWEST_SCORE = tl.constexpr(-1.0e30)
 
-# A scaled cache meets queries of half precision in fp16, whatever their dtype: int8 and e4m3 are exact in it, and e4m3
-# has an instruction for two, where bf16 takes one more for each, of an eighth of the rate. What may leave fp16's range
-# is first divided by its largest, and multiplied with this: 2^15 down to fp16's smallest, 2^-24, is a range of 39 bits.
+# Queries of half precision meet a scaled cache in fp16, whether they are fp16 or bf16: int8 and e4m3 are exact in it,
+# and e4m3 has an instruction for two, where bf16 takes one more for each, of an eighth of the rate. What may leave the
+# range of fp16 is first divided by its largest, and multiplied with this: 2^15 down to fp16's smallest, 2^-24, is a
+# range of 39 bits.
 _HALF_PEAK = tl.constexpr(2.0**15)
 # No larger than any scale of values (`SMALLEST_PEAK` over the largest number), and no number over it overflows.
 SMALLEST_UNIT = tl.constexpr(1.0e-33)
@@ -65,7 +66,7 @@ def slot_offsets(
     """Offsets [BLOCK_N] of a tile's slots in the cache, int64, without the head's share.
 
     Where a block is a whole number of tiles, one table entry serves the whole tile; any other tile may straddle
-    blocks, and each of its positions is looked up. Table entries of positions that may not be read are never looked
+    blocks, and each of its positions is looked up. Table entries of positions that must not be read are never looked
     up: they may hold anything.
     """
     lanes = tl.arange(0, BLOCK_N)

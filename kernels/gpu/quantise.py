@@ -1,4 +1,4 @@
-"""Quantise rows with a scale each, alone or with the gated activation that precedes it.
+"""Quantize rows with a scale each, alone or with the gated activation that precedes it.
 
 A row is read twice, first for its largest number; the second time it comes from the cache.
 """

@@ -1,7 +1,7 @@
 """One kernel for the work on queries, keys and values between their projection and attention.
 
 The norm of each query and key head where the model has one, rotation, and the write of keys and values into the
-paged cache, quantised where the cache is: apart, these are five passes over memory.
+paged cache, quantized where the cache is: apart, these are five passes over memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _rotated_heads(
     HEAD_DIM_PADDED: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
 ):
-    """One head of some tokens, [BLOCK_TOKENS, HEAD_DIM_PADDED] fp32: normalised, then rotated."""
+    """One head of some tokens, [BLOCK_TOKENS, HEAD_DIM_PADDED] fp32: normalized, then rotated."""
     dims = tl.arange(0, HEAD_DIM_PADDED)
     is_element = is_token[:, None] & (dims < HEAD_DIM)[None, :]
     rows = heads_ptr + tokens[:, None] * stride_token

@@ -230,7 +230,7 @@ def _kept_sums(logits_ptr, peak, temperature, size, bounds, last, WEIGH: tl.cons
 def _smallest_cut(
     logits_ptr, peak, temperature, size, wanted, last, WEIGH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Bits of the smallest distance within which at least `wanted` lies; `last` if that is too much to ask."""
+    """Bits of the smallest distance within which at least `wanted` lies; `last` if there are not as many."""
     digits = tl.arange(0, _DIGIT)
     cut = tl.zeros([], tl.int32)
     for number in range(_NUM_DIGITS):

@@ -1,7 +1,7 @@
 """Products of 8-bit numbers with a scale per row and per output, the scales applied to the sums: W8A8.
 
 int8 by our own kernel: the library's product gives int32 sums, which would cross memory once more. fp8 by the library
-(`torch._scaled_mm`) where it takes sizes and dtype, elsewhere by the same kernel.
+(`torch._scaled_mm`) where it supports sizes and dtype, otherwise by the same kernel.
 """
 
 from __future__ import annotations

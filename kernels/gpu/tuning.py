@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-# Compute capability and multiprocessors assumed where there is no device to ask: Triton's interpreter.
+# Compute capability and multiprocessors assumed without a device: in Triton's interpreter.
 _ASSUMED_CAPABILITY = (9, 0)
 _ASSUMED_MULTIPROCESSORS = 1
 
@@ -259,9 +259,9 @@ class Splits(NamedTuple):
     """How rows' keys are cut."""
 
     most: int
-    """Into at most so many parts."""
+    """The most parts."""
     min_tokens: int
-    """Of at least so many keys; a multiple of every decode tile's `block_n`."""
+    """The fewest keys of a part; a multiple of every decode tile's `block_n`."""
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> Splits:

@@ -15,9 +15,9 @@ class AttentionMetadata:
 
     Rows with one query token come first (`num_decode_rows` of them), then rows with more. Every row's keys
     and values of this step are in the cache before attention reads it; query token i of a row with
-    `query_len` tokens stands at position `seq_len - query_len + i` and sees keys 0..that position.
+    `query_len` tokens is at position `seq_len - query_len + i` and sees keys 0..that position.
 
-    Padded rows (`seq_lens` 0) and padded tokens (`slot_mapping` -1) may stand at the end of the batch: they
+    Padded rows (`seq_lens` 0) and padded tokens (`slot_mapping` -1) may be at the end of the batch: they
     write nothing, and what comes out for them is undefined.
     """
 
@@ -34,7 +34,7 @@ class AttentionMetadata:
     # query tile) every program takes, by (query heads per KV head, tile height).
     work_lists: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     # Filled likewise for the CPU's decode kernel: [2, num_decode_rows] int32, the rows in an order in which those that
-    # begin with the same blocks are neighbours, and the number of blocks each shares with the one before. Empty = none.
+    # begin with the same blocks are neighbors, and the number of blocks each shares with the one before. Empty = none.
     sharing: torch.Tensor | None = field(default=None, init=False)
     others: list[AttentionMetadata] = field(default_factory=list)
     """The same step by the block tables of the other groups of layers, in their order."""

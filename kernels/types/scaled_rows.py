@@ -1,4 +1,4 @@
-"""Rows of 8-bit numbers with a scale each: quantised activations, and weights with a scale per output."""
+"""Rows of 8-bit numbers with a scale each: quantized activations, and weights with a scale per output."""
 
 from __future__ import annotations
 

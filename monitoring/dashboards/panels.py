@@ -26,7 +26,7 @@ TOKENS_PER_SECOND = "suffix:tok/s"
 Panel = Builder[dashboard_model.Panel]
 _Kind = TypeVar("_Kind", timeseries.Panel, stat.Panel, heatmap.Panel)
 Step = tuple[float | None, str]
-"""A threshold and the colour from there on; None: from the start."""
+"""A threshold and the color from there on; None: from the start."""
 
 
 def lines(

@@ -54,7 +54,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class OtherWorker:
-    """A live worker of the queue, as its heartbeat says."""
+    """A live worker of the queue, as of its heartbeat."""
 
     id: str
     state: str

@@ -61,7 +61,7 @@ EXIT_REDIS = 3
 EXIT_QUEUE_FULL = 5
 EXIT_INTERRUPTED = 130
 SILENT_S = 3.0
-"""Seconds without an answer after which a command says that it waits for Redis."""
+"""Seconds without a response after which a command reports that it waits for Redis."""
 
 Rows = Sequence[Sequence[Any]]
 T = TypeVar("T")

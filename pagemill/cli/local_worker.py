@@ -49,7 +49,7 @@ Tell = Callable[[str], None]
 
 
 def _silently(_: str) -> None:
-    """Say nothing."""
+    """Print nothing."""
 
 
 class WorkerFailed(PagemillError):
@@ -64,7 +64,7 @@ class LocalWorker:
     """
 
     is_quiet = False
-    """Say nothing on stderr while it stops."""
+    """Print nothing to stderr while it stops."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class LocalWorker:
     def wait_ready(self, tell: Tell = _silently) -> tuple[str, WorkerInfo]:
         """Wait until the worker serves; returns the server's URL and its own info. Raises WorkerFailed.
 
-        `tell` is called many times a second with what the worker does, as its log says.
+        `tell` is called many times per second with the worker's activity, as in its log.
         """
         message, silent_since = "", time.monotonic()
         while time.monotonic() < silent_since + SILENCE_LIMIT_S:
@@ -185,7 +185,7 @@ def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]
 def settled_workers(
     url: str, queue: str, is_wanted: Callable[[WorkerInfo], bool], announce: Callable[[], None]
 ) -> list[WorkerInfo]:
-    """Return the live workers once one is wanted, or none loads any more, or `LOADING_PATIENCE_S` are over.
+    """Return the live workers once one is wanted, none is loading, or `LOADING_PATIENCE_S` have passed.
 
     Args:
         announce: called once if there is something to wait for.
@@ -233,7 +233,7 @@ def download(model: str) -> LocalModel:
 
 @contextlib.contextmanager
 def _left_at_ctrl_c(message: str) -> Iterator[None]:
-    """Leave at once at Ctrl-C: the hubs' libraries would first wait for the files that their threads are at."""
+    """Exit immediately at Ctrl-C: the hubs' libraries would first wait for the files that their threads download."""
 
     def leave(*_: object) -> None:
         _print_stderr(f"\n{message}")
@@ -257,7 +257,7 @@ def _refuse_unrunnable(directory: Path) -> None:
     """Raise ModelLoadError if config.json shows that no worker could run the model."""
     try:
         from pagemill.engine.runnable import check_config
-    except ModuleNotFoundError:  # no worker runs here, but one may elsewhere
+    except ModuleNotFoundError:  # no worker runs here, but one may run on another host
         return
     check_config(directory)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagemill.engine.text.input_processor import InputProcessor
 
 _UNLIMITED = 2**30
-"""Lengths are compared with the model's limit elsewhere."""
+"""The caller compares lengths with the model's limit."""
 
 
 def token_counter(models: Sequence[str | None], worker_options: Sequence[str]) -> TokenCounter:

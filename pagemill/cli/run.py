@@ -185,7 +185,7 @@ def run(flags: RunOptions) -> None:
 
 
 def _models(flags: RunOptions, dataset: DatasetRun) -> list[str | None]:
-    """Return the models that are to be served, as they were given; None: whatever is."""
+    """Return the models that are to be served, as they were given; None: any."""
     named = {served_name(model): model for model in (flags.model, *(flags.to or [])) if model}
     return [named.get(name, None if name == NO_MODEL else name) for name in dataset.models]
 

@@ -144,7 +144,7 @@ def _command(
 
 
 def _is_over(action: str, outcome: dict[str, str | int | None]) -> bool:
-    """Whether the registry shows what was asked for, or there is no worker any more to ask."""
+    """Whether the registry shows the requested state, or no worker is left."""
     if outcome["state"] == "gone":
         return True
     wanted = {"drain": ("drained",), "pause": ("paused",), "resume": ("ready",)}[action]

@@ -1,8 +1,8 @@
 """A fingerprint names the function that an engine computes: `<digest>`, or `<digest>@<commit>` for a hub's model.
 
-The digest covers config.json, samples of the weights and the settings that change numbers; where the files lie is
-no part of it. Samples may miss a change of a few tensors, which a commit does not, so two commits are told apart even
-where the digests agree. A folder has no commit, so a copy of a hub's files continues what the hub's began, and the
+The digest covers config.json, samples of the weights and the settings that change numbers; the location of the files is
+not part of it. Samples may miss a change of a few tensors, which a commit does not, so two commits differ even where
+the digests agree. A folder has no commit, so a copy of a hub's files continues what the hub's began, and the
 other way round.
 """
 

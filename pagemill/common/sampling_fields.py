@@ -34,11 +34,11 @@ DEFAULT_PROMPT_MAX_TOKENS = 16
 """`max_tokens` of a plain prompt that names none; a chat gets the rest of the context."""
 
 EarlyStopping = Annotated[bool, Exact()] | Literal["never"]
-"""The end of a beam search that has as many finished beams as its width. True: at once. False: when no live
+"""The end of a beam search that has as many finished beams as its width. True: immediately. False: when no live
 beam would beat the worst of them as it stands. "never": when no live beam can beat it at any length."""
 
 LabelProbs = Literal["product", "mean", "constrained"]
-"""How a label's probability follows from those of its tokens. All are normalised over the labels. "product": the
+"""How a label's probability follows from those of its tokens. All are normalized over the labels. "product": the
 product of the model's own probabilities. "mean": its root by the number of tokens, so that long labels are no less
 likely for being long. "constrained": as a choice is drawn at temperature 1, token by token among those that lead to a
 label; tokens that are forced count nothing, and are not computed."""

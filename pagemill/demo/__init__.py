@@ -1,1 +1,1 @@
-"""A real labelling job on this machine: rows, model, worker and queue."""
+"""A real labeling job on this machine: rows, model, worker and queue."""

@@ -56,7 +56,7 @@ def load_rows(limit: int | None = None) -> list[Row]:
 
 
 def job_fields(row: Row) -> dict[str, Any]:
-    """The labelling job of one row: the shared turns first, the row last."""
+    """The labeling job of one row: the shared turns first, the row last."""
     messages = [{"role": "system", "content": _INSTRUCTION}]
     for text, label in _EXAMPLES:
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": label}]

@@ -78,7 +78,7 @@ class MetricsSampler:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """The unlabelled samples of a Prometheus text page."""
+    """The unlabeled samples of a Prometheus text page."""
     samples = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")

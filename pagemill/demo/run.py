@@ -1,4 +1,4 @@
-"""`make demo`: a real labelling job, end to end, on this machine.
+"""`make demo`: a real labeling job, end to end, on this machine.
 
 A worker process brings its own Valkey server and loads the packaged model; a producer submits rows of product
 reviews with `structured_outputs={"choice": [...]}` and collects the labels. Nothing is simulated: what the
@@ -41,7 +41,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Labelling:
-    """The result of labelling the rows."""
+    """The result of labeling the rows."""
 
     rows: list[Row]
     labels: dict[str, str]

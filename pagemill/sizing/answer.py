@@ -18,7 +18,7 @@ MAX_TOKENS = 2**24
 YEAR_S = 366 * 86_400.0
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 BACKLOG_S = 600.0
-"""Of arrivals, that may wait at once: workers that are unavailable, or a burst."""
+"""Seconds of arrivals that can wait together: workers that are unavailable, or a burst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

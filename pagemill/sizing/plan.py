@@ -27,7 +27,7 @@ _ROUNDS = 200
 
 
 class PlanError(ValueError):
-    """No plan: the model or the load does not fit; the message says what to change."""
+    """No plan: the model or the load does not fit; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Plan:
     kv_blocks: int
     blocks_per_job: int
     rows: int
-    """Jobs at once, by blocks and by max_num_seqs."""
+    """Concurrent jobs, by blocks and by max_num_seqs."""
     rows_limited_by: str
     cached_states: int
     """Recurrent states at the ends of cached prefixes."""

@@ -61,7 +61,7 @@ def scripts_per_job(
 
     Args:
         service_s: the job's time in the engine.
-        rows: jobs that its worker runs at once.
+        rows: jobs that its worker runs concurrently.
         checkpoint_tokens: a checkpoint comes after these or after a second; None: after a second.
     """
     by_time = max(0.0, service_s / CHECKPOINT_S - 0.5)

@@ -1,4 +1,4 @@
-"""One stream for the logs of several processes: each line says whose it is."""
+"""One stream for the logs of several processes: each line names its process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_LINE_BYTES = 64 << 10
 class LogStream:
     """Writes whole lines of several processes: after a prefix as text, with a field `process` as JSON.
 
-    Thread-safe. A line that is no JSON object becomes the message of one.
+    Thread-safe. A line that is not a JSON object becomes the message of one.
     """
 
     def __init__(self, out: BinaryIO, format: LogFormat, width: int = 0) -> None:

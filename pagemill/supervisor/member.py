@@ -95,7 +95,7 @@ class Member:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it has never served, and says that a setting is wrong: another try would end the same way."""
+        """Whether it has never served and reported an invalid setting: another try would fail in the same way."""
         return not self.was_ready and self.last_end == f"exit code {EXIT_USAGE}"
 
     def pids(self) -> list[tuple[int, float | None]]:
@@ -115,11 +115,11 @@ class Member:
         self._dismiss()
 
     def hurry(self) -> None:
-        """Send a second signal to what drains: a worker hands its jobs back at once."""
+        """Send a second signal to draining processes: a worker requeues its jobs immediately."""
         for one in self._leaving:
             if not one.hurries:
                 one.hurries = True
-                one.process.signal(signal.SIGINT)  # a gateway takes no second SIGTERM
+                one.process.signal(signal.SIGINT)  # a gateway ignores a second SIGTERM
 
     def kill(self) -> None:
         for one in self._leaving:

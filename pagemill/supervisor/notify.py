@@ -14,7 +14,7 @@ VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class ServiceManager:
-    """Tells systemd how this process is. Does nothing if it was not started by a manager that listens."""
+    """Reports this process's state to systemd. Does nothing without a manager that listens."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._address = environment.get("NOTIFY_SOCKET", "")

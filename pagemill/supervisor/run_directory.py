@@ -29,7 +29,7 @@ MAX_SOCKET_PATH = 100
 
 
 class RunDirectoryError(RuntimeError):
-    """The directory can't be used; the message says why and what to do."""
+    """The directory cannot be used; the message has the reason and the remedy."""
 
 
 class RunDirectory:

@@ -120,7 +120,7 @@ class Supervisor:
             server.revive()
         except (
             Exception
-        ) as error:  # a full disk, or whatever keeps a server from starting: the next tick tries again
+        ) as error:  # a full disk, or another obstacle to the server's start: the next tick tries again
             logger.error("the embedded server can't be started again: %s", error)
             time.sleep(1.0)
 

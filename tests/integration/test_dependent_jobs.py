@@ -1,4 +1,4 @@
-"""Jobs that wait for others, with real workers: label, and summarise only the positives."""
+"""Jobs that wait for others, with real workers: label, and summarize only the positives."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_the_legend_counts_every_block(scene: Scene) -> None:
 
 
 def test_every_block_is_a_cell_of_its_state_s_colour(scene: Scene) -> None:
-    """The first cell is the null block; its colour is that of reserved ones, and the pool's end is free."""
+    """The first cell is the null block; its color is that of reserved ones, and the pool's end is free."""
     colour, reserved = scene.browser.run(
         "const canvas = document.getElementById('blocks'), pen = canvas.getContext('2d');"
         "const probe = document.createElement('canvas').getContext('2d');"

@@ -116,7 +116,7 @@ def test_rounded_prompts_do_not_depend_on_their_chunks(window, cache_dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [7, 64, 96])
 def test_writing_rounds_to_nearest_even_as_torch_does(dtype, head_dim):
-    """Around every number of one byte, and halfway between neighbours; the limit in each row makes its scale 1."""
+    """Around every number of one byte, and halfway between neighbors; the limit in each row makes its scale 1."""
     limit = largest_number(dtype) or 1.0
     if dtype is FP8:
         numbers = torch.arange(127, dtype=torch.uint8).view(FP8).float()

@@ -18,7 +18,7 @@ _POLL_S = 50e-6
 
 
 class TensorParallelExecutor:
-    """An `Executor`. A step that fails anywhere is the last: the ranks are no longer in sync.
+    """An `Executor`. A step that fails on any rank is the last, because the ranks are no longer synchronized.
 
     From then on it raises `RankLost`, after which nothing is retried.
     """

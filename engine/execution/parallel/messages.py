@@ -9,7 +9,7 @@ from pagemill.engine.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class LoadShare:
-    """Tells a rank to load its share of the model. The answer is `Loaded`."""
+    """Command to load a rank's share of the model. The reply is `Loaded`."""
 
     config: EngineConfig
     rank: int

@@ -29,7 +29,7 @@ from pagemill.engine.layers.rank_group import RankGroup
 
 _CHILD = "pagemill.engine.execution.parallel.rank_process"
 _END_S = 2.0
-"""The time a process gets to exit by itself once its connection is closed."""
+"""Seconds in which a process must exit after its connection is closed; then it is killed."""
 _LOOK_S = 0.2
 """The interval at which the processes are checked during a wait for them."""
 _NOTICE_S = 1.0

@@ -1,6 +1,6 @@
 """Computes logits of a few tokens only, if every sample of a step is confined to a few.
 
-A labelling step chooses among the first tokens of some labels: a handful of a vocabulary of tens of
+A labeling step chooses among the first tokens of some labels: a handful of a vocabulary of tens of
 thousands. Each number of a packed product depends only on its row and its channel, to the last bit, so a
 product with those channels gives the same logits as the whole product, and the choice among them is the same.
 """
@@ -31,7 +31,7 @@ class NarrowVocabulary:
     token_ids: tuple[int, ...]
     """Ascending, so that ties go to the lowest id here as well."""
     barred: torch.Tensor | None = None
-    """[num_samples, num_tokens] bool: tokens that some samples may not choose. None: all may choose all."""
+    """[num_samples, num_tokens] bool: tokens that a sample must not choose. None: no restriction."""
 
 
 NOTHING_SAMPLED = NarrowVocabulary((0,))

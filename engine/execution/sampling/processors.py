@@ -86,7 +86,7 @@ class LogitsProcessors:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
         self._constraints: dict[int, RowConstraints] = {}
-        """Constraints by row; rebuilt when the row goes to another sequence."""
+        """Constraints by row; rebuilt when the row is assigned to another sequence."""
 
     def stage(self, work: Sequence[SampleWork], vocab_size: int, transfer: Transfer) -> StagedChanges | None:
         """Stage the changes; None: there are none."""

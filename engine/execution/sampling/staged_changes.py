@@ -1,4 +1,4 @@
-"""A step's changes of its logits, on the device: each kind for all samples at once.
+"""A step's changes of its logits, on the device: each kind for all samples together.
 
 The number of kernels does not grow with the samples, and every array came in the step's one copy. A row's numbers
 are those it would have alone.

@@ -25,7 +25,7 @@ from pagemill.kernels.experts import Routing
 class _Column(nn.Module):
     """A linear layer whose one output comes with a stride.
 
-    torch computes the sigmoid of neighbours in one vector, and of those that fill none by another function: with a
+    torch computes the sigmoid of neighbors in one vector, and of those that fill none by another function: with a
     stride every row's is the latter, regardless of its neighbours.
     """
 

@@ -24,7 +24,7 @@ from pagemill.engine.models.families.native import gpt2_intermediate_size
 from pagemill.kernels.types.scoring import Scoring
 
 _CODEGEN_BLOCKS = 4
-"""Its projections lie together by the cores it was trained on: queries, values and keys of a quarter of the heads."""
+"""Its projections are grouped by the cores it was trained on: queries, values and keys of a quarter of the heads."""
 
 
 def _attend(

@@ -52,7 +52,7 @@ def find_family(raw: RawConfig) -> Family:
         ModelLoadError: the family is not supported; the message lists those that are.
     """
     model_type, architectures = raw.get("model_type"), list(raw.get("architectures") or ())
-    known = (*SUPPORTED_MODEL_TYPES, *_PLUGINS.names)  # also logs names that clash, whatever is loaded
+    known = (*SUPPORTED_MODEL_TYPES, *_PLUGINS.names)  # also logs names that clash
     family = _family_of(model_type, raw)
     if family is None:
         named = f"model type {model_type!r}" + (

@@ -2,7 +2,7 @@
 
 One converter works at a time (a lock file); it writes into a temporary directory, fsyncs, and renames: a process
 killed half-way leaves nothing that looks finished. Who uses a model holds a shared lock on its `.used` file until the
-process ends, and the file's time says when that began; beyond the limit, those unused for longest are removed.
+process ends, and the file's time is when that started; beyond the limit, those unused for longest are removed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process that converts: `python -m pagemill.engine.models.formats.child KIND DIRECTORY FILE...`.
 
-Its last line of output says, as JSON, why it failed. It ends when its input is closed.
+Its last line of output is the reason of a failure, as JSON. It exits when its input is closed.
 """
 
 from __future__ import annotations
@@ -69,4 +69,4 @@ if __name__ == "__main__":
         print(json.dumps({"error": _reason(error), "errno": _place_errno(error)}))  # noqa: T201
         code = 1
     sys.stdout.flush()
-    os._exit(code)  # at once: the thread above waits for input
+    os._exit(code)  # without cleanup: the thread above waits for input

@@ -167,7 +167,7 @@ def check_fields(reader: Any, architecture: str, config: Any, name: str) -> None
 
 
 def _check_types(reader: Any, file: Path) -> None:
-    """Dequantise a block of each type. Raises `ModelLoadError` for those that gguf can't read."""
+    """Dequantize a block of each type. Raises `ModelLoadError` for those that gguf can't read."""
     for kind, name in {tensor.tensor_type: tensor.name for tensor in reader.tensors}.items():
         try:
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, mapped into memory: the directory made of it says where each of them is.
+"""The tensors of a GGUF file, mapped into memory: the directory made of it has their positions.
 
 Its config.json has, as `quantization_config`, `{"quant_method": "gguf", "tensors": {NAME: ENTRY}, "orders": [ORDER]}`.
 NAME is transformers', with `*` for the number of an expert. An order is a permutation of a tensor's rows.
@@ -72,7 +72,7 @@ class Contents:
 
 
 def read_contents(file: Path) -> Contents:
-    """Return what the directory with this link says of the file. Raises `ModelLoadError` if the file is another."""
+    """Return the facts about the file in the directory with this link. Raises `ModelLoadError` if the file differs."""
     quantization = read_json_object(file.with_name("config.json")).get("quantization_config")
     contents = Contents.from_config(quantization if isinstance(quantization, dict) else {})
     try:

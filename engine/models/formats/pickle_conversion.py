@@ -63,7 +63,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _complaint(message: str) -> str:
-    """Say what torch's message means: most of it is how to load the file anyway."""
+    """Explain torch's message, which mostly says how to load the file anyway."""
     if asked := _REFUSED_GLOBAL.search(message):
         return f"asks for {asked[1]}, which weights don't need; it may be hostile, and nothing of it was run"
     reason = message.partition(_UNPICKLER)[2].strip() or message.strip()

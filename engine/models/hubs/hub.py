@@ -52,7 +52,7 @@ class Hub(ABC):
             check: is called before weights are downloaded, with the folder, which has the other files.
 
         Raises:
-            ModelLoadError: there is no such model or revision, it may not be read, or it is not a model to load.
+            ModelLoadError: the model or revision does not exist, access is denied, or it cannot be loaded.
             EngineError: the hub does not answer and the cache has no complete copy, or the disk is full.
         """
         try:

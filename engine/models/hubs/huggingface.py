@@ -42,7 +42,7 @@ class HuggingFace(Hub):
         """Return the folder of an adapter of PEFT. If the Hub does not answer, a cached copy is used.
 
         Raises:
-            ModelLoadError: there is no such repository, or it may not be read.
+            ModelLoadError: the repository does not exist, or access is denied.
             EngineError: the Hub does not answer and nothing is cached, or the disk is full.
         """
         try:

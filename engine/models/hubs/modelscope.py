@@ -49,7 +49,7 @@ class ModelScope(Hub):
         self._entries: dict[str, Entry] = {}
 
     def fetch(self, say: Say, check: Callable[[Path], None]) -> Snapshot:
-        """As `Hub.fetch`. Until a branch's folder is up to date, a marker says that it may be a mixture."""
+        """As `Hub.fetch`. Until a branch's folder is up to date, a marker records that it may be a mixture."""
         snapshot = super().fetch(say, check)
         if (marker := snapshot.directory / _MARKER).exists():
             with self._explained():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pagemill.engine.errors import ModelLoadError
 
-# Names in the root folder only: no onnx/, original/ or flax weights, and no path that leads elsewhere.
+# Names in the root folder only: no onnx/, original/ or flax weights, and no path outside of the folder.
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.jinja", "chat_template*",
@@ -33,7 +33,7 @@ class Snapshot:
 
     directory: Path
     commit: str | None
-    """None: the hub's cache does not say."""
+    """None: the hub's cache does not record it."""
 
 
 @dataclass(frozen=True, slots=True)

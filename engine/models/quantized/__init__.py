@@ -1,1 +1,1 @@
-"""Quantised checkpoints: a file per published format, and how their weights reach the module."""
+"""Quantized checkpoints: a file per published format, and how their weights reach the module."""

@@ -25,7 +25,7 @@ from pagemill.engine.models.quantized.words import unpacked
 from pagemill.kernels.types.grouped_weight import GroupedWeight
 
 _WORD = 8
-# In which place of its word each output lies.
+# The position of each output in its word.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

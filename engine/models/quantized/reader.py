@@ -1,4 +1,4 @@
-"""Between a quantised checkpoint's tensors and the module's weights."""
+"""Between a quantized checkpoint's tensors and the module's weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagemill.engine.models.quantized.scheme import Parts, Scheme
 
 logger = logging.getLogger(__name__)
 
-# Scales of a quantised KV cache: how that is stored is an option here, and its scales are found as it is written.
+# Scales of a quantized KV cache: how that is stored is an option here, and its scales are found as it is written.
 _CACHE_SCALES = re.compile(r"\.(k_scale|v_scale|q_scale|kv_scale|prob_scale|k_zero_point|v_zero_point)$")
 
 
@@ -63,7 +63,7 @@ def widened(tensors: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
 
 
 def placeholders(tensors: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
-    """Return tensors that take no memory in the place of quantised weights."""
+    """Return tensors that take no memory in place of quantized weights."""
     return {
         name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         if isinstance(tensor, QuantizedWeight)
@@ -73,7 +73,7 @@ def placeholders(tensors: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
 
 
 def place(module: Any, tensors: Mapping[str, Weight], *, is_split: bool) -> None:
-    """Give the module's linear layers their quantised weights, and other modules theirs widened.
+    """Give the module's linear layers their quantized weights, and other modules theirs widened.
 
     Args:
         is_split: several ranks have the model, which cut the head themselves.

@@ -1,4 +1,4 @@
-"""Finds the format of a quantised checkpoint."""
+"""Finds the format of a quantized checkpoint."""
 
 from __future__ import annotations
 

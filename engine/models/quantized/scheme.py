@@ -1,4 +1,4 @@
-"""The interface of a format of quantised checkpoints, and the checks that all of them share."""
+"""The interface of a format of quantized checkpoints, and the checks that all of them share."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Scheme(ABC):
     method: str
     """`quant_method`."""
     main: str
-    """The part that every quantised weight has."""
+    """The part that every quantized weight has."""
     parts: tuple[str, ...]
     """Settings that may be next to it."""
     has_quantized_tensors = True
@@ -115,7 +115,7 @@ class Scheme(ABC):
         return {self.weight_name(parts.module): self.weight(parts)}
 
     def is_quantized(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return True if a module's tensors represent a quantised weight."""
+        """Return True if a module's tensors represent a quantized weight."""
         return self.main in tensors
 
     def weight_name(self, module: str) -> str:

@@ -79,7 +79,7 @@ class FreeBlockQueue:
 class BlockPool:
     """Hands out blocks, counts references, finds full blocks by hash, evicts the least recently used.
 
-    Steps retire in order (`retire`). A block whose last reference goes while a step that names it is in
+    Steps retire in order (`retire`). A block whose last reference is dropped while a step that names it is in
     flight is reserved until that step retires: execution may still read it.
     """
 

@@ -240,7 +240,7 @@ class KVCacheManager:
         return needed
 
     def append_slot(self, sequence: Sequence) -> bool:
-        """Make room for one token in a block that has begun, as for most decodes. False: use `allocate_slots`."""
+        """Allocate a slot for one token in a partial block, as for most decodes. False: use `allocate_slots`."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         if not offset:
             return False
@@ -256,10 +256,10 @@ class KVCacheManager:
         return True
 
     def allocate_slots(self, sequence: Sequence, num_new_tokens: int, step_id: int) -> AllocatedSlots | None:
-        """Make room for a sequence's next tokens in step `step_id`; None, with nothing changed, if there is
+        """Allocate slots for a sequence's next tokens in step `step_id`; None, with nothing changed, if there is
         none now.
 
-        The first write into a partial block that a fork still shares goes to a copy of it.
+        The first write into a partial block that a fork still shares is made in a copy.
         """
         start = sequence.num_computed_tokens
         needed = self.num_blocks_needed(sequence, num_new_tokens)

@@ -1,7 +1,7 @@
 """Attention of single query tokens over the paged cache, walking the block tables in place.
 
 A row's keys are cut into splits of a fixed number of keys, counted from key 0, and splits are merged in order.
-So the order of every sum depends on the row alone, never on its neighbours or the number of threads.
+So the order of every sum depends on the row alone, never on its neighbors or the number of threads.
 
 Rows whose tables begin with the same blocks take these together, as the query heads of one row do: a key is loaded,
 and becomes fp32, once for all of them, and each row's sums are what they are without the others.
@@ -117,7 +117,7 @@ def _softmax_row(scores, num_keys, distance, slope, softcap):
 
 @jit
 def _heads_of(part, group, count):
-    """The first head of a part, of those of the task, and how many: part 0 is for the heads of all rows at once."""
+    """The first head of a part, of those of the task, and how many: part 0 is for the heads of all rows together."""
     return max(part - 1, 0) * group, group if part > 0 else count * group
 
 

@@ -102,7 +102,7 @@ def _plan_split(tasks, costs, count, rows, order, first, last, key, num_kv_heads
 def plan_tasks(rows, order, num_rows, num_row_splits, num_kv_heads, most_rows):
     """Return the tasks, what the first n of them cost together for every n, and the most rows that one has.
 
-    Neighbours read the same keys, or adjacent ones: rows that share any are taken split by split, and what a task's
+    Neighbors read the same keys, or adjacent ones: rows that share any are taken split by split, and what a task's
     rows do not share, KV head by KV head, while it is at hand.
     """
     tasks = np.empty((num_row_splits * num_kv_heads, 5), np.int64)

@@ -1,4 +1,4 @@
-"""Products of one token's query heads with a tile of contiguous keys or values, whatever these are kept as.
+"""Products of one token's query heads with a tile of contiguous keys or values of any dtype.
 
 The heads of a group share keys and values, which are loaded, and become fp32, once for all of them.
 """

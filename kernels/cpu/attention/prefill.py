@@ -72,7 +72,7 @@ def _num_slots(tiles, num_tiles, head_dim):
 
 @jit
 def _num_held(num_held, held_row, row, num_keys, tables, block_size):
-    """How many of the keys that lie in their slots for a row are another row's as well: of whole tiles."""
+    """The number of keys in their slots for a row that are also another row's: of whole tiles."""
     num_blocks = (min(num_held, num_keys) + block_size - 1) // block_size
     num_common = num_common_blocks(table_of(tables, row), table_of(tables, held_row), num_blocks)
     return min(num_held, num_common * block_size) // KEYS * KEYS

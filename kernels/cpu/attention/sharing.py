@@ -13,7 +13,7 @@ _MOST_COLUMNS = 32
 
 
 def shared_blocks(tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-    """Return an order in which rows that begin with the same blocks are neighbours, or None if no two rows do.
+    """Return an order in which rows that begin with the same blocks are neighbors, or None if no two rows do.
 
     Args:
         tables: [num_rows, any], block ids.

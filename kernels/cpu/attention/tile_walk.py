@@ -1,6 +1,6 @@
 """The order in which a thread reads tiles of keys and values, and what it asks the memory for meanwhile.
 
-Tiles lie anywhere, so no processor guesses which one is next, and one takes less time to compute with than to arrive:
+Tiles are scattered, so no processor predicts the next one, and one takes less time to compute with than to arrive:
 it is asked for several tiles before.
 """
 
@@ -83,7 +83,7 @@ def scales_at(cache, walk):
 
 @jit
 def tile_ahead(cache, walk, num_keys):
-    """The address of the tile to prefetch with one of `num_keys` keys, for as much of it; the rest is prefetched here."""
+    """The address of the tile to prefetch with one of `num_keys` keys; the rest is prefetched here."""
     ahead = walk + ENTRY * _distance(cache)
     if cache.key_scales != 0:
         scales = scales_at(cache, ahead)

@@ -1,4 +1,4 @@
-"""Numbers of a cache's dtype as floats inside numba kernels: 16 at once, or one.
+"""Numbers of a cache's dtype as floats inside numba kernels: 16 together, or one.
 
 A kernel takes an *element*, a scalar whose numba type represents the dtype, and passes it down to what loads and
 stores: so each dtype compiles to its own machine code, and no branch on it is left in a loop.

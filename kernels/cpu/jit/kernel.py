@@ -1,8 +1,8 @@
 """Kernels that LLVM compiles once for each that is called from Python, however many others take them in.
 
-numba optimises every function and makes machine code of it, takes the optimised code into each caller, and begins
+numba optimizes every function and makes machine code of it, takes the optimized code into each caller, and begins
 again there: at the bottom of a tree of calls for every level above. Here a caller takes in what was lowered, as it is,
-and only the root of a tree is optimised and becomes machine code. What is large, and called by several roots, is a root
+and only the root of a tree is optimized and becomes machine code. What is large, and called by several roots, is a root
 of its own that the others call by its symbol.
 """
 
@@ -54,7 +54,7 @@ class _PartLibrary(JITCodeLibrary):
 
     @property
     def codegen(self) -> Any:
-        """What numba reports of a function's environment: nothing, for there is no place for one yet."""
+        """What numba reports of a function's environment: nothing, because it has no address yet."""
         return _Nowhere
 
 
@@ -65,7 +65,7 @@ class _Nowhere:
 
 
 class PartCompiler(Compiler):
-    """Leaves optimising, and making machine code, to the root."""
+    """Leaves optimizing, and making machine code, to the root."""
 
     def define_pipelines(self) -> Any:
         state = self.state

@@ -1,4 +1,4 @@
-"""Kernels that run on several threads at once.
+"""Kernels that run on several threads.
 
 numba compiles the body of each parallel loop three times more: as a kernel, in the kernel's wrapper, and in the
 function around it. Here there is one such loop, which calls what it is given.

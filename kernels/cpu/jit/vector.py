@@ -1,6 +1,6 @@
 """Vectors of 16 floats as values inside numba kernels, one AVX-512 register each (or two or four narrower ones).
 
-A loop that LLVM vectorises by itself ends each short dot product in a costly prologue and epilogue; heads of 64
+A loop that LLVM vectorizes automatically ends each short dot product in a costly prologue and epilogue; heads of 64
 numbers are only short dot products. Here the kernel specifies the contents of each register.
 """
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels of decoder layers in several processes at once: within one, numba compiles one at a time.
+"""Compiles the kernels of decoder layers in several processes in parallel: within one, numba compiles one at a time.
 
 All take the same kernels in different orders. What one process is compiling another waits for, and then loads it from
 the disk (`Kernel.compile`); so do processes that start together.
@@ -47,7 +47,7 @@ class Part(NamedTuple):
         stack.compile_part(self.name, kind=self.kind, cache_dtype=self.cache_dtype)
 
     def word(self) -> str:
-        """Tell another process of it."""
+        """Encode it for another process."""
         return f"{self.name}:{self.kind}:{str(self.cache_dtype).removeprefix('torch.')}"
 
     @classmethod
@@ -77,7 +77,7 @@ def compiling_early() -> Iterator[None]:
 
 
 def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
-    """Compile parts in this process, which runs `meanwhile` first, and in others; at once if they are compiled.
+    """Compile parts in this process, which runs `meanwhile` first, and in others; return if they are compiled.
 
     Others only save time: where nothing can be kept on the disk, or one fails, all is compiled here.
     """

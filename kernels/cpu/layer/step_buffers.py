@@ -1,4 +1,4 @@
-"""What the layers of a step share: where its batch and their results lie."""
+"""The buffers that the layers of a step share: its batch and their results."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class StepBuffers:
         self._metadata = metadata
 
     def read(self, num_tokens: int, tokens: torch.Tensor | None) -> None:
-        """Say whose output is read: that of all `num_tokens`, or of these, which the caller keeps until then."""
+        """Set which tokens' output is read: of all `num_tokens`, or of these, which the caller keeps until then."""
         assert tokens is None or (tokens.dtype == torch.int64 and tokens.is_contiguous())
         self.records["num_read"] = num_tokens if tokens is None else len(tokens)
         self.records["read_tokens"] = 0 if tokens is None else tokens.data_ptr()

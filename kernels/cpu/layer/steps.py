@@ -188,7 +188,7 @@ def _finish_block(kind, layer, hidden, attended, normed, gated, num_rows):
     _multiply_rows(
         kind, normed, attended, width, layer[0].o, layer[0].o_format, layer[0].o_bias, num_rows, size, width
     )
-    # The sum goes to `hidden`, its norm to `normed`: every number is read before its place is written.
+    # The sum goes to `hidden`, its norm to `normed`: every number is read before it is overwritten.
     norm, eps = layer[0].post_attention_norm, layer[0].eps
     rms_norm_rows(0, num_rows, normed, norm, hidden, hidden, normed, size, size, size, size, eps)
     _mlp_rows(kind, layer, normed, gated, num_rows)

@@ -134,7 +134,7 @@ _multiply_two = _intrinsic_of(8, _multiplying(2))
 
 @jit
 def multiply_panel(sums, rows, panel, num_groups, tiles):
-    """sums[r] += rows[r] @ panel for some tiles; `sums` is a `Strided` whose rows lie one behind the other."""
+    """sums[r] += rows[r] @ panel for some tiles; `sums` is a `Strided` whose rows are contiguous."""
     tile, first, height, more = tiles.low, first_row(tiles.low, tiles.num_rows), 0, 0
     while tile < tiles.high:
         middle, last = (

@@ -45,7 +45,7 @@ from pagemill.kernels.cpu.matmul.work_sharing import (
 
 # So much of BLOCK_ROWS rows stays in the second-level cache while all panels pass by.
 BLOCK_INPUTS = 768
-# With so many rows for so many panels, x is copied into lines first (`multiply_lined_tile`).
+# With many rows and many panels, x is copied into lines first (`multiply_lined_tile`).
 LINED_ROWS, LINED_PANELS = 28, 6
 # What a thread needs: sums between pieces, the last panel's results, a piece of weights.
 _NARROW, _PIECE = SUMS_BYTES, 2 * SUMS_BYTES

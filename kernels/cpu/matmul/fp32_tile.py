@@ -92,7 +92,7 @@ class Rows(NamedTuple):
 
 @contextmanager
 def summed(builder: Any, num_rows: int, halves: range, out: Rows, start: Rows) -> Iterator[list[list[Any]]]:
-    """Sums of these halves of a panel that begin as `start` says and end in `out`."""
+    """Sums of these halves of a panel, from `start` to `out`."""
 
     def addresses(rows: Rows) -> list[list[Any]]:
         firsts = _rows_from(builder, rows.first, rows.stride, num_rows)

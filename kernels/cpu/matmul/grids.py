@@ -1,6 +1,6 @@
 """Finds the integers that a weight was made of: grids of evenly spaced numbers, one for every 32 inputs of a channel.
 
-A checkpoint of quantised weights holds small integers with scales, and reaches the products as fp32 numbers. They show
+A checkpoint of quantized weights holds small integers with scales, and reaches the products as fp32 numbers. They show
 the integers: a grid counts as found only if every number comes back from it exactly (a zero may lose its sign).
 """
 

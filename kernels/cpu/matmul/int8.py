@@ -1,8 +1,8 @@
-"""Products with a weight matrix of integers of 8 or 4 bits, packed once: y = x W^T + b, with x quantised as it arrives.
+"""Products with a weight matrix of integers of 8 or 4 bits, packed once: y = x W^T + b, with x quantized as it arrives.
 
 What is computed is defined in `pagemill.kernels.grouped_int8`: sums within a group of inputs are integers, hence exact,
 and over the groups each number of the result is one chain of fp32 multiply-adds in the groups' order. So it depends on
-its row and its channel alone, to the last bit, regardless of the number of rows or threads and whatever the CPU.
+its row and its channel alone, to the last bit, regardless of the number of rows or threads and the CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows quantised for `int8_tile`: groups of 8-bit integers with a scale each, where their tiles read them."""
+"""Rows quantized for `int8_tile`: groups of 8-bit integers with a scale each, where their tiles read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles of a product of 8-bit integers: some quantised rows times one panel of weights of 8 or 4 bits.
+"""Tiles of a product of 8-bit integers: some quantized rows times one panel of weights of 8 or 4 bits.
 
 AVX-512 VNNI multiplies unsigned by signed bytes. Weights are the unsigned ones: signed weights are kept a zero point
 too large, which adds that many times the sum of the row's group to every channel alike, and sums start from that
@@ -22,7 +22,7 @@ from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, by_height, pr
 from pagemill.kernels.grouped_int8 import GROUP
 
 ZERO_POINT = 128  # of weights of 8 bits
-QUAD = 4  # inputs whose weights lie in addition to each other
+QUAD = 4  # inputs whose weights are adjacent
 QUADS = GROUP // QUAD
 _LINE = PANEL * F32  # a number of 32 bits for each channel of a panel: a quad's weights of 8 bits, or a scale
 # Their 6 sums, 16 vectors of weights and the numbers of some quads fill the 32 registers of AVX-512.
@@ -137,7 +137,7 @@ ROW_BYTES = PRODUCTS.row_bytes
 
 
 class Format(NamedTuple):
-    """How a panel's part of a group lies: lines of weights, then the channels' scales and perhaps their offsets.
+    """The layout of a panel's part of a group: lines of weights, then the channels' scales and perhaps their offsets.
 
     A line of weights holds a quad's, channel by channel; of 4 bits that of two, the second in the upper halves of the
     first one's bytes.
@@ -260,7 +260,7 @@ class _Tile:
         return vectors if size == F32 else [self._builder.fpext(vector, F32X16) for vector in vectors]
 
     def _add_to_sums(self, group: _Group, rows: range, halves: range, totals: list[list[Any]]) -> None:
-        """Add what these rows' sums of integers come to."""
+        """Add these rows' converted sums of integers."""
         builder = self._builder
         scales, *offsets = (self._factors_of(group, row, halves) for row in range(self._format.num_factors))
         for row, row_totals in zip(rows, totals, strict=True):

@@ -52,7 +52,7 @@ def choose_converted(kind: Any, integers: Any, bfloats: Any) -> Any:
 
 
 def by_kind(floats: Any, converted: Any) -> Any:
-    """A kernel whose first argument's type says which of the two it is; for compiled callers alone.
+    """A kernel selected by the type of its first argument; for compiled callers alone.
 
     Chosen while compiling, not by a branch: no product is compiled of a kind that the model does not have.
     """

@@ -1,6 +1,6 @@
 """Work that threads take piece by piece, instead of a fixed share each.
 
-Two processors of one machine are rarely equally fast from one millisecond to the next: a neighbour, another process
+Two processors of one machine are rarely equally fast from one millisecond to the next: a neighbor, another process
 or the other half of a core takes its part of one of them. With fixed shares all wait for the slowest.
 """
 
@@ -27,7 +27,7 @@ _TURNS = 8
 
 @jit(allocates=True)
 def new_counter():
-    """A counter that stands at 0, alone in its cache line: `line_in` this array is its address."""
+    """A counter at 0, alone in its cache line: `line_in` this array is its address."""
     return np.zeros(2 * VECTOR, np.uint8)  # not in a parallel kernel, which would write the zeros in parallel
 
 
@@ -78,7 +78,7 @@ def panels_per_turn(num_panels, num_threads):
 def plan_turns(costs, num_threads):
     """Bounds of groups of tasks, for threads that take one after another; ends with the number of tasks.
 
-    `costs[n]` is what the first n tasks cost together. Groups are of neighbours, and shrink towards the end.
+    `costs[n]` is what the first n tasks cost together. Groups are of neighbors, and shrink towards the end.
     """
     total = costs[-1]
     bounds = np.zeros(len(costs), np.int64)

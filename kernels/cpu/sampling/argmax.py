@@ -128,7 +128,7 @@ def _places(num_rows, numbers, stride, size, maxima, num_stretches, peaks, place
         source, place = numbers + F32 * row * stride, best * _STRETCH
         while not (f32_pointer(source)[place] == peak or np.isnan(f32_pointer(source)[place])):
             place += 1
-        # Of equal numbers the first: zeros are equal whatever their signs.
+        # Of equal numbers the first: zeros are equal regardless of their signs.
         f32_pointer(peaks)[row] = f32_pointer(source)[place]
         i64_pointer(places)[row] = place
 

@@ -63,7 +63,7 @@ def _print_rows_of_numbers(result: Result) -> None:
 
 
 def estimate_line(estimate: CompletionEstimate | None) -> str:
-    """Say when a job will probably end; None: it was submitted before, under its idempotency key."""
+    """Return when a job will probably end; None: it was submitted before, under its idempotency key."""
     if estimate is None:
         return "no estimate: it was submitted before"
     if estimate.p50 is None or estimate.p90 is None:

@@ -13,7 +13,7 @@ from pagemill.common import report_interval
 
 
 class Waiting:
-    """A wait that may take long. Call `tell` as often as you like: an unchanged state is printed once per `LOG_S`.
+    """A long wait. `tell` can be called often: an unchanged state is printed once per `LOG_S`.
 
     `is_short`: the wait is mostly over soon. It is printed only if it takes longer than `FIRST_S`.
     """
@@ -38,7 +38,7 @@ class Waiting:
         return self
 
     def report(self, state: str = "") -> None:
-        """Say how far it has come, if that is news or nothing was said for a while."""
+        """Print the progress if it has changed, or nothing was printed for a while."""
         is_news, self._state = state not in ("", self._state), state or self._state
         if self._status is not None:
             self._status.update(self._line())

@@ -31,7 +31,7 @@ HEADER_LIMIT: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The text of a call that the grammar forces; the arguments, JSON, stand between `before` and `after`."""
+    """The text of a call that the grammar forces; the arguments, JSON, are between `before` and `after`."""
 
     before: str
     """With `NAME` for the function's name as it is, or `"NAME"` for it as JSON."""
@@ -45,7 +45,7 @@ class CallForm:
     """What a call begins with where the model may also answer in words: `begin` + `before`, or a part of it that
     nothing else begins with."""
     answer: str = ""
-    """What stands before an answer without a call."""
+    """Text before an output without a call."""
     is_single: bool = False
     """True if the model makes one call per answer, regardless of what the job allows."""
 
@@ -58,11 +58,11 @@ class Elements:
     """Arguments as elements, one per parameter: texts as they are, any other value as JSON."""
 
     before: str
-    """What stands before a value, with `KEY` for the parameter's name."""
+    """Text before a value, with `KEY` for the parameter's name."""
     after: str
     header: re.Pattern[str]
-    """Matches what stands before a value, with the parameter's name as `key`; a group `is_text` that is `true` or
-    `false` says whether the value is a text, otherwise the tool's schema does."""
+    """Matches the text before a value, with the parameter's name as `key`; a group `is_text` that is `true` or
+    `false` determines whether the value is a text, otherwise the tool's schema does."""
     end: str
     """What ends a value."""
     call_end: str
@@ -80,11 +80,11 @@ class ToolSyntax:
     opens: tuple[str, ...] = ()
     """What calls begin with, anywhere in the text; without any, a call is how the text begins."""
     header: re.Pattern[str] = _OBJECT
-    """What stands between that and the arguments."""
+    """Text between that and the arguments."""
     is_wrapped: bool = True
     """True if name and arguments are members of an object."""
     skipped: tuple[str, ...] = ()
-    """What may stand around calls, in addition to white space, and is not content."""
+    """Text around calls, in addition to white space, that is not content."""
     elements: Elements | None = None
     """How arguments are written that are not JSON. `header` then matches from a call's opening mark on."""
     quote: str = ""

@@ -20,7 +20,7 @@ class ThinkingTags:
     word: str = ""
     """What chat templates contain, if not `closing`."""
     after: str = ""
-    """What stands between the thinking and the header of the next message, in a format of messages with headers."""
+    """Text between the reasoning and the header of the next message, in a format of messages with headers."""
     answer: str = ""
     """The header of an answer, in such a format. One that is constrained follows thinking, which the prompt opens."""
     stops: tuple[str, ...] = ()

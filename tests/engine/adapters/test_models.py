@@ -1,4 +1,4 @@
-"""Adapters of other families, of fused layers and of quantised models, against PEFT's merged models."""
+"""Adapters of other families, of fused layers and of quantized models, against PEFT's merged models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The products that a GPU makes of a quantised checkpoint's weights, computed on the CPU."""
+"""The products that a GPU makes of a quantized checkpoint's weights, computed on the CPU."""
 
 from __future__ import annotations
 

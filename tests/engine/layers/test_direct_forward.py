@@ -165,7 +165,7 @@ def test_frequencies_that_depend_on_the_length_are_looked_up_once_they_are_fixed
 
 @pytest.mark.slow
 def test_the_engine_says_the_same_either_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunked prompts, samples of some rows, narrow vocabularies, prompt scores and neighbours that come and go."""
+    """Chunked prompts, samples of some rows, narrow vocabularies, prompt scores and neighbors that come and go."""
     save_tiny_llama(tmp_path)
     prompts = [[(7 * i + 3 * n) % VOCAB_SIZE for i in range(n)] for n in (1, 5, 40, 90, 17)]
     params = [

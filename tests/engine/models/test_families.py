@@ -160,7 +160,7 @@ def test_batch_invariance_is_bitwise(case: str, tmp_path: Path) -> None:
 def test_quantised_numbers_stay_close_to_the_reference(
     case: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Every family's layers and caches can be quantised; tiny random models feel it more than real ones."""
+    """Every family's layers and caches can be quantized; tiny random models feel it more than real ones."""
     checkpoint = CASES[case]()
     checkpoint.write(tmp_path)
     outputs = run(make_llm(tmp_path, checkpoint, num_kv_blocks=128, block_size=8, **options))

@@ -1,4 +1,4 @@
-"""Rotary scaling: exact for every type, and no output depends on a neighbour's length."""
+"""Rotary scaling: exact for every type, and no output depends on a neighbor's length."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class TestSentencePiece:
         model = read_sentencepiece(file)
         for text in TEXTS:
             if model.charsmap and "\r\n" in text:
-                continue  # tokenizers normalises the two as one character
+                continue  # tokenizers normalizes the two as one character
             ids = reference.encode(text)
             assert tokenizer.encode(text).ids == ids, repr(text)
             if reference.unk_id() not in ids:

@@ -1,4 +1,4 @@
-"""`pagemill run recipe.yaml` with real workers: label, then summarise only the positives; usage; the dry run."""
+"""`pagemill run recipe.yaml` with real workers: label, then summarize only the positives; usage; the dry run."""
 
 from __future__ import annotations
 

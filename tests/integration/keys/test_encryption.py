@@ -65,7 +65,7 @@ def queue(valkey_url: str, queue_name: str) -> Iterator[Queue]:
 
 
 def readable(queue: Queue, *words: str) -> list[str]:
-    """The keys in whose serialised form, as in a dump of the server, one of the words stands."""
+    """The keys in whose serialized form, as in a dump of the server, one of the words stands."""
     return [
         name
         for name in queue.names()

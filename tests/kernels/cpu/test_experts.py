@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CPU: the kernels beside their plain torch twins, and bits that no neighbour changes."""
+"""Mixtures of experts on a CPU: the kernels beside their plain torch twins, and bits that no neighbor changes."""
 
 from __future__ import annotations
 

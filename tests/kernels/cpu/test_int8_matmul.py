@@ -220,7 +220,7 @@ def test_weights_of_several_forms_are_packed_in_the_largest():
 
 
 def rows_for(products: Products, x: torch.Tensor) -> torch.Tensor:
-    """A tile's quantised rows as `make_tile(products, ...)` reads them: [num_groups, num_rows, bytes]."""
+    """A tile's quantized rows as `make_tile(products, ...)` reads them: [num_groups, num_rows, bytes]."""
     numbers, scales = grouped_int8.quantise(x)  # [num_rows, num_groups, GROUP], [num_rows, num_groups]
     order = [quad + i for quad in range(0, GROUP, QUAD) for part in products.parts for i in part]
     dtype = torch.int8 if products.number_bytes == 1 else torch.int16

@@ -95,7 +95,7 @@ def test_what_gguf_files_hold_keeps_its_size(kind, weight_format):
 @pytest.mark.parametrize("place", [(0, 0), (99, 287), (47, 100)], ids=str)
 def test_one_number_off_by_a_bit_is_kept(weight_format, place):
     weight = weight_in(weight_format, 100, 288)
-    while weight[place] == 0.0:  # zero's neighbour would be a denormal
+    while weight[place] == 0.0:  # zero's neighbor would be a denormal
         place = (place[0], (place[1] + 1) % 288)
     weight[place] = torch.nextafter(weight[place], torch.tensor(torch.inf))
     packed = pack(weight)

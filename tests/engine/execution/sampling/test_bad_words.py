@@ -1,4 +1,4 @@
-"""`bad_words`: how they are tokenised, and that they do not come."""
+"""`bad_words`: how they are tokenized, and that they do not come."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def write_tensors(directory: Path, tensors: Tensors, *, num_shards: int = 1) -> 
     weight_map = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
-        # Dealt out like cards: neighbours in a layer end up in different files.
+        # Dealt out like cards: neighbors in a layer end up in different files.
         dealt = {name: tensor for i, (name, tensor) in enumerate(tensors.items()) if i % num_shards == shard}
         save_file(dealt, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(dealt, file)

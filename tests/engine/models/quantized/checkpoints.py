@@ -33,7 +33,7 @@ class Format:
     config: dict[str, Any]
     """The quantization_config."""
     store: Callable[[torch.Tensor], Stored]
-    """Quantises a weight [out, in]."""
+    """Quantizes a weight [out, in]."""
 
 
 def write_pair(directory: Path, form: Format) -> tuple[Path, Path]:

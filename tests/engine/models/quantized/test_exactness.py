@@ -1,4 +1,4 @@
-"""A quantised checkpoint computes what its numbers stand for, to the last bit of a plain fp32 checkpoint's."""
+"""A quantized checkpoint computes what its numbers stand for, to the last bit of a plain fp32 checkpoint's."""
 
 from __future__ import annotations
 

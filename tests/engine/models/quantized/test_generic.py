@@ -1,4 +1,4 @@
-"""Quantised checkpoints of types that no family names, latent attention among them: their weights are widened first."""
+"""Quantized checkpoints of types that no family names, latent attention among them: their weights are widened first."""
 
 from __future__ import annotations
 

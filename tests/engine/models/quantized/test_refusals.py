@@ -1,4 +1,4 @@
-"""What can't be read of a quantised checkpoint ends the start, with one line that says what and why."""
+"""What can't be read of a quantized checkpoint ends the start, with one line that says what and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantised model over two ranks: cut at whole groups as it is stored, elsewhere widened."""
+"""A quantized model over two ranks: cut at whole groups as it is stored, elsewhere widened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start of a quantised checkpoint says and takes, and what a resumed job goes by."""
+"""What a start of a quantized checkpoint says and takes, and what a resumed job goes by."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def _log_cache(name: str, shape: KVCacheShape, limits: SchedulerConfig) -> None:
             expanded // shape.block_size,
         )
     if shape.windows != (None,):
-        logger.info("groups of layers with blocks of their own, by window: %s", list(shape.windows))
+        logger.info("groups of layers with separate blocks, by window: %s", list(shape.windows))
 
 
 def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | NoAdapters:

@@ -125,7 +125,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
         for state in resume or ():
             self.input_processor.check_token_ids("resume", state.token_ids)
         if resume is not None and params.is_ranked:
-            raise InvalidRequest("best_of and a beam search start from the prompt: they take no resume")
+            raise InvalidRequest("best_of and beam search start from the prompt and cannot resume")
         self._check_task(task, params)
         best_of = None
         if params.is_ranked and params.beam_width is None:

@@ -123,7 +123,7 @@ class EmbeddedServer:
             self._owner_lock = self._owner_lock or _try_lock(self.state_dir / OWNER_LOCK)
             if self._owner_lock is None:
                 return False  # its owner restarts it
-            logger.error("the embedded Valkey (pid %d) is gone; starting it again", self.record.pid)
+            logger.error("the embedded Valkey (pid %d) has exited; restarting it", self.record.pid)
             _children.pop(self.record.pid, None)
             self.record = _running(self.state_dir) or _start(self.state_dir)
         return True

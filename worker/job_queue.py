@@ -266,8 +266,7 @@ def warn_about_server(info: dict[str, Any]) -> None:
     """Warn of server settings that endanger jobs. Reads INFO only: managed servers hide CONFIG."""
     if not info:
         logger.warning(
-            "this Redis does not say how it is (INFO is refused): see to it that its maxmemory-policy is "
-            "noeviction and that it keeps an append-only file"
+            "this Redis denies INFO: check that its maxmemory-policy is noeviction and that it has an append-only file"
         )
         return
     policy = str(info.get("maxmemory_policy", "noeviction"))

@@ -35,7 +35,7 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that put other weights into the model: the adapter belongs to those."""
 _REFUSED = {
     "use_dora": "DoRA",
-    "lora_bias": "a bias of its own",
+    "lora_bias": "a separate bias",
     "modules_to_save": "whole modules (modules_to_save)",
     "trainable_token_indices": "trained tokens (trainable_token_indices)",
 }

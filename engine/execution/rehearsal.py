@@ -85,7 +85,7 @@ def step_bytes(
         except torch.OutOfMemoryError as error:
             message = (
                 f"a step of max_num_batched_tokens={limits.max_num_batched_tokens} tokens in "
-                f"max_num_seqs={limits.max_num_seqs} rows does not fit beside the weights: lower either"
+                f"max_num_seqs={limits.max_num_seqs} rows does not fit next to the weights: lower either"
             )
             raise ConfigError(message, setting="max_num_batched_tokens") from error
     seconds = time.perf_counter() - started

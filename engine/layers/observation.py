@@ -100,7 +100,7 @@ def observe_attention(module: Any, num_layers: int) -> AttentionShape:
             state = serve_packed(states)
     except AttributeError as error:
         if isinstance(error.obj, DynamicCache):
-            raise ModelLoadError("the recurrent layers need a cache of their own") from error
+            raise ModelLoadError("the recurrent layers need a separate cache") from error
         raise
     finally:
         _observation.reset(token)

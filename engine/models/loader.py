@@ -366,7 +366,9 @@ def fill_module(
     if surplus:  # ignoring a bias or a layer would compute another function
         raise ModelLoadError(f"{len(surplus)} tensors have no place in the model, {surplus[0]} first")
     if report["unexpected_keys"]:
-        logger.warning("%d tensors beside the model are not used", len(report["unexpected_keys"]))
+        logger.warning(
+            "%d tensors that are not part of the model are not used", len(report["unexpected_keys"])
+        )
     return module
 
 

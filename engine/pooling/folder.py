@@ -186,7 +186,7 @@ def _listed_modules(directory: Path) -> list[tuple[str, Path]]:
             )
         inside = (directory / place).resolve()
         if not inside.is_relative_to(directory.resolve()):
-            raise ModelLoadError(f"{file}: module {kind!r} lies outside the model's directory")
+            raise ModelLoadError(f"{file}: module {kind!r} is outside the model's directory")
         found.append((name, directory / place))
     return found
 

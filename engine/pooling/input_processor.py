@@ -104,7 +104,8 @@ class PoolingInputProcessor:
     def _refused(self, kind: str) -> UnsupportedFeature:
         what = {"embed": "gives vectors", "rerank": "scores pairs of texts", "classify": "classifies texts"}
         return UnsupportedFeature(
-            f"the model {what[self.kinds[0]]} and takes no {kind} job: submit with task {' or '.join(self.kinds)}"
+            f"the model {what[self.kinds[0]]} and does not accept {kind} jobs: "
+            f"submit with task {' or '.join(self.kinds)}"
         )
 
     def _prompt(self, given: PoolInput) -> str:

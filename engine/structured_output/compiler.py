@@ -160,4 +160,4 @@ class SchemaCompiler:
                 del self._known[key]
         if taken > MOST_BYTES:
             largest = max(self._known.values(), key=lambda schema: schema.num_bytes)
-            largest.refuse_all("takes too much memory beside the others that are in use")
+            largest.refuse_all("takes too much memory together with the others in use")

@@ -208,8 +208,8 @@ class Grammars:
         """Give the sequences their grammars, which can't be used yet."""
         if self._schemas is None:
             raise UnsupportedFeature(
-                "structured_outputs other than choice need a tokenizer that says which bytes its tokens stand "
-                "for, and an EOS token"
+                "structured_outputs other than choice need a tokenizer whose tokens have known "
+                "bytes, and an EOS token"
             )
         kind, text = next(
             (kind, text)

@@ -151,7 +151,7 @@ class OutlinedGrammar:
     def replay(self, token_ids: Sequence[int]) -> None:
         """Advance by an earlier run's tokens. Raises `InvalidRequest` if that is not possible."""
         if token_ids and self._outline.trigger:
-            raise InvalidRequest("a request with strict tools starts from the prompt: it takes no resume")
+            raise InvalidRequest("a request with strict tools starts from the prompt and cannot resume")
         thinking = self._outline.thinking
         if token_ids and self._is_undecided and thinking is not None:
             opening = list(thinking.opening_ids)

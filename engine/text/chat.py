@@ -278,7 +278,7 @@ class ChatFormat:
             if asked is not None:
                 if asked.json is None:
                     raise UnsupportedFeature(
-                        "structured_outputs beside tools: only json is supported, or tool_choice none"
+                        "structured_outputs with tools: only json is supported, or tool_choice none"
                     )
                 return self._grammar.either(
                     functions, syntax, asked.json, is_single=form.is_single or allows_one

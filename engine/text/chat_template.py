@@ -97,7 +97,7 @@ class ChatTemplate:
         except Refused as error:
             # What the template specifies itself (raise_exception) is the reason that its user needs.
             raise InvalidRequest(
-                f"the chat template refuses these messages: {str(error)[:_MAX_REASON]}"
+                f"the chat template rejects these messages: {str(error)[:_MAX_REASON]}"
             ) from None
 
     def _roles_in_parts(self, template: str, values: Mapping[str, Any]) -> frozenset[str] | None:

@@ -236,8 +236,8 @@ class InputProcessor:
     def process_pool(self, _: object) -> NoReturn:
         """Raise UnsupportedFeature: the model does not compute vectors or labels."""
         raise UnsupportedFeature(
-            "the model generates text and takes no embed, classify or rerank job: submit with task generate or score, "
-            "or start a worker with a model that gives vectors or labels"
+            "the model generates text and does not accept embed, classify or rerank jobs: submit with task generate "
+            "or score, or start a worker with a model that gives vectors or labels"
         )
 
     def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -116,7 +116,7 @@ def environment() -> Any:
 
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
-                raise SecurityError(f"a namespace may not have the name {name!r}")
+                raise SecurityError(f"a namespace must not have the name {name!r}")
             super().__setitem__(name, value)
 
     def refuse(message: str) -> None:

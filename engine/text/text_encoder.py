@@ -59,7 +59,7 @@ class TextEncoder:
         except BaseException as error:  # nothing is left of a text next to that many special tokens
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            raise InvalidRequest(f"the tokenizer refuses the text: {str(error)[:200]}") from error
+            raise InvalidRequest(f"the tokenizer rejects the text: {str(error)[:200]}") from error
         return [
             _encoded(encoding.ids, encoding.type_ids, has_types=self._gives_types and isinstance(text, tuple))
             for encoding, text in zip(encodings, texts, strict=True)

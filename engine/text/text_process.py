@@ -76,7 +76,7 @@ class TextProcess(LimitedProcess):
                 "encode", list(texts), add_special_tokens, shorten_to
             )
         except Refused as error:
-            raise InvalidRequest(f"the tokenizer refuses the text: {error}") from None
+            raise InvalidRequest(f"the tokenizer rejects the text: {error}") from None
         except Exceeded as error:
             raise InvalidRequest(f"the tokenizer {error} for this text") from None
         return encoded

@@ -144,7 +144,7 @@ class HuggingFaceTokenizer:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except BaseException as error:
             if is_panic(error):
-                raise InvalidRequest(f"the tokenizer refuses the text: {str(error)[:200]}") from None
+                raise InvalidRequest(f"the tokenizer rejects the text: {str(error)[:200]}") from None
             raise
         return ids
 

@@ -350,7 +350,7 @@ ENGINE_BOARD = board("engine", "engine", "Steps, requests, latencies and the dev
 RELIABILITY_BOARD = board("reliability", "reliability", "Is every job done once, and does Redis hold.", [
     Row("The last hour", [
         _last_hour("Leases lost", "Jobs that went to another worker.", "leases_lost_total"),
-        _last_hour("Commits fenced", "Results refused as stale.", "result_commits_total", FENCED),
+        _last_hour("Commits fenced", "Results rejected as stale.", "result_commits_total", FENCED),
         _last_hour("Retries", "Executions that ended in a retryable error.", "job_retries_total"),
         _last_hour("Account errors", "Contradictions in the KV block accounts: a bug.",
             "kv_cache_accounting_errors_total"),
@@ -397,7 +397,7 @@ RELIABILITY_BOARD = board("reliability", "reliability", "Is every job done once,
         lines("What holds the memory", BYTES,
             "Estimated from random keys. records: of jobs and batches; other: of other queues and software.",
             queue_total("kind", "queue_memory_bytes"), stacked=True),
-        lines("Refused for lack of memory", PER_SECOND,
+        lines("Rejected for lack of memory", PER_SECOND,
             "Clients that wait for room submit again, which counts again.",
             Query(once(rate("queue_memory_rejections_total", QUEUE)), "{{queue}}")),
         lines("Waits for the disk", PER_SECOND,
@@ -416,7 +416,7 @@ DATASET_RUNS_BOARD = board(
     "dataset-runs", "dataset runs",
     "How the rows go, what they cost, and what comes out.", [
     Row("Progress", [
-        number("Rows left", COUNT, "Jobs of the chosen queues that have not ended.",
+        number("Rows left", COUNT, "Unfinished jobs of the chosen queues.",
             Query(f"sum({UNFINISHED})"),
             width=6),
         number("Rows per minute", COUNT, "Jobs that end.", Query(f"60 * sum({ENDED})"), width=6),
@@ -463,7 +463,7 @@ GATEWAY_BOARD = board(
         lines("Answers by status", PER_SECOND,
             "499: the client was gone before its answer. Probes and scrapes are left out.",
             rate_by("status", "gateway_requests_total", selector=CLIENTS), stacked=True),
-        lines("Answers by route", PER_SECOND, "(none): refused before it had a route, or an unknown route.",
+        lines("Answers by route", PER_SECOND, "(none): rejected before it had a route, or an unknown route.",
             rate_by("route", "gateway_requests_total", selector=CLIENTS), stacked=True),
         lines("Share of errors", RATIO, "Answers with a status of 500 and above. Empty while there is none.",
             Query(f"sum by (instance) ({rate('gateway_requests_total', FAILED)})"
@@ -472,7 +472,7 @@ GATEWAY_BOARD = board(
             "From the head of a request to the end of its answer; of a stream, to its end.",
             quantile("gateway_request_seconds", 0.95, "{{route}}", "route, le", CLIENTS)),
         lines("Refused", PER_SECOND,
-            "rate: a key's own limit. queue_full: the queue's. busy: more than the gateway takes at once.",
+            "rate: a key's own limit. queue_full: the queue's. busy: requests beyond --max-in-flight.",
             rate_by("reason", "gateway_refused_total", selector=GATEWAY), stacked=True),
         lines("Cancelled jobs", PER_SECOND, "Jobs that were ended because no client waited for them any more.",
             total_rate("gateway_cancelled_jobs_total", "cancelled", selector=GATEWAY)),
@@ -489,7 +489,7 @@ GATEWAY_BOARD = board(
             total_rate("gateway_stream_errors_total", "ended by an error", selector=GATEWAY)),
     ]),
     Row("Load", [
-        lines("Under way", COUNT, "Requests beyond --max-in-flight are refused as busy.",
+        lines("In progress", COUNT, "Requests beyond --max-in-flight are rejected as busy.",
             gauge("gateway_requests_in_flight", "{{instance}} requests", selector=GATEWAY),
             gauge("gateway_streams", "{{instance}} streams", selector=GATEWAY),
             gauge("gateway_batches_running", "{{instance}} batches", selector=GATEWAY)),

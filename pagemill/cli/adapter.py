@@ -112,7 +112,7 @@ def _wait(producer: Producer, command_id: str, names: list[str], timeout: float)
 def _print(
     command: WorkerCommand, names: list[str], answers: dict[str, AdapterAnswer], as_json: bool
 ) -> None:
-    silent = AdapterAnswer(error="it has not answered")
+    silent = AdapterAnswer(error="no response")
     if as_json:
         flags = {name: answers.get(name, silent).model_dump() for name in names}
         typer.echo(json.dumps({"workers": flags}))

@@ -364,7 +364,7 @@ class SubmitOptions:
         str | None, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
     ] = None
     field: options.Field = None
-    estimate: Annotated[bool, typer.Option("--estimate", help="Say when the job will probably end.")] = False
+    estimate: Annotated[bool, typer.Option("--estimate", help="Print the estimated end of the job.")] = False
     refuse_late: Annotated[
         bool, typer.Option("--refuse-late", help="Submit nothing that would probably miss its deadline.")
     ] = False
@@ -537,7 +537,7 @@ def default_model(url: str | None, queue: str) -> str:
             return str(checked(keys.ModelName)(served_name(named)))
         except typer.BadParameter as error:
             raise typer.BadParameter(f"PAGEMILL_MODEL: {error.message}") from None
-    message = "waiting for the worker to load its model (--model NAME submits at once)"
+    message = "waiting for the worker to load its model (--model NAME submits immediately)"
     alive = settled_workers(
         find_redis(url), queue, lambda info: bool(info.models), partial(print_stderr, message)
     )

@@ -53,7 +53,7 @@ def batch_run(
         typer.Option(
             "--out",
             callback=output_path,
-            help="Output file; errors go beside it. Default: REQUESTS.output.jsonl.",
+            help="Output file; errors go next to it. Default: REQUESTS.output.jsonl.",
         ),
     ] = None,
     model: options.ServedModel = None,
@@ -62,7 +62,7 @@ def batch_run(
         typer.Option(
             "--within",
             callback=between(0.0, YEAR_S / 3600),
-            help="Hours; what has not ended by then is expired.",
+            help="Hours after which unfinished requests expire.",
         ),
     ] = None,
     cancel: options.CancelRun = False,

@@ -53,12 +53,12 @@ class DoctorOptions:
         typer.Option(
             envvar="PAGEMILL_MODEL",
             callback=checked(ModelOrPath),
-            help="A worker's model: says how it would be run here.",
+            help="A worker's model: print how it would run here.",
         ),
     ] = None
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Say what a load of this model takes: blocks, rows, workers, Redis."),
+        typer.Option("--plan", help="Print what a load of this model takes: blocks, rows, workers, Redis."),
     ] = False
     question: Annotated[dict[str, Any], plan_view.QUESTION]
     settings: Annotated[dict[str, Any], plan_view.ENGINE]
@@ -149,7 +149,7 @@ def model_parts(model: str) -> Finding:
         check_files(engine, found.directory)
         return Finding("model parts", "ok", f"{found if found.source.is_remote else model}: {parts}")
     except EngineError as error:
-        return Finding("model parts", "error", str(error), "a worker would refuse it in the same words")
+        return Finding("model parts", "error", str(error), "a worker would fail with the same message")
 
 
 def _inside(client: redis.Redis, queue: str) -> list[Finding]:

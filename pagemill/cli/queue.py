@@ -36,16 +36,14 @@ def queue_limit(
     ] = None,
     burst: Annotated[
         int | None,
-        typer.Option(
-            "--burst", min=1, max=10**12, help="Number of these that may come at once after a pause."
-        ),
+        typer.Option("--burst", min=1, max=10**12, help="Number of these in a burst after a pause."),
     ] = None,
     memory_share: Annotated[
         float | None,
         typer.Option(
             "--memory-share",
             callback=between(0.0, 1.0),
-            help="Share of Redis' maxmemory up to which jobs are accepted, from 0.1; 0: no share of its own.",
+            help="Share of Redis' maxmemory up to which jobs are accepted, from 0.1; 0: no separate share.",
         ),
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take every limit away first.")] = False,
@@ -109,9 +107,7 @@ def queue_quota(
     jobs_per_day: Quota = None,
     running: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=quotas.MAX_QUOTA, help="Jobs that run at once. 0: as many as there is room for."
-        ),
+        typer.Option(min=0, max=quotas.MAX_QUOTA, help="Concurrent jobs. 0: no limit."),
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take the tenant's quotas away first.")] = False,
 ) -> None:

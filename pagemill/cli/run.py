@@ -237,7 +237,7 @@ def _steps(flags: RunOptions, recipe: Path) -> Chain:
         how = flags.context.get_parameter_source(name)
         if how is not None and how.name != "DEFAULT":
             raise typer.BadParameter(
-                f"--{name.replace('_', '-')} is for runs of one step: {recipe} says it by step"
+                f"--{name.replace('_', '-')} is for runs of one step: {recipe} specifies it per step"
             )
     chain = read_recipe(recipe)
     return chain if flags.model is None else chain.with_model(served_name(flags.model))

@@ -92,7 +92,7 @@ def _confirm(producer: Producer, options: TenantPurgeOptions) -> None:
     if not sys.stdin.isatty():
         raise typer.BadParameter("not a terminal: confirm with --yes, or look with --dry-run")
     print_stderr(_summary(_purged(producer, options, dry_run=True)))
-    if not typer.confirm(f"Remove all of that from queue {options.queue} for good?", err=True):
+    if not typer.confirm(f"Remove all of that from queue {options.queue} permanently?", err=True):
         raise typer.Exit(EXIT_NOT_SUCCEEDED)
 
 
@@ -129,7 +129,7 @@ def _print(report: PurgeReport) -> None:
         print_stderr("nothing was changed")
         return
     if report.forced:
-        print_stderr(f"{report.forced:,} jobs still ran; what their workers write is refused")
+        print_stderr(f"{report.forced:,} jobs still ran; the writes of their workers are rejected")
     if report.stored_files:
         print_stderr(f"{report.stored_files:,} files of the store were deleted")
     for name, count in report.erased.items():
@@ -143,4 +143,4 @@ def _print(report: PurgeReport) -> None:
             f"{len(report.remains):,} keys still name the tenant or its jobs; run this again, or look at them"
         )
     else:
-        print_stderr(f"all is gone: {report.keys_looked_at:,} keys were searched")
+        print_stderr(f"everything is removed: {report.keys_looked_at:,} keys were searched")

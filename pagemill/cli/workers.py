@@ -119,7 +119,7 @@ def _command(
         alive = {one.id: one for one in at.run(registry.workers(at.queue))}
         for name in names:
             answer, info = answers.get(name), alive.get(name)
-            error = answer.error if answer is not None else "it has not answered"
+            error = answer.error if answer is not None else "no response"
             state = "gone" if info is None else info.state
             running = 0 if info is None else info.running
             if error is None and action == "drain" and state not in ("drained", "gone"):

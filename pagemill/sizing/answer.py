@@ -140,9 +140,9 @@ def _this_cpu(question: Question) -> tuple[DeviceSpeed, int, int]:
 def _assumptions(question: Question, model: ModelFigures, device: DeviceSpeed) -> tuple[str, ...]:
     flops = device.flops.get(model.dtype) or min(device.flops.values())
     waiting = (
-        f"up to {BACKLOG_S:.0f} s of arrivals wait at once, results stay {question.retention_s / 3600:g} h"
+        f"up to {BACKLOG_S:.0f} s of arrivals wait together, results stay {question.retention_s / 3600:g} h"
         if question.rate is not None
-        else "all rows wait at once, and all results are kept"
+        else "all rows wait together, and all results are kept"
     )
     return (
         f"{device.name}: {device.bytes_per_s / 1e9:,.0f} GB/s and {flops / 1e12:,.2f} TFLOP/s ({device.source}), of "

@@ -95,7 +95,7 @@ def make_plan(model: ModelFigures, device: DeviceSpeed, load: Load, limits: Work
     if by_blocks < 1:
         free, weights = kv_bytes / 2**30, model.weight_bytes / 2**30
         raise PlanError(
-            f"{device.name} has {free:.2f} GiB for KV blocks beside {weights:.1f} GiB of weights, and a job needs "
+            f"{device.name} has {free:.2f} GiB for KV blocks next to {weights:.1f} GiB of weights, and a job needs "
             f"{per_job} blocks of {model.block_bytes / 2**20:.2f} MiB: take a larger device, fewer tokens, a smaller "
             "--dtype, a quantised checkpoint, or several GPUs (tensor parallelism is not planned)"
         )
@@ -152,7 +152,7 @@ def _states(model: ModelFigures, kv_bytes: int, limits: WorkerLimits) -> tuple[i
     states, cached = divide_states(num_states, limits.max_num_seqs, None, has_blocks=model.block_bytes > 0)
     if states < 1:
         raise PlanError(
-            f"{kv_bytes / 2**30:.2f} GiB beside the weights hold no sequence's recurrent state of "
+            f"{kv_bytes / 2**30:.2f} GiB next to the weights cannot hold a sequence's recurrent state of "
             f"{model.state_bytes / 2**20:.2f} MiB and its KV blocks: take a larger device"
         )
     return states, cached

@@ -188,7 +188,7 @@ class Member:
             self._process = None
             self._prober.watch(None)
             self.last_end = ending(code)
-            self._failed(f"process {process.pid} has ended by itself, {self.last_end}", now)
+            self._failed(f"process {process.pid} has exited unexpectedly, {self.last_end}", now)
             return
         health = self._health(process)
         if health is not None and health.is_ready:

@@ -107,7 +107,7 @@ class Supervisor:
             return
         for member in self._members:
             if member.is_refused:
-                logger.error("%s refuses its settings, as its last line says; ending", member.name)
+                logger.error("%s rejects its settings (see its last line); exiting", member.name)
                 self._has_refused = True
                 self._stops = max(self._stops, 1)
         if all(member.is_ready for member in self._members):
@@ -141,7 +141,9 @@ class Supervisor:
                     member.kill()
             if self._stops > num_announced:
                 num_announced = self._stops
-                logger.info("stopping %s", "at once" if num_announced > 2 else "faster: jobs are requeued")
+                logger.info(
+                    "stopping %s", "immediately" if num_announced > 2 else "faster: jobs are requeued"
+                )
             self._publish_state(now)
             self._wake.wait(TICK_S)
             self._wake.clear()

@@ -83,7 +83,7 @@ class GenerationTask(NativeTask):
             self._priority(options) | job_fields(args or (), kwargs or {}, self.model) | self._times(options)
         )
         if METADATA in (fields.get("metadata") or {}):
-            raise InvalidJob(f"metadata may not hold {METADATA!r} here")
+            raise InvalidJob(f"metadata must not contain {METADATA!r} here")
         fields["metadata"] = {**(fields.get("metadata") or {}), METADATA: message.to_metadata()}
         native = self.producer_of(options.get("queue"))
         item = native.preparer.job(None, fields, chosen, relay=RELAY)

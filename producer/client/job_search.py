@@ -114,5 +114,5 @@ def _is_wanted(lane: str, wanted: JobFilter) -> bool:
 def _place(after: str, largest: int = _END) -> str:
     place = after or "0"
     if not (place.isascii() and place.isdigit() and len(place) <= 20 and int(place) <= largest):
-        raise InvalidJob("after is what the page before this one said")
+        raise InvalidJob("after: use the value that the previous page returned")
     return place

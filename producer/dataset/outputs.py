@@ -110,7 +110,7 @@ class FolderOutput:
         )
         if os.path.ismount(self.path):
             raise DatasetError(
-                f"{self.path} is a mount point and cannot be replaced at once; name a folder in it"
+                f"{self.path} is a mount point and cannot be replaced atomically; name a folder in it"
             )
         if not self.path.is_dir() and self.path.exists():
             raise DatasetError(f"{self.path} is a file; name a folder, or a file with its suffix")
@@ -273,7 +273,7 @@ def output_of(out: str | Path, source: Source, rows_per_file: int | None = None)
         if PLACE in folder:
             raise DatasetError(f"{out}: only the last part of the name can have {PLACE}")
         if folder in ("", ".", ".."):
-            raise DatasetError(f"{out}: the files need a folder of their own, such as out/{name}")
+            raise DatasetError(f"{out}: the files need a separate folder, such as out/{name}")
         return FolderOutput(local_path(folder), name, source, rows_per_file)
     if is_folder or local_path(out).is_dir():
         return FolderOutput(local_path(out), "", source, rows_per_file)

@@ -54,7 +54,7 @@ NOT_FOR_RECIPES = {
     "gold": "each step names its own column of gold values",
     "output_column": "each step names its own column",
     "label_temperature": "the queue compares the probabilities that `when` asks for, and does not scale them",
-    "escalate_below": "`when` says which rows another step asks, with prob_below",
+    "escalate_below": "`when` selects the rows that another step processes, with prob_below",
     "to": "each step names its model",
     "api_budget": "its steps run in the queue",
     "api_key_file": "its steps run in the queue",

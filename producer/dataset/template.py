@@ -140,7 +140,7 @@ def _failed(error: Exception) -> TemplateFailed:
         case TemplateFailed():
             return error
         case SecurityError():
-            return TemplateFailed(f"the template may not do that: {error.message}")
+            return TemplateFailed(f"not allowed in a template: {error.message}")
     return TemplateFailed(f"{type(error).__name__}: {error}")
 
 

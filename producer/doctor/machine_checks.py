@@ -107,7 +107,7 @@ def memory_limit() -> Finding:
     elif available is not None and total is not None:
         left, message = available, f"{_gib(available)} of {_gib(total)} available"
     else:
-        return Finding("memory limit", "note", "this system does not say")
+        return Finding("memory limit", "note", "unknown on this system")
     if left < LITTLE_MEMORY:
         return Finding(
             "memory limit",

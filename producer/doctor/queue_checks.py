@@ -112,7 +112,7 @@ def _oldest(stats: QueueStats) -> Finding:
     if oldest > LONG_WAIT_S:
         return Finding(
             "oldest job", "warning", f"it has waited for {oldest / 60:.0f} minutes",
-            "the metric admission_blocked_seconds_total says why workers don't pull; more workers",
+            "the metric admission_blocked_seconds_total shows why workers don't pull; more workers",
         )  # fmt: skip
     return Finding("oldest job", "ok", f"it has waited for {oldest:.1f} s" if oldest else "nothing waits")
 

@@ -75,7 +75,7 @@ def version(info: Info) -> Finding:
     """Check for Redis 6.2 to 8, or Valkey 7.2 to 9."""
     kind, name, numbers = _server(info)
     if not numbers:
-        return Finding("version", "note", f"the server does not say its version ({name})")
+        return Finding("version", "note", f"the server does not report its version ({name})")
     if numbers < OLDEST[kind]:
         oldest = ".".join(map(str, OLDEST[kind]))
         return Finding("version", "error", f"{name} is too old", f"use {kind.capitalize()} {oldest} or newer")
@@ -107,7 +107,7 @@ def eviction_policy(info: Info) -> Finding:
     policy = info.get("maxmemory_policy")
     if policy is None:
         return Finding(
-            "eviction", "note", "the server does not say its maxmemory-policy; it must be noeviction"
+            "eviction", "note", "the server does not report its maxmemory-policy; it must be noeviction"
         )
     if policy != "noeviction":
         return Finding(
@@ -130,7 +130,7 @@ def evictions(info: Info) -> Finding:
 def append_only_file(info: Info) -> Finding:
     enabled = info.get("aof_enabled")
     if enabled is None:
-        return Finding("append-only file", "note", "the server does not say whether it has one")
+        return Finding("append-only file", "note", "the server does not report whether it has one")
     if not enabled:
         return Finding(
             "append-only file", "error", "there is none: when the server crashes, all since its last snapshot is lost",
@@ -147,7 +147,7 @@ def append_only_file(info: Info) -> Finding:
     if delayed:
         return Finding(
             "append-only file", "warning", f"{delayed} fsyncs were late: the disk is slower than the queue",
-            "give the server a faster disk, or one of its own",
+            "use a faster or a dedicated disk for the server",
         )  # fmt: skip
     return Finding("append-only file", "ok", "on, and the last write went well")
 
@@ -195,7 +195,7 @@ def fsync(info: Info, policy: str | None) -> Finding:
         return Finding("fsync", "note", "of no concern without an append-only file")
     match policy:
         case None:
-            return Finding("fsync", "note", "CONFIG is refused: appendfsync is unknown")
+            return Finding("fsync", "note", "CONFIG is denied: appendfsync is unknown")
         case "always":
             return Finding("fsync", "ok", "appendfsync is always: a power failure loses nothing")
         case "everysec":
@@ -249,7 +249,7 @@ def write_latency(client: redis.Redis, queue: str) -> Finding:
             client.set(f"{keys.prefix(queue)}doctor", b"", px=1)
             slowest = max(slowest, time.monotonic() - began)
     except exceptions.NoPermissionError as error:
-        return Finding("write latency", "note", f"this user may not write the key of the check: {error}")
+        return Finding("write latency", "note", f"this user cannot write the key of the check: {error}")
     except exceptions.ResponseError as error:
         return Finding("write latency", "error", f"the server rejects writes: {error}", _remedy(str(error)))
     message = f"the slowest of 3 writes took {slowest * 1000:.0f} ms"
@@ -279,7 +279,7 @@ def scripts_run(client: redis.Redis, queue: str) -> Finding:
     except (exceptions.ResponseError, AccessDenied, RedisUnavailable) as error:
         client.ping()  # a server that has gone away did not refuse the scripts
         return Finding(
-            "scripts", "error", f"the server refuses our scripts: {error}",
+            "scripts", "error", f"the server rejects Pagemill's scripts: {error}",
             "the user needs EVALSHA and SCRIPT LOAD on the keys of its queues",
         )  # fmt: skip
     return Finding("scripts", "ok", "they run")

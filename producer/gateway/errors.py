@@ -105,7 +105,7 @@ def stopping() -> ApiError:
 
 
 _OTHER_TASK = re.compile(
-    r" and takes no [a-z, ]+ job: submit with task (embed|rerank|classify|generate)(?: or (classify|score))?"
+    r" and does not accept [a-z, ]+ jobs: submit with task (embed|rerank|classify|generate)(?: or (classify|score))?"
 )
 _URLS_OF_TASKS = {
     "embed": "/v1/embeddings",

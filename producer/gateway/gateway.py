@@ -57,7 +57,7 @@ class Gateway:
             return
         if prompts > bucket.burst:
             message = (
-                f"{prompts} prompts count as so many requests, and the API key has {bucket.burst} at most"
+                f"{prompts} prompts count as one request each, and the API key has {bucket.burst} at most"
             )
             raise ApiError(400, message, "too_many_prompts", "prompt")
         await self._take(caller.name, bucket, prompts, returned=1)

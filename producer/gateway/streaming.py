@@ -191,7 +191,7 @@ class CompletionStream:
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                raise ResultTimeout("the queue does not say how the job ended") from None
+                raise ResultTimeout("the outcome of the job is unknown") from None
             yield event
 
     async def _events(self) -> AsyncIterator[tuple[int, StreamEvent]]:

@@ -95,7 +95,7 @@ class BatchFile:
                     answers.add(request, "", request.job)
                     continue
                 key = request.work_key()
-                missing = journal.failure(key) or Failure("worker_lost", "it has not ended", True)
+                missing = journal.failure(key) or Failure("worker_lost", "the request has not finished", True)
                 answers.add(request, key, journal.output(key) or missing)
         journal.remove()
         return answers.summary

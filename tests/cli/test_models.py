@@ -113,7 +113,7 @@ def test_a_pull_that_fails_is_one_line(run: Run) -> None:
     absent = run("pull", "org/none")
     assert (absent.returncode, absent.stdout) == (2, "")
     (line,) = absent.stderr.splitlines()
-    assert "no model org/none that you may read" in line
+    assert "no model org/none that you can read" in line
 
 
 def test_ctrl_c_does_not_wait_for_files_that_are_under_way(

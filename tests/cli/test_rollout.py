@@ -136,7 +136,9 @@ def test_nothing_to_compare_is_no_agreement(queue: Queue) -> None:
     command(queue, "start", "m", "--to", "r2", "--share", "5%")
     assert "0 of 0 outputs agree" in command(queue, "compare", "m", code=4)
     queue.run(registry.unregister(queue.name, "old"))
-    assert "no live worker of m announces a revision beside r2" in command(queue, "compare", "m", code=1)
+    assert "no live worker of m announces a revision in addition to r2" in command(
+        queue, "compare", "m", code=1
+    )
 
 
 def test_asyncio_has_the_same(queue: Queue) -> None:

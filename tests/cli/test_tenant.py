@@ -29,7 +29,7 @@ def test_purge(valkey_queue: Queue) -> None:
     purged = json.loads(purge(queue, "--yes", "--json").stdout)
     assert (purged["jobs"], purged["batches"], purged["proven"]) == ({"queued": 2}, 1, True)
     assert queue.state("c") == "queued"
-    assert "all is gone" in purge(queue, "--yes").output
+    assert "everything is removed" in purge(queue, "--yes").output
     purge(queue, "--yes", "--also", "nothing", code=2)
 
 

@@ -101,7 +101,7 @@ def test_what_helps_helps(llama_8b: Path) -> None:
 def test_what_does_not_fit_is_told(llama_8b: Path) -> None:
     model = figures(llama_8b, dtype="float32")
     with pytest.raises(
-        PlanError, match=r"l4 has 0.00 GiB for KV blocks beside 29.9 GiB of weights.*larger device"
+        PlanError, match=r"l4 has 0.00 GiB for KV blocks next to 29.9 GiB of weights.*larger device"
     ):
         plan(model, "l4")
     with pytest.raises(PlanError, match="takes 131072"):

@@ -26,7 +26,7 @@ _MESSAGES = {
     "retrying": "job will be retried",
     "fenced": "job belongs to another worker by now; its end here is discarded",
     "already_done": "job's end was recorded before",
-    "error": "the server refuses the job's end; its lease will lapse",
+    "error": "the server rejects the job's result; its lease will expire",
 }
 
 

@@ -164,6 +164,6 @@ class LeaseKeeper:
         try:
             self._queue.run(unregister(self._queue.queue, self._queue.worker_id))
         except RedisUnavailable:
-            logger.info("could not take the worker off the list; its entry expires by itself")
+            logger.info("could not unregister the worker; its entry expires automatically")
         except Exception:
-            logger.exception("could not take the worker off the list; its entry expires by itself")
+            logger.exception("could not unregister the worker; its entry expires automatically")

@@ -46,7 +46,7 @@ MAX_WRITES = 500
 """Writes in one round trip."""
 MAX_UNSAVED_LOGPROBS = 16_384
 """Per round trip of checkpoints, where they are objects until it is over. A single job may exceed it."""
-TOO_LARGE = f"its result has more than {MAX_RESULT_BYTES >> 20} MiB: ask for less of n, max_tokens or logprobs at once"
+TOO_LARGE = f"its result has more than {MAX_RESULT_BYTES >> 20} MiB: reduce n, max_tokens or logprobs"
 CANCELLED = Ending(Outcome.CANCELLED, ErrorInfo(code="cancelled", message="the job was cancelled"))
 
 
@@ -425,7 +425,7 @@ class ProgressReporter:
                 )
                 job.start_over()
             elif isinstance(reply, Exception):
-                logger.error("job %s: the server refuses its checkpoint: %s", job.job_id, reply)
+                logger.error("job %s: the server rejects its checkpoint: %s", job.job_id, reply)
                 job.saved_at = time.monotonic()
                 job.is_checkpoint_refused = job.request_id in self._ended
             else:

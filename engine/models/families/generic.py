@@ -68,7 +68,7 @@ def attention_shape(module: Any, *, caches_latents: bool) -> AttentionShape:
     has_positions = hasattr(module.config, "num_attention_heads")
     for name in ("position_ids", "logits_to_keep") if has_positions else ("logits_to_keep",):
         if name not in parameters:
-            raise refusal(model_type, f"the forward pass takes no {name}")
+            raise refusal(model_type, f"the forward pass does not accept {name}")
     counting = (part for part in module.modules() if hasattr(part, "create_position_ids_from_input_ids"))
     if not all(hasattr(part, "counts_positions") for part in counting):
         raise refusal(model_type, "its positions begin past the padding token's id")

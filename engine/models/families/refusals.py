@@ -56,12 +56,12 @@ KINDS = (
         "models for vectors, labels and scores are listed in docs/embeddings.md, those for text in docs/models.md",
     ),
     _kind(
-        "attention of its own",
+        "custom attention",
         r"the attention |\d+ heads don't share ",
         "paged attention would compute something else; docs/models.md lists the types that are exact",
     ),
     _kind(
-        "positions or batches of its own",
+        "custom positions or batches",
         "its positions |the forward pass |the model's own forward pass |the logits differ |its config.json states ",
         "its code can't be served in batches; docs/models.md lists the types that are exact",
     ),

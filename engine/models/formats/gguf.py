@@ -42,7 +42,7 @@ def check_gguf(file: Path) -> None:
         )
     if num_tensors * _SMALLEST_TENSOR + num_fields * _SMALLEST_FIELD > size:
         raise ModelLoadError(
-            f"{file} is damaged: {num_tensors} tensors and {num_fields} fields can't lie in {size} bytes; "
+            f"{file} is damaged: {num_tensors} tensors and {num_fields} fields cannot be in {size} bytes; "
             "download it again"
         )
 

@@ -150,13 +150,13 @@ class Hub(ABC):
 
     def refused_token(self) -> ModelLoadError:
         return ModelLoadError(
-            f"{self.site} refuses the access token: it is wrong or has expired; set {self.token_variable} to a "
+            f"{self.site} rejects the access token: it is wrong or has expired; set {self.token_variable} to a "
             f"valid one, or unset it if {self.source.name} is public"
         )
 
     def no_repository(self) -> ModelLoadError:
         return ModelLoadError(
-            f"{self.site} has no model {self.source.name} that you may read, and there is no such folder here; "
+            f"{self.site} has no model {self.source.name} that you can read, and the folder does not exist here; "
             f"check the spelling, and for a private model set {self.token_variable} to a token that may read it"
         )
 

@@ -94,7 +94,7 @@ def weight_names(names: Collection[str], directory: Path, repository: str) -> li
         others = [name for name in sorted(names) if name.endswith(ending) and _is_plain(name)]
         if others := [name for name in others if not _NOT_WEIGHTS.match(name)]:
             return others
-    raise ModelLoadError(f"{repository} has no weights (*.safetensors or *.bin beside its config.json)")
+    raise ModelLoadError(f"{repository} has no weights (*.safetensors or *.bin next to its config.json)")
 
 
 def _indexed(index: Path, names: Collection[str], repository: str) -> list[str]:
@@ -106,7 +106,7 @@ def _indexed(index: Path, names: Collection[str], repository: str) -> list[str]:
         ) from error
     if hostile := [name for name in shards if not _is_plain(name)]:
         raise ModelLoadError(
-            f"{repository}: {index.name} names {hostile[0]!r}, which is not a file beside it"
+            f"{repository}: {index.name} names {hostile[0]!r}, which is not a file next to it"
         )
     if absent := [name for name in shards if name not in names]:
         raise ModelLoadError(

@@ -132,7 +132,7 @@ def _read_packed(parts: Parts, group: _Group) -> QuantizedWeight:
     if min(shape) < 1 or packed.shape != (out_features, -(-in_features // in_word)):
         raise ModelLoadError(
             f"{parts.module}.weight_packed has shape {list(packed.shape)}, "
-            f"weight_shape says {shape} of {group.bits} bits"
+            f"weight_shape has {shape} of {group.bits} bits"
         )
     size = group.size(in_features)
     scales = _integer_scales(parts, group, (out_features, in_features))

@@ -42,7 +42,7 @@ class Gptq(Scheme):
         overrides = setting(config, "dynamic", dict, {})
         if any(not str(pattern).startswith("-") for pattern in overrides):
             raise ModelLoadError(
-                "quantization_config gives layers settings of their own (dynamic), which is not supported; "
+                "quantization_config has settings per layer (dynamic), which is not supported; "
                 "give the original checkpoint"
             )
 
@@ -63,7 +63,7 @@ class Gptq(Scheme):
         middle = 2 ** (self._bits - 1)
         if self._is_symmetric and bool((zeros != middle).any()):
             raise ModelLoadError(
-                f"{parts.module}.qzeros says zero points other than {middle}, although sym is true: "
+                f"{parts.module}.qzeros has zero points other than {middle}, although sym is true: "
                 f"checkpoint_format {self._format!r} of quantization_config may be wrong"
             )
 

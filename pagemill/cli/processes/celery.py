@@ -93,7 +93,7 @@ def celery_worker(
         try:
             application.worker_main(arguments)
         except click.UsageError as error:
-            raise typer.BadParameter(f"Celery refuses its arguments: {error.format_message()}") from None
+            raise typer.BadParameter(f"Celery rejects its arguments: {error.format_message()}") from None
 
 
 @app.command("celery-relay")

@@ -222,7 +222,7 @@ def _described(member: Mapping[str, Any]) -> list[str]:
 @up_app.command()
 def stop(
     run_dir: RunDir = None,
-    now: Annotated[bool, typer.Option("--now", help="Hand running jobs back at once.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Requeue running jobs immediately.")] = False,
 ) -> None:
     """Drain all children and end; returns once they no longer exist."""
     for reply in _send(run_dir, command="stop", now=now):

@@ -74,7 +74,7 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str, str]]:
     yield (
         "rows",
         f"{plan.rows:,}",
-        f"jobs at once, of {plan.blocks_per_job} blocks each; {plan.rows_limited_by} set the limit",
+        f"concurrent jobs, of {plan.blocks_per_job} blocks each; {plan.rows_limited_by} set the limit",
     )
     yield (
         "a worker",

@@ -93,7 +93,7 @@ def compare(queue: str, preparer: Preparer, model: str, sample: int, options: Re
         live = yield from live_revisions(queue, model)
         live.pop(found.to, None)
         if not live:
-            raise RolloutRefused(f"no live worker of {model} announces a revision beside {found.to}")
+            raise RolloutRefused(f"no live worker of {model} announces a revision in addition to {found.to}")
         revision = live.most_common(1)[0][0]
     ids: list[str] = yield rollouts.sample(queue, model)
     chosen = random.sample(ids, min(sample, len(ids)))

@@ -131,7 +131,8 @@ class RemotePlace:
             if other.get("run") != run_id and not overwrite:
                 raise DatasetError(
                     f"{self.name} is being written by a run on {other.get('host')}, whose journal is "
-                    f"{other.get('journal')} there. Go on there; or, if that is gone, remove {redacted(self._marker)}"
+                    f"{other.get('journal')} there. Continue there; or, if it no longer exists, remove "
+                    f"{redacted(self._marker)}"
                 )
             fs.pipe_file(path, json.dumps(owner).encode())
 

@@ -117,7 +117,7 @@ class FileEndpoints:
         if reply == "missing":
             raise not_found("file", file_id)
         if reply == "in_use":
-            raise ApiError(409, "a batch that has not ended needs the file", "file_in_use")
+            raise ApiError(409, "an unfinished batch needs the file", "file_in_use")
         return JsonResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def store(self, tenant: str, upload: UploadFile, ttl_s: float) -> StoredFile:

@@ -203,7 +203,7 @@ class BatchRun:
             for number in range(file.chunks if file is not None else 0):
                 chunk = await self._gateway.run(stored_files.read(self._queue, file_id, number))
                 if chunk is None:
-                    raise RefusedFile("the file is gone", "file_gone")
+                    raise RefusedFile("the file no longer exists", "file_gone")
                 copy.write(chunk)
 
     async def _submit(

@@ -72,7 +72,7 @@ def split_cursor(cursor: str) -> tuple[str, int]:
     """Return a cursor's letter and position."""
     letter, digits = (cursor[:1], cursor[1:]) if isinstance(cursor, str) else ("", "")
     if letter not in ("e", "s") or not (digits.isascii() and digits.isdigit()):
-        raise InvalidJob("a cursor is what BatchItem.cursor said: e or s, and a number")
+        raise InvalidJob("a cursor is the value of BatchItem.cursor: e or s, and a number")
     return letter, int(digits)
 
 

@@ -17,7 +17,7 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 
 _CHAT_SHAPE = (
     'a chat is a list of messages like {"role": "user", "content": "..."}; '
-    "a text by itself is a prompt=, or the content of one message"
+    "a single text is a prompt=, or the content of one message"
 )
 _NAMES_OF_TYPES = {"Tuple": "List", "a dictionary": "an object", "dictionary": "object"}
 """Python's, and JSON's for them."""

@@ -161,7 +161,7 @@ class Rows(WireModel):
         if min(self.shape) < 0 or size != self.shape[0] * self.shape[1] * struct.calcsize(
             _FORMATS[self.dtype]
         ):
-            raise ValueError("data has not the size of its shape")
+            raise ValueError("data does not have the size of its shape")
         return self
 
     @cached_property

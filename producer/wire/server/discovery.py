@@ -35,7 +35,7 @@ def find_redis(url: str | None = None, directory: Path | None = None) -> str:
     found = _embedded_url(directory or state_dir())
     if found is None:
         raise RedisUnavailable(
-            f"no Redis server: give a URL, set {URL_VARIABLE}, or start a worker with a server of its own: "
+            f"no Redis server: give a URL, set {URL_VARIABLE}, or start a worker with an embedded server: "
             "pagemill worker --model smollm2"
         )
     return found

@@ -45,7 +45,9 @@ class SentinelLocator:
             try:
                 host, port = self._sentinel.discover_master(self._service)
             except redis.ResponseError as error:
-                raise redis.ConnectionError(f"Sentinel refuses to name {self._service}: {error}") from error
+                raise redis.ConnectionError(
+                    f"Sentinel denies the address of {self._service}: {error}"
+                ) from error
             finally:
                 # Sentinels restart with other addresses, so idle connections to them would only go stale.
                 for client in self._sentinel.sentinels:

@@ -127,16 +127,16 @@ def _translated(error: Exception) -> PagemillError:
             f"the server has no such database, correct the number in its address: {message}"
         )
     if isinstance(error, exceptions.NoPermissionError) or any(word in message for word in _NO_PERMISSION):
-        return AccessDenied(f"Redis refuses this user (docs/security.md lists what it needs): {message}")
+        return AccessDenied(f"Redis denies this user a permission (docs/security.md lists them): {message}")
     if isinstance(error, exceptions.AuthenticationError):
-        return RedisUnavailable(f"Redis refuses the user or the password: {message}")
+        return RedisUnavailable(f"Redis rejects the user or the password: {message}")
     if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
         return RedisUnavailable(f"Redis does not answer: {message}")
     if isinstance(error, exceptions.InvalidResponse):
         return _foreign(error)
     if isinstance(error, _NOT_NOW_ERRORS) or any(word in message[:160] for word in _NOT_NOW):
-        return RedisUnavailable(f"Redis refuses calls now: {message}")
-    return RedisRefused(f"Redis refuses a call that it should take: {message}")
+        return RedisUnavailable(f"Redis rejects calls now: {message}")
+    return RedisRefused(f"Redis rejects a valid call: {message}")
 
 
 class SyncTransport:

@@ -93,7 +93,7 @@ class Store:
 
     def _at(self, uri: str, operation: Callable[[Any, str], T]) -> T:
         if not self.owns(uri):
-            raise StoreError("a stored file lies outside the store that is configured here", "unset")
+            raise StoreError("a stored file is outside the store that is configured here", "unset")
         try:
             from fsspec.core import url_to_fs
         except ImportError:

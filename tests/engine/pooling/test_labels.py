@@ -133,7 +133,8 @@ def test_several_labels_make_no_order(tmp_path: Path) -> None:
     saved(tmp_path, "bert", 3)
     processor = engine_of(tmp_path).input_processor
     with pytest.raises(
-        UnsupportedFeature, match="classifies texts and takes no rerank job: submit with task classify"
+        UnsupportedFeature,
+        match="classifies texts and does not accept rerank jobs: submit with task classify",
     ):
         processor.process_pool(PoolInput(kind="rerank", texts=["w1"], query="w2"))
     with pytest.raises(UnsupportedFeature, match="dimensions"):

@@ -165,7 +165,11 @@ def test_the_real_model(minilm: Path) -> None:
         ({"texts": ["a"], "dimensions": 0}, InvalidRequest, "vectors have 32, ask for 1 to 32"),
         ({"texts": ["a"], "dimensions": 33}, InvalidRequest, "vectors have 32, ask for 1 to 32"),
         ({"texts": ["a"], "prompt_name": "q"}, InvalidRequest, "no such prompt; it has document, query"),
-        ({"texts": ["a"], "kind": "rerank"}, UnsupportedFeature, "gives vectors and takes no rerank job"),
+        (
+            {"texts": ["a"], "kind": "rerank"},
+            UnsupportedFeature,
+            "gives vectors and does not accept rerank jobs",
+        ),
         ({"texts": ["a"], "kind": "classify"}, UnsupportedFeature, "submit with task embed"),
     ],
 )
@@ -174,9 +178,9 @@ def test_bad_requests(tmp_path: Path, fields: dict[str, Any], error: type[Except
     processor = engine_of(tmp_path / "model").input_processor
     with pytest.raises(error, match=message):
         processor.process_pool(PoolInput(**({"kind": "embed"} | fields)))
-    with pytest.raises(UnsupportedFeature, match="takes no generate job: submit with task embed"):
+    with pytest.raises(UnsupportedFeature, match="does not accept generate jobs: submit with task embed"):
         processor.process(prompt="a", params=SamplingParams())
-    with pytest.raises(UnsupportedFeature, match="takes no score job"):
+    with pytest.raises(UnsupportedFeature, match="does not accept score jobs"):
         processor.process_score(prompt="a", params=SamplingParams())
 
 
@@ -203,7 +207,7 @@ def test_hostile_directories(tmp_path: Path) -> None:
         (model / "modules.json").write_text(json.dumps([listed[0], listed[1] | {"type": kind}]))
         assert f"module {kind!r} is not known, and no code of a model is run" in refusal()
     (model / "modules.json").write_text(json.dumps([listed[0], listed[1] | {"path": "../../../etc"}]))
-    assert "lies outside the model's directory" in refusal()
+    assert "is outside the model's directory" in refusal()
     for nonsense in ("{}", "[]", "[1]", "[" * 100_000, "not json", json.dumps(listed * 20)):
         (model / "modules.json").write_text(nonsense)
         assert "modules.json" in refusal()

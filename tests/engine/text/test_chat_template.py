@@ -121,7 +121,7 @@ def test_a_broken_one_of_the_models(model: Path) -> None:
 
 def test_the_templates_own_reason_is_told(model: Path) -> None:
     configure(model, chat_template="{{ raise_exception('roles must alternate' + ' !' * 1000) }}")
-    with pytest.raises(InvalidRequest, match="refuses these messages: roles must alternate") as refused:
+    with pytest.raises(InvalidRequest, match="rejects these messages: roles must alternate") as refused:
         tokens(model)
     assert len(str(refused.value)) < 400
 
@@ -134,7 +134,7 @@ def test_the_templates_own_reason_is_told(model: Path) -> None:
 )  # fmt: skip
 def test_runs_in_a_sandbox(template: str, model: Path) -> None:
     configure(model, chat_template=template)
-    with pytest.raises(InvalidRequest, match="the chat template refuses these messages"):
+    with pytest.raises(InvalidRequest, match="the chat template rejects these messages"):
         tokens(model)
 
 

@@ -169,11 +169,11 @@ def test_a_panic_is_an_error_of_the_text(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(tokenizer, "_tokenizer", Panicking())
     monkeypatch.setattr(tokenizer, "_backend", Panicking())
-    with pytest.raises(InvalidRequest, match="the tokenizer refuses the text: retry-limit"):
+    with pytest.raises(InvalidRequest, match="the tokenizer rejects the text: retry-limit"):
         tokenizer.encode("a")
     with pytest.raises(EngineError, match="can't decode a token: retry-limit"):
         tokenizer.decode([1])
     encoder = TextEncoder(json.dumps(BYTES), gives_types=False)
     monkeypatch.setattr(encoder, "_tokenizer", Panicking())
-    with pytest.raises(InvalidRequest, match="the tokenizer refuses the text: retry-limit"):
+    with pytest.raises(InvalidRequest, match="the tokenizer rejects the text: retry-limit"):
         encoder.encode(["a"])

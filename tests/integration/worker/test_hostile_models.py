@@ -48,7 +48,7 @@ def test_jobs_that_a_template_or_a_tokenizer_does_not_end_fail_alone(
         with pytest.raises(JobFailed, match="the chat template takes more than") as failed:
             bomb.result(timeout=PATIENCE_S)
         assert failed.value.code == "invalid_job"
-        with pytest.raises(JobFailed, match="the tokenizer refuses the text: PanicException") as failed:
+        with pytest.raises(JobFailed, match="the tokenizer rejects the text: PanicException") as failed:
             regex.result(timeout=PATIENCE_S)
         assert failed.value.code == "invalid_job"
         for handle in (chat, plain):

@@ -137,7 +137,7 @@ def test_jobs_for_every_name_are_answered(
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("org/none", "no model org/none that you may read"),
+        ("org/none", "no model org/none that you can read"),
         ("org/vision", "model type 'resnet' is not supported"),
     ],
 )

@@ -155,9 +155,9 @@ def test_what_makes_no_sense_is_refused_at_submit(
         (
             {"prompt": "a"},
             "unsupported_feature",
-            "gives vectors and takes no generate job: submit with task embed",
+            "gives vectors and does not accept generate jobs: submit with task embed",
         ),
-        ({"task": "score", "prompt": "a b"}, "unsupported_feature", "takes no score job"),
+        ({"task": "score", "prompt": "a b"}, "unsupported_feature", "does not accept score jobs"),
         (
             {"task": "rerank", "prompt": "a", "documents": ["b"]},
             "unsupported_feature",

@@ -119,7 +119,7 @@ def test_a_killed_embedded_server_comes_back_with_its_jobs(
     ids = client.submit(*({"prompt": f"{i} " * 50, "max_tokens": 100} for i in range(20)))
     pid = client.redis.info("server")["process_id"]
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: "is gone; starting it again" in process.log(), "the worker to notice")
+    eventually(lambda: "has exited; restarting it" in process.log(), "the worker to notice")
     eventually(lambda: "Redis is back" in process.log(), "the worker to reconnect")
     client.redis.close()
     client = QueueClient(discovery.find_redis(directory=state_dir), queue_name)

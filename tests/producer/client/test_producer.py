@@ -334,7 +334,7 @@ def test_a_user_who_may_not_listen_gets_a_line(
         watched = producer._connected().listener.watch("job")
         eventually(lambda: caplog.records, "a line in the log")
         watched.close()
-    assert "Redis refuses this user" in caplog.text
+    assert "Redis denies this user" in caplog.text
     assert "Traceback" not in caplog.text
 
 

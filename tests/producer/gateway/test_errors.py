@@ -34,16 +34,16 @@ def test_other_errors_keep_their_words() -> None:
     ("message", "expected"),
     [
         (
-            "the model gives vectors and takes no rerank job: submit with task embed",
+            "the model gives vectors and does not accept rerank jobs: submit with task embed",
             "the model gives vectors: use /v1/embeddings",
         ),
         (
-            "the model scores pairs of texts and takes no embed job: submit with task rerank or classify",
+            "the model scores pairs of texts and does not accept embed jobs: submit with task rerank or classify",
             "the model scores pairs of texts: use /v1/rerank or /v1/score or /v1/classify",
         ),
         (
-            "the model generates text and takes no embed, classify or rerank job: submit with task generate or score, "
-            "or start a worker with another",
+            "the model generates text and does not accept embed, classify or rerank jobs: submit with task generate "
+            "or score, or start a worker with another",
             "the model generates text: use /v1/chat/completions or /v1/completions, or start a worker with another",
         ),
     ],

@@ -68,7 +68,7 @@ def test_an_index_says_which_shards(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("shard", ["../../secret.safetensors", "/etc/passwd", "sub/s.safetensors", ""])
 def test_an_index_leads_nowhere_else(tmp_path: Path, shard: str) -> None:
     index(tmp_path, "model.safetensors.index.json", shard)
-    with pytest.raises(ModelLoadError, match="not a file beside it"):
+    with pytest.raises(ModelLoadError, match="not a file next to it"):
         listing("model.safetensors.index.json", shard).weights(tmp_path)
 
 

@@ -1,10 +1,10 @@
--- What the scripts share. KEYS[1] is the queue's prefix `pagemill:{<queue>}:`; every other name is that
+-- Definitions that all scripts share. KEYS[1] is the queue's prefix `pagemill:{<queue>}:`; every other name is that
 -- prefix and a word (producer/wire/schema/keys.py). Times are milliseconds by the server's clock.
 local P = KEYS[1]
 local clock = redis.call('TIME')
 local NOW = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
--- The due time of a job that waits for others, which no clock reaches.
+-- The due time of a job that waits for others; it is never reached.
 local HELD = 9e15
 
 -- A whole number as text: tostring() would write 1.7e+12.
@@ -14,7 +14,7 @@ end
 
 local NOW_TEXT = int(NOW)
 
--- The waiting set a job belongs to. Three crashes make it a suspect, and suspects wait apart.
+-- The waiting set of a job. After three crashes a job is a suspect (poison job), and suspects wait in a separate lane.
 local function waiting_lane(lane, crashes)
   if tonumber(crashes or 0) >= 3 then
     return (string.gsub(lane, '^([^:]+):%w', '%1:s'))
@@ -22,7 +22,7 @@ local function waiting_lane(lane, crashes)
   return lane
 end
 
--- How a job is spelled in its waiting set: with its affinity beside it, pull reads both at once.
+-- The member for a job in its waiting set: it includes the affinity, so that pull reads both together.
 local function member(id, affinity)
   return affinity and id .. ' ' .. affinity or id
 end
@@ -33,7 +33,7 @@ local function split_member(name)
   return id, affinity ~= '' and affinity or nil
 end
 
--- Stands in a waiting set in the place of the affinity, for a job whose beginning that worker computed for its parent.
+-- Takes the place of the affinity in a waiting set, for a job whose prefix that worker computed for its parent.
 local function near_name(worker)
   local hash = 0
   for i = 1, #worker do
@@ -54,13 +54,13 @@ local function turns_key(needs, class, model)
   return P .. 'turns:' .. needs .. ':' .. class .. ':' .. model
 end
 
--- The classes and needs of a model's jobs that wait, as `<class>:<needs>`, all scores 0: each has a `turns_key`. Where one is
--- empty, the next pull that knows the words removes it here.
+-- The classes and needs of a model's waiting jobs, as `<class>:<needs>`, all scores 0: each has a `turns_key`. If one
+-- is empty, the next pull that knows the words removes it here.
 local function needs_key(model)
   return P .. 'needs:' .. model
 end
 
--- Wake an idle worker. The list is capped and short-lived: it is a hint, workers also poll.
+-- Wake an idle worker. The list is capped and short-lived: it is only a hint, since workers also poll.
 local function ring(model)
   local bell = P .. 'bell:' .. model
   redis.call('LPUSH', bell, '1')
@@ -70,7 +70,7 @@ end
 
 local has_opened
 
--- Make a lane known to pull. A tenant who is new among those who wait is level with whoever is next.
+-- Make a lane known to pull. A newly waiting tenant is level with the tenant that is next.
 local function open_lane(lane)
   local needs, class, tenant, model = split_lane(lane)
   local turns = turns_key(needs, class, model)
@@ -82,33 +82,31 @@ local function open_lane(lane)
   ring(model)
 end
 return (function()
--- Store jobs and let them wait.
+-- Store and queue jobs.
 -- KEYS[1] prefix `pagemill:{<queue>}:`
 -- ARGV[1] batch id, or ''
--- ARGV[2] how many jobs may wait, unless the queue has a limit of its own. No further argument: an empty batch.
--- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte.
---   The header is JSON: id, lane `<needs>:<class>:<tenant>:<model>` (needs 1, and `+<word>` for each word that a worker must
---   know; class 0 high, 1 normal, 2 low), cost (tokens);
---   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, width (sequences
---   that run side by side, where that is not n), stream (1), keep (1: the payload stays for as long as
---   the result), webhook (URL), relay (a lower-case word: whose outbox the
---   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
---   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
---   the work), work (a hash of id and work: other work under the id is a conflict), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
---   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up), stored (the
---   URI of the payload, if this one is its stub), api_key (the name of the gateway's key that it came with), uncounted (1: what
---   it takes is not counted), and those that features add.
--- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
---   | memory (the server's has no room; not stored) | too_large (the payload; not stored) | same:<id> | conflict:<id>
---   (the idempotency key belongs to that id, with an equal or another digest; conflict also: this id was submitted
---   before, with another `work`; same also: replay_of was replayed as
---   that id) | gone (replay_of is no dead job) | purging (the tenant's jobs are being removed; not stored).
---   Features may add lines.
--- What the server's memory has room for. Submits stop at a share of its maxmemory; what is left is for running jobs.
+-- ARGV[2] how many jobs may wait, unless the queue sets its own limit. Without further arguments: an empty batch.
+-- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte. The
+--   header is JSON: id, lane `<needs>:<class>:<tenant>:<model>` (needs 1, and `+<word>` for each word that a worker
+--   must know; class 0 high, 1 normal, 2 low), cost (tokens); optional: delay, ttl (ms from now), run_at, deadline
+--   (unix ms), max_attempts, n, width (concurrent sequences, if not n), stream (1), keep (1: the payload stays for as
+--   long as the result), webhook (URL), relay (a lower-case word: the outbox for the end), affinity (a hash of the
+--   prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>` (equal ones in flight run once), key
+--   (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of the work), work (a hash of id and work:
+--   other work under the id is a conflict), metadata (JSON text), replay_of (a dead job's id), invalid (an error as
+--   JSON text: the row is not a job, and is recorded in its batch as failed), waiters (letters and digits: the client
+--   that waits for it, see hang_up), stored (the URI of the payload, if this one is its stub), api_key (the name of the
+--   gateway's key that it came with), uncounted (1: its usage is not counted), and fields of features.
+-- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored) |
+--   memory (the server has no free memory; not stored) | too_large (the payload; not stored) | same:<id> |
+--   conflict:<id> (the idempotency key belongs to that id, with an equal or another digest; conflict also: this id was
+--   submitted before, with another `work`; same also: replay_of was replayed as that id) | gone (replay_of is not a
+--   dead job) | purging (the tenant's jobs are being removed; not stored). Features may add lines.
+-- Free memory of the server. Submissions stop at a share of its maxmemory; the rest is for running jobs.
 local MEMORY_SHARE = 0.85
 
--- {used, most}, in bytes, without what the server does not count itself; nil where there is no maxmemory, or the
--- server does not tell.
+-- {used, most}, in bytes, without memory that the server itself does not count; nil if there is no maxmemory, or the
+-- server does not report it.
 local function read_memory()
   local info = redis.pcall('INFO', 'memory')
   local most = type(info) == 'string' and tonumber(string.match(info, '\nmaxmemory:(%d+)') or 0) or 0
@@ -118,11 +116,11 @@ local function read_memory()
   end
 end
 local LOOK_EVERY = 1000
--- With more room than this, what submits take is not booked between two looks.
+-- With more free memory than this, submissions are not booked between two reads.
 local PLENTY = 268435456
 
--- Bytes that may be added until the server's memory is looked at again, once a second; nil: no limit. `looked` is the
--- field of that name: until then there is plenty.
+-- Bytes that may be added until the server's memory is read again, once per second; nil: no limit. `looked` is the
+-- field `memory_looked`: until that time memory is plentiful.
 local function memory_room(looked)
   local left = (looked or 0) - NOW
   if left > 0 and left <= LOOK_EVERY then
@@ -135,7 +133,7 @@ local function memory_room(looked)
   end
   local memory = read_memory()
   local room = memory and math.floor((meta[3] or MEMORY_SHARE) * memory[2] - memory[1])
-  -- Removed first, so that it passes at maxmemory.
+  -- The removal comes first, so that the writes pass at maxmemory.
   redis.call('HDEL', P .. 'meta', 'memory_looked', 'memory_at', 'memory_room')
   if not room or room > PLENTY then
     redis.call('HSET', P .. 'meta', 'memory_looked', int(NOW + LOOK_EVERY))
@@ -145,51 +143,50 @@ local function memory_room(looked)
   return room
 end
 
--- Book what was added, and how many jobs were refused for want of memory.
+-- Book the bytes added, and the number of jobs rejected because memory ran out.
 local function book_memory(bytes, refused)
   if bytes > 0 then
     redis.call('HINCRBY', P .. 'meta', 'memory_room', -bytes)
   end
   if refused > 0 then
-    redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
+    redis.call('HDEL', P .. 'meta', '') -- a removal, so that the later writes pass at maxmemory
     redis.call('HINCRBY', P .. 'meta', 'memory_rejections', refused)
   end
 end
--- What features do with jobs: functions in these lists, by the time they are called. A feature's file has a section for each
--- place where its functions are needed, which begins with a line `-- @hook <place>`. A line `-- @hooks <place>` includes
--- those of all features.
--- Place on_submit:
-local on_check = {} -- (job): whether its header makes sense
-local on_refuse = {} -- (job, jobs, words): the word for a job that is not to be stored, or nil
-local on_submit = {} -- (job, batch, rank): a job is about to be stored; may change its lane, or let it wait for others by `waits`
+-- Hooks of features: by the time these lists are used, features have added their functions. A feature's file has a
+-- section per place, which starts with a line `-- @hook <place>`. A line `-- @hooks <place>` includes the sections of
+-- all features. Place on_submit:
+local on_check = {} -- (job): whether its header is valid
+local on_refuse = {} -- (job, jobs, words): the reply word for a job that must not be stored, or nil
+local on_submit = {} -- (job, batch, rank): a job is about to be stored; may change its lane and its `waits`
 local after_submit = {} -- (tenants, reply): all jobs are stored; may add lines to the reply
 -- Place on_pull:
-local given = {'crashes', 'deadline', 'lost_by', 'fingerprint'} -- fields of a job that a worker gets with it
+local given = {'crashes', 'deadline', 'lost_by', 'fingerprint'} -- fields of a job that its worker receives
 local on_pull = {} -- (names): returns those of the names to pull from
-local may_start = {} -- (job, lane, cost): a function that takes the lane out of the turns if the job is not to start, or nil
+local may_start = {} -- (job, lane, cost): a function that parks the lane if the job must not start, or nil
 local on_start = {} -- (id, job, lane, cost): a job is given to a worker
-local on_limited = {} -- (ms): the queue's rate limit lets no job start for so long
-local on_due = {} -- (ms): returns in how many ms a pull may find more, or -1
+local on_limited = {} -- (ms): the queue's rate limit lets no job start for that long
+local on_due = {} -- (ms): returns in how many ms a pull may find more jobs, or -1
 -- Place on_end:
-local on_leave = {} -- (id, job): a delayed job does not wait any more
-local on_stop = {} -- (id, job): a job runs no more, whatever becomes of it; perhaps called twice
-local on_return = {} -- (id, job): a job comes back to wait; may change its lane
+local on_leave = {} -- (id, job): a delayed job stops waiting
+local on_stop = {} -- (id, job): a job stops running, for any reason; may be called twice
+local on_return = {} -- (id, job): a job is queued again; may change its lane
 local on_failure = {} -- (id, job, kind, code): an execution was retried, with the code of its error, or crashed
-local on_end = {} -- (id, job, state, out): a job ends; `out` is its result or error, or nil where others share it
-local after_end = {} -- the same, once all of its end is written
-local on_flush = {} -- (): the call is over: write what was gathered for several jobs
+local on_end = {} -- (id, job, state, out): a job ends; `out` is its result or error, or nil if duplicates share it
+local after_end = {} -- the same, after all of its end is written
+local on_flush = {} -- (): the end of the call: write what was collected for several jobs
 -- Place on_sweep:
-local on_sweep = {} -- (limit): the clock runs
+local on_sweep = {} -- (limit): called by each sweep
 -- Place on_purge:
-local on_purge = {} -- (id, job): a job is removed for good
+local on_purge = {} -- (id, job): a job is removed permanently
 
 local function call_all(hooks, ...)
   for _, hook in ipairs(hooks) do
     hook(...)
   end
 end
--- The fields of a submit's headers: strings by their longest, numbers by their largest; no number is below 0, and NaN fails
--- every comparison. Features add theirs.
+-- The header fields of a submission, with the maximum length of strings and the maximum of numbers; no number is below
+-- 0, and NaN fails every comparison. Features add fields.
 local LONGEST = {
   id = 64, lane = 640, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
   webhook = 2048, relay = 32, metadata = 22528, invalid = 16384, waiters = 32, stored = 1024, api_key = 64, work = 64
@@ -198,7 +195,7 @@ local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
   stream = 1, keep = 1, uncounted = 1
 }
--- Those that the job's record has as well, where they are given.
+-- Fields that are also stored in the job's record if the header has them.
 local is_optional = {}
 local function keep_fields(names)
   for name in string.gmatch(names, '%S+') do
@@ -207,16 +204,16 @@ local function keep_fields(names)
 end
 keep_fields('max_attempts n width stream keep webhook relay affinity twin leader key idem digest replay_of waiters stored waits '
   .. 'side api_key uncounted work')
--- The estimate of a job's end (docs/queues.md), and how estimates were met. A header's `estimate` is
--- `<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then.
+-- Estimates of a job's end (docs/queues.md), and their accuracy. A header's `estimate` is
+-- `<now or later>:<from>:<estimate>:<p50>:<p90>`, in unix ms and ms from then.
 LONGEST.estimate = 80
 keep_fields('estimate')
 on_check[#on_check + 1] = function(job)
   return not job.estimate or string.match(job.estimate, '^%l+:%d+:%d+:%d+:%d+$')
 end
 
--- Chats that can be listed: `chats:<tenant>` has their ids by the time of the submit. The id of a deleted one stays, so that
--- a page after it can be found.
+-- Chats that can be listed: `chats:<tenant>` has their ids by submission time. The id of a deleted chat stays, so that
+-- the page after it can be found.
 LARGEST.listed = 1
 do
   local MAX_LISTED = 10000
@@ -236,14 +233,14 @@ do
     redis.call('PEXPIRE', key, LISTED_TTL)
   end
 end
--- Quotas of tenants, and what they have spent of them: jobs count when they start, tokens by their cost until they
--- end, and by what they took then. A minute's quota is a bucket that fills in a minute; a day's begins at 0:00 UTC.
--- Made when it is needed: a commit must not pay for functions that it does not call.
+-- Quotas of tenants, and the amounts spent: jobs count when they start; tokens count by the job's cost until it ends,
+-- then by its usage. A quota per minute is a bucket that fills in a minute; a quota per day starts at 0:00 UTC. Created
+-- on demand: a commit must not pay for functions that it does not call.
 local function new_quotas()
   local quotas = {MINUTE = 60000, DAY = 86400000}
   local MINUTE, DAY_MS = quotas.MINUTE, quotas.DAY
-  -- {tokens a minute, jobs a minute, tokens a day, jobs a day, jobs that run at once}, false or nil where there is none; nil for
-  -- a tenant without quotas.
+  -- {tokens per minute, jobs per minute, tokens per day, jobs per day, concurrent jobs}, each false if unlimited; nil
+  -- for a tenant without quotas.
   local seen = {}
   function quotas.of(tenant)
     local quota = seen[tenant]
@@ -262,13 +259,13 @@ local function new_quotas()
     return quota or nil
   end
 
-  -- The four sums that a tenant has spent at this moment.
+  -- Return the four sums that a tenant has spent.
   function quotas.spent(tenant, quota)
     local found = redis.call('GET', P .. 'spent:' .. tenant) or ''
     local tokens, jobs, at, day, day_tokens, day_jobs = string.match(found, '^(%S+) (%S+) (%d+) (%d+) (%d+) (%d+)$')
     local spent = {0, 0, 0, 0}
     if tokens then
-      -- Where the clock was set back by more than a minute, that minute has passed.
+      -- If the clock was set back by more than a minute, that minute has passed.
       local passed = at - NOW > MINUTE and math.huge or math.max(0, NOW - at) / MINUTE
       spent[1] = quota[1] and math.max(0, tokens - passed * quota[1]) or 0
       spent[2] = quota[2] and math.max(0, jobs - passed * quota[2]) or 0
@@ -279,19 +276,19 @@ local function new_quotas()
     return spent
   end
 
-  -- `runs` has the running jobs, as `<tenant> <id>`, while there are quotas.
+  -- While there are quotas, `runs` has the running jobs, as `<tenant> <id>`.
   function quotas.running(tenant)
     return redis.call('ZLEXCOUNT', P .. 'runs', '[' .. tenant .. ' ', '(' .. tenant .. '!')
   end
 
-  -- Whether a tenant runs as many jobs as it may.
+  -- Whether a tenant has reached its limit of running jobs.
   function quotas.is_full(tenant)
     local quota = quotas.of(tenant)
     return quota and quota[5] and quotas.running(tenant) >= quota[5] or false
   end
 
-  -- A tenant's quotas in a reply: its name, then limit, what is left and in how many ms all of it is, of each of the five;
-  -- nil where it has none.
+  -- Return a tenant's quotas for a reply: its name, then for each of the five the limit, the remainder and the ms until
+  -- it is full again; nil if it has no quotas.
   function quotas.line(tenant)
     local quota = quotas.of(tenant)
     if not quota then
@@ -311,7 +308,7 @@ local function new_quotas()
   return quotas
 end
 
-local are_set -- as far as this call has asked
+local are_set -- as read in this call
 local function has_quotas()
   if are_set == nil then
     are_set = redis.call('HGET', P .. 'meta', 'quotas') == '1'
@@ -319,8 +316,8 @@ local function has_quotas()
   return are_set
 end
 
--- Adds a line to the reply for each tenant that has quotas: its name, and limit, what is left and ms until all of it is left, of
--- tokens a minute, jobs a minute, tokens a day, jobs a day and jobs that run at once; `-` where there is none.
+-- Add a line to the reply for each tenant with quotas: its name, then limit, remainder and ms until full, for tokens
+-- per minute, jobs per minute, tokens per day, jobs per day and concurrent jobs; `-` if unlimited.
 after_submit[#after_submit + 1] = function(tenants, reply)
   local quotas, told = has_quotas() and new_quotas(), {}
   for _, tenant in pairs(quotas and tenants or {}) do
@@ -329,7 +326,7 @@ after_submit[#after_submit + 1] = function(tenants, reply)
   end
 end
 
--- Whether all words of a lane's needs are among the known ones, both joined by +.
+-- Whether the known words include all words of a lane's needs; both are joined by +.
 local function knows(known, needs)
   for word in string.gmatch(needs, '[^+]+') do
     if not string.find('+' .. known .. '+', '+' .. word .. '+', 1, true) then
@@ -339,15 +336,15 @@ local function knows(known, needs)
   return true
 end
 
--- The same of what a live worker's record says that it knows.
+-- The same for the words in a live worker's record.
 local function record_knows(info, needs)
   return knows(string.match(info or '', '"knows":"([^"]*)"') or '1', needs)
 end
--- A rollout gives a share of a model's jobs to one revision, the canary. `rollouts` has per model
--- `<open, halted, back or ended> <share of 10,000> <id, tenant or batch> <the canary's revision>`, and `rollout:<model>` the
--- counts of both sides. A submit decides whose a job is. The canary's jobs have `side` in their records and wait in the lane
--- of its revision, like jobs that name it; `canary:<model>` has those that have not ended, by rank. docs/rollouts.md has the
--- rules.
+-- A rollout sends a share of a model's jobs to one revision, the canary. `rollouts` has per model `<open, halted, back
+-- or ended> <share of 10,000> <id, tenant or batch> <the canary's revision>`, and `rollout:<model>` the counts of both
+-- sides. A submission assigns each job to a side. The canary's jobs have `side` in their records and wait in the lane
+-- of its revision, like jobs that name it; `canary:<model>` has those that have not ended, by rank. The rules are in
+-- docs/rollouts.md.
 local rollouts = {}
 do
   -- The rollout of the model that the last part of a lane names, or false.
@@ -366,7 +363,7 @@ do
     return redis.call('ZCOUNT', P .. 'serves:' .. name, int(NOW), '+inf')
   end
 
-  -- Live workers of a name that are not the canary's.
+  -- Live workers of a name that do not serve the canary.
   function rollouts.num_stable(rollout, name)
     return rollouts.live_workers(name) - rollouts.live_workers(name .. '~' .. rollout.to)
   end
@@ -375,8 +372,8 @@ do
     return rollout.state == 'open' and rollouts.live_workers(name .. '~' .. rollout.to) > 0
   end
 
-  -- Whether a live worker of one side knows all that the jobs of a lane need, whose base name is `name`. Of many workers,
-  -- some are read.
+  -- Whether a live worker of one side knows all words that the jobs of a lane need, whose base name is `name`. Reads up
+  -- to MAX_READ workers.
   local MAX_READ = 64
   local able = {}
   function rollouts.is_able(rollout, lane, name, side)
@@ -395,12 +392,12 @@ do
     return able[key]
   end
 
-  -- Whether the canary may be given jobs of a lane.
+  -- Whether the canary may receive jobs of a lane.
   function rollouts.is_taking_from(rollout, lane, name)
     return rollouts.is_taking(rollout, name) and rollouts.is_able(rollout, lane, name, 'canary')
   end
 
-  -- A job has ended. Returns its model.
+  -- Remove a job that has ended. Returns its model.
   function rollouts.forget(id, job)
     local model = string.match(job.lane, '^[^:]+:%w:[^:]+:([^#~]*)')
     if job.side then
@@ -409,13 +406,13 @@ do
     return model
   end
 
-  -- Move jobs of a canary that does not take them back to the other workers; a job that does not wait moves when it does.
+  -- Return jobs of a canary that does not accept them to the other workers; a running job moves when it waits again.
   -- Only scripts that include states.lua call it. Returns how many jobs are left.
   function rollouts.move_back(rollout, limit)
     local key = P .. 'canary:' .. rollout.model
     local first = 0
     if rollout.state == 'open' then
-      first = NOW % math.max(1, redis.call('ZCARD', key) - limit + 1) -- it may take jobs of some adapters and not of others
+      first = NOW % math.max(1, redis.call('ZCARD', key) - limit + 1) -- it may accept jobs of only some adapters
     end
     for _, id in ipairs(redis.call('ZRANGE', key, first, first + limit - 1)) do
       local job = load(id)
@@ -433,7 +430,7 @@ end
 
 do
   local SHARES = 10000
-  local by_lane = {} -- the rollout whose canary takes jobs of a lane, or false: a call may be about thousands of jobs of one
+  local by_lane = {} -- the rollout whose canary takes jobs of a lane, or false; cached for calls with thousands of jobs
 
   on_submit[#on_submit + 1] = function(job, batch, rank)
     local rollout = by_lane[job.lane]
@@ -451,7 +448,8 @@ do
     end
     local decides = (rollout.by == 'tenant' and tenant) or (rollout.by == 'batch' and batch) or job.id
     local point = tonumber(string.sub(redis.sha1hex(rollout.to .. ' ' .. decides), 1, 8), 16) % SHARES
-    -- What only the canary's workers know, such as a new field, is theirs whatever the share.
+    -- Jobs that only the canary's workers know, for example because of a new field, are its own regardless of the
+    -- share.
     if point < rollout.share
       or (not rollouts.is_able(rollout, job.lane, name, 'stable') and rollouts.num_stable(rollout, name) > 0) then
       job.side, job.lane = 'canary', job.lane .. '~' .. rollout.to
@@ -460,8 +458,9 @@ do
   end
 end
 
--- Tenants whose jobs and files are being removed (purge_fence.lua): nothing new of theirs is taken meanwhile. The field
--- `purging` of `meta` has their names, each with the time its fence falls. One further ahead was left by a clock that was set back.
+-- Tenants whose jobs and files are being removed (purge_fence.lua): meanwhile new ones are rejected. The field
+-- `purging` of `meta` has their names, each with the time at which its fence ends. A time further ahead than the
+-- longest fence was left by a clock that was set back.
 local LONGEST_FENCE = 600000
 local function purged_tenants(text)
   local found = {}
@@ -475,7 +474,7 @@ end
 local function is_purged(tenant)
   return purged_tenants(redis.call('HGET', P .. 'meta', 'purging'))[tenant]
 end
--- Whose a batch is: `bowner:<batch>` is the tenant of all of its jobs, or * where several have some.
+-- The owner of a batch: `bowner:<batch>` is the tenant of all of its jobs, or * if several tenants have jobs in it.
 local OWNER_TTL = 2592000000
 
 local function note_owner(batch, tenants)
@@ -491,10 +490,10 @@ local function note_owner(batch, tenants)
 end
 local MAX_PAYLOAD = 1049600
 local MAX_FOLLOWERS = 256
-local MAX_WAITERS = 1024 -- bytes of their names, of one job
+local MAX_WAITERS = 1024 -- bytes of a job's waiter names
 local lanes, tenants = {}, {}
 
--- A key of a tenant's own: nobody reaches another's jobs by it.
+-- Whether a key belongs to the tenant, so that tenants cannot reach each other's jobs by key.
 local function is_own(name, tenant)
   return not name or string.sub(name, 1, #tenant + 1) == tenant .. ':'
 end
@@ -534,13 +533,13 @@ local function is_sound(job)
     and (not job.waiters or string.match(job.waiters, '^%w+$'))
 end
 
--- The header that clients write for a row of a bulk submit. This pattern reads it in a third of the time that cjson takes, and
--- finds nothing wrong in what it reads but lengths; what rows have in common behind their keys is decoded and checked once.
+-- The header that clients write for a row of a bulk submission. This pattern reads it in a third of the time that cjson
+-- takes, and checks lengths only; the part after the key that rows share is decoded and checked once.
 local ROW = '^{"id":"([%w._-]+)","lane":"([%w._@:/+#~-]+)","cost":([1-9]%d*),()'
 local KEY = '^"key":"([^"\\%c]*)"(.*)}$'
-local common = {} -- by lane and those members: they decoded
+local common = {} -- by lane and those members: the decoded members
 
--- A header's job, or nil and what its members are to be found by in `common`, if it is a row's.
+-- A header's job if it is a row's header; otherwise nil and the key of its members in `common`.
 local function read_row(header)
   local id, lane, cost, at = string.match(header, ROW)
   if not id then
@@ -563,7 +562,7 @@ local function read_row(header)
   return job
 end
 
--- The same of any header; nil if it makes no sense.
+-- The same for any header; nil if it is invalid.
 local function read_header(header)
   local job, kind, rest = read_row(header)
   if job then
@@ -591,7 +590,7 @@ for i = 3, #ARGV, 2 do
   names[#names + 1] = P .. 'job:' .. job.id
 end
 
--- Most often every id is new: then one look at all of them tells.
+-- Usually every id is new, which one check of all of them shows.
 local some_exist = false
 for i = 1, #names, 500 do
   some_exist = some_exist or redis.call('EXISTS', unpack(names, i, math.min(i + 499, #names))) > 0
@@ -609,7 +608,7 @@ local ACTIVE = {queued = true, delayed = true, running = true}
 local seq
 local is_new, members, strings, queued, delayed, failed = {}, {}, {}, 0, 0, 0
 
--- Collect arguments per key and send them a few hundred at a time: one call is much dearer than one argument.
+-- Collect arguments per key and send a few hundred together: a call costs much more than an argument.
 local function flush(args, command, key)
   if #args > 0 and key then
     redis.call(command, key, unpack(args))
@@ -627,14 +626,14 @@ local function set(name, value)
   end
 end
 
--- A job that may still succeed, by `state`, `ending` and `deadline`: nobody asked for its end, and its time is not up,
--- whether or not its worker has heard of it.
+-- Whether a job may still succeed, by `state`, `ending` and `deadline`: no end was requested and its deadline has not
+-- passed, whether or not its worker knows.
 local function goes_on(found)
   return ACTIVE[found[1]] and not found[2] and tonumber(found[3] or math.huge) > NOW
 end
 
--- One more waits for a job whose waiters are counted. Where one does who cannot be, or too many do, nobody's leaving
--- ends it any more. The removal comes first: a server at maxmemory lets the rest through.
+-- Add a waiter to a job whose waiters are counted. If the waiter has no name, or there are too many, disconnecting
+-- clients no longer end the job. The removal comes first, so that the later writes pass at maxmemory.
 local function join_waiters(id, waiter)
   local key = P .. 'job:' .. id
   local there = redis.call('HGET', key, 'waiters')
@@ -646,7 +645,7 @@ local function join_waiters(id, waiter)
   end
 end
 
--- Who has the idempotency key already.
+-- The reply word for the job that already holds the idempotency key, or nil.
 local function holder(job)
   local other = redis.call('GET', P .. 'idem:' .. job.idem)
   local found = other and redis.call('HMGET', P .. 'job:' .. other, 'state', 'ending', 'deadline', 'digest')
@@ -659,7 +658,7 @@ local function holder(job)
   return 'same:' .. other
 end
 
--- A dead job is replayed once; again only if the replay was cancelled, expired or failed.
+-- A dead job can be replayed once; again only if the replay was cancelled, expired or failed.
 local function earlier_replay(job)
   local found = redis.call('HMGET', P .. 'job:' .. job.replay_of, 'state', 'replayed_as')
   if found[1] ~= 'dead' then
@@ -671,23 +670,23 @@ local function earlier_replay(job)
   end
 end
 
--- A queue's own limit counts the whole payload, also where a stub stands for it.
+-- A queue's own limit counts the full payload, even if a stub represents it.
 local function whole_size(job)
   return tonumber(string.match(job.payload, '"size":(%d+)') or 0)
 end
 
--- About what a job takes in memory.
+-- The approximate memory of a job.
 local function size_of(job)
   return #job.payload + #(job.metadata or '') + 600
 end
 
--- The word for a job whose id is known: an item of a batch may be other work under the same key.
+-- The reply word for a job whose id is known: an item of a batch may be different work under the same key.
 local function stored_before(job, name)
   local work = job.work and redis.call('HGET', name, 'work')
   return work and work ~= job.work and 'conflict:' .. job.id or 'exists'
 end
 
--- The word for a job that is not to be stored; nil for a new one.
+-- The reply word for a job that must not be stored; nil for a new one.
 local function known(job, name)
   if is_new[job.id] or (some_exist and redis.call('EXISTS', name) == 1) then
     return stored_before(job, name)
@@ -724,7 +723,8 @@ local function class(lane)
   return string.match(lane, ':(%w)')
 end
 
--- The equal job that this one may wait for: one that is not less urgent, or runs already. Without one it leads.
+-- The equal job that this one may wait for: it must be at least as urgent, or running. Without one, this job is the
+-- primary job.
 local function leader_of(job)
   local twin = P .. 'twin:' .. job.twin
   local leader = redis.call('GET', twin)
@@ -747,7 +747,7 @@ local function wait(job, rank)
   end
 end
 
--- One list for the records of all jobs: what is behind its end, of an earlier one, is not sent.
+-- One list for the records of all jobs: leftovers of an earlier job after its end are not sent.
 local record = {'state', '', 'lane', '', 'seq', 0, 'cost', 0, 'at', int(NOW), batch and 'batch', batch}
 local RECORD_LENGTH = batch and 12 or 10
 
@@ -769,7 +769,7 @@ local function store(job, name)
     length = length + 2
   end
   if due > NOW or job.waits then
-    -- What is to wait anyway neither leads nor follows.
+    -- A job that waits anyway is neither a primary job nor a duplicate.
     job.twin = nil
     record[2] = 'delayed'
     redis.call('ZADD', P .. 'delayed', int(job.waits and HELD or due), job.id)
@@ -782,7 +782,7 @@ local function store(job, name)
       redis.call('HINCRBY', P .. 'meta', 'followers', 1)
     else
       wait(job, seq)
-      -- Kept in its lane. The record of a waiting job is small, for there may be a million of them.
+      -- The lane holds it. Records of waiting jobs must be small, since there may be a million of them.
       job.affinity = nil
     end
   end
@@ -808,7 +808,7 @@ local function store(job, name)
   end
 end
 
--- A row that is no job: it is in its batch as a failed one, so that the counts add up to the rows.
+-- Record an invalid row as a failed job of its batch, so that the counts add up to the number of rows.
 local function record_invalid(job, name)
   redis.call('HSET', name, 'state', 'failed', 'lane', job.lane, 'at', NOW, 'finished_at', NOW, 'batch', batch,
     'key', job.key or '')

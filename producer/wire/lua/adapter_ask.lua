@@ -1,7 +1,7 @@
--- Give a command to workers.
+-- Send a command to workers.
 -- KEYS[1] prefix
 -- ARGV[1] the command's id  [2] its time to live in ms; then each worker's id and the command for it
--- Returns how many got it; 0 if it was sent before
+-- Returns the number of workers it was sent to; 0 if it was sent before
 if not redis.call('SET', P .. 'asked:' .. ARGV[1], '1', 'NX', 'PX', ARGV[2]) then
   return 0
 end

@@ -1,7 +1,7 @@
--- Ask for a batch to be cancelled; its holder does it.
+-- Request the cancellation of a batch. Its holder carries it out.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] batch id
--- Returns its values {name, value...}, or nothing: the tenant has no such batch
+-- Returns its values {name, value...}, or nothing if the tenant does not have such a batch
 local key = P .. 'abatch:' .. ARGV[2]
 local found = redis.call('HMGET', key, 'tenant', 'status')
 if found[1] ~= ARGV[1] then

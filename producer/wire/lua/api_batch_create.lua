@@ -1,7 +1,7 @@
--- Open a batch of the HTTP interface over a file of its tenant. Whichever gateway claims it runs it.
+-- Open a batch of the HTTP interface for a file of its tenant. The gateway that claims it runs it.
 -- KEYS[1] prefix
--- ARGV[1] id  [2] tenant  [3] file id  [4] JSON that describes it  [5] ms the record is kept  [6] ms the file is needed
---   [7] batches that the tenant may have open, this one included
+-- ARGV[1] id  [2] tenant  [3] file id  [4] JSON that describes it  [5] ms to keep the record  [6] ms to keep the file
+--   [7] the tenant's maximum of open batches, including this one
 -- Returns created | no_file | full
 -- @include files
 -- @include core/purged

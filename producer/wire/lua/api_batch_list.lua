@@ -1,6 +1,6 @@
 -- A tenant's batches, newest first, or one of them.
 -- KEYS[1] prefix
--- ARGV[1] tenant  [2] batch id, '' for all  [3] list on after this id, '' from the first  [4] how many at most
+-- ARGV[1] tenant  [2] batch id, '' for all  [3] continue after this id, '' from the first  [4] maximum number
 -- Returns {{id, {name, value...}}...}
 local found = {}
 local function add(id)

@@ -1,8 +1,8 @@
--- What its holder has to say of a batch: how far it is, that it has ended, or that it lets go of it.
+-- Store the holder's update of a batch: its progress, its end, or its release by the holder.
 -- KEYS[1] prefix
--- ARGV[1] id  [2] the token of the claim  [3] ms of the lease from now on; 0: let go; -1: the batch has ended
--- ARGV[4] and on: names and values. A batch that is being cancelled stays so until it has ended.
--- Returns the status, or '': somebody else holds it, or it has ended
+-- ARGV[1] id  [2] the token of the claim  [3] ms of the lease from now on; 0: release; -1: the batch has ended
+-- ARGV[4] and on: names and values. A batch that is being cancelled keeps that status until it has ended.
+-- Returns the status, or '' if another gateway holds the batch or it has ended
 local id, lease = ARGV[1], tonumber(ARGV[3])
 local key = P .. 'abatch:' .. id
 local found = redis.call('HMGET', key, 'token', 'status', 'tenant', 'file')

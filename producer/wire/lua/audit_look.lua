@@ -1,12 +1,12 @@
--- What a worker has to know of canaries. From the first call on, the jobs that it commits are listed.
+-- Return the canary state of a worker. From its first call on, the jobs that it commits are listed.
 -- KEYS[1] prefix
--- ARGV[1] worker  [2] what it computes  [3] bytes of inputs that may be kept until its next clean canary
---   [4] 1: with the answers so far
--- Returns names and values: state (quarantined | disputed | kept | ''), reason, is_wanted (1 if its answer is wanted now),
---   position (up to which jobs are committed), has_more (1 if there is more to do: repeat the call), answers
+-- ARGV[1] worker  [2] key of its computation  [3] maximum bytes of inputs to keep until its next clean canary
+--   [4] 1: include the answers so far
+-- Returns names and values: state (quarantined | disputed | kept | ''), reason, is_wanted (1 if its answer is needed
+--   now), position (number of committed jobs), has_more (1 if the call must be repeated), answers
 -- @include audits
 -- @include trails
-redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
+redis.call('HDEL', P .. 'meta', '') -- a removal, so that the later writes pass at maxmemory
 local worker, what = ARGV[1], ARGV[2]
 local key, agreed = P .. 'audit:' .. worker, P .. 'agreed:' .. what
 redis.call('HSET', key, 'what', what, 'room', ARGV[3])

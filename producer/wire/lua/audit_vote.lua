@@ -1,9 +1,9 @@
--- What a worker answered to the canaries.
+-- Record a worker's answer to the canaries.
 -- KEYS[1] prefix
--- ARGV[1] worker  [2] what it computes  [3] its answer, or the earlier one that it agrees with  [4] answers that it compared with
---   [5] the position from audit_look before the canary
--- Returns {clean (others gave the same) | alone (nobody else answered yet) | disputed (a third must decide) | deviates
---   | changed (there are other answers by now: compare again), why}
+-- ARGV[1] worker  [2] key of its computation  [3] its answer, or the earlier one that it agrees with  [4] number of
+--   answers compared with  [5] the position that audit_look returned before the canary
+-- Returns {clean (others gave the same answer) | alone (no other worker has answered yet) | disputed (a third must
+--   decide) | deviates | changed (new answers have arrived: compare again), why}
 -- @include audits
 local MAX_ANSWERS, MAX_VOTERS = 8, 256
 local DIFFERS = 'its canary differs from what other workers agree on'
@@ -30,7 +30,7 @@ elseif tonumber(ARGV[4]) ~= num_answers then
   return {'changed', ''}
 end
 
-redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
+redis.call('HDEL', P .. 'meta', '') -- a removal, so that the later writes pass at maxmemory
 local own
 for i = 1, num_answers do
   own = known['a' .. i] == answer and tostring(i) or own

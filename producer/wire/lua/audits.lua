@@ -1,14 +1,15 @@
--- Canaries: prompts whose output the fleet agrees on. `agreed:<what>` has what workers answered that compute the same:
--- `answers` (how many there are), `a<n>`, the number of each worker's answer as `w:<worker>`, and `agreed` once two workers
--- gave the same. `audit:<worker>` has what is known of a worker, and `did:<worker>` the jobs that it committed since the
--- canary before its last clean one (features/trails.lua). `accused` has those that deviate or disagree, by time.
+-- Canaries: prompts whose output all workers of a kind must agree on. `agreed:<what>` holds the answers of workers with
+-- the same computation: `answers` (their number), `a<n>`, the number of each worker's answer as `w:<worker>`, and
+-- `agreed` once two workers gave the same answer. `audit:<worker>` holds the state of a worker, and `did:<worker>` the
+-- jobs that it committed since the canary before its last clean one (features/trails.lua). `accused` holds the workers
+-- that deviate or disagree, by time.
 local audits = {}
 do
   local AGREED_TTL = 30 * 86400000
   local WORKER_TTL = 86400000
   local ACCUSED_TTL = 14 * 86400000
 
-  -- Extend the life of what is known of a worker.
+  -- Extend the expiry of a worker's audit state.
   function audits.keep_worker(worker)
     local ttl = redis.call('HGET', P .. 'audit:' .. worker, 'state') == 'quarantined' and ACCUSED_TTL or WORKER_TTL
     redis.call('PEXPIRE', P .. 'audit:' .. worker, ttl)
@@ -19,7 +20,7 @@ do
     redis.call('PEXPIRE', P .. 'agreed:' .. what, AGREED_TTL)
   end
 
-  -- `state`: quarantined or disputed. A quarantine is not taken back here.
+  -- `state`: quarantined or disputed. This function never lifts a quarantine.
   function audits.accuse(worker, what, state, reason)
     local key = P .. 'audit:' .. worker
     if redis.call('HGET', key, 'state') ~= 'quarantined' then

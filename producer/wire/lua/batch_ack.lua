@@ -1,7 +1,7 @@
--- Free what a reader has stored elsewhere. The ids stay known, so that submitting them again adds nothing.
+-- Free results that a reader has stored elsewhere. The ids stay known, so submitting them again adds nothing.
 -- KEYS[1] prefix
--- ARGV[1] batch id  [2] 'e' (order of ends) or 's' (order of submits)  [3] position up to which to free
--- ARGV[4] jobs at most  [5] position to start from (order of submits only)
+-- ARGV[1] batch id  [2] 'e' (order of ends) or 's' (order of submission)  [3] position up to which to free
+-- ARGV[4] maximum number of jobs  [5] position to start from (order of submission only)
 -- Returns {jobs freed, position reached}
 -- @include core/states
 local batch, limit = ARGV[1], tonumber(ARGV[4])

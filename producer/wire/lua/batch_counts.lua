@@ -1,5 +1,5 @@
--- How many jobs of a batch are in which state. They sum to the total, since one script changes both.
+-- Return the number of a batch's jobs per state. The counts add up to the total, since one script changes both.
 -- KEYS[1] prefix
 -- ARGV[1] batch id
--- Returns the names and counts in turn; nothing for an unknown batch
+-- Returns pairs of name and count; nothing for an unknown batch
 return redis.call('HGETALL', P .. 'batch:' .. ARGV[1])

@@ -1,7 +1,7 @@
--- The ends of a batch, in the order they came.
+-- Return the outcomes of a batch's jobs in the order in which they ended.
 -- KEYS[1] prefix
--- ARGV[1] batch id  [2] position to read from  [3] jobs at most  [4] bytes after which to stop
--- Returns {next position, {position, end as `end_record` returns it} and so on}; what was acknowledged is left out
+-- ARGV[1] batch id  [2] position to read from  [3] maximum number of jobs  [4] bytes after which to stop
+-- Returns {next position, {position, end as `end_record` returns it} and so on}; acknowledged jobs are left out
 -- @include records
 local base = tonumber(redis.call('HGET', P .. 'batch:' .. ARGV[1], 'base') or 0)
 local position = math.max(base, tonumber(ARGV[2]))

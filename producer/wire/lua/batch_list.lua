@@ -1,8 +1,8 @@
--- The batches of a queue, the one that was last added to or ended first; purged ones are gone.
+-- List the batches of a queue, the most recently extended or ended one first, without purged ones.
 -- KEYS[1] prefix
--- ARGV[1] how many to pass over  [2] how many at most, up to 250
--- Returns {how many there are, names and values of each: id, counts (names of batch_counts, and created_at), lane (of its
---   first job or ''), tenant (of all of its jobs, * for several, or '')}
+-- ARGV[1] number to skip  [2] maximum number, up to 250
+-- Returns {total number, names and values of each: id, counts (names of batch_counts, and created_at), lane (of its
+--   first job or ''), tenant (of all of its jobs, * for several tenants, or '')}
 local first, most = tonumber(ARGV[1]), math.min(tonumber(ARGV[2]), 250)
 local found = {redis.call('ZCARD', P .. 'bexpiry')}
 for _, id in ipairs(redis.call('ZREVRANGE', P .. 'bexpiry', first, first + most - 1)) do

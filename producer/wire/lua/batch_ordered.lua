@@ -1,7 +1,7 @@
--- The ends of a batch in the order of its submits, up to the first job that has not ended.
+-- Return the outcomes of a batch's jobs in the order of submission, up to the first job that has not ended.
 -- KEYS[1] prefix
--- ARGV[1] batch id  [2] position to read from  [3] jobs at most  [4] bytes after which to stop
--- Returns {next position, {position, end as `end_record` returns it} and so on}; what was acknowledged is left out
+-- ARGV[1] batch id  [2] position to read from  [3] maximum number of jobs  [4] bytes after which to stop
+-- Returns {next position, {position, end as `end_record` returns it} and so on}; acknowledged jobs are left out
 -- @include records
 local position = tonumber(ARGV[2])
 local items, bytes = {}, 0

@@ -1,7 +1,7 @@
--- A part of the chats of a tenant that succeeded, by the time of the submit.
+-- List a page of a tenant's successful chats, ordered by submission time.
 -- KEYS[1] prefix
--- ARGV[1] tenant  [2] the id before the first, '' from the end  [3] 1: the latest first  [4] how many to look at
--- Returns {{id, metadata}..., the last id looked at, '' if none is left}: about 1 MiB at most
+-- ARGV[1] tenant  [2] the id before the first, '' from the end  [3] 1: the latest first  [4] number to read
+-- Returns {{id, metadata}..., the last id read, '' at the end}: up to about 1 MiB
 local MAX_BYTES = 1048576
 local key, from, is_desc = P .. 'chats:' .. ARGV[1], 0, ARGV[3] == '1'
 if ARGV[2] ~= '' then

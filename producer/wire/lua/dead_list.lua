@@ -1,7 +1,7 @@
--- The dead letters, the latest death first.
+-- List the dead letters, the latest first.
 -- KEYS[1] prefix
--- ARGV[1] how many to pass over  [2] letters at most
--- Returns {letters looked at, letter per job that is still there}
+-- ARGV[1] number to skip  [2] maximum number
+-- Returns {letters read, a letter per job that still exists}
 -- @include letters
 local ids = redis.call('ZREVRANGE', P .. 'dead', ARGV[1], ARGV[1] + ARGV[2] - 1)
 local letters = {}

@@ -1,7 +1,7 @@
--- Forget dead letters. Of a batch's job the end stays readable until the batch expires or is acknowledged.
+-- Delete dead letters. The end of a batch's job stays readable until the batch expires or is acknowledged.
 -- KEYS[1] prefix
 -- ARGV job ids
--- Returns how many there were
+-- Returns the number of letters deleted
 -- @include core/states
 local purged = 0
 for _, id in ipairs(ARGV) do

@@ -1,7 +1,7 @@
--- Dead letters with what they hold.
+-- Return dead letters with their contents.
 -- KEYS[1] prefix
 -- ARGV job ids
--- Returns per id an empty list (no dead job) or {letter, payload or '', checkpoint entries}
+-- Returns per id an empty list (not a dead job) or {letter, payload or '', checkpoint entries}
 -- @include letters
 -- @include outputs
 local replies = {}

@@ -1,4 +1,4 @@
--- Which of these jobs have ended. Waits poll with it.
+-- Return which of these jobs have ended. Waiting clients poll with it.
 -- KEYS[1] prefix
 -- ARGV job ids
 -- Returns 1 (ended, or no such job) or 0 per id

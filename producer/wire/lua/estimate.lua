@@ -1,10 +1,12 @@
--- What decides when a job would end that is submitted to a lane now. Reads only, and a bounded part of the queue.
+-- Return the data that predicts when a job submitted to a lane now would end. Reads a bounded part of the queue,
+-- without writing.
 -- KEYS[1] prefix
 -- ARGV[1] the lane
--- Returns names and values: now (ms), paused (0 or 1), rate (the limit in jobs a second or ''), running (jobs), lanes
---   ({class, tenant, weight, jobs that wait, costs of some of them, evenly spaced} per lane of the model and of no lower
---   class), workers (what each live one of the model reports as JSON), kept_now (how estimates of a job that starts at once
---   were met), kept_later (the same of one that waits), quotas (the tenant's line as submit returns it, or '')
+-- Returns names and values: now (ms), paused (0 or 1), rate (the limit in jobs per second, or ''), running (jobs),
+--   lanes ({class, tenant, weight, jobs that wait, costs of an evenly spaced sample of them} per lane of the model with
+--   the same or a higher class), workers (the report of each live worker of the model, as JSON), kept_now (accuracy of
+--   past estimates for jobs that start immediately), kept_later (the same for jobs that wait), quotas (the tenant's
+--   line as submit returns it, or '')
 -- @include features/quotas
 local MAX_LANES, MAX_WORKERS, PER_LANE = 256, 64, 16
 local samples = 512

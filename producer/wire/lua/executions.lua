@@ -1,6 +1,6 @@
 -- @include records
 -- @include revisions
--- What `history` returns of a job, as names and values, or nil.
+-- The executions of a job, as `history` returns them, as names and values, or nil.
 local function executions_of(id)
   local key = P .. 'job:' .. id
   local job = redis.call('HMGET', key, 'lane', 'state', 'shared')

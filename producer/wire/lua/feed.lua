@@ -1,9 +1,10 @@
--- Tokens of jobs from a position on: the checkpoint is the feed.
+-- Return the tokens of jobs from a position on. The checkpoint is the feed.
 -- KEYS[1] prefix
--- ARGV per job how many arguments follow, and [1] id  [2] epoch last seen  [3] entries seen  [4] entries at most
--- Returns per job names and values: state (none: no such job), epoch, attempt, entries, outcome (if it has ended), leader
---   (the job whose end it is). Another epoch than the requested one means that the job began again from its prompt: the
---   entries then count from 0.
+-- ARGV per job the number of arguments that follow, and [1] id  [2] epoch last seen  [3] entries seen  [4] maximum
+--   number of entries
+-- Returns per job names and values: state (none: unknown job), epoch, attempt, entries, outcome (if it has ended),
+--   leader (the job whose end it shares). A different epoch means that the job restarted from its prompt: the entries
+--   then count from 0.
 -- @include records
 -- @include core/each
 local NAMES = {'state', 'epoch', 'attempt', 'entries', 'outcome', 'leader'}

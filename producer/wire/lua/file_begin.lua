@@ -1,9 +1,10 @@
--- Reserve room for a file of a tenant. One that is begun and never finished is forgotten. Begun again, it may grow.
+-- Reserve space for a file of a tenant. An unfinished file is deleted after a time. Another call for the same file may
+-- enlarge it.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id  [3] bytes  [4] chunks  [5] JSON that describes it  [6] ms for the upload
---   [7] files and [8] bytes that the tenant may have, this one included  [9] 1: it may be refused for want of memory
---   [10] 1: what was written so far can be read
--- Returns 1; 0: the tenant has no room, or what it has is being removed; -1: the server's memory has none
+--   [7] files and [8] bytes that the tenant may have, including this one  [9] 1: may be rejected if memory runs out
+--   [10] 1: the parts written so far can be read
+-- Returns 1; 0: the tenant's limit is reached, or its data is being removed; -1: the server has no free memory
 -- @include core/room
 -- @include files
 -- @include core/purged

@@ -1,4 +1,4 @@
--- Store a piece of a file that was begun.
+-- Store a chunk of an unfinished file.
 -- KEYS[1] prefix
 -- ARGV[1] file id  [2] number, from 0  [3] ms for the upload  [4] bytes  [5] tenant
 -- Returns 1, or 0: the file was deleted meanwhile

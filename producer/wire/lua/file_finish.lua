@@ -1,7 +1,7 @@
--- All pieces are there: from now on the file can be read.
+-- Mark a file as complete and readable.
 -- KEYS[1] prefix
--- ARGV[1] tenant  [2] file id  [3] ms it is kept
--- Returns its names and values as `file_list`, or nothing: the upload took too long, or it was deleted meanwhile
+-- ARGV[1] tenant  [2] file id  [3] ms to keep it
+-- Returns its names and values as `file_list`, or nothing if the upload took too long or the file was deleted meanwhile
 -- @include files
 local file = read_record(redis.call('HGET', P .. 'files:' .. ARGV[1], ARGV[2]))
 if not file or file.expires <= NOW then

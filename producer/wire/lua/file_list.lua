@@ -1,7 +1,7 @@
--- A tenant's files, or one of them.
+-- List a tenant's files, or one of them.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id, '' for all
--- Returns names and values (id, expires, bytes, chunks, record: JSON) of those that are whole and have not expired
+-- Returns names and values (id, expires, bytes, chunks, record: JSON) of complete files that have not expired
 -- @include files
 local found = {}
 local function add(id, file)

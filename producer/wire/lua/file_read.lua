@@ -1,4 +1,4 @@
--- A piece of a file.
+-- Return a chunk of a file.
 -- KEYS[1] prefix
 -- ARGV[1] file id  [2] number, from 0
 -- Returns its bytes, or nothing

@@ -13,7 +13,7 @@ local function write_record(tenant, id, file)
   redis.call('HSET', P .. 'files:' .. tenant, id, table.concat(numbers, ' ') .. ' ' .. file.text)
 end
 
--- The file, if it is whole and has not expired.
+-- Return the file if it is complete and has not expired.
 local function find_file(tenant, id)
   local file = read_record(redis.call('HGET', P .. 'files:' .. tenant, id))
   if file and file.ready == '1' and file.expires > NOW then
@@ -21,14 +21,14 @@ local function find_file(tenant, id)
   end
 end
 
--- A file as scripts return it, in names and values.
+-- A file's names and values, as scripts return them.
 local function described(id, file)
   return {
     'id', id, 'expires', int(file.expires), 'bytes', file.bytes, 'chunks', file.chunks, 'record', file.text
   }
 end
 
--- Let a file live until `expires` at least; the record's own time is always the chunks' time.
+-- Keep a file until `expires` at least. The record and its chunks always expire together.
 local function keep_until(tenant, id, file, expires)
   file.expires = expires
   for n = 0, file.chunks - 1 do

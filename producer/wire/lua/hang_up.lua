@@ -1,10 +1,10 @@
--- Somebody does not wait any more: end the jobs that nobody else waits for.
+-- Disconnect a client from jobs, and cancel those that no other client waits for.
 -- KEYS[1] prefix
--- ARGV[1] who it is, as its submits said  [2] and on: ids
--- Returns one of cancelled | requested | done | missing (as cancel does) | kept (others wait, or may) per id
+-- ARGV[1] the client's name, as in its submissions  [2] and on: ids
+-- Returns one of cancelled | requested | done | missing (as cancel does) | kept (other clients wait, or might) per id
 -- @include core/cancelling
 
--- Nobody's leaving ends it, or somebody's did.
+-- The reply for a job that this client does not end, or that another client has ended.
 local function as_it_is(state, ending)
   if not state then
     return 'missing'

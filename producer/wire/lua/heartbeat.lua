@@ -1,13 +1,13 @@
--- Register a worker, or keep it registered. Silent ones are forgotten by sweep.
+-- Register a worker, or keep it registered. Sweeps remove silent workers.
 -- KEYS[1] prefix
--- ARGV[1] worker id  [2] time to live in ms  [3] what it says about itself, as JSON  [4] and on: its models
+-- ARGV[1] worker id  [2] time to live in ms  [3] its description, as JSON  [4] and on: its models
 -- Returns 1
 -- @include spells
 local MAX_TTL = 600000
 local SERVED_TTL, MAX_SERVED = 86400000, 1000
 
--- For `why`: until when workers that know these words served a name, and the times in which none did. `alive:<name>` has the
--- former, as `<last heartbeat> <until>` by the words.
+-- For `why`: until when workers that know these words served a name, and the times in which none did. `alive:<name>`
+-- has the former, as `<last heartbeat> <until>` by the words.
 local MAX_KNOWN = 32 -- sets of words of one name
 local ALIVE_TTL = 604800000
 local knows = string.match(ARGV[3], '"knows":"([^"]*)"') or '1'
@@ -24,13 +24,13 @@ local function note_alive(name)
   redis.call('PEXPIRE', key, ALIVE_TTL)
 end
 
-redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
+redis.call('HDEL', P .. 'meta', '') -- a removal, so that the later writes pass at maxmemory
 redis.call('ZADD', P .. 'workers', int(NOW + ARGV[2]), ARGV[1])
 redis.call('SET', P .. 'worker:' .. ARGV[1], ARGV[3], 'PX', ARGV[2])
 for i = 4, #ARGV do
   local serves = P .. 'serves:' .. ARGV[i]
   redis.call('ZREMRANGEBYSCORE', serves, '-inf', int(NOW))
-  -- Left there by a clock that was set back since: who lives says so again.
+  -- Left there by a clock that was set back since: a live worker registers again.
   redis.call('ZREMRANGEBYSCORE', serves, int(NOW + MAX_TTL), '+inf')
   redis.call('ZADD', serves, int(NOW + ARGV[2]), ARGV[1])
   note_alive(ARGV[i])
@@ -39,7 +39,7 @@ for i = 4, #ARGV do
     redis.call('ZADD', P .. 'served', int(NOW), ARGV[i])
   end
 end
--- Gateways read `served` to tell an absent model from an unknown one: see served.lua.
+-- Gateways read `served` to distinguish an unavailable model from an unknown one: see served.lua.
 redis.call('ZREMRANGEBYSCORE', P .. 'served', '-inf', int(NOW - SERVED_TTL))
 local over = redis.call('ZRANGE', P .. 'served', 0, -MAX_SERVED - 1)
 if #over > 0 then

@@ -1,8 +1,8 @@
--- The webhooks of a tenant, after a change. They are forgotten 400 days after the last call.
+-- Change and return the webhooks of a tenant. They are deleted 400 days after the last call.
 -- KEYS[1] prefix
--- ARGV[1] tenant  [2] the id of one to change, or ''  [3] what it is, '' to remove it  [4] how many the tenant may have
--- Returns {1, or 0: the change was not made, since there is none of that id, there are too many, or the tenant is being
---   removed, {id, what it is, ...}}
+-- ARGV[1] tenant  [2] the id of one to change, or ''  [3] its value, '' to remove it  [4] the tenant's maximum
+-- Returns {1, or 0: the change was not made, because the id is unknown, there are too many, or the tenant is being
+--   removed, {id, value, ...}}
 -- @include core/purged
 local HOOKS_TTL = 34560000000
 local key, done = P .. 'hooks:' .. ARGV[1], 1

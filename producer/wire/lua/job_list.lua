@@ -1,10 +1,10 @@
--- Some jobs of a list, those that are wanted. No prompt, no output.
+-- List the jobs of a list that match a filter, without prompts and outputs.
 -- KEYS[1] prefix
 -- ARGV[1] the list: running | delayed | dead | lane:<lane> | batch:<id> | key:<tenant>:<idempotency key> | all
--- ARGV[2] where to go on, '0' for the beginning  [3] how many to look at  [4] how many to return at most, unless all
--- ARGV[5] state, [6] tenant, [7] model, [8] key or idempotency key: only jobs that have it; '' for any
--- Returns {where to go on, or '' at the end, jobs looked at, {{id, names and values of some fields}...}}.
---   `all` walks the keyspace of the server with SCAN, so its order is none and a job may come twice.
+-- ARGV[2] where to continue, '0' for the start  [3] number to read  [4] maximum number to return, unless all
+-- ARGV[5] state, [6] tenant, [7] model, [8] key or idempotency key: only matching jobs; '' for any
+-- Returns {where to continue, or '' at the end, jobs read, {{id, names and values of some fields}...}}. `all` walks the
+--   keyspace of the server with SCAN, so its order is undefined and a job may be returned twice.
 local list, start, look, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local state, tenant, model, key = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local FIELDS = {
@@ -12,7 +12,7 @@ local FIELDS = {
   'progress', 'progress_at', 'idem'
 }
 
--- The ids to look at, where the place behind each is, and where the place behind all of them is, or ''.
+-- The ids to read, the position after each, and the position after all of them, or ''.
 local function ids_of()
   local name, rest = string.match(list, '^(%l+):?(.*)$')
   local ids, places, after = {}, {}, nil

@@ -1,4 +1,4 @@
--- Take a worker off the list.
+-- Unregister a worker.
 -- KEYS[1] prefix
 -- ARGV[1] worker id
 -- Returns 1
@@ -11,7 +11,7 @@ local function no_longer_serves(name)
   if redis.call('ZCOUNT', P .. 'serves:' .. name, int(NOW), '+inf') == 0 then
     local alive = P .. 'alive:' .. name
     for _, knows in ipairs(redis.call('HKEYS', alive)) do
-      -- For `why`, as of heartbeat.lua.
+      -- For `why`, as in heartbeat.lua.
       if tonumber(string.match(redis.call('HGET', alive, knows), '%d+$')) > NOW then
         redis.call('HSET', alive, knows, int(NOW) .. ' ' .. int(NOW))
       end

@@ -1,7 +1,7 @@
 -- @include records
 local NAMES = {'id', 'died_at', 'lane', 'created_at', 'attempts', 'crashes', 'batch', 'key', 'replayed_as', 'metadata', 'error'}
 
--- A dead letter, as names and values in turn; false for a job that is not dead.
+-- A dead letter, as alternating names and values; false for a job that is not dead.
 local function letter(id)
   local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at', 'lane', 'at', 'failures', 'crashes',
     'batch', 'key', 'replayed_as', 'shared', 'acked')

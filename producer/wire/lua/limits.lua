@@ -1,9 +1,9 @@
--- What a queue takes and gives at most. Without further arguments nothing is changed.
+-- Set and return the limits of a queue. Without further arguments nothing is changed.
 -- KEYS[1] prefix
--- ARGV name and value in turn, '' for no limit of the queue's own: limit (jobs that may wait), max_payload (bytes),
---   rate (jobs a second that may start), burst (how many of them at once), and memory_share (of the server's maxmemory,
---   up to which jobs are taken)
--- Returns names and values of the limits that there are
+-- ARGV pairs of name and value, '' to remove the queue's own limit: limit (jobs that may wait), max_payload (bytes),
+--   rate (jobs per second that may start), burst (how many of them together), and memory_share (of the server's
+--   maxmemory, up to which jobs are accepted)
+-- Returns names and values of the limits that are set
 -- @include records
 local NAMES = {'limit', 'max_payload', 'rate', 'burst', 'memory_share'}
 local known = {}
@@ -24,7 +24,7 @@ for i = 1, #ARGV, 2 do
   end
 end
 if #ARGV > 0 then
-  -- A bucket of another size, or that fills at another speed, begins full.
+  -- A bucket of a different size or rate starts full.
   redis.call('HDEL', P .. 'meta', 'level', 'level_at', 'memory_looked', 'memory_at')
 end
 return named(NAMES, redis.call('HMGET', P .. 'meta', unpack(NAMES)))

@@ -1,8 +1,8 @@
--- Which kinds of data hold the server's memory: bytes of keys that are chosen at random.
+-- Sample the server's memory by kind of data: bytes of keys that are chosen at random.
 -- KEYS[1] prefix
--- ARGV[1] how many keys, 64 at most
+-- ARGV[1] number of keys, up to 64
 -- Returns bytes of payloads that wait or run, results, checkpoints, dead letters, files, records (of jobs and batches,
---   and the queue's order), and of what is not this queue's. Checkpoints are also what is streamed.
+--   and the queue's order), and data outside this queue. Checkpoints include streamed tokens.
 local PLACES = {['in'] = 1, md = 1, out = 2, ['end'] = 2, output = 2, ckpt = 3, file = 5, files = 5}
 local OF_JOBS = {['in'] = true, md = true, out = true, ckpt = true, job = true, history = true}
 local bytes = {0, 0, 0, 0, 0, 0, 0}
@@ -20,7 +20,7 @@ end
 
 for _ = 1, math.min(64, tonumber(ARGV[1])) do
   local name = redis.call('RANDOMKEY')
-  -- Another queue's key may be out of reach.
+  -- Another queue's key may be inaccessible.
   local size = name and redis.pcall('MEMORY', 'USAGE', name)
   if type(size) == 'number' then
     local place = place_of(name)

@@ -1,10 +1,10 @@
--- Take deliveries that are due: webhooks to call, or ends for a relay. What is not settled comes again when its
--- claim lapses. Ends with the delivery that brings it over 1 MiB.
+-- Claim due deliveries: webhooks to call, or ends for a relay. Those that are not settled become due again when the
+-- claim lapses. The last delivery may exceed 1 MiB in total.
 -- KEYS[1] prefix
--- ARGV[1] how many at most  [2] claim in ms  [3] the relay's name, or '' for webhooks
--- ARGV[4..] ids: of these alone, those that are still due
--- Returns names and values each: receiver (URL or the relay's name), tries (so far, with this one), lane, finished_at,
---   end (as `end_record` returns it)
+-- ARGV[1] maximum number  [2] claim in ms  [3] the relay's name, or '' for webhooks
+-- ARGV[4..] ids: only these, if they are still due
+-- Returns names and values of each: receiver (URL or the relay's name), tries (so far, including this one), lane,
+--   finished_at, end (as `end_record` returns it)
 -- @include records
 -- @include core/clock
 local MAX_BYTES = 1048576
@@ -12,7 +12,7 @@ local box, field = P .. 'outbox', 'webhook'
 if ARGV[3] ~= '' then
   box, field = box .. ':' .. ARGV[3], 'relay'
 end
--- No try is put off for longer.
+-- Maximum pause before another try.
 local MAX_PAUSE = 7200000
 bring_near(box, MAX_PAUSE, 0, 64)
 local due = {}

@@ -1,11 +1,11 @@
 -- Read deliveries that are due, without a claim, and postpone some that an earlier call returned.
 -- KEYS[1] prefix
--- ARGV[1] how many at most  [2] the relay's name, or '' for webhooks
+-- ARGV[1] maximum number  [2] the relay's name, or '' for webhooks
 -- ARGV[3..] id and ms of each that is postponed, unless it was claimed since
--- Returns names and values: due, total (in the outbox), expired (entries whose record is gone; they are removed), first
---   ({id, URL or lane} each)
+-- Returns names and values: due, total (in the outbox), expired (entries whose record no longer exists; they are
+--   removed), first ({id, URL or lane} each)
 -- @include core/clock
--- No try is put off for longer.
+-- Maximum pause before another try.
 local MAX_PAUSE = 7200000
 local box, field = P .. 'outbox', 'webhook'
 if ARGV[2] ~= '' then
@@ -15,7 +15,7 @@ bring_near(box, MAX_PAUSE, 0, 64)
 for i = 3, #ARGV, 2 do
   local due = redis.call('ZSCORE', box, ARGV[i])
   if due and tonumber(due) <= NOW then
-    -- Removed first, so that it passes at maxmemory.
+    -- The removal comes first, so that the write passes at maxmemory.
     redis.call('ZREM', box, ARGV[i])
     redis.call('ZADD', box, int(NOW + math.min(MAX_PAUSE, ARGV[i + 1])), ARGV[i])
   end

@@ -1,8 +1,8 @@
--- A delivery was made, given up, or is to be tried again.
+-- Settle a delivery that was made or given up, or schedule another try.
 -- KEYS[1] prefix
--- ARGV[1] id  [2] the try that this is about  [3] ms until the next one, or -1: there is none
+-- ARGV[1] id  [2] the number of the try  [3] ms until the next one, or -1 for none
 -- ARGV[4] the relay's name, or '' for webhooks
--- Returns 1, or 0 if somebody else has claimed it since (nothing changed)
+-- Returns 1, or 0 if another process has claimed it since (nothing changed)
 -- @include core/states
 local id = ARGV[1]
 local box, count = P .. 'outbox', 'notified'

@@ -1,8 +1,8 @@
--- The end of one job, if it has come.
+-- Return the end of a job, if it has ended.
 -- KEYS[1] prefix
 -- ARGV[1] id
--- Returns names and values of its end, as `end_record` returns them; of a job that has not ended its id and state; of an
---   unknown one its id
+-- Returns names and values of its end, as `end_record` returns them; id and state if it has not ended; only the id if
+--   it is unknown
 -- @include core/states
 -- @include records
 expire_if_late(ARGV[1])

@@ -1,5 +1,5 @@
--- What a job was given by those it waited for, as it stands behind its envelope: each output behind a byte that JSON has
--- not. `names` is the job's field `given`.
+-- Outputs that a job received from its parents, appended to its envelope: each follows a byte that JSON does not
+-- contain. `names` is the job's field `given`.
 local SEPARATOR = '\30'
 local outputs = {}
 local function outputs_of(names)
@@ -11,7 +11,7 @@ local function outputs_of(names)
   return table.concat(parts)
 end
 
--- The payload of a job with what it was given, or ''.
+-- The payload of a job with its received outputs, or ''.
 local function payload_of(id)
   local payload = redis.call('GET', P .. 'in:' .. id)
   return payload and payload .. outputs_of(redis.call('HGET', P .. 'job:' .. id, 'given')) or ''

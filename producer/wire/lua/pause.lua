@@ -9,7 +9,7 @@ if ARGV[1] == '1' then
 else
   redis.call('HDEL', P .. 'meta', 'paused')
   end_spell(P .. 'spells:paused')
-  -- Tenants may be many; workers, and so the models that anybody listens for, are few.
+  -- There may be many tenants, but there are few workers, and so few models whose bells are read.
   local models = {}
   for _, worker in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', int(NOW), '+inf', 'LIMIT', 0, 1000)) do
     local info = redis.call('GET', P .. 'worker:' .. worker)

@@ -1,10 +1,10 @@
--- Remove jobs of a tenant from a part of a batch. Places of what is removed stay, empty, so that nobody's position in
--- the batch shifts. A duplicate may have been removed with its primary job before; ids that a reader has freed
+-- Remove jobs of a tenant from a part of a batch. The places of removed jobs stay, empty, so that readers' positions in
+-- the batch do not shift. A duplicate may have been removed with its primary job before; ids that a reader has freed
 -- (`backed:<batch>`) are kept.
 -- KEYS[1] prefix
--- ARGV[1] tenant  [2] 1: also jobs that run  [3] batch id  [4] position to start from  [5] jobs to look at
---   [6] 1: every job of the batch is the tenant's, rows that are no jobs too
--- Returns names and values as `purge_jobs`, and looked (jobs looked at)
+-- ARGV[1] tenant  [2] 1: also jobs that run  [3] batch id  [4] position to start from  [5] jobs to read
+--   [6] 1: every job of the batch is the tenant's, including invalid rows
+-- Returns names and values as `purge_jobs`, and looked (jobs read)
 -- @include core/states
 -- @include purging
 local key, from = P .. 'bjobs:' .. ARGV[3], tonumber(ARGV[4])

@@ -1,7 +1,7 @@
--- Forget a batch as a whole, once its jobs are gone.
+-- Delete a batch that has no jobs any more.
 -- KEYS[1] prefix
 -- ARGV[1] batch id
--- Returns 1, or 0: it has jobs
+-- Returns 1, or 0 if it has jobs
 local counts = redis.call('HMGET', P .. 'batch:' .. ARGV[1], 'queued', 'delayed', 'running')
 for i = 1, 3 do
   if tonumber(counts[i] or 0) > 0 then

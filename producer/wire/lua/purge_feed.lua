@@ -1,7 +1,7 @@
 -- Empty the places of removed jobs in the order in which a batch's jobs ended.
 -- KEYS[1] prefix
--- ARGV[1] batch id  [2] place in the list to start from  [3] how many to look at
--- Returns how many were looked at
+-- ARGV[1] batch id  [2] place in the list to start from  [3] number to read
+-- Returns the number read
 local key, from = P .. 'bfeed:' .. ARGV[1], tonumber(ARGV[2])
 local ids = redis.call('LRANGE', key, from, from + ARGV[3] - 1)
 for i, id in ipairs(ids) do

@@ -1,6 +1,6 @@
--- Take no new jobs, files and batches of a tenant for a time, or take them again.
+-- Reject new jobs, files and batches of a tenant for a time, or accept them again.
 -- KEYS[1] prefix
--- ARGV[1] tenant  [2] ms from now, 0: take them again
+-- ARGV[1] tenant  [2] ms from now, 0: accept them again
 -- Returns 1
 -- @include core/purged
 local fences = purged_tenants(redis.call('HGET', P .. 'meta', 'purging'))

@@ -1,7 +1,7 @@
--- Remove one file of a tenant, and some of its batches of the HTTP interface, whatever they are needed for.
+-- Remove one file of a tenant, and some of its batches of the HTTP interface, even if they are in use.
 -- KEYS[1] prefix
 -- ARGV[1] tenant
--- Returns {ids of the batches, id of the file}: until both are empty
+-- Returns {ids of the batches, id of the file}: repeat until both are empty
 -- @include files
 local tenant = ARGV[1]
 local index, key = P .. 'abatches:' .. tenant, P .. 'files:' .. tenant

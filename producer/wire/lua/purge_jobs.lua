@@ -1,6 +1,6 @@
--- Remove jobs of a tenant with all that is kept of them; ids of others' jobs are passed over.
+-- Remove jobs of a tenant with all their data; ids of other tenants' jobs are skipped.
 -- KEYS[1] prefix
--- ARGV[1] tenant  [2] 1: also jobs that run, whose workers are refused from then on; 0: those are asked to end
+-- ARGV[1] tenant  [2] 1: also running jobs, whose workers are fenced from then on; 0: these are cancelled
 --   [3] and on: ids
 -- Returns names and values: gone (ids removed), running (ids of jobs that run), left (ids left for the next call)
 -- @include core/states

@@ -1,13 +1,14 @@
--- A part of the queue's keyspace, for who looks for one tenant in it. Walks the keyspace of the server with SCAN.
+-- Return a part of the queue's keyspace, to search for a tenant. Walks the keyspace of the server with SCAN.
 -- KEYS[1] prefix
--- ARGV[1] cursor, '0' for the beginning  [2] keys to look at  [3] tenant  [4] 1: also what is others'
--- Returns {cursor, '0' at the end, {name without the prefix, ours | theirs | orphan (of a job without a record) | other,
---   values}...}. Values: of a job of ours its state and batch, of another's what may name jobs; of `idem` and `twin` the id, of `bowner` the tenant
+-- ARGV[1] cursor, '0' for the start  [2] keys to read  [3] tenant  [4] 1: also data of other tenants
+-- Returns {cursor, '0' at the end, {name without the prefix, ours | theirs | orphan (of a job without a record) |
+--   other, values}...}. Values: of the tenant's job its state and batch, of another tenant's job the fields that may
+--   name jobs; of `idem` and `twin` the id, of `bowner` the tenant
 local PER_JOB = {
   job = true, ['in'] = true, out = true, ckpt = true, md = true, history = true, followers = true, children = true,
   output = true, settling = true, ['end'] = true, sharers = true
 }
--- The others hold only what their own tenant wrote.
+-- The other sets hold only data of their own tenant.
 local NAMES_JOBS = {followers = true, children = true, settling = true}
 local tenant, all = ARGV[3], ARGV[4] == '1'
 

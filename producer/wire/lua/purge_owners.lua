@@ -1,7 +1,7 @@
--- Whose jobs a part of a batch has.
+-- Return the tenants that have jobs in a part of a batch.
 -- KEYS[1] prefix
--- ARGV[1] batch id  [2] position to start from  [3] jobs to look at
--- Returns {the recorded owner, * for several, or '', jobs looked at, tenants}; rows that are no jobs are left out
+-- ARGV[1] batch id  [2] position to start from  [3] jobs to read
+-- Returns {the recorded owner, * for several, or '', jobs read, tenants}; invalid rows are left out
 local ids = redis.call('LRANGE', P .. 'bjobs:' .. ARGV[1], ARGV[2], ARGV[2] + ARGV[3] - 1)
 local seen, tenants = {}, {}
 for _, id in ipairs(ids) do

@@ -1,8 +1,9 @@
--- Remove what is left under a tenant's name: keys, lanes, and places in sets.
+-- Remove remaining data under a tenant's name: keys, lanes, and places in sets.
 -- KEYS[1] prefix
--- ARGV[1] tenant  [2] and on: a word and a name in turn: key <name>, lane <lane>, turn <needs>:<class>:<model>, started <minute>,
---   parked '' (over a quota), settings '' (its weight and quotas). A lane, and a place, in which jobs wait stays.
--- Returns how many were there
+-- ARGV[1] tenant  [2] and on: pairs of a word and a name: key <name>, lane <lane>, turn <needs>:<class>:<model>,
+--   started <minute>, parked '' (over a quota), settings '' (its weight and quotas). Lanes and places with waiting jobs
+--   stay.
+-- Returns the number removed
 local removed = 0
 local REMOVE = {
   key = function(name)

@@ -1,11 +1,11 @@
 -- @include core/hooks
 -- @include core/states
 -- @hooks on_purge
--- Removing jobs for good, whatever their state. Late writes of their workers find no record, and are fenced.
+-- Permanent removal of jobs in any state. Late writes of their workers find no record, and are fenced.
 local MAX_REMOVED = 48 -- jobs that one script removes
 local gone, running, left = {}, {}, {}
 
--- All that share an end are of one tenant, so all of them go.
+-- All jobs that share an end belong to one tenant, so all of them are removed.
 local function drop_end(name)
   drop_stored(NOW, redis.call('HGET', P .. 'sharers:' .. name, 'stored'))
   redis.call('UNLINK', P .. 'end:' .. name, P .. 'sharers:' .. name)
@@ -57,8 +57,8 @@ local function remove_one(id, job)
   gone[#gone + 1] = id
 end
 
--- Returns whether the job is gone. A running one is asked to end, unless it is to go by force; followers go before
--- their leader, or nobody would ever tell them of an end.
+-- Returns whether the job was removed. A running job is only asked to end, unless removal is forced. Duplicates are
+--   removed before their primary job; otherwise they would never receive an end.
 local function remove(id, job, by_force)
   if job.state == 'running' and not by_force then
     if not job.ending then

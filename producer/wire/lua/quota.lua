@@ -1,4 +1,4 @@
--- What some tenants have left of their quotas.
+-- Return the remaining quotas of tenants.
 -- KEYS[1] prefix
 -- ARGV tenants
 -- Returns a line for each that has quotas, as submit does

@@ -1,8 +1,8 @@
--- The quotas of tenants. Without further arguments nothing is changed.
+-- Set and return the quotas of tenants. Without further arguments nothing is changed.
 -- KEYS[1] prefix
--- ARGV in turn: a tenant, or * for every tenant without quotas of its own, and `<tokens a minute> <jobs a minute> <tokens
---   a day> <jobs a day> <jobs that run at once>`, `-` for each that is unlimited; '' takes the tenant's quotas away
--- Returns tenants and quotas in turn, as given
+-- ARGV pairs of a tenant, or * for every tenant without separate quotas, and `<tokens a minute> <jobs a minute> <tokens
+--   a day> <jobs a day> <jobs that run at once>`, `-` for each that is unlimited; '' removes the tenant's quotas
+-- Returns pairs of tenant and quotas, as in the arguments
 local HIGHEST = 1e12
 local function is_sound(quota)
   local parts = 0
@@ -28,14 +28,14 @@ for i = 1, #ARGV, 2 do
   end
 end
 if #ARGV > 0 then
-  -- All that was parked is looked at again.
+  -- All parked lanes are checked again.
   for _, tenant in ipairs(redis.call('ZRANGE', P .. 'parked', 0, -1)) do
     redis.call('ZADD', P .. 'parked', int(NOW), tenant)
   end
   local are_set = redis.call('HGET', P .. 'meta', 'quotas') == '1'
   if redis.call('EXISTS', P .. 'quotas', P .. 'parked') > 0 then
     redis.call('HSET', P .. 'meta', 'quotas', 1)
-    -- From here on pulls add the jobs that start.
+    -- From now on pulls add the jobs that start.
     for _, id in ipairs(are_set and {} or redis.call('ZRANGE', P .. 'leases', 0, -1)) do
       local tenant = string.match(redis.call('HGET', P .. 'job:' .. id, 'lane') or '', '^[^:]+:%w:([^:]+):')
       if tenant then

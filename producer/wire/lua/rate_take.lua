@@ -1,8 +1,8 @@
--- Take from a bucket that fills at a steady rate, all or nothing: how often a holder of an API key may ask.
+-- Take tokens from a bucket that fills at a steady rate, all or nothing. It limits the request rate of an API key.
 -- KEYS[1] prefix
--- ARGV[1] the bucket's name  [2] how many a second  [3] how many it holds  [4] how many to take
---   [5] how many an earlier take took, and are put back first
--- Returns {1 taken or 0, how many are left, in how many ms there are so many again}
+-- ARGV[1] the bucket's name  [2] number per second  [3] capacity  [4] number to take
+--   [5] number that an earlier call took, to be returned first
+-- Returns {1 if taken or 0, number left, ms until that number is available}
 local rate, burst, count = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local key = P .. 'rate:' .. ARGV[1]
 local found = redis.call('HMGET', key, 'level', 'at')

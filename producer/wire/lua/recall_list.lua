@@ -1,7 +1,7 @@
--- Workers that deviate or disagree, or the jobs that one of them committed since its last clean canary.
+-- List workers that deviate or disagree, or the jobs that one of them committed since its last clean canary.
 -- KEYS[1] prefix
--- ARGV[1] worker, or '' for all  [2] jobs at most
--- Returns {{worker, {name, value...}, number of jobs}...}, at most 200, the latest first; or of one worker {ids}
+-- ARGV[1] worker, or '' for all  [2] maximum number of jobs
+-- Returns {{worker, {name, value...}, number of jobs}...}, up to 200, the latest first; or for one worker {ids}
 -- @include trails
 local MAX_WORKERS = 200
 if ARGV[1] ~= '' then

@@ -1,7 +1,8 @@
--- Replace a result of an accused worker by that of a copy, or leave it, and take the job off the worker's list. Jobs are
--- settled in the order of the list, so a call that comes twice changes nothing.
+-- Replace a result of an accused worker by that of a copy, or leave it, and remove the job from the worker's list. Jobs
+-- are settled in the order of the list, so a repeated call changes nothing.
 -- KEYS[1] prefix
--- ARGV[1] worker  [2] the first id of its list  [3] the copy's id, or '' to leave the result  [4] the copy's result, as that of the job
+-- ARGV[1] worker  [2] the first id of its list  [3] the copy's id, or '' to leave the result  [4] the copy's result, in
+--   the form of the job's result
 -- Returns superseded | left | gone (the job has no result any more) | already_done (it is not the first)
 -- @include core/states
 -- @include trails
@@ -25,7 +26,7 @@ end
 
 local ttl = redis.call('PTTL', P .. 'job:' .. id)
 if job.shared then
-  if job.batch then -- the records of others expire by themselves
+  if job.batch then -- the records of other jobs expire automatically
     let_go_of_end(job.shared)
   end
   redis.call('HDEL', P .. 'job:' .. id, 'shared', 'leader')
@@ -47,7 +48,7 @@ end
 if job.relay then
   redis.call('ZADD', P .. 'outbox:' .. job.relay, NOW_TEXT, id)
 end
--- From now on it is the work of the copy's worker, which may turn out to be wrong as well.
+-- From now on it is the result of the copy's worker, which may also turn out to be wrong.
 local next_worker = redis.call('HGET', P .. 'job:' .. copy, 'worker')
 if next_worker and redis.call('EXISTS', P .. 'did:' .. next_worker) == 1 then
   redis.call('RPUSH', P .. 'did:' .. next_worker, entry)

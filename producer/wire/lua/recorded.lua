@@ -1,8 +1,8 @@
--- A job that has ended, with what it was submitted as.
+-- Return an ended job with its payload.
 -- KEYS[1] prefix
 -- ARGV[1] id
--- Returns {its end as outcome.lua returns it, the payload or ''}; also `at`, the time of its submission, of one that has
---   not ended
+-- Returns {its end as outcome.lua returns it, the payload or ''}; for a job that has not ended also `at`, its
+--   submission time
 -- @include core/states
 -- @include records
 -- @include outputs

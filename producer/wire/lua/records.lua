@@ -3,7 +3,7 @@ local function outcome_of(id, shared)
   return redis.call('GET', P .. (shared and 'end:' .. shared or 'out:' .. id)) or ''
 end
 
--- Names and values in turn, of what there is.
+-- Alternating names and values of those that exist.
 local function named(names, values)
   local reply = {}
   for i, name in ipairs(names) do
@@ -17,8 +17,8 @@ end
 
 local END_NAMES = {'id', 'state', 'key', 'leader', 'at', 'finished_at', 'superseded_at', 'metadata', 'outcome', 'entries'}
 
--- The end of a job as names and values, and its bytes. `leader`: the id whose end it shares. `entries`: of its checkpoint,
--- unless it succeeded. `superseded_at`: when another result replaced the first.
+-- The end of a job as names and values, and its size in bytes. `leader`: the id whose end it shares. `entries`: those
+-- of its checkpoint, unless it succeeded. `superseded_at`: when another result replaced the first.
 local function end_record(id)
   local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'key', 'leader', 'at', 'finished_at', 'superseded_at',
     'shared', 'saved')

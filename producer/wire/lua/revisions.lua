@@ -1,9 +1,9 @@
 -- @include core/knowing
--- Workers' records that one call reads for each of these questions.
+-- Maximum number of workers' records that one call reads for each of these checks.
 local MAX_ASKED = 64
 
--- The revisions of a model that live workers announce, separated by spaces; `name` is the last part of a lane whose jobs are
--- pinned, or there are none to report.
+-- The revisions of a model that live workers announce, separated by spaces; `name` is the last part of a lane. Only
+-- lanes of pinned jobs report revisions.
 local function live_revisions(name)
   local model = string.match(name, '^(.*)~')
   local found, seen = {}, {}
@@ -20,8 +20,8 @@ local function live_revisions(name)
   return table.concat(found, ' ')
 end
 
--- Whether none of the live workers that serve a lane knows all that its jobs need. Unknown counts as known: a call reads few
--- workers' records, and stops at the first that knows.
+-- Whether none of the live workers that serve a lane knows all that its jobs need. Unknown counts as known: a call
+-- reads few workers' records, and stops at the first that knows all words.
 local unmet, num_read = {}, 0
 local function is_unmet(lane)
   local needs, _, _, name = split_lane(lane)

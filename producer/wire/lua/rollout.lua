@@ -1,12 +1,15 @@
--- Change a model's rollout. Every change may be sent twice.
+-- Change a model's rollout. Repeating a change has no further effect.
 -- KEYS[1] prefix
 -- ARGV[1] model  [2] start | raise | halt | back | end | forget
--- Of start: [3] share of 10,000  [4] the canary's revision  [5] what decides the side of a job: id, tenant or batch
---   [6] margin of 10,000 by which the canary may fail more often  [7] executions of the canary before it is halted for that
--- Of raise: [3] share of 10,000; the rollout is open again if it was halted
--- Of forget: [3] when it was last changed, in ms
--- Returns ok | none (there is no rollout to change) | busy (another one is open or halted, or jobs of the last canary are to
---   be moved back first, see rollout_back.lua; of forget also: it was changed since) | over (it was taken back, or ended)
+-- Of start: [3] share of 10,000  [4] the canary's revision  [5] the value that decides a job's side: id, tenant or
+-- batch
+--   [6] margin of 10,000 by which the canary may fail more often  [7] minimum executions of the canary before it is
+--   halted
+-- Of raise: [3] share of 10,000; the rollout is open again if it was halted Of forget: [3] time of its last change, in
+-- ms
+-- Returns ok | none (there is no rollout to change) | busy (another one is open or halted, or jobs of the last canary
+--   are to be moved back first, see rollout_back.lua; of forget also: it was changed since) | over (it was taken back,
+--   or ended)
 -- @include features/rollouts
 local model, action = ARGV[1], ARGV[2]
 local key = P .. 'rollout:' .. model
@@ -22,7 +25,7 @@ local function save(state, share, by, to)
   ring(model .. '~' .. to)
 end
 
--- What was counted before says nothing about what is to come.
+-- Earlier counts do not apply to the new share.
 local function count_anew()
   redis.call('HDEL', key, 'canary:recent', 'canary:recent_failures', 'stable:recent', 'stable:recent_failures')
   redis.call('UNLINK', P .. 'sampled:' .. model)

@@ -1,7 +1,7 @@
--- Move some jobs of a canary that takes none any more back to the other workers. Pulls do the same, a few at a time.
+-- Return some jobs of a canary that no longer accepts jobs to the other workers. Pulls do the same in small groups.
 -- KEYS[1] prefix
--- ARGV[1] model  [2] jobs at most
--- Returns how many are left; 0 while the canary takes jobs
+-- ARGV[1] model  [2] maximum number of jobs
+-- Returns the number left; 0 while the canary accepts jobs
 -- @include core/states
 -- @include features/rollouts
 local rollout = rollouts.of(ARGV[1])

@@ -1,6 +1,6 @@
--- Jobs of the canary whose input was kept, and what became of comparing them.
+-- Return the canary's jobs with kept input, or record the outcome of comparing them.
 -- KEYS[1] prefix
--- ARGV[1] model  [2] jobs that were compared and [3] those that agreed, to be noted; '' to ask for the jobs
+-- ARGV[1] model  [2] number of compared jobs and [3] of those that agreed; '' to only return the jobs
 -- Returns ids
 if ARGV[2] ~= '' and redis.call('EXISTS', P .. 'rollout:' .. ARGV[1]) == 1 then
   redis.call('HSET', P .. 'rollout:' .. ARGV[1], 'compared', ARGV[2], 'agreed', ARGV[3])

@@ -1,8 +1,8 @@
--- What is known of rollouts. Reads only.
+-- Return the state of rollouts, without writing.
 -- KEYS[1] prefix
 -- ARGV models; none for all
--- Returns per model with a rollout names and values: model, rollout (`<state> <share> <by> <revision>`), counted (names and
---   values), canary_ms (what the canary's latest executions took), stable_ms (the same of the stable side),
+-- Returns per model with a rollout names and values: model, rollout (`<state> <share> <by> <revision>`), counted (names
+--   and values), canary_ms (durations of the canary's latest executions), stable_ms (the same of the stable side),
 --   canary_workers (live ones of the canary), workers (live ones of the model)
 -- @include features/rollouts
 local models, replies = {unpack(ARGV)}, {}

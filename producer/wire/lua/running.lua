@@ -1,7 +1,7 @@
--- Jobs that run, those whose lease lapses first in front.
+-- List running jobs, ordered by when their leases lapse.
 -- KEYS[1] prefix
--- ARGV[1] how many to pass over  [2] jobs at most  [3] a relay's name: only jobs that were submitted for it; or ''
--- Returns {jobs looked at, ids}
+-- ARGV[1] number to skip  [2] maximum number of jobs  [3] a relay's name: only jobs submitted for it; or ''
+-- Returns {jobs read, ids}
 local looked = redis.call('ZRANGE', P .. 'leases', ARGV[1], ARGV[1] + ARGV[2] - 1)
 local ids = {}
 for _, id in ipairs(looked) do

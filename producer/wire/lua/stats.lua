@@ -1,10 +1,10 @@
--- A queue at a glance, its lanes a page at a time.
+-- Return a summary of a queue, and one page of its lanes.
 -- KEYS[1] prefix
 -- ARGV[1] cursor, '0' for the first page
--- Returns names and values: counts (by state), lanes ({lane, jobs, age of its oldest in ms} per waiting set of this page),
---   leases, dead, paused, followers (jobs that follow an equal one), cursor (of the next page, or '0'), memory (names and
---   values: used, in bytes; most, the maxmemory; share, of it for submits; refused, jobs for want of it). A lane may be
---   listed twice. Without a maxmemory, or where the server does not report it, both bytes are 0.
+-- Returns names and values: counts (by state), lanes ({lane, jobs, age of its oldest in ms} per waiting set of this
+--   page), leases, dead, paused, followers (jobs that follow an equal one), cursor (of the next page, or '0'), memory
+--   (names and values: used, in bytes; most, the maxmemory; share, of it for submits; refused, jobs rejected because it
+--   ran out). A lane may be listed twice. Without a maxmemory, or if the server does not report it, both sizes are 0.
 -- @include core/memory
 local scanned = redis.call('SSCAN', P .. 'lanes', ARGV[1], 'COUNT', 1000)
 local lanes = {}

@@ -1,10 +1,11 @@
--- What jobs are doing.
+-- Return the status of jobs.
 -- KEYS[1] prefix
 -- ARGV job ids
--- Returns per id, until they have a MiB together, an empty list (no such job) or names and values of its fields, and of: position
---   (jobs before it in its lane), live_workers (for its model), error (the first 4 KiB of the last one), metadata, waits (ids of
---   jobs it still waits for), revisions (if it names one that no worker serves: those that are served), unmet (1 if none of its
---   live workers knows all that it needs), held (`quota` or `running`: its tenant has used a quota, or runs as many jobs as it may)
+-- Returns per id, up to a total of 1 MiB, an empty list (unknown job) or names and values of its fields, and of:
+--   position (jobs before it in its lane), live_workers (for its model), error (the first 4 KiB of the last one),
+--   metadata, waits (ids of jobs it still waits for), revisions (the served ones, if it names one that is not), unmet
+--   (1 if none of its live workers knows all that it needs), held (`quota` or `running`: its tenant has used up a
+--   quota, or has reached its limit of running jobs)
 -- @include core/states
 -- @include records
 -- @include revisions
@@ -19,7 +20,7 @@ for _, name in ipairs({'position', 'live_workers', 'error', 'metadata', 'revisio
 end
 local quotas = has_quotas() and new_quotas()
 
--- What holds up a job of a tenant that waits.
+-- The limit that holds up a waiting job of a tenant, or nil.
 local function holder_of(tenant, lane)
   return quotas.is_full(tenant) and 'running' or redis.call('SISMEMBER', P .. 'parked:' .. tenant, lane) == 1 and 'quota'
 end

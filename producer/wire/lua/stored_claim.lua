@@ -1,9 +1,10 @@
--- Take files of the store that are to be deleted. What is not settled comes again when its claim lapses.
+-- Claim files of the store that are due for deletion. Those that are not settled become due again when the claim
+-- lapses.
 -- KEYS[1] prefix
--- ARGV[1] how many at most  [2] claim in ms
+-- ARGV[1] maximum number  [2] claim in ms
 -- Returns their URIs
 -- @include core/clock
--- None is put off for longer: a record lives for two weeks at most.
+-- Maximum delay of a deletion: a record is kept for up to two weeks.
 local MAX_LIFE = 15 * 86400000
 bring_near(P .. 'stored', MAX_LIFE, 0, 64)
 local uris = redis.call('ZRANGEBYSCORE', P .. 'stored', '-inf', int(NOW), 'LIMIT', 0, ARGV[1])

@@ -1,5 +1,5 @@
--- Files of the store that are deleted.
+-- Remove deleted files of the store from the list.
 -- KEYS[1] prefix
 -- ARGV their URIs
--- Returns how many were known
+-- Returns the number that were in the list
 return redis.call('ZREM', P .. 'stored', unpack(ARGV))

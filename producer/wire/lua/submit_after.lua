@@ -1,10 +1,10 @@
--- Like submit, for calls with jobs that wait for others. It is a script of its own because it can also end jobs.
--- KEYS and ARGV: those of submit. Headers may also have: after (ids of the jobs to wait for, apart by spaces, 16 at
---   most, each of the same tenant and submitted before), reads (1: the prompt has places for their outputs), when (JSON
---   text: per id of them what its output must be; dependents.lua), otherwise (run: run also where one of them failed).
--- Returns the words of submit, and: unknown:<id> | cycle:<id> | crowded:<id> (that job to wait for is none of the
---   tenant's, waits for this one itself, has too many that wait for it) | again (one to wait for, in this very call,
---   was not stored). None of them is stored.
+-- Like submit, for calls with jobs that wait for others. It is a separate script because it can also end jobs. KEYS and
+-- ARGV are those of submit. Headers may also have: after (ids of up to 16 jobs to wait for, separated by spaces, each
+-- of the same tenant and submitted before), reads (1: the prompt has places for their outputs), when (JSON text: a
+-- condition on the output per id; dependents.lua), otherwise (run: run also where one of them failed).
+-- Returns the words of submit, and: unknown:<id> | cycle:<id> | crowded:<id> (the parent is not one of the tenant's
+--   jobs, itself waits for this job, or has too many children) | again (a parent in the same call was not stored). None
+--   of these jobs is stored.
 -- @include core/states
 -- @include features/links
 -- @include core/submitting

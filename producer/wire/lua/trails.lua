@@ -1,6 +1,6 @@
--- The jobs that a worker committed since its last clean canary: `did:<worker>`, in order. `audit:<worker>` has how many
--- before them were forgotten (`base`), up to where a clean canary cleared them (`clean_to`), up to where they were dropped
--- without one since there were too many (`lost_to`), and the bytes of inputs that are kept for them (`held`).
+-- The jobs that a worker committed since its last clean canary: `did:<worker>`, in order. `audit:<worker>` has the
+-- number of deleted entries before them (`base`), the position up to which a clean canary cleared them (`clean_to`),
+-- the position up to which excess entries were dropped (`lost_to`), and the bytes of inputs kept for them (`held`).
 local trails = {}
 do
   local TRIMMED = 256 -- entries in a call
@@ -11,7 +11,7 @@ do
     return id, tonumber(bytes)
   end
 
-  -- Forget the first entries, with the inputs that are kept for them.
+  -- Delete the first entries, with the inputs that are kept for them.
   function trails.forget(worker, count)
     local key, held = P .. 'did:' .. worker, 0
     for _, entry in ipairs(redis.call('LRANGE', key, 0, count - 1)) do
@@ -26,7 +26,8 @@ do
     redis.call('HINCRBY', P .. 'audit:' .. worker, 'held', int(0 - held))
   end
 
-  -- Forget what a clean canary cleared. Returns the position behind the last entry, and whether there is more to forget.
+  -- Delete entries that a clean canary cleared. Returns the position after the last entry, and whether there are more
+  -- to delete.
   function trails.trim(worker)
     local found = redis.call('HMGET', P .. 'audit:' .. worker, 'base', 'clean_to', 'lost_to')
     local base, clean_to = tonumber(found[1] or 0), tonumber(found[2] or 0)

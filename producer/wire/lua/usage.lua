@@ -1,9 +1,9 @@
--- The ledger: what the jobs took that ended on some day.
+-- Return the usage ledger of the jobs that ended on a day.
 -- KEYS[1] prefix
 -- ARGV[1] the day, in days since 1970-01-01; without one, the days are listed
--- Returns the days that have rows, oldest first; or of one day rows and sums in turn: `<tenant>:<model>` or
+-- Returns the days that have rows, oldest first; or for one day pairs of row and sums: `<tenant>:<model>` or
 --   `<tenant>:<model> <API key>`, and `<jobs> <prompt tokens> <of them cached> <generated tokens> <ms of the device>`.
---   `*:*` is what the day had no more rows for.
+--   `*:*` is the usage beyond the day's maximum number of rows.
 -- @include features/ledger
 fold_usage()
 if ARGV[1] then

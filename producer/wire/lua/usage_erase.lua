@@ -1,7 +1,7 @@
--- Remove a tenant from a day of the ledger, and what it has spent of its quotas. Its quotas themselves stay.
+-- Remove a tenant from a day of the ledger, and its spent quotas. The quotas themselves stay.
 -- KEYS[1] prefix
 -- ARGV[1] the tenant  [2] the day, in days since 1970-01-01
--- Returns how many rows were removed
+-- Returns the number of rows removed
 -- @include features/ledger
 fold_usage()
 local key, cursor, rows = P .. 'usage:' .. ARGV[2], '0', {}

@@ -1,6 +1,7 @@
--- What the jobs took that ended today, of all tenants together. Reads only: an exporter's user may not write.
+-- Return the usage of all jobs that ended today. Reads only, since an exporter's user must not write.
 -- KEYS[1] prefix
--- Returns {jobs, prompt tokens, of them cached, generated tokens, ms of the device, tenants whose jobs wait for a quota}
+-- Returns {jobs, prompt tokens, of them cached, generated tokens, ms of the device, number of tenants whose jobs wait
+--   for a quota}
 local day, sums = math.floor(NOW / 86400000), {0, 0, 0, 0, 0}
 local function add(numbers)
   local i = 1
@@ -12,7 +13,7 @@ end
 for _, row in ipairs(redis.call('HVALS', P .. 'usage:' .. day)) do
   add(row)
 end
-for _, entry in ipairs(redis.call('LRANGE', P .. 'usage:new', 0, -1)) do -- at most 64
+for _, entry in ipairs(redis.call('LRANGE', P .. 'usage:new', 0, -1)) do -- up to 64
   local of, numbers = string.match(entry, '^(%d+) (%d+ %d+ %d+ %d+) ')
   if tonumber(of) == day then
     add('1 ' .. numbers)

@@ -1,8 +1,8 @@
--- The shares of tenants: while several wait, one of weight 3 has three turns for one of weight 1, which all others
--- have. Without further arguments nothing is changed.
+-- Set and return the weights of tenants: while several wait, a tenant of weight 3 has three turns for one turn of a
+-- tenant of weight 1, the default. Without further arguments nothing is changed.
 -- KEYS[1] prefix
--- ARGV tenant and weight in turn: a whole number from 1 to 1000
--- Returns tenants and weights in turn
+-- ARGV pairs of tenant and weight, a whole number from 1 to 1000
+-- Returns pairs of tenant and weight
 for i = 1, #ARGV, 2 do
   local weight = tonumber(ARGV[i + 1])
   if not weight or weight < 1 or weight > 1000 or weight ~= math.floor(weight) then

@@ -1,10 +1,11 @@
--- What a job's lifetime is accounted from.
+-- Return the data that explains how a job's lifetime was spent.
 -- KEYS[1] prefix
 -- ARGV[1] id
 -- Returns nothing for an unknown job, or names and values: job (as `history`), now (ms), paused, rate_limited and
---   over_quota (spells of the pause, of the rate limit, of its tenant's quotas), served ({1 if it knows all that the job
---   needs, `<last heartbeat> <until>`, spells without} per set of words that workers know), started (lanes of its model and
---   how many jobs of each started while it last waited, in turn); spells are `<from> <to>`, newest first
+--   over_quota (spells of the pause, of the rate limit, of its tenant's quotas), served (per set of words that workers
+--   know: {1 if they include all that the job needs, `<last heartbeat> <until>`, spells without such a worker}),
+--   started (pairs of a lane of its model and the number of its jobs that started while the job last waited); spells
+--   are `<from> <to>`, newest first
 -- @include core/knowing
 -- @include executions
 local MAX_MINUTES = 61

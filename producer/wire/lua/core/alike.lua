@@ -1,8 +1,8 @@
--- Which waiting jobs of a lane begin alike. `alike:<lane>` is a sorted set of `<affinity> <rank>`, all scores 0, so that the
--- jobs of an affinity are one range in the order of their ranks. It has every job with an affinity up to its frontier, the
--- member `! <rank>`, which sorts first; pull moves that on as far as it looks for something (choosing.lua), so nothing
--- is written for a job at its submit. Who does not know of the index leaves entries of jobs that have gone, and
--- jobs without one: readers drop the former, and the latter wait for their turn.
+-- Index of the waiting jobs of a lane that share a prefix. `alike:<lane>` is a sorted set of `<affinity> <rank>`, all
+-- scores 0, so that the jobs of an affinity form one range ordered by rank. It contains every job with an affinity up
+-- to its frontier, the member `! <rank>`, which sorts first. A pull moves the frontier only as far as it searches
+-- (choosing.lua), so a submission writes nothing. A worker that does not know the index leaves entries of removed jobs,
+-- and jobs without an entry: readers drop the former, and the latter wait for their turn.
 local ALIKE_TTL = 600000
 local ALIKE_CHUNK = 256
 
@@ -23,7 +23,7 @@ local function frontier_of(lane)
   return first and rank_of(first)
 end
 
--- A job has come to the lane, perhaps back to its old rank.
+-- A job has entered the lane, perhaps at its earlier rank.
 local function add_alike(lane, affinity, rank)
   local frontier = affinity and frontier_of(lane)
   if frontier and tonumber(rank) <= frontier then
@@ -31,7 +31,7 @@ local function add_alike(lane, affinity, rank)
   end
 end
 
--- Frontiers by lane, as far as this call has asked; false where there is no index. No job behind its frontier is in it.
+-- Frontiers by lane, as read in this call; false where there is no index. The index has no job behind its frontier.
 local indexed = {}
 
 local function is_indexed(lane, rank)
@@ -47,8 +47,8 @@ local function remove_alike(lane, affinity, rank)
   end
 end
 
--- Move the frontier on by some jobs, to `limit` at most. Returns whether there may be more behind it. Needs a lane in which
--- jobs wait.
+-- Move the frontier forward by some jobs, at most to `limit`. Returns whether there may be more jobs behind it. Jobs
+-- must be waiting in the lane.
 local function extend_alike(lane, limit)
   local key = alike_key(lane)
   local frontier = frontier_of(lane)
@@ -65,7 +65,7 @@ local function extend_alike(lane, limit)
       entries[#entries + 1] = place_of(affinity, found[i + 1])
     end
   end
-  -- The removal comes first: a server at maxmemory lets the rest through.
+  -- The removal comes first, so that the later writes pass at maxmemory.
   redis.call('ZREM', key, place_of('!', frontier or 0))
   redis.call('ZADD', key, unpack(entries))
   redis.call('PEXPIRE', key, ALIKE_TTL)

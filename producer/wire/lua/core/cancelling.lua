@@ -1,5 +1,5 @@
 -- @include core/states
--- Returns cancelled (it waited, and has ended) | requested (its worker will end it) | done | missing
+-- Returns cancelled (it was waiting, and has ended) | requested (its worker will stop it) | done | missing
 local function cancel(id)
   local job = load(id)
   if not job then

@@ -1,14 +1,15 @@
--- Append what jobs generated, and say how far they are. Fenced, append-only; of each job all or nothing.
+-- Append the generated tokens of jobs and update their progress. Fenced, append-only, and atomic per job.
 -- KEYS[1] prefix
--- ARGV per job how many arguments follow, and [1] id  [2] token  [3] progress `<phase> <prompt done> <prompt> <generated> <max> <blocks>`
---   [4] fingerprint or ''  [5] 1: drop the checkpoint first; then per delta: sample index, offset, number of tokens, entry
+-- ARGV per job the number of arguments that follow, and [1] id  [2] token
+--   [3] progress `<phase> <prompt done> <prompt> <generated> <max> <blocks>`  [4] fingerprint or ''
+--   [5] 1: drop the checkpoint first; then per delta: sample index, offset, number of tokens, entry
 -- Returns per job ok | cancelled (written, but stop the job) | stale | bad_offset (nothing written)
 -- @include core/each
--- Streaming jobs with news.
+-- Streaming jobs with new tokens.
 local told = {}
 
--- The same call may come twice, its first reply lost: then its entries are the last ones already. They are read only if
--- no sample lacks tokens of the call.
+-- The same call may arrive twice if its first reply was lost. Its entries are then already the last ones. They are read
+-- only if no sample lacks tokens of the call.
 local function is_replay(args, feed, lengths)
   for i = 6, #args, 4 do
     if lengths[args[i]] < args[i + 1] + args[i + 2] then
@@ -25,7 +26,7 @@ local function is_replay(args, feed, lengths)
   return entries > 0
 end
 
--- Append to one job, by the arguments that it has.
+-- Append to one job, as its arguments specify.
 local function checkpoint(args)
   local id, restart = args[1], args[5] == '1'
   local key, feed = P .. 'job:' .. id, P .. 'ckpt:' .. id
@@ -60,7 +61,7 @@ local function checkpoint(args)
     end
   end
 
-  -- Removals first, so that a server at maxmemory lets the rest through.
+  -- Removals first, so that the later writes pass at maxmemory.
   redis.call('HDEL', key, 'progress')
   if restart and not replay then
     for i = 0, samples - 1 do
@@ -100,8 +101,8 @@ local function checkpoint(args)
   return job[3] and 'cancelled' or 'ok'
 end
 
--- Hints for listeners. Those of a release that knows only `feed` get a message per job; they are there if more hear that
--- channel than the other.
+-- Notify listeners. Listeners of a release that knows only `feed` get a message per job; they exist if that channel has
+-- more subscribers than the other.
 local function tell()
   local knows_many = #told > 1 and redis.call('PUBLISH', P .. 'feeds', table.concat(told, ' '))
   if knows_many and redis.call('PUBLISH', P .. 'feed', '') <= knows_many then

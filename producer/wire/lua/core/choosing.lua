@@ -4,10 +4,10 @@
 -- @include core/sweeping
 -- @include core/knowing
 -- @hooks on_pull
--- Whose turn it is for a worker that pulls: high before normal before low, but nothing starves; inside a class
--- tenants by weight, inside a tenant the submit sequence, bent a little towards jobs that share a prefix.
--- ARGV[1] is the worker, ARGV[7] what it knows, ARGV[8] the classes that it has
--- room for, ARGV[9] and on the models it serves.
+-- Choose the next lane for a worker that pulls: high before normal before low, without starvation; within a class
+-- tenants by weight, within a tenant the order of submission, with a small preference for jobs that share a prefix.
+-- ARGV[1] is the worker, ARGV[7] the words it knows, ARGV[8] the classes that it has capacity for, ARGV[9] and on the
+--   models it serves.
 local AGEING = 30000
 local SHARE = 8
 local OVERTAKES = 64
@@ -21,8 +21,9 @@ local PULLER_TTL = 600000
 local worker = ARGV[1]
 local PULLER = P .. 'puller:' .. worker
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
--- Each worker has turns of its own: of two that pull by turns, one would get every second turn of a common count. A new
--- one begins where the last new one was after its first pull, so that many who pull once each take turns as well.
+-- Each worker counts its own turns: with a common count, one of two workers that pull alternately would get every
+-- second turn. A new worker starts where the last new one was after its first pull, so that many that pull once each
+-- also take turns.
 local own = redis.call('HMGET', PULLER, 'turn', 'cursor', 'changes', 'vain')
 local is_new = not own[1]
 local first_turn = tonumber(own[1] or meta[1] or 0)
@@ -39,17 +40,17 @@ for class in string.gmatch(ARGV[8], '%d') do
 end
 local is_urgent = #classes == 1
 
--- Whether jobs of a lane, or with such needs, waited for others.
+-- Whether the jobs of a lane, or jobs with these needs, waited for other jobs.
 local function have_waited(lane)
   return string.find(lane, '^[^:]*%+after%f[^%w_]')
 end
 
--- The first jobs of a lane, names and ranks in turn, and which of them were taken in this call.
+-- The first jobs of a lane as alternating names and ranks, and the jobs taken in this call.
 local fronts, taken = {}, {}
 
--- By lane: jobs that were taken and are not removed yet, and what the index has of them (also by its name). Some of a lane are
--- removed together, and before anything else looks for its first jobs. Only the first of a call goes at once: a server at
--- maxmemory lets the rest through then.
+-- By lane: jobs that were taken but not removed yet, and their index entries (also keyed by name). The jobs of a lane
+-- are removed in groups, and before its first jobs are read again. Only the first removal of a call is immediate: after
+-- it, a server at maxmemory accepts the later writes.
 local leaving = {by_lane = {}}
 function leaving.write(lane)
   local gone = leaving.by_lane[lane]
@@ -97,8 +98,8 @@ local function oldest(lane)
   return members[1], tonumber(members[2])
 end
 
--- How long a lane's oldest job has waited. Whoever has waited longest is looked for again until a job is given away: each
--- is asked for once.
+-- How long a lane's oldest job has waited. Jobs are compared repeatedly until one is taken: each job's time is read
+-- once.
 local age
 do
   local submitted = {}
@@ -106,12 +107,12 @@ do
     local id = split_member((oldest(lane)))
     submitted[id] = submitted[id] or tonumber(redis.call('HGET', P .. 'job:' .. id, 'at') or NOW)
     local at = submitted[id]
-    -- The clock was set back since: how long is not known, but it is better served now than after that time.
+    -- The clock was set back since then. The waiting time is unknown, and serving the job early is better than late.
     return at > NOW and AGEING + 1 or NOW - at
   end
 end
 
--- By model and class: the needs of jobs that wait and that the worker may take, each with the name of its turns.
+-- By model and class: the needs of waiting jobs that the worker may take, each with the key of its turns.
 local places = {}
 local function places_of(class, model)
   local found = places[model]
@@ -120,7 +121,7 @@ local function places_of(class, model)
     places[model] = found
     local names, is_there = redis.call('ZRANGE', needs_key(model), 0, MAX_PLACES - 1), {}
     if #names == MAX_PLACES then
-      -- One call checks some of them, another call others, and each call those without words.
+      -- Each call checks a different part of them, and all calls check those without words.
       local first = NOW % redis.call('ZCARD', needs_key(model))
       names = redis.call('ZRANGE', needs_key(model), first, first + MAX_PLACES - 1)
       for of in pairs(found) do
@@ -139,8 +140,8 @@ local function places_of(class, model)
   return found[class]
 end
 
--- By lane: its place and tenant, what a turn counts, and turns that are not written yet. A tenant who is alone at its place is
--- not asked for again, and its turns are written together: before anything else is done to the turns of the queue.
+-- By lane: its place and tenant, the increment of a turn, and turns that are not written yet. A tenant that is alone at
+-- its place is not read again, and its turns are written together, before any other change to the queue's turns.
 local strides = {}
 local function write_turns()
   leaving.write_all()
@@ -153,8 +154,8 @@ local function write_turns()
   end
 end
 
--- The lane of a place whose tenant's turn it is. One that has run empty loses its turn here.
--- Tenants that one call looks at in vain are bounded; the doorbell is rung for what is behind them.
+-- The lane of a place whose tenant is next. An empty lane loses its turn here. A call skips a limited number of tenants
+-- with empty lanes; for those behind them it wakes another worker.
 local MAX_SKIPPED = 1024
 local skipped = 0
 local function next_lane(place, class, model)
@@ -185,8 +186,8 @@ local function next_lane(place, class, model)
   end
 end
 
--- The next lane of a class: the models for which jobs wait take turns, and for each model the needs of its jobs. The cursor
--- moves past the models that were passed over, so that the next in line does not get their turns.
+-- The next lane of a class: the models with waiting jobs take turns, and so do the needs of the jobs of each model. The
+-- cursor moves past the models that were passed over, so that the next model does not get their turns.
 local cursor, passed = tonumber(own[2] or meta[7] or 0), 0
 local function lane_of(class)
   for i = 0, #models - 1 do
@@ -207,8 +208,8 @@ local function lane_of(class)
   end
 end
 
--- Every eighth job is the one that has waited longest, once that is long: a steady flow of urgent jobs leaves
--- the others an eighth of the worker, and never nothing.
+-- Every eighth job is the one that has waited longest, if that is long: with a steady flow of urgent jobs, the others
+-- still get an eighth of the worker.
 local function longest_waiting()
   local found, longest = nil, AGEING
   for _, class in ipairs(classes) do
@@ -225,7 +226,7 @@ local function longest_waiting()
   return found
 end
 
--- The lane to take from, and whether its oldest job must be the one.
+-- The lane to take from, and whether the job taken must be its oldest.
 local function choose()
   local lane = not is_urgent and turn % SHARE == SHARE - 1 and longest_waiting()
   if lane then
@@ -240,7 +241,7 @@ local function choose()
   end
 end
 
--- How often the oldest job of a lane was overtaken since it became that.
+-- How often the oldest job of a lane has been overtaken since it became the oldest.
 local overtaken, touched = {}, {}
 
 local function overtakes(lane)
@@ -248,8 +249,9 @@ local function overtakes(lane)
   return overtaken[lane]
 end
 
--- The affinity that the worker wants from a lane next: that of the last job it took there, whose prefix its cache has.
--- (Tenants share no cache, so lanes don't either.) Whoever would have a worker take certain jobs first writes it there.
+-- The affinity that the worker prefers in a lane next: that of the last job it took there, whose prefix is in its
+-- cache. (Tenants do not share cached blocks, so neither do lanes.) Write a value there to make a worker take certain
+-- jobs first.
 local wanted, changed = {}, {}
 local function wanted_of(lane)
   if wanted[lane] == nil then
@@ -258,8 +260,8 @@ local function wanted_of(lane)
   return wanted[lane]
 end
 
--- The first job of a lane that begins alike, within reach of the oldest: its name and rank, or nil. The index is extended
--- where it has none, by some chunks in a call.
+-- The first job of a lane with this affinity, within reach of the oldest: its name and rank, or nil. The index is
+-- extended where it is missing, by a limited number of chunks per call.
 local chunks, stale = MAX_CHUNKS, MAX_STALE
 local at_end = {}
 local function first_alike(lane, affinity, rank_of_oldest)
@@ -279,7 +281,7 @@ local function first_alike(lane, affinity, rank_of_oldest)
       if name or rank > limit then
         return name or nil, rank
       end
-      -- Taken by a worker that does not know of the index.
+      -- Taken by a worker that does not use the index.
       redis.call('ZREM', alike_key(lane), place)
       stale = stale - 1
     elseif at_end[lane] or chunks == 0 then
@@ -287,20 +289,21 @@ local function first_alike(lane, affinity, rank_of_oldest)
     else
       chunks = chunks - 1
       if redis.call('ZCARD', alike_key(lane)) > 2 * REACH then
-        -- Most are of jobs that such workers took.
+        -- Most entries are of jobs that such workers took.
         redis.call('UNLINK', alike_key(lane))
       end
-      leaving.write(lane) -- or jobs that were taken would enter the index
+      leaving.write(lane) -- or the index would include jobs that were taken
       at_end[lane] = not extend_alike(lane, limit)
     end
   end
 end
 
--- Jobs that waited for one that this worker ran are in lanes whose needs have `after`, under this name.
+-- Jobs that waited for a job this worker ran are in lanes whose needs include `after`, under this name.
 local near = near_name(worker)
 
--- How many jobs the worker has taken since one began like the one before. After many, jobs that all begin differently are likely
--- to go on, and the index is not asked, nor extended, but now and then, and where one of the next few jobs is alike.
+-- How many jobs the worker has taken since one shared a prefix with the job before it. If there were many, the next
+-- jobs are likely to differ too. The index is then read and extended only occasionally, and when one of the next few
+-- jobs matches.
 local MAX_VAIN, PROBED = 64, 2048
 local vain = tonumber(own[4] or 0)
 local function may_be_alike(lane, affinity)
@@ -318,8 +321,9 @@ local function may_be_alike(lane, affinity)
   end
 end
 
--- The name, rank, id and affinity of the job to take from a lane: its oldest, or the first whose parent ran here, or that begins
--- as the worker wants. The oldest is overtaken 64 times at most, and nobody by a job that was submitted further behind than REACH.
+-- The name, rank, id and affinity of the job to take from a lane: its oldest, or the first whose parent ran here, or
+-- the first with the preferred affinity. The oldest is overtaken at most 64 times, and only by jobs submitted within
+-- REACH behind it.
 local function candidate(lane, in_order)
   local name, rank = oldest(lane)
   local id, own = split_member(name)
@@ -345,7 +349,8 @@ local function candidate(lane, in_order)
   return name, rank, id, own
 end
 
--- The job of that name has left the lane. The turn of who has waited longest is no reason to want others like it.
+-- The named job has left the lane. If it was taken because it had waited longest, its affinity does not become
+-- preferred.
 local function note_taken(lane, name, affinity, in_order)
   local times = name == oldest(lane) and 0 or overtakes(lane) + 1
   touched[lane] = touched[lane] or times ~= overtakes(lane)
@@ -365,7 +370,7 @@ local function place_for(lane)
   end
 end
 
--- The tenant of a lane has had a turn: one of weight 3 has three while one of weight 1 has one.
+-- The tenant of a lane has had a turn: a tenant of weight 3 has three turns for each turn of a tenant of weight 1.
 local function note_turn(lane)
   local stride = strides[lane]
   if not stride then
@@ -382,7 +387,7 @@ local function note_turn(lane)
   cursor = cursor + passed + 1
 end
 
--- Once per call, after the last job was taken.
+-- Called once per call, after the last job was taken.
 local function save_choices()
   write_turns()
   for lane, has_changed in pairs(touched) do
@@ -403,7 +408,7 @@ local function save_choices()
   end
   local changes = tonumber(own[3] or 0) + (#fields - 4) / 2
   if changes > MAX_CHANGES then
-    -- Lanes may be many, and few of them are what the cache still has.
+    -- There may be many lanes, and the cache still has the prefixes of only a few.
     redis.call('UNLINK', PULLER)
     changes = 0
   end

@@ -1,15 +1,15 @@
--- End running jobs: of each its result, state, counters, feed, hint and lease in one step. What several have in common is
--- written once for all of them, also where one failed.
+-- Finish running jobs: the result, state, counters, feed, hint and lease of each in one step. Values common to several
+-- jobs are written once for all of them, even if one job failed.
 -- KEYS[1] prefix
--- ARGV per job how many arguments follow, and [1] id  [2] token  [3] terminal state
+-- ARGV per job the number of arguments that follow, and [1] id  [2] token  [3] terminal state
 --   [4] the result (succeeded) or the error (any other), as JSON
---   [5] the last progress, as in checkpoint.lua, or '': what a status says then agrees with the result
+--   [5] the last progress, as in checkpoint.lua, or '': the status then matches the result
 --   [6] the URI of the result, if [4] is its stub; else ''
---   [7] what the execution took: `<prompt tokens> <of them cached> <generated tokens> <ms of the device>`, or ''
---   [8] perhaps where its time went: letters and numbers in turn, of up to 64 bytes
--- Returns per job committed | already_done (this very commit came before) | fenced (nothing written)
---   | cancelled | expired (that end had been asked for, and came first); nothing for the last ones where one failed, or as
---   many ended as one call may end
+--   [7] usage of the execution: `<prompt tokens> <of them cached> <generated tokens> <ms of the device>`, or ''
+--   [8] optional, its time per phase: alternating letters and numbers, up to 64 bytes
+-- Returns per job committed | already_done (this commit arrived before) | fenced (nothing written) | cancelled |
+--   expired (requested before the commit); nothing for the last jobs if one failed, or the call reached its limit of
+--   jobs to finish
 -- @include core/hooks
 -- @include core/states
 -- @include core/fenced

@@ -1,10 +1,10 @@
--- What the scripts share. KEYS[1] is the queue's prefix `pagemill:{<queue>}:`; every other name is that
+-- Definitions that all scripts share. KEYS[1] is the queue's prefix `pagemill:{<queue>}:`; every other name is that
 -- prefix and a word (producer/wire/schema/keys.py). Times are milliseconds by the server's clock.
 local P = KEYS[1]
 local clock = redis.call('TIME')
 local NOW = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
--- The due time of a job that waits for others, which no clock reaches.
+-- The due time of a job that waits for others; it is never reached.
 local HELD = 9e15
 
 -- A whole number as text: tostring() would write 1.7e+12.
@@ -14,7 +14,7 @@ end
 
 local NOW_TEXT = int(NOW)
 
--- The waiting set a job belongs to. Three crashes make it a suspect, and suspects wait apart.
+-- The waiting set of a job. After three crashes a job is a suspect (poison job), and suspects wait in a separate lane.
 local function waiting_lane(lane, crashes)
   if tonumber(crashes or 0) >= 3 then
     return (string.gsub(lane, '^([^:]+):%w', '%1:s'))
@@ -22,7 +22,7 @@ local function waiting_lane(lane, crashes)
   return lane
 end
 
--- How a job is spelled in its waiting set: with its affinity beside it, pull reads both at once.
+-- The member for a job in its waiting set: it includes the affinity, so that pull reads both together.
 local function member(id, affinity)
   return affinity and id .. ' ' .. affinity or id
 end
@@ -33,7 +33,7 @@ local function split_member(name)
   return id, affinity ~= '' and affinity or nil
 end
 
--- Stands in a waiting set in the place of the affinity, for a job whose beginning that worker computed for its parent.
+-- Takes the place of the affinity in a waiting set, for a job whose prefix that worker computed for its parent.
 local function near_name(worker)
   local hash = 0
   for i = 1, #worker do
@@ -54,13 +54,13 @@ local function turns_key(needs, class, model)
   return P .. 'turns:' .. needs .. ':' .. class .. ':' .. model
 end
 
--- The classes and needs of a model's jobs that wait, as `<class>:<needs>`, all scores 0: each has a `turns_key`. Where one is
--- empty, the next pull that knows the words removes it here.
+-- The classes and needs of a model's waiting jobs, as `<class>:<needs>`, all scores 0: each has a `turns_key`. If one
+-- is empty, the next pull that knows the words removes it here.
 local function needs_key(model)
   return P .. 'needs:' .. model
 end
 
--- Wake an idle worker. The list is capped and short-lived: it is a hint, workers also poll.
+-- Wake an idle worker. The list is capped and short-lived: it is only a hint, since workers also poll.
 local function ring(model)
   local bell = P .. 'bell:' .. model
   redis.call('LPUSH', bell, '1')
@@ -70,7 +70,7 @@ end
 
 local has_opened
 
--- Make a lane known to pull. A tenant who is new among those who wait is level with whoever is next.
+-- Make a lane known to pull. A newly waiting tenant is level with the tenant that is next.
 local function open_lane(lane)
   local needs, class, tenant, model = split_lane(lane)
   local turns = turns_key(needs, class, model)

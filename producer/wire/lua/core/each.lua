@@ -1,9 +1,9 @@
--- Whether the script was called about one job alone.
+-- Whether the script was called for a single job.
 local is_alone = tonumber(ARGV[1]) + 1 == #ARGV
 
--- Call `one` with the arguments of each job, before which stands how many they are. Returns the replies to the first of
--- them: one that fails, or for which `has_room` has none, and those behind it are to be sent by themselves. Then its error
--- is the script's.
+-- Call `one` with the arguments of each job, which follow their number. Returns the replies to the first jobs: a job
+-- that fails or does not fit `has_room`, and all jobs after it, must be sent separately. The script then raises the
+-- job's error.
 local function each(one, has_room)
   if is_alone then
     return {one({unpack(ARGV, 2)})}

@@ -1,10 +1,11 @@
 -- @include core/states
--- What a worker may do with a job it holds begins here: a call that was sent twice, its first reply lost, is told from one
--- that comes too late.
+-- Checks that precede every change by the worker that holds a job. They distinguish a call that was sent twice, because
+-- its first reply was lost, from a call that arrives too late.
 local id, token, job
 local MAX_SPENT = 64 -- bytes: the server packs records whose values are not longer
 
--- Take the job up whose id is the first argument, pulled with the token behind it; argument `spent` has the execution's times.
+-- Load the job whose id is the first argument and whose token is the second; argument `spent` has the execution's
+-- times.
 local function take_up(args, spent)
   id, token = args[1], args[2]
   job = load(id)
@@ -13,8 +14,8 @@ local function take_up(args, spent)
   end
 end
 
--- The word for a call that changes nothing: already_done (this very call, or the same end, came before) | fenced.
--- `hands_back`: the call gives the job away, so one that did so before is the same one.
+-- The reply to a call that changes nothing: already_done (this call, or the same end, arrived before) | fenced.
+-- `hands_back`: the call requeues the job, so an earlier call that did so counts as the same.
 local function refusal(hands_back)
   if not job then
     return 'fenced'
@@ -25,8 +26,8 @@ local function refusal(hands_back)
   end
 end
 
--- The end that somebody else asked for wins over `state`. Returns it if it is another one. `used`: what the execution took;
--- its times are in `job.spent`.
+-- A requested end has precedence over `state`. Returns it if it differs. `used`: tokens and device time of the
+-- execution; its times are in `job.spent`.
 local function ended_by_request(state, used)
   if job.ending and job.ending ~= state then
     job.used = used
@@ -35,7 +36,7 @@ local function ended_by_request(state, used)
   end
 end
 
--- The job begins again from its prompt. After a removal only.
+-- The job restarts from its prompt. Call only after a removal.
 local function drop_checkpoint()
   for i = 0, tonumber(job.n or 1) - 1 do
     redis.call('HDEL', P .. 'job:' .. id, 'len:' .. i)

@@ -1,8 +1,8 @@
 -- @include core/choosing
--- A released job is left to the worker that ran its parent while there is something else to take in its class. It may be
--- passed over 64 times, as the oldest job of any lane.
+-- A released job is left to the worker that ran its parent while there are other jobs in its class. Like the oldest job
+-- of any lane, it may be passed over 64 times.
 
--- Whether the oldest job of a lane, and all that this worker would prefer to it, is another worker's to take.
+-- Whether the oldest job of a lane, and all jobs that this worker would prefer to it, are reserved for another worker.
 local function is_anothers(lane)
   if is_urgent or not have_waited(lane) or overtakes(lane) >= OVERTAKES then
     return false
@@ -12,7 +12,7 @@ local function is_anothers(lane)
   return affinity and #affinity == #near and affinity ~= near and not first_alike(lane, near, rank)
 end
 
--- The lane to take from instead of that one.
+-- The lane to take from instead of a reserved one.
 local function or_another(lane)
   if is_anothers(lane) then
     local _, class, _, model = split_lane(lane)

@@ -1,4 +1,4 @@
--- Whether all words of a lane's needs are among the known ones, both joined by +.
+-- Whether the known words include all words of a lane's needs; both are joined by +.
 local function knows(known, needs)
   for word in string.gmatch(needs, '[^+]+') do
     if not string.find('+' .. known .. '+', '+' .. word .. '+', 1, true) then
@@ -8,7 +8,7 @@ local function knows(known, needs)
   return true
 end
 
--- The same of what a live worker's record says that it knows.
+-- The same for the words in a live worker's record.
 local function record_knows(info, needs)
   return knows(string.match(info or '', '"knows":"([^"]*)"') or '1', needs)
 end

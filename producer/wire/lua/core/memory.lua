@@ -1,8 +1,8 @@
--- What the server's memory has room for. Submits stop at a share of its maxmemory; what is left is for running jobs.
+-- Free memory of the server. Submissions stop at a share of its maxmemory; the rest is for running jobs.
 local MEMORY_SHARE = 0.85
 
--- {used, most}, in bytes, without what the server does not count itself; nil where there is no maxmemory, or the
--- server does not tell.
+-- {used, most}, in bytes, without memory that the server itself does not count; nil if there is no maxmemory, or the
+-- server does not report it.
 local function read_memory()
   local info = redis.pcall('INFO', 'memory')
   local most = type(info) == 'string' and tonumber(string.match(info, '\nmaxmemory:(%d+)') or 0) or 0

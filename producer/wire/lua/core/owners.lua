@@ -1,4 +1,4 @@
--- Whose a batch is: `bowner:<batch>` is the tenant of all of its jobs, or * where several have some.
+-- The owner of a batch: `bowner:<batch>` is the tenant of all of its jobs, or * if several tenants have jobs in it.
 local OWNER_TTL = 2592000000
 
 local function note_owner(batch, tenants)

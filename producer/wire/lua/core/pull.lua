@@ -1,13 +1,14 @@
 -- Sweep, then lease waiting jobs to a worker: reading and accepting are one step.
 -- KEYS[1] prefix
--- ARGV[1] worker id  [2] lease in ms  [3] jobs at most  [4] cost at most, in tokens  [5] jobs the worker holds
--- ARGV[6] tokens that one sequence can have  [7] what it knows: 1 and its words, joined by +
--- ARGV[8] classes to pull from: 012, or 0 where only urgent jobs find room  [9] and on: the models it serves
--- Returns names and values: jobs, swept (as `sweep`), paused (0 or 1), queued (jobs that wait in lanes; 0 if this worker may
---   take none of them now), limited (ms until the rate limit lets the next job start, or -1), bells (names whose bells to
---   wait for, none if all). A job is {words, payload, and its checkpoint list if it has one}; words are lines
---   `<name>=<value>`: id, token, attempt, at, cost, and where it has them alone (1: a suspect), crashes, deadline, lost_by,
---   fingerprint and what features add: many values cost the server more than their bytes do.
+-- ARGV[1] worker id  [2] lease in ms  [3] maximum number of jobs  [4] maximum cost, in tokens  [5] jobs the worker
+--   holds
+-- ARGV[6] maximum tokens of a sequence  [7] the words it knows: 1 and its words, joined by +
+-- ARGV[8] classes to pull from: 012, or 0 if it has capacity for urgent jobs only  [9] and on: the models it serves
+-- Returns names and values: jobs, swept (as `sweep`), paused (0 or 1), queued (jobs waiting in lanes; 0 if this worker
+--   cannot take any of them now), limited (ms until the rate limit lets the next job start, or -1), bells (names whose
+--   bells to wait for; empty: all). A job is {words, payload, and its checkpoint list if it has one}; words are lines
+--   `<name>=<value>`: id, token, attempt, at, cost, and if present alone (1: a suspect), crashes, deadline, lost_by,
+--   fingerprint and fields of features. Many separate values would cost the server more than their bytes.
 -- @include core/hooks
 -- @include core/states
 -- @include core/sweeping
@@ -15,20 +16,20 @@
 -- @include core/homing
 -- @include outputs
 local RESERVED_FOR = 10000
--- Jobs that turn out to be past their deadline, or broken, in one call: a server must not stop for all of them.
+-- Maximum number of jobs found past their deadline, or broken, in one call: the server must not block for all of them.
 local MAX_ENDED = 64
 local lease, max_jobs, credit = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local holding = tonumber(ARGV[5])
--- Payloads and checkpoints in one reply, in bytes; the last job may bring it over.
+-- Maximum bytes of payloads and checkpoints in one reply; the last job may exceed it.
 local MAX_BYTES = 4194304
 local jobs, leases, moved = {}, {}, {}
 local lapses = int(NOW + lease)
 local longest, bytes = tonumber(ARGV[6]), 0
 local token
 
--- Give a job that has left its lane to the worker.
+-- Lease a job that has left its lane to the worker.
 local function give(id, job, affinity, payload, alone)
-  -- Tokens are taken by the handful: a gap between two does no harm.
+  -- Tokens are reserved in groups: gaps between them are harmless.
   token = (token or redis.call('HINCRBY', P .. 'meta', 'token', max_jobs) - max_jobs) + 1
   leases[#leases + 1] = lapses
   leases[#leases + 1] = id
@@ -48,7 +49,7 @@ local function give(id, job, affinity, payload, alone)
     'state', 'running', 'worker', worker, 'token', text, 'started_at', NOW_TEXT, 'attempt', attempt
   }
   if affinity and not job.affinity then
-    -- It may come back to the lane.
+    -- The job may return to the lane.
     fields[#fields + 1] = 'affinity'
     fields[#fields + 1] = affinity
   end
@@ -72,8 +73,8 @@ local function give(id, job, affinity, payload, alone)
   jobs[#jobs + 1] = {words, payload, entries}
 end
 
--- Take a job from a lane. Returns false when it costs more than is left: nothing overtakes it then, or a
--- dear job would wait for ever.
+-- Take a job from a lane. Returns false if it costs more than is left: no other job overtakes it then, or an expensive
+-- job would wait forever.
 local function take(lane, in_order, alone)
   local name, rank, id, affinity = candidate(lane, in_order)
   local job = load(id)
@@ -87,7 +88,7 @@ local function take(lane, in_order, alone)
     write_turns()
     finish(id, job, 'failed', LOST_PAYLOAD)
   else
-    -- Whatever it asks for, a sequence ends with the context.
+    -- A sequence cannot be longer than the context, whatever length the job requests.
     local cost = math.min(tonumber(job.cost), longest * tonumber(job.width or job.n or 1))
     for _, hook in ipairs(may_start) do
       local park = hook(job, lane, cost)
@@ -106,7 +107,7 @@ local function take(lane, in_order, alone)
     credit = credit - cost
     leaving.add(lane, name, affinity, rank)
     if job.near then
-      affinity = job.affinity -- the lane had another name there
+      affinity = job.affinity -- the lane had another name in its place
     end
     call_all(on_start, id, job, lane, cost)
     give(id, job, affinity, payload, alone)
@@ -116,14 +117,14 @@ local function take(lane, in_order, alone)
   return true
 end
 
--- The worker runs a suspect now, and nothing may run beside one.
+-- Whether the worker runs a suspect, next to which no other job may run.
 local function runs_suspect()
   local id = redis.call('HGET', P .. 'suspects', worker)
   local job = id and redis.call('HMGET', P .. 'job:' .. id, 'state', 'worker')
   return job and job[1] == 'running' and job[2] == worker
 end
 
--- A suspect that has waited long makes one busy worker run empty for it.
+-- A suspect that has waited long reserves one busy worker, which takes no other jobs until it is idle.
 local function reserve(lane)
   if age(lane) <= AGEING then
     return false
@@ -137,16 +138,17 @@ local function reserve(lane)
   return true
 end
 
--- How many jobs the queue's rate limit lets start now (a bucket that fills at `rate` a second up to `burst`).
+-- The number of jobs that the queue's rate limit lets start now (a bucket that fills at `rate` per second up to
+-- `burst`).
 local rate = tonumber(meta[3])
 local function level()
   local burst = tonumber(meta[4] or 1)
   return math.min(burst, tonumber(meta[5] or burst) + math.max(0, NOW - (meta[6] or NOW)) * rate / 1000)
 end
 
--- Returns whether there may be more to take; nil if there is nothing.
+-- Returns whether there may be more jobs to take; nil if there are none.
 local function take_all()
-  has_opened = false -- a lane that is opened from here on is not among those to choose from: its bell is left
+  has_opened = false -- a lane that is opened after this is not among those to choose from: its bell is kept
   local suspect = not is_urgent and lane_of('s')
   if suspect and holding == 0 then
     take(suspect, true, true)
@@ -172,7 +174,7 @@ local function take_all()
   return not waits
 end
 
--- What holds for all jobs of this call together.
+-- Write the values that all jobs of this call share.
 local function settle()
   redis.call('ZADD', P .. 'leases', unpack(leases))
   redis.call('HINCRBY', P .. 'counts', 'queued', -#jobs)
@@ -187,7 +189,7 @@ local function settle()
   call_all(on_flush)
 end
 
--- Wake another worker for what is left, or this one if it got nothing for all that it looked at.
+-- Wake another worker for the remaining jobs, or this one if it found none among those it checked.
 local function ring_for_the_rest()
   local left = choose()
   if left then
@@ -197,13 +199,13 @@ local function ring_for_the_rest()
 end
 
 if rate and tonumber(meta[6] or 0) > NOW then
-  -- The clock was set back: the bucket fills from here on, not once the clock has caught up.
+  -- The clock was set back: the bucket fills from now on instead of when the clock has caught up.
   redis.call('HDEL', P .. 'meta', 'level_at')
   redis.call('HSET', P .. 'meta', 'level_at', int(NOW))
   meta[6] = NOW
 end
 local swept = sweep(64, 0)
-narrow_models() -- after the sweep, which may have decided what a worker is not to get
+narrow_models() -- after the sweep, which may have changed what the worker may take
 local paused = meta[2] == '1'
 local limited = -1
 if rate then

@@ -1,4 +1,4 @@
--- Extend leases, comparing first: a worker cannot take back what another was given.
+-- Extend leases whose token is current: a worker cannot take back a job that another worker holds.
 -- KEYS[1] prefix
 -- ARGV[1] lease in ms; then job id and token of each job held
 -- Returns {lost ids, ids to be stopped}
@@ -16,7 +16,7 @@ for i = 2, #ARGV, 2 do
 end
 local expiry = int(NOW + ARGV[1])
 for _, id in ipairs(renewed) do
-  -- Removed first, so that it passes at maxmemory.
+  -- The removal comes first, so that the write passes at maxmemory.
   redis.call('ZREM', P .. 'leases', id)
   redis.call('ZADD', P .. 'leases', expiry, id)
 end

@@ -1,9 +1,9 @@
--- Count an attempt that failed: run the job again later, at its old rank, or bury it.
+-- Count a failed attempt: run the job again later, at its earlier rank, or make it a dead letter.
 -- KEYS[1] prefix
 -- ARGV[1] id  [2] token  [3] delay in ms  [4] the error, as JSON  [5] the error if it was the last attempt
--- ARGV[6] 1: drop the checkpoint  [7] as of commit.lua, counted if it was the last attempt
--- ARGV[8] perhaps where its time went, as of commit.lua
--- Returns retrying | dead | already_done (this very call came before) | fenced | cancelled | expired
+-- ARGV[6] 1: drop the checkpoint  [7] as in commit.lua, counted if it was the last attempt
+-- ARGV[8] optional, its time per phase, as in commit.lua
+-- Returns retrying | dead | already_done (this call arrived before) | fenced | cancelled | expired
 -- @include core/states
 -- @include core/fenced
 take_up(ARGV, 8)

@@ -1,10 +1,10 @@
 -- @include core/memory
 local LOOK_EVERY = 1000
--- With more room than this, what submits take is not booked between two looks.
+-- With more free memory than this, submissions are not booked between two reads.
 local PLENTY = 268435456
 
--- Bytes that may be added until the server's memory is looked at again, once a second; nil: no limit. `looked` is the
--- field of that name: until then there is plenty.
+-- Bytes that may be added until the server's memory is read again, once per second; nil: no limit. `looked` is the
+-- field `memory_looked`: until that time memory is plentiful.
 local function memory_room(looked)
   local left = (looked or 0) - NOW
   if left > 0 and left <= LOOK_EVERY then
@@ -17,7 +17,7 @@ local function memory_room(looked)
   end
   local memory = read_memory()
   local room = memory and math.floor((meta[3] or MEMORY_SHARE) * memory[2] - memory[1])
-  -- Removed first, so that it passes at maxmemory.
+  -- The removal comes first, so that the writes pass at maxmemory.
   redis.call('HDEL', P .. 'meta', 'memory_looked', 'memory_at', 'memory_room')
   if not room or room > PLENTY then
     redis.call('HSET', P .. 'meta', 'memory_looked', int(NOW + LOOK_EVERY))
@@ -27,13 +27,13 @@ local function memory_room(looked)
   return room
 end
 
--- Book what was added, and how many jobs were refused for want of memory.
+-- Book the bytes added, and the number of jobs rejected because memory ran out.
 local function book_memory(bytes, refused)
   if bytes > 0 then
     redis.call('HINCRBY', P .. 'meta', 'memory_room', -bytes)
   end
   if refused > 0 then
-    redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
+    redis.call('HDEL', P .. 'meta', '') -- a removal, so that the later writes pass at maxmemory
     redis.call('HINCRBY', P .. 'meta', 'memory_rejections', refused)
   end
 end

@@ -1,16 +1,19 @@
 -- @include core/alike
 -- @include core/hooks
--- Moving jobs between states. What holds in every script:
--- * Checks come before the first write, since Lua has no rollback; and the first write is a removal. A server at maxmemory refuses a
---   script whose first write adds, and lets all of it through after a removal. Only submits may be refused.
--- * detach() is the only way out of queued, delayed and running: it takes a job out of every set that its state keeps it in.
---   Only pull leaves lanes without it.
--- * The end of a job is final: finish() is called for jobs in one of ACTIVE's states, and writes all of the end at once.
--- * Only the holder of a job's latest token changes it while it runs (fenced.lua); other scripts ask for its end, or wait until
---   its lease is over.
+-- Transitions of jobs between states. Invariants of all scripts:
+-- * Checks come before the first write, since Lua has no rollback; and the first write is a removal. A server at
+--   maxmemory rejects a script whose first write adds data, and accepts all its writes after a removal. Only
+--   submissions may be rejected.
+-- * detach() is the only way out of queued, delayed and running: it removes a job from every set that its state keeps
+--   it in. Only pull removes jobs from lanes without it.
+-- * The end of a job is final: finish() is called for jobs in one of ACTIVE's states, and writes the complete end in
+--   one call.
+-- * Only the holder of a job's latest token changes it while it runs (fenced.lua); other scripts request its end, or
+--   wait until its lease has lapsed.
 -- * A pull writes its leases, counts and turns at its end, for all jobs together.
--- * `charged` is written once ever: a job counts when it first starts, however often it is pulled, and is settled at its end.
--- * No call ends more than MAX_ENDS jobs or takes more than some milliseconds: the rest waits for the next.
+-- * `charged` is written only once: a job counts when it first starts, regardless of how often it is pulled, and is
+--   settled at its end.
+-- * No call ends more than MAX_ENDS jobs or takes more than a few milliseconds: the rest waits for the next call.
 local DAY = 86400000
 local BATCH_TTL = 7 * DAY
 local DEAD_TTL = 14 * DAY
@@ -23,9 +26,9 @@ local CRASHED = '{"code":"crash_suspect","message":"5 workers died while they ra
 local LOST_PAYLOAD = '{"code":"invalid_job","message":"the payload is gone from the server","retryable":false}'
 local ENDED = {cancelled = CANCELLED, expired = EXPIRED}
 local ACTIVE = {queued = true, delayed = true, running = true}
-local RECHECK = 30000 -- ms between two looks at a job that others wait for
--- Of a call that ends several jobs: what it writes for all of them at its end. Commands, keys and values in turn, and changes
--- of counts by key and state.
+local RECHECK = 30000 -- ms between two checks of a job that others wait for
+-- In a call that ends several jobs: writes collected for all of them until its end. Alternating commands, keys and
+-- values, and changes of counts by key and state.
 local together
 
 -- The job's hash as a table, or nil.
@@ -34,7 +37,7 @@ local function load(id)
   if #flat == 0 then
     return nil
   end
-  -- With room for all fields at once: a table that grows is filled anew each time.
+  -- Preallocated for all fields: a table that grows is rehashed each time.
   local job = {state = nil, lane = nil, seq = nil, cost = nil, at = nil, batch = nil, worker = nil, token = nil, started_at = nil,
     attempt = nil, affinity = nil, progress = nil, progress_at = nil}
   for i = 1, #flat, 2 do
@@ -43,7 +46,7 @@ local function load(id)
   return job
 end
 
--- Write at once, or with what the call's other jobs have for that key.
+-- Write immediately, or together with the writes of the call's other jobs to that key.
 local put = {}
 function put.add(command, key, value)
   if not together then
@@ -87,8 +90,8 @@ do
   end
 end
 
--- Forget a lane that has run empty. Its tenant keeps its place in the turns until it would be next: who submits
--- one job at a time must not be new each time.
+-- Delete an empty lane. Its tenant stays in the turns until it would be next: a tenant that submits one job at a time
+-- must not become new each time.
 local function close_lane(lane)
   if redis.call('EXISTS', P .. 'wait:' .. lane) == 1 then
     return
@@ -110,20 +113,20 @@ local function close_lane(lane)
   end
 end
 
-local has_suspects -- as far as this call has asked
+local has_suspects -- as read in this call
 
--- Out of whatever set its state keeps it in.
+-- Remove the job from every set that its state keeps it in.
 local function detach(id, job)
   if together and ends > 1 then
     put.add('ZREM', P .. 'leases', id)
   else
-    redis.call('ZREM', P .. 'leases', id) -- at once: a server at maxmemory lets the rest through
+    redis.call('ZREM', P .. 'leases', id) -- immediately: afterwards a server at maxmemory accepts the later writes
   end
   if job.state == 'queued' and job.leader then
     redis.call('ZREM', P .. 'followers:' .. job.leader, id)
     redis.call('HINCRBY', P .. 'meta', 'followers', -1)
   elseif job.state == 'queued' then
-    -- By its rank, which no other job has: its affinity is known only there, until it was pulled.
+    -- Found by its rank, which is unique: until the job is pulled, its affinity is known only in the lane.
     local lane = waiting_lane(job.lane, job.crashes)
     local name = redis.call('ZRANGEBYSCORE', P .. 'wait:' .. lane, job.seq, job.seq)[1]
     if name then
@@ -159,8 +162,8 @@ local function enqueue(id, job)
   count(job.batch, job.state, 'queued')
 end
 
--- An execution that did not end its job, as the job's record will not tell of it any more once the next one
--- began. Jobs that run through have no history: what the record says is all of it. After a removal only.
+-- Record an execution that did not end its job, since the next execution overwrites the job's record. Jobs without
+-- interruption have no history: their record is complete. Call only after a removal.
 local function remember(id, job, kind, code, message)
   redis.call('RPUSH', P .. 'history:' .. id, cjson.encode({
     kind = kind, at = int(NOW), started_at = job.started_at, worker = job.worker, attempt = job.attempt,
@@ -173,21 +176,21 @@ local function remember(id, job, kind, code, message)
   end
 end
 
--- What lies in a store is deleted from `at` on, by a worker that sweeps.
+-- A worker that sweeps deletes the stored object after the time `at`.
 local function drop_stored(at, uri)
   if uri then
     redis.call('ZADD', P .. 'stored', int(at), uri)
   end
 end
 
--- Equal jobs share one stored end, and the children of a job what it gives them. `sharers:<name>` counts those that will let
--- go of it, and says until when the others need it, whose records expire by themselves.
+-- Duplicate jobs share one stored end, and so do the children of a job its output. `sharers:<name>` counts those that
+-- will release it explicitly, and holds the time until which the others need it, whose records expire automatically.
 local function share_of_end(name)
   if redis.call('HINCRBY', P .. 'sharers:' .. name, 'count', 1) == 1 then
     local left = redis.call('PTTL', P .. 'end:' .. name)
     if left > 0 then
       redis.call('HSET', P .. 'sharers:' .. name, 'until', int(NOW + left))
-      redis.call('SET', P .. 'end:' .. name, redis.call('GET', P .. 'end:' .. name)) -- for as long as it is shared
+      redis.call('SET', P .. 'end:' .. name, redis.call('GET', P .. 'end:' .. name)) -- no expiry while it is shared
     end
   end
 end
@@ -209,7 +212,7 @@ local function let_go_of_end(name, until_ms)
   end
 end
 
--- A job's input goes, now or with its record at `until_ms`.
+-- Release a job's input, now or together with its record at `until_ms`.
 local function let_go_of_outputs(job, until_ms)
   for name in string.gmatch(job.given or '', '%S+') do
     let_go_of_end(name, until_ms)
@@ -231,14 +234,14 @@ local function erase(id)
   end
 end
 
--- Whether a webhook or a relay has yet to be told of the end.
+-- Whether a webhook or a relay has not been notified of the end yet.
 local function owes_notice(id)
   local job = redis.call('HMGET', P .. 'job:' .. id, 'webhook', 'relay')
   return (job[1] and redis.call('ZRANK', P .. 'outbox', id))
     or (job[2] and redis.call('ZRANK', P .. 'outbox:' .. job[2], id)) or false
 end
 
--- Nobody will ask for an ended job again. It goes at once, or when the last notice of its end is settled.
+-- Delete an ended job that no client needs any more, immediately or after the last notification of its end.
 local function forget(id)
   if owes_notice(id) then
     redis.call('ZREM', P .. 'dead', id)
@@ -248,7 +251,7 @@ local function forget(id)
   end
 end
 
--- Batches of which a job has ended in this call: they live on from now, and their waiters were woken.
+-- Batches in which a job has ended in this call: their expiry is extended and their waiters are notified.
 local told_batches = {}
 
 local function record_ttl(state)
@@ -262,8 +265,8 @@ local function expire_record(id, ttl, has_no_input)
   end
 end
 
--- How long the record of an ended job stays. A batch keeps its jobs until it expires as a whole; one whose end
--- somebody has yet to be told of stays until it was, a week at most.
+-- Set how long the record of an ended job is kept. A batch keeps its jobs until it expires as a whole. A job with a
+-- pending notification is kept until that was sent, up to a week.
 local function keep(id, job, state)
   if state == 'succeeded' then
     put.unlink(P .. 'ckpt:' .. id, P .. (job.keep and 'ckpt:' or 'in:') .. id)
@@ -298,7 +301,7 @@ local function keep(id, job, state)
   let_go_of_outputs(job, NOW + ttl)
 end
 
--- A key whose job succeeded goes on answering for it; any other end frees the key.
+-- After success the key keeps answering for its job; any other end frees the key.
 local function settle_idempotency(id, job, state)
   local key = P .. 'idem:' .. job.idem
   if redis.call('GET', key) == id then
@@ -310,8 +313,9 @@ local function settle_idempotency(id, job, state)
   end
 end
 
--- What the last execution took, as its worker says in the commit (`job.used`); where no worker writes the end, or the figures
--- cannot be true, what its status shows, up to the same limits. A follower took nothing: its leader did.
+-- Tokens and device time of the last execution, as reported by its worker in the commit (`job.used`). If no worker
+-- wrote the end, or the values are implausible, the values of its status, up to the same limits. A duplicate used
+-- nothing itself.
 local MAX_USED_TOKENS = 100000000
 local MAX_USED_MS = 10000000000 -- of all devices together: 116 days
 local function used_by(job)
@@ -331,7 +335,8 @@ local function used_by(job)
     math.min(tonumber(output or 0), MAX_USED_TOKENS))
 end
 
--- Somebody has to be told of the end. Ids that nobody claims outlive their records, so each one removes two of those.
+-- Add a pending notification of the end. Ids that no client claims outlive their records, so each call removes up to
+-- two of them.
 local function owe_notice(box, id)
   redis.call('ZADD', box, int(NOW), id)
   for _, old in ipairs(redis.call('ZRANGEBYSCORE', box, '-inf', int(NOW - DEAD_TTL), 'LIMIT', 0, 2)) do
@@ -343,7 +348,7 @@ local function owe_notice(box, id)
   end
 end
 
--- A job leaves all that concerns the living, and its end is recorded. `out` is nil where the end is shared.
+-- Remove a job from all sets of active jobs, and record its end. `out` is nil if the end is shared.
 local function record_end(id, job, state, out)
   ends = ends + 1
   detach(id, job)
@@ -360,7 +365,7 @@ local function record_end(id, job, state, out)
   if job.spent then
     fields[#fields + 1], fields[#fields + 2] = 'spent', job.spent
   elseif job.state == 'delayed' then
-    fields[#fields + 1], fields[#fields + 2] = 'queued_at', NOW_TEXT -- it never came to its lane
+    fields[#fields + 1], fields[#fields + 2] = 'queued_at', NOW_TEXT -- it never reached its lane
   end
   redis.call('HSET', P .. 'job:' .. id, unpack(fields))
   count(job.batch, job.state, state)
@@ -398,7 +403,7 @@ local function record_end(id, job, state, out)
   call_all(after_end, id, job, state, out)
 end
 
--- The first follower runs instead of a leader that has gone, at its own rank; the others follow it.
+-- The first duplicate runs at its own rank instead of the ended primary job; the others wait for it.
 local function promote(followers)
   ends = ends + #followers / 8
   local first = followers[1]
@@ -415,7 +420,7 @@ local function promote(followers)
   enqueue(first, job)
 end
 
--- Give followers the end of their leader, as many as one script may end: sweep goes on with the others.
+-- Give duplicates the end of their primary job, up to the limit of one script: sweep continues with the others.
 local function settle_followers(leader)
   local flat = redis.call('HGETALL', P .. 'settling:' .. leader)
   local given = {}
@@ -439,10 +444,10 @@ local function settle_followers(leader)
   end
 end
 
--- Success is of the work, and so is death (the same work would kill five more workers): followers share them, and
--- there is one copy of it.
+-- Success depends only on the work, and so does death (the same work would crash five more workers): duplicates share
+-- both, in one copy.
 local function share_end(id, job, state, out, followers)
-  -- A removal, and only then writes: see the top.
+  -- A removal before the first write: see the top.
   redis.call('ZREM', P .. 'leases', id)
   local _, _, _, model = split_lane(job.lane)
   job.shared = id .. ':' .. int(NOW)
@@ -461,7 +466,7 @@ local function share_end(id, job, state, out, followers)
   settle_followers(id)
 end
 
--- The end of a job: terminal is for ever.
+-- End a job. A terminal state is final.
 local function finish(id, job, state, out)
   local is_shared = state == 'succeeded' or state == 'dead'
   local followers = {}
@@ -482,13 +487,13 @@ local function finish(id, job, state, out)
   end
   record_end(id, job, state, out)
   if #followers > 0 then
-    -- A cancel, a deadline or an error of the job itself ended the leader alone.
+    -- A cancellation, a deadline or an error of the job itself ended only the primary job.
     redis.call('UNLINK', P .. 'followers:' .. id)
     promote(followers)
   end
 end
 
--- A deadline holds for whoever asks, also where no worker lives to sweep.
+-- A deadline applies to every reader, even if no live worker sweeps.
 local function expire_if_late(id)
   local found = redis.call('HMGET', P .. 'job:' .. id, 'state', 'deadline')
   if ends < MAX_ENDS and (found[1] == 'queued' or found[1] == 'delayed') and found[2] and tonumber(found[2]) <= NOW then
@@ -496,7 +501,7 @@ local function expire_if_late(id)
   end
 end
 
--- Ask for the end of a running job: its worker hears it on the channel, or with its next renewal.
+-- Request the end of a running job: its worker receives it on the channel, or with its next renewal.
 local function ask_to_end(id, state)
   redis.call('HSET', P .. 'job:' .. id, 'ending', state)
   redis.call('PUBLISH', P .. 'cancel', id)

@@ -1,23 +1,21 @@
--- Store jobs and let them wait.
+-- Store and queue jobs.
 -- KEYS[1] prefix `pagemill:{<queue>}:`
 -- ARGV[1] batch id, or ''
--- ARGV[2] how many jobs may wait, unless the queue has a limit of its own. No further argument: an empty batch.
--- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte.
---   The header is JSON: id, lane `<needs>:<class>:<tenant>:<model>` (needs 1, and `+<word>` for each word that a worker must
---   know; class 0 high, 1 normal, 2 low), cost (tokens);
---   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, width (sequences
---   that run side by side, where that is not n), stream (1), keep (1: the payload stays for as long as
---   the result), webhook (URL), relay (a lower-case word: whose outbox the
---   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
---   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
---   the work), work (a hash of id and work: other work under the id is a conflict), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
---   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up), stored (the
---   URI of the payload, if this one is its stub), api_key (the name of the gateway's key that it came with), uncounted (1: what
---   it takes is not counted), and those that features add.
--- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
---   | memory (the server's has no room; not stored) | too_large (the payload; not stored) | same:<id> | conflict:<id>
---   (the idempotency key belongs to that id, with an equal or another digest; conflict also: this id was submitted
---   before, with another `work`; same also: replay_of was replayed as
---   that id) | gone (replay_of is no dead job) | purging (the tenant's jobs are being removed; not stored).
---   Features may add lines.
+-- ARGV[2] how many jobs may wait, unless the queue sets its own limit. Without further arguments: an empty batch.
+-- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte. The
+--   header is JSON: id, lane `<needs>:<class>:<tenant>:<model>` (needs 1, and `+<word>` for each word that a worker
+--   must know; class 0 high, 1 normal, 2 low), cost (tokens); optional: delay, ttl (ms from now), run_at, deadline
+--   (unix ms), max_attempts, n, width (concurrent sequences, if not n), stream (1), keep (1: the payload stays for as
+--   long as the result), webhook (URL), relay (a lower-case word: the outbox for the end), affinity (a hash of the
+--   prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>` (equal ones in flight run once), key
+--   (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of the work), work (a hash of id and work:
+--   other work under the id is a conflict), metadata (JSON text), replay_of (a dead job's id), invalid (an error as
+--   JSON text: the row is not a job, and is recorded in its batch as failed), waiters (letters and digits: the client
+--   that waits for it, see hang_up), stored (the URI of the payload, if this one is its stub), api_key (the name of the
+--   gateway's key that it came with), uncounted (1: its usage is not counted), and fields of features.
+-- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored) |
+--   memory (the server has no free memory; not stored) | too_large (the payload; not stored) | same:<id> |
+--   conflict:<id> (the idempotency key belongs to that id, with an equal or another digest; conflict also: this id was
+--   submitted before, with another `work`; same also: replay_of was replayed as that id) | gone (replay_of is not a
+--   dead job) | purging (the tenant's jobs are being removed; not stored). Features may add lines.
 -- @include core/submitting

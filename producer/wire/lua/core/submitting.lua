@@ -6,10 +6,10 @@
 -- @include core/owners
 local MAX_PAYLOAD = 1049600
 local MAX_FOLLOWERS = 256
-local MAX_WAITERS = 1024 -- bytes of their names, of one job
+local MAX_WAITERS = 1024 -- bytes of a job's waiter names
 local lanes, tenants = {}, {}
 
--- A key of a tenant's own: nobody reaches another's jobs by it.
+-- Whether a key belongs to the tenant, so that tenants cannot reach each other's jobs by key.
 local function is_own(name, tenant)
   return not name or string.sub(name, 1, #tenant + 1) == tenant .. ':'
 end
@@ -49,13 +49,13 @@ local function is_sound(job)
     and (not job.waiters or string.match(job.waiters, '^%w+$'))
 end
 
--- The header that clients write for a row of a bulk submit. This pattern reads it in a third of the time that cjson takes, and
--- finds nothing wrong in what it reads but lengths; what rows have in common behind their keys is decoded and checked once.
+-- The header that clients write for a row of a bulk submission. This pattern reads it in a third of the time that cjson
+-- takes, and checks lengths only; the part after the key that rows share is decoded and checked once.
 local ROW = '^{"id":"([%w._-]+)","lane":"([%w._@:/+#~-]+)","cost":([1-9]%d*),()'
 local KEY = '^"key":"([^"\\%c]*)"(.*)}$'
-local common = {} -- by lane and those members: they decoded
+local common = {} -- by lane and those members: the decoded members
 
--- A header's job, or nil and what its members are to be found by in `common`, if it is a row's.
+-- A header's job if it is a row's header; otherwise nil and the key of its members in `common`.
 local function read_row(header)
   local id, lane, cost, at = string.match(header, ROW)
   if not id then
@@ -78,7 +78,7 @@ local function read_row(header)
   return job
 end
 
--- The same of any header; nil if it makes no sense.
+-- The same for any header; nil if it is invalid.
 local function read_header(header)
   local job, kind, rest = read_row(header)
   if job then
@@ -106,7 +106,7 @@ for i = 3, #ARGV, 2 do
   names[#names + 1] = P .. 'job:' .. job.id
 end
 
--- Most often every id is new: then one look at all of them tells.
+-- Usually every id is new, which one check of all of them shows.
 local some_exist = false
 for i = 1, #names, 500 do
   some_exist = some_exist or redis.call('EXISTS', unpack(names, i, math.min(i + 499, #names))) > 0
@@ -124,7 +124,7 @@ local ACTIVE = {queued = true, delayed = true, running = true}
 local seq
 local is_new, members, strings, queued, delayed, failed = {}, {}, {}, 0, 0, 0
 
--- Collect arguments per key and send them a few hundred at a time: one call is much dearer than one argument.
+-- Collect arguments per key and send a few hundred together: a call costs much more than an argument.
 local function flush(args, command, key)
   if #args > 0 and key then
     redis.call(command, key, unpack(args))
@@ -142,14 +142,14 @@ local function set(name, value)
   end
 end
 
--- A job that may still succeed, by `state`, `ending` and `deadline`: nobody asked for its end, and its time is not up,
--- whether or not its worker has heard of it.
+-- Whether a job may still succeed, by `state`, `ending` and `deadline`: no end was requested and its deadline has not
+-- passed, whether or not its worker knows.
 local function goes_on(found)
   return ACTIVE[found[1]] and not found[2] and tonumber(found[3] or math.huge) > NOW
 end
 
--- One more waits for a job whose waiters are counted. Where one does who cannot be, or too many do, nobody's leaving
--- ends it any more. The removal comes first: a server at maxmemory lets the rest through.
+-- Add a waiter to a job whose waiters are counted. If the waiter has no name, or there are too many, disconnecting
+-- clients no longer end the job. The removal comes first, so that the later writes pass at maxmemory.
 local function join_waiters(id, waiter)
   local key = P .. 'job:' .. id
   local there = redis.call('HGET', key, 'waiters')
@@ -161,7 +161,7 @@ local function join_waiters(id, waiter)
   end
 end
 
--- Who has the idempotency key already.
+-- The reply word for the job that already holds the idempotency key, or nil.
 local function holder(job)
   local other = redis.call('GET', P .. 'idem:' .. job.idem)
   local found = other and redis.call('HMGET', P .. 'job:' .. other, 'state', 'ending', 'deadline', 'digest')
@@ -174,7 +174,7 @@ local function holder(job)
   return 'same:' .. other
 end
 
--- A dead job is replayed once; again only if the replay was cancelled, expired or failed.
+-- A dead job can be replayed once; again only if the replay was cancelled, expired or failed.
 local function earlier_replay(job)
   local found = redis.call('HMGET', P .. 'job:' .. job.replay_of, 'state', 'replayed_as')
   if found[1] ~= 'dead' then
@@ -186,23 +186,23 @@ local function earlier_replay(job)
   end
 end
 
--- A queue's own limit counts the whole payload, also where a stub stands for it.
+-- A queue's own limit counts the full payload, even if a stub represents it.
 local function whole_size(job)
   return tonumber(string.match(job.payload, '"size":(%d+)') or 0)
 end
 
--- About what a job takes in memory.
+-- The approximate memory of a job.
 local function size_of(job)
   return #job.payload + #(job.metadata or '') + 600
 end
 
--- The word for a job whose id is known: an item of a batch may be other work under the same key.
+-- The reply word for a job whose id is known: an item of a batch may be different work under the same key.
 local function stored_before(job, name)
   local work = job.work and redis.call('HGET', name, 'work')
   return work and work ~= job.work and 'conflict:' .. job.id or 'exists'
 end
 
--- The word for a job that is not to be stored; nil for a new one.
+-- The reply word for a job that must not be stored; nil for a new one.
 local function known(job, name)
   if is_new[job.id] or (some_exist and redis.call('EXISTS', name) == 1) then
     return stored_before(job, name)
@@ -239,7 +239,8 @@ local function class(lane)
   return string.match(lane, ':(%w)')
 end
 
--- The equal job that this one may wait for: one that is not less urgent, or runs already. Without one it leads.
+-- The equal job that this one may wait for: it must be at least as urgent, or running. Without one, this job is the
+-- primary job.
 local function leader_of(job)
   local twin = P .. 'twin:' .. job.twin
   local leader = redis.call('GET', twin)
@@ -262,7 +263,7 @@ local function wait(job, rank)
   end
 end
 
--- One list for the records of all jobs: what is behind its end, of an earlier one, is not sent.
+-- One list for the records of all jobs: leftovers of an earlier job after its end are not sent.
 local record = {'state', '', 'lane', '', 'seq', 0, 'cost', 0, 'at', int(NOW), batch and 'batch', batch}
 local RECORD_LENGTH = batch and 12 or 10
 
@@ -284,7 +285,7 @@ local function store(job, name)
     length = length + 2
   end
   if due > NOW or job.waits then
-    -- What is to wait anyway neither leads nor follows.
+    -- A job that waits anyway is neither a primary job nor a duplicate.
     job.twin = nil
     record[2] = 'delayed'
     redis.call('ZADD', P .. 'delayed', int(job.waits and HELD or due), job.id)
@@ -297,7 +298,7 @@ local function store(job, name)
       redis.call('HINCRBY', P .. 'meta', 'followers', 1)
     else
       wait(job, seq)
-      -- Kept in its lane. The record of a waiting job is small, for there may be a million of them.
+      -- The lane holds it. Records of waiting jobs must be small, since there may be a million of them.
       job.affinity = nil
     end
   end
@@ -323,7 +324,7 @@ local function store(job, name)
   end
 end
 
--- A row that is no job: it is in its batch as a failed one, so that the counts add up to the rows.
+-- Record an invalid row as a failed job of its batch, so that the counts add up to the number of rows.
 local function record_invalid(job, name)
   redis.call('HSET', name, 'state', 'failed', 'lane', job.lane, 'at', NOW, 'finished_at', NOW, 'batch', batch,
     'key', job.key or '')

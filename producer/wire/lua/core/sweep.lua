@@ -1,12 +1,13 @@
 -- Run the clock for a queue: lapsed leases, deadlines, due jobs, expired batches.
 -- KEYS[1] prefix
--- ARGV[1] how many of each at most  [2] ms that a lease must have been over
--- Returns names and values, without what is 0 or empty: reclaimed, dead, cancelled, expired, promoted, next_due (ms until
---   the next delayed job is due, if there is one), buried ({id, crashes} of each that became dead), lapsed ({id, worker} of
---   each whose lease lapsed), memory (the server's: 1 near the queue's limit, 2 at it, so that new jobs are rejected)
+-- ARGV[1] maximum number of each  [2] ms since a lease must have lapsed
+-- Returns names and values, without those that are 0 or empty: reclaimed, dead, cancelled, expired, promoted, next_due
+--   (ms until the next delayed job is due, if there is one), buried ({id, crashes} of each that became dead), lapsed
+--   ({id, worker} of each whose lease lapsed), memory (1: the server is near the queue's limit, 2: at the limit, so
+--   that new jobs are rejected)
 -- @include core/sweeping
 -- @include core/memory
--- From this much of maxmemory below the limit on, the queue warns.
+-- The queue warns from this share of maxmemory below the limit on.
 local MEMORY_WARNING = 0.1
 
 local function memory_level()

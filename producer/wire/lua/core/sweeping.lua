@@ -2,9 +2,10 @@
 -- @include core/states
 -- @include core/clock
 -- @hooks on_sweep
--- What time does to jobs. Any party may run it, so nothing waits for a worker that is gone.
+-- Transitions caused by time. Any client or worker may run them, so nothing waits for a worker that no longer exists.
 
--- A lost lease of a job that had entered a step without getting further is a crash; any other counts nothing.
+-- Losing the lease of a job that had entered a step without making progress counts as a crash; any other loss is not
+-- counted.
 local function reclaim(id, job)
   local crashes = tonumber(job.crashes or 0)
   if job.stepped and not job.advanced then
@@ -20,14 +21,15 @@ local function reclaim(id, job)
     finish(id, job, 'dead', CRASHED)
     return 'dead', crashes
   end
-  -- The suspects' record is kept under the worker, so detach needs the job as it was; the lane, as it is now.
+  -- The suspects' record is stored under the worker, so detach needs the earlier job; the lane is that of the changed
+  -- job.
   detach(id, job)
   job.crashes = crashes
   enqueue(id, job)
   return 'reclaimed'
 end
 
--- No lease, and no pause before a retry, is longer. A worker that lives renews within seconds what is left of its leases.
+-- Maximum of leases and of pauses before a retry. A live worker renews its leases within seconds.
 local MAX_LEASE = 600000
 local MAX_RETRY_PAUSE = 600000
 
@@ -93,14 +95,14 @@ local function sweep_deadlines(limit, done)
   end
 end
 
--- Followers whose leader has ended, and that have not been told yet.
+-- Duplicates whose primary job has ended, and that have not received its end yet.
 local function sweep_settling()
   for _, leader in ipairs(redis.call('ZRANGE', P .. 'settling', 0, 7)) do
     settle_followers(leader)
   end
 end
 
--- Purge the oldest batch whose time is over, a slice at a time; one with unfinished jobs gets more time.
+-- Purge the oldest expired batch in slices. A batch with unfinished jobs gets more time.
 local function sweep_batches(limit)
   local batch = redis.call('ZRANGEBYSCORE', P .. 'bexpiry', '-inf', int(NOW), 'LIMIT', 0, 1)[1]
   if not batch then
@@ -123,8 +125,8 @@ local function sweep_batches(limit)
   end
 end
 
--- Forget workers that have been silent for longer than any lease lasts, so that they hold nothing; and those that a
--- clock which was set back left in the future: one that lives says so again.
+-- Remove workers that have been silent for longer than any lease, so that they hold no jobs, and workers whose time
+-- lies in the future because the clock was set back: a live worker registers again.
 local function sweep_workers(limit)
   local past, far = int(NOW - MAX_LEASE), int(NOW + MAX_LEASE)
   for _, range in ipairs({{'-inf', past}, {far, '+inf'}}) do
@@ -158,7 +160,7 @@ local function sweep(limit, patience)
   return done
 end
 
--- What `sweep` returned as names and values, without what is 0, empty or -1.
+-- Names and values that `sweep` returned, without those that are 0, empty or -1.
 local function swept_reply(done)
   local reply = {}
   for _, name in ipairs(SWEPT) do

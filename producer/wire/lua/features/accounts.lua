@@ -1,10 +1,11 @@
 -- @include core/hooks
 -- @include spells
--- What `why` reads of the queue: how many jobs of each lane started, by second, for an hour; and when the rate limit held all.
+-- The queue data that `why` reads: the number of jobs of each lane started per second, for an hour; and the times when
+-- the rate limit held all jobs.
 -- @hook on_pull
 do
   local STARTED_TTL = 3600000
-  local MAX_FIELDS = 1024 -- of a minute: beyond it lanes are not told apart
+  local MAX_FIELDS = 1024 -- per minute: beyond it lanes are not distinguished
   local starts = {}
 
   on_start[#on_start + 1] = function(_, _, lane)
@@ -27,7 +28,7 @@ do
   end
 
   on_limited[#on_limited + 1] = function(ms)
-    redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
+    redis.call('HDEL', P .. 'meta', '') -- a removal, so that the later writes pass at maxmemory
     note_spell(P .. 'spells:rate', NOW, NOW + ms)
   end
 end

@@ -1,7 +1,8 @@
 -- @include features/quotas
 -- @include spells
--- Enforcing quotas. A lane whose next job is over its tenant's quota is parked: taken out of the turns, so that it costs
--- a pull nothing, until the quota has room. `parked` has the tenants by that time, `parked:<tenant>` their lanes.
+-- Enforcement of quotas. A lane whose next job exceeds its tenant's quota is parked: it is removed from the turns, so
+-- that it costs pulls nothing, until the quota has capacity. `parked` has the tenants by that time, `parked:<tenant>`
+-- their lanes.
 local charging_of_call
 local function charging()
   if charging_of_call then
@@ -11,8 +12,8 @@ local function charging()
   charging_of_call = quotas
   local MINUTE, DAY_MS = quotas.MINUTE, quotas.DAY
   local MAX_UNPARKED = 64
-  -- A lane is looked at again after that time at the latest: its quota may have room sooner than a clock says that was set
-  -- back since.
+  -- A lane is checked again after at most this time: the quota may have capacity earlier than planned if the clock was
+  -- set back.
   local MAX_PAUSE = 600000
   local SPENT_TTL = 2 * DAY_MS
 
@@ -21,8 +22,8 @@ local function charging()
       math.floor(NOW / DAY_MS), spent[3], spent[4]), 'PX', SPENT_TTL)
   end
 
-  -- In how many ms the tenant may start a job of that cost, in tokens. One that costs more than there is at all waits for
-  -- the whole of it.
+  -- Return in how many ms the tenant may start a job of that cost, in tokens. A job that costs more than the full quota
+  -- waits until the quota is full.
   local function quota_pause(quota, spent, cost)
     local pause = 0
     for i = 1, 4 do
@@ -50,7 +51,8 @@ local function charging()
     end
   end
 
-  -- Lanes whose time has come take part again, some in a call. Where a pause is longer, a clock was set back.
+  -- Return lanes whose pause has ended to the turns, a limited number per call. A longer pause means that the clock was
+  -- set back.
   function quotas.unpark()
     local left = MAX_UNPARKED
     for _, range in ipairs({{'-inf', int(NOW)}, {int(NOW + MAX_PAUSE + 1), '+inf'}}) do
@@ -71,7 +73,7 @@ local function charging()
     end
   end
 
-  -- `due`, ms from now or -1, or in how many the next parked tenant's time comes.
+  -- Return the earlier of `due` (ms from now, or -1) and the end of the next tenant's pause.
   function quotas.or_due(due)
     local first = redis.call('ZRANGE', P .. 'parked', 0, 0, 'WITHSCORES')[2]
     if not first then
@@ -81,7 +83,7 @@ local function charging()
     return due < 0 and wait or math.min(due, wait)
   end
 
-  -- What tenants have spent, this call's jobs counted, and which of them started some.
+  -- The sums that tenants have spent, including this call's jobs, and the tenants that started some of them.
   local spending, has_started = {}, {}
 
   local function spending_of(tenant, quota)
@@ -89,12 +91,13 @@ local function charging()
     return spending[tenant]
   end
 
-  -- A job is charged once, however often it is pulled; a copy for a comparison never.
+  -- A job is charged once, regardless of how often it is pulled; a copy for a comparison is never charged.
   local function quota_for(job, tenant)
     return not job.charged and not job.uncounted and quotas.of(tenant)
   end
 
-  -- In how many ms the job may start; 0: now. A tenant that runs as many as it may is looked at when one of them stops.
+  -- Return in how many ms the job may start; 0: now. A tenant at its limit of running jobs is checked again when one of
+  -- them stops.
   function quotas.pause_of(job, lane, cost)
     local _, _, tenant = split_lane(lane)
     if quotas.is_full(tenant) then
@@ -120,7 +123,7 @@ local function charging()
     redis.call('ZADD', P .. 'runs', 0, tenant .. ' ' .. id)
   end
 
-  -- The tenant's parked lanes are looked at again by the next pull.
+  -- Let the next pull check the tenant's parked lanes again.
   local function recheck(tenant, model)
     if redis.call('ZADD', P .. 'parked', 'XX', 'CH', int(NOW), tenant) == 1 then
       ring(model)
@@ -141,7 +144,7 @@ local function charging()
     end
   end
 
-  -- A charged job ends: its cost is put back, and what it took is counted.
+  -- End a charged job: its estimated cost is returned, and its actual usage is counted.
   function quotas.settle(job, tokens)
     local _, _, tenant, model = split_lane(job.lane)
     local cost, day = string.match(job.charged, '^(%d+) (%d+)$')

@@ -1,16 +1,16 @@
 -- @include core/room
 -- @include core/hooks
--- Jobs that wait for others. A record's `after` has the ids of all that its job waits for, `waits` those of whose end
--- it was not told yet; `children:<id>` has the jobs that are to be told of an end, and `awaited` the jobs that have some.
--- The end of a job tells as many as one script may; sweep goes on with the others, and tells of ends that a script of
--- an earlier release recorded, which knows nothing of this.
+-- Jobs that wait for other jobs. A record's `after` has the ids of all parents of a job, `waits` those whose end it has
+-- not received yet; `children:<id>` has the jobs to notify of an end, and `awaited` the jobs that have children. The
+-- end of a job notifies up to MAX_TOLD of them. A sweep continues with the others, and with ends recorded by a script
+-- of an earlier release, which does not know dependents.
 local MAX_TOLD = 64
-local MAX_READ = 1048576 -- bytes of results and outputs that sweep and submit read for it, and one more
+local MAX_READ = 1048576 -- bytes of results and outputs that sweep and submit read, exceeded by one at most
 local MAX_RESULT = 1048576 -- bytes of a result that is decoded here
-local MAX_OUTPUTS = 262144 -- bytes of outputs that one job is given
+local MAX_OUTPUTS = 262144 -- bytes of the outputs that one job reads
 local TOKEN_BYTES = 3
 local MAX_COMPARED = 4096 -- bytes of a text that conditions compare
-local ALLOCATED = 1.25 -- an allocator's size classes are up to a quarter apart
+local ALLOCATED = 1.25 -- an allocator's size classes differ by up to a quarter
 local tell_children, leave_parents, given_by
 local told, bytes_read = 0, 0
 
@@ -18,8 +18,8 @@ local function plain(value, kind)
   return type(value) == kind and value or nil
 end
 
--- What a job that has ended gives those that wait for it: its state, the code of its error, and of its first output text,
--- label and the label's probability.
+-- Return the values that an ended job passes to its children: its state, the code of its error, and of its first output
+-- text, label and the label's probability.
 function given_by(id, job, state, outcome)
   local given = {id = id, state = state, worker = job.worker, affinity = job.affinity}
   local read, found = false, nil
@@ -31,7 +31,7 @@ function given_by(id, job, state, outcome)
     given.unreadable = state == 'succeeded'
     given.is_removed = given.unreadable and not outcome
   elseif state == 'succeeded' and plain(found.sealed, 'string') then
-    -- Encrypted: its readers open it, and no condition can be asked of it.
+    -- Encrypted: only its readers can decrypt it, and no condition can be evaluated.
     given.sealed, given.computed_by = outcome, job.leader or id
   elseif state ~= 'succeeded' then
     given.code = plain(found.code, 'string')
@@ -39,14 +39,14 @@ function given_by(id, job, state, outcome)
     local output = type(found.outputs) == 'table' and plain(found.outputs[1], 'table') or {}
     given.text, given.label = plain(output.text, 'string') or '', plain(output.label, 'string')
     if given.label and type(output.label_probs) == 'table' then
-      -- As text: cjson writes 14 digits.
+      -- As text, since cjson writes 14 digits.
       given.prob = string.format('%.17g', plain(output.label_probs[given.label], 'number') or 0)
     end
   end
   return given
 end
 
--- A pattern for both ends would take quadratic time.
+-- A pattern that trims both ends would take quadratic time.
 local function trimmed(text)
   local last = #text
   while last > 0 and string.find(text, '^%s', last) do
@@ -68,7 +68,8 @@ local function is_one_of(values, text)
   return false
 end
 
--- A condition: label and text (lists; the text itself stands for the label of a job without), prob_at_least, prob_below.
+-- Whether a condition holds: label and text (lists; for a job without label, its text is compared), prob_at_least,
+-- prob_below.
 local function is_met(condition, given)
   local prob = tonumber(given.prob)
   return given.state == 'succeeded' and not given.unreadable
@@ -82,7 +83,7 @@ local function error_of(code, message, cause)
   return cjson.encode({code = code, message = message, cause = cause, retryable = false})
 end
 
--- The end and the error of a job that is not to run, by how a job that it waits for ended.
+-- The end and the error of a job that must not run because of how its parent ended; nil otherwise.
 local function verdict(job, given)
   local read, when = pcall(cjson.decode, job.when or '{}')
   local condition = read and when[given.id]
@@ -103,7 +104,7 @@ local function verdict(job, given)
   end
 end
 
--- Write what a job gives children of a tenant. Returns its name, or false if it is too large.
+-- Write the output of a job for children of a tenant. Returns its name, or false if it is too large.
 local function write_output(given, tenant)
   local line = cjson.encode({
     id = given.id, state = given.state, text = given.text, label = given.label, prob = given.prob,
@@ -125,8 +126,9 @@ local function is_owned_by(name, tenant)
   return string.sub(name, 1, #tenant + 1) == tenant .. ':'
 end
 
--- Store what a job gives its children, once for all of them: from then on `output:<id>` has its name instead of the text, and
--- a share of it until all were told. Children that are submitted later find the name in the job's record.
+-- Store the output of a job once for all of its children: from then on `output:<id>` has its name instead of the text,
+-- and keeps a share of it until all children are notified. Children that are submitted later find the name in the job's
+-- record.
 local function store_output(given, tenant)
   local key = P .. 'job:' .. given.id
   local name = redis.call('HGET', key, 'gave')
@@ -146,7 +148,7 @@ local function store_output(given, tenant)
   end
 end
 
--- Let a job read an output, behind those that it was given before. Returns false if they are too large together.
+-- Add an output to those that a job reads. Returns false if they are too large together.
 local function add_output(id, job, given)
   local _, _, tenant = split_lane(job.lane)
   if not given.tokens then
@@ -154,7 +156,7 @@ local function add_output(id, job, given)
   end
   local output = given.name
   if output and not is_owned_by(output, tenant) then
-    -- A row of a batch that is not a job may have children of several tenants. A purge removes all outputs of one.
+    -- An invalid row of a batch may have children of several tenants. A purge removes all outputs of one.
     output = write_output(given, tenant)
   end
   local bytes = given.is_large and math.huge or redis.call('STRLEN', P .. 'end:' .. output)
@@ -171,7 +173,7 @@ local function add_output(id, job, given)
   return true
 end
 
--- All that it waited for has ended: it waits for a worker, or for its time.
+-- Release a job whose parents have all ended: it waits for a worker, or for its due time.
 local function let_run(id, job)
   local due = tonumber(job.due_at or 0)
   if tonumber(job.deadline or math.huge) <= NOW then
@@ -185,7 +187,7 @@ local function let_run(id, job)
   end
 end
 
--- Tell a job of the end of one that it waits for; twice does no harm.
+-- Notify a job of the end of a parent; repeating it is harmless.
 local function tell(id, given)
   local job = load(id)
   local left, is_awaited = {}, false
@@ -209,7 +211,7 @@ local function tell(id, given)
     return
   end
   if given.worker and given.affinity == job.affinity then
-    -- They begin alike as far as their names tell, so its blocks may be in that worker's cache.
+    -- Both share a prefix, as far as their affinity shows, so its blocks may be in that worker's cache.
     job.near = near_name(given.worker)
     redis.call('HSET', P .. 'job:' .. id, 'near', job.near)
   end
@@ -229,7 +231,7 @@ local function forget_children(parent)
   end
 end
 
--- Tell those that wait for a job that it has ended. What it gives is kept while some are left: its record may go.
+-- Notify the children of a job of its end. The output is kept while some are left, since the job's record may expire.
 function tell_children(given)
   local key = P .. 'children:' .. given.id
   local child = redis.call('ZRANGE', key, 0, 0)[1]
@@ -254,7 +256,7 @@ function tell_children(given)
   end
 end
 
--- A job that has ended while it waited is told of nothing any more.
+-- A job that has ended while it waited receives no more notifications.
 function leave_parents(id, job)
   for parent in string.gmatch(job.waits, '%S+') do
     local key = P .. 'children:' .. parent
@@ -269,7 +271,7 @@ local function has_told_enough()
   return told >= MAX_TOLD or bytes_read >= MAX_READ
 end
 
--- Tell of a job's end, if it has come.
+-- Notify the children of a job if it has ended.
 local function tell_of(id)
   if has_told_enough() then
     redis.call('ZADD', P .. 'awaited', '0', id)
@@ -293,7 +295,7 @@ local function tell_of(id)
   end
 end
 
--- Jobs that others wait for and whose end nobody told of.
+-- Notify the children of ended jobs that have not been notified yet.
 local function sweep_awaited(limit)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'awaited', '-inf', int(NOW), 'LIMIT', 0, limit)) do
     if has_told_enough() then

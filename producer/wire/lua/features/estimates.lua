@@ -1,5 +1,5 @@
--- The estimate of a job's end (docs/queues.md), and how estimates were met. A header's `estimate` is
--- `<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then.
+-- Estimates of a job's end (docs/queues.md), and their accuracy. A header's `estimate` is
+-- `<now or later>:<from>:<estimate>:<p50>:<p90>`, in unix ms and ms from then.
 -- @hook on_submit
 LONGEST.estimate = 80
 keep_fields('estimate')
@@ -15,7 +15,7 @@ do
   local KEPT = 128
   local KEPT_TTL = 7 * DAY
 
-  -- A job with an estimate has succeeded: its time over the estimate, for those to come.
+  -- When a job with an estimate succeeds, record the ratio of its time to the estimate for later estimates.
   on_end[#on_end + 1] = function(_, job, state)
     if not job.estimate or state ~= 'succeeded' or job.state ~= 'running' then
       return

@@ -1,16 +1,15 @@
--- What ended jobs took, a hash for each UTC day and a row in it for each tenant, model and API key (docs/usage.md). Ends
--- are put into the list `usage:new`, and from there into the rows by the dozen, and before anyone reads them.
--- A block around the rest: a script may have 200 local names at most.
+-- Usage of ended jobs: a hash for each UTC day with a row for each tenant, model and API key (docs/usage.md). Ends are
+-- added to the list `usage:new`, and moved from there into the rows in groups, and before each read. The rest is in a
+-- block because a script can have at most 200 local names.
 local fold_usage, write_usage, note_usage
 do
   local NEW_USAGE = P .. 'usage:new'
   local USAGE_TTL = 34560000000 -- 400 days
   local MAX_NEW = 64
-  local MANY = 8 -- ends of one call that are cheaper put into the rows at once
+  local MANY = 8 -- ends of one call from which on writing the rows directly is cheaper
 
-  -- A row that the day does not have: its name and its sums. With the first row the day begins, and the oldest days are
-  -- dropped where they are too many, or have too many rows. `*:*` stands for all that the day has no more rows for; no
-  -- tenant has this name.
+  -- Add a row to a day: its name and its sums. The first row starts the day, and removes the oldest days if there are
+  -- too many days or rows. `*:*` collects everything after the day's maximum number of rows; no tenant has this name.
   local function open_row(day, key, row)
     local rows = redis.call('HLEN', key)
     if rows >= 4096 then
@@ -63,7 +62,7 @@ do
     add_usage(entries)
   end
 
-  -- What is not in the list yet.
+  -- Usage that is not in the list yet.
   local new_usage = {}
   function write_usage()
     if #new_usage == 0 then
@@ -87,7 +86,7 @@ do
     if job.uncounted then
       return
     end
-    local row = string.match(job.lane, ':%w:([^~]*)') -- of whatever revision
+    local row = string.match(job.lane, ':%w:([^~]*)') -- without the revision
     if job.api_key then
       row = row .. ' ' .. job.api_key
     end

@@ -1,12 +1,12 @@
 -- @include core/states
 -- @include core/fields
--- How submit links a job to those it waits for.
+-- Links that submit creates between a job and its parents.
 local MAX_PARENTS = 16
 local MAX_CHILDREN = 16384
--- Steps from a job to one that it waits for that a call makes to tell a cycle from an unknown job.
+-- Maximum number of steps from job to parent in a call, to distinguish a cycle from an unknown job.
 local MAX_STEPS = 20000
 local places, steps = nil, 0
-local parents = {} -- those that are stored: state, lane, batch, children (how many), waiters (rank and id in turn)
+local parents = {} -- the stored ones: state, lane, batch, children (their number), waiters (alternating ranks and ids)
 
 local function is_list_of_ids(text)
   local seen, ids = {}, 0
@@ -37,7 +37,7 @@ local function is_number(value)
   return value == nil or type(value) == 'number'
 end
 
--- What is wrong in a condition must be told now: the end of another job's run will ask it.
+-- Conditions are checked at submission, since they are evaluated while another job ends.
 local function are_conditions(text)
   local read, when = pcall(cjson.decode, text)
   if not read or type(when) ~= 'table' then
@@ -52,7 +52,7 @@ local function are_conditions(text)
   return true
 end
 
--- Whether the job `from` of this call waits for `target`, perhaps through others of this call.
+-- Whether the job `from` of this call waits for `target`, possibly through others of this call.
 local function leads_to(from, target, jobs, seen)
   if from == target then
     return true
@@ -71,7 +71,7 @@ local function leads_to(from, target, jobs, seen)
   return false
 end
 
--- A job that is stored, looked up once in a call; nil for none. Who is stored waits for none that is not.
+-- A stored job, looked up once in a call; otherwise nil. All parents of a stored job are stored too.
 local function stored(id)
   if not parents[id] then
     local found = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'batch')
@@ -120,7 +120,7 @@ on_refuse[#on_refuse + 1] = function(job, jobs, words)
       places[one.id] = places[one.id] or i
     end
   end
-  -- Whoever waits for an earlier job of this id would wait for this one, which may wait for them.
+  -- Jobs that wait for an earlier job of this id would wait for this one, which may wait for them.
   if redis.call('ZRANK', P .. 'awaited', job.id) then
     return 'cycle:' .. job.id
   end
@@ -142,7 +142,7 @@ on_submit[#on_submit + 1] = function(job, _, rank)
   end
 end
 
--- After the jobs were stored: their places with those they wait for, and the ends of those that had ended before.
+-- After the jobs are stored: add them to the children of their parents, and process parents that had ended before.
 after_submit[#after_submit + 1] = function()
   for id, parent in pairs(parents) do
     if #parent.waiters > 0 then

@@ -1,5 +1,5 @@
--- Chats that can be listed: `chats:<tenant>` has their ids by the time of the submit. The id of a deleted one stays, so that
--- a page after it can be found.
+-- Chats that can be listed: `chats:<tenant>` has their ids by submission time. The id of a deleted chat stays, so that
+-- the page after it can be found.
 -- @hook on_submit
 LARGEST.listed = 1
 do

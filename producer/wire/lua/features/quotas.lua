@@ -1,11 +1,11 @@
--- Quotas of tenants, and what they have spent of them: jobs count when they start, tokens by their cost until they
--- end, and by what they took then. A minute's quota is a bucket that fills in a minute; a day's begins at 0:00 UTC.
--- Made when it is needed: a commit must not pay for functions that it does not call.
+-- Quotas of tenants, and the amounts spent: jobs count when they start; tokens count by the job's cost until it ends,
+-- then by its usage. A quota per minute is a bucket that fills in a minute; a quota per day starts at 0:00 UTC. Created
+-- on demand: a commit must not pay for functions that it does not call.
 local function new_quotas()
   local quotas = {MINUTE = 60000, DAY = 86400000}
   local MINUTE, DAY_MS = quotas.MINUTE, quotas.DAY
-  -- {tokens a minute, jobs a minute, tokens a day, jobs a day, jobs that run at once}, false or nil where there is none; nil for
-  -- a tenant without quotas.
+  -- {tokens per minute, jobs per minute, tokens per day, jobs per day, concurrent jobs}, each false if unlimited; nil
+  -- for a tenant without quotas.
   local seen = {}
   function quotas.of(tenant)
     local quota = seen[tenant]
@@ -24,13 +24,13 @@ local function new_quotas()
     return quota or nil
   end
 
-  -- The four sums that a tenant has spent at this moment.
+  -- Return the four sums that a tenant has spent.
   function quotas.spent(tenant, quota)
     local found = redis.call('GET', P .. 'spent:' .. tenant) or ''
     local tokens, jobs, at, day, day_tokens, day_jobs = string.match(found, '^(%S+) (%S+) (%d+) (%d+) (%d+) (%d+)$')
     local spent = {0, 0, 0, 0}
     if tokens then
-      -- Where the clock was set back by more than a minute, that minute has passed.
+      -- If the clock was set back by more than a minute, that minute has passed.
       local passed = at - NOW > MINUTE and math.huge or math.max(0, NOW - at) / MINUTE
       spent[1] = quota[1] and math.max(0, tokens - passed * quota[1]) or 0
       spent[2] = quota[2] and math.max(0, jobs - passed * quota[2]) or 0
@@ -41,19 +41,19 @@ local function new_quotas()
     return spent
   end
 
-  -- `runs` has the running jobs, as `<tenant> <id>`, while there are quotas.
+  -- While there are quotas, `runs` has the running jobs, as `<tenant> <id>`.
   function quotas.running(tenant)
     return redis.call('ZLEXCOUNT', P .. 'runs', '[' .. tenant .. ' ', '(' .. tenant .. '!')
   end
 
-  -- Whether a tenant runs as many jobs as it may.
+  -- Whether a tenant has reached its limit of running jobs.
   function quotas.is_full(tenant)
     local quota = quotas.of(tenant)
     return quota and quota[5] and quotas.running(tenant) >= quota[5] or false
   end
 
-  -- A tenant's quotas in a reply: its name, then limit, what is left and in how many ms all of it is, of each of the five;
-  -- nil where it has none.
+  -- Return a tenant's quotas for a reply: its name, then for each of the five the limit, the remainder and the ms until
+  -- it is full again; nil if it has no quotas.
   function quotas.line(tenant)
     local quota = quotas.of(tenant)
     if not quota then
@@ -73,7 +73,7 @@ local function new_quotas()
   return quotas
 end
 
-local are_set -- as far as this call has asked
+local are_set -- as read in this call
 local function has_quotas()
   if are_set == nil then
     are_set = redis.call('HGET', P .. 'meta', 'quotas') == '1'
@@ -82,8 +82,8 @@ local function has_quotas()
 end
 
 -- @hook on_submit
--- Adds a line to the reply for each tenant that has quotas: its name, and limit, what is left and ms until all of it is left, of
--- tokens a minute, jobs a minute, tokens a day, jobs a day and jobs that run at once; `-` where there is none.
+-- Add a line to the reply for each tenant with quotas: its name, then limit, remainder and ms until full, for tokens
+-- per minute, jobs per minute, tokens per day, jobs per day and concurrent jobs; `-` if unlimited.
 after_submit[#after_submit + 1] = function(tenants, reply)
   local quotas, told = has_quotas() and new_quotas(), {}
   for _, tenant in pairs(quotas and tenants or {}) do

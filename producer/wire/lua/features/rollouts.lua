@@ -1,9 +1,9 @@
 -- @include core/knowing
--- A rollout gives a share of a model's jobs to one revision, the canary. `rollouts` has per model
--- `<open, halted, back or ended> <share of 10,000> <id, tenant or batch> <the canary's revision>`, and `rollout:<model>` the
--- counts of both sides. A submit decides whose a job is. The canary's jobs have `side` in their records and wait in the lane
--- of its revision, like jobs that name it; `canary:<model>` has those that have not ended, by rank. docs/rollouts.md has the
--- rules.
+-- A rollout sends a share of a model's jobs to one revision, the canary. `rollouts` has per model `<open, halted, back
+-- or ended> <share of 10,000> <id, tenant or batch> <the canary's revision>`, and `rollout:<model>` the counts of both
+-- sides. A submission assigns each job to a side. The canary's jobs have `side` in their records and wait in the lane
+-- of its revision, like jobs that name it; `canary:<model>` has those that have not ended, by rank. The rules are in
+-- docs/rollouts.md.
 local rollouts = {}
 do
   -- The rollout of the model that the last part of a lane names, or false.
@@ -22,7 +22,7 @@ do
     return redis.call('ZCOUNT', P .. 'serves:' .. name, int(NOW), '+inf')
   end
 
-  -- Live workers of a name that are not the canary's.
+  -- Live workers of a name that do not serve the canary.
   function rollouts.num_stable(rollout, name)
     return rollouts.live_workers(name) - rollouts.live_workers(name .. '~' .. rollout.to)
   end
@@ -31,8 +31,8 @@ do
     return rollout.state == 'open' and rollouts.live_workers(name .. '~' .. rollout.to) > 0
   end
 
-  -- Whether a live worker of one side knows all that the jobs of a lane need, whose base name is `name`. Of many workers,
-  -- some are read.
+  -- Whether a live worker of one side knows all words that the jobs of a lane need, whose base name is `name`. Reads up
+  -- to MAX_READ workers.
   local MAX_READ = 64
   local able = {}
   function rollouts.is_able(rollout, lane, name, side)
@@ -51,12 +51,12 @@ do
     return able[key]
   end
 
-  -- Whether the canary may be given jobs of a lane.
+  -- Whether the canary may receive jobs of a lane.
   function rollouts.is_taking_from(rollout, lane, name)
     return rollouts.is_taking(rollout, name) and rollouts.is_able(rollout, lane, name, 'canary')
   end
 
-  -- A job has ended. Returns its model.
+  -- Remove a job that has ended. Returns its model.
   function rollouts.forget(id, job)
     local model = string.match(job.lane, '^[^:]+:%w:[^:]+:([^#~]*)')
     if job.side then
@@ -65,13 +65,13 @@ do
     return model
   end
 
-  -- Move jobs of a canary that does not take them back to the other workers; a job that does not wait moves when it does.
+  -- Return jobs of a canary that does not accept them to the other workers; a running job moves when it waits again.
   -- Only scripts that include states.lua call it. Returns how many jobs are left.
   function rollouts.move_back(rollout, limit)
     local key = P .. 'canary:' .. rollout.model
     local first = 0
     if rollout.state == 'open' then
-      first = NOW % math.max(1, redis.call('ZCARD', key) - limit + 1) -- it may take jobs of some adapters and not of others
+      first = NOW % math.max(1, redis.call('ZCARD', key) - limit + 1) -- it may accept jobs of only some adapters
     end
     for _, id in ipairs(redis.call('ZRANGE', key, first, first + limit - 1)) do
       local job = load(id)
@@ -90,7 +90,7 @@ end
 -- @hook on_submit
 do
   local SHARES = 10000
-  local by_lane = {} -- the rollout whose canary takes jobs of a lane, or false: a call may be about thousands of jobs of one
+  local by_lane = {} -- the rollout whose canary takes jobs of a lane, or false; cached for calls with thousands of jobs
 
   on_submit[#on_submit + 1] = function(job, batch, rank)
     local rollout = by_lane[job.lane]
@@ -108,7 +108,8 @@ do
     end
     local decides = (rollout.by == 'tenant' and tenant) or (rollout.by == 'batch' and batch) or job.id
     local point = tonumber(string.sub(redis.sha1hex(rollout.to .. ' ' .. decides), 1, 8), 16) % SHARES
-    -- What only the canary's workers know, such as a new field, is theirs whatever the share.
+    -- Jobs that only the canary's workers know, for example because of a new field, are its own regardless of the
+    -- share.
     if point < rollout.share
       or (not rollouts.is_able(rollout, job.lane, name, 'stable') and rollouts.num_stable(rollout, name) > 0) then
       job.side, job.lane = 'canary', job.lane .. '~' .. rollout.to
@@ -119,12 +120,11 @@ end
 
 -- @hook on_pull
 do
-  local MOVED = 64 -- jobs in a call
+  local MOVED = 64 -- jobs per call
   local MAX_PLACES_READ = 64
 
-  -- Move jobs of a canary that takes jobs, but whose live workers do not know all that these need, to the other workers if
-  -- those do: a worker that knew it was replaced. Jobs that name the revision stay.
-  -- Up to `limit` jobs are read.
+  -- Return jobs to the other workers that the live workers of an open canary cannot run and the others can: the worker
+  -- that could was replaced. Jobs that name the revision stay. Up to `limit` jobs are read.
   local function move_unable(rollout, name, limit)
     local revision = name .. '~' .. rollout.to
     for _, place in ipairs(redis.call('ZRANGE', needs_key(revision), 0, MAX_PLACES_READ - 1)) do
@@ -149,7 +149,7 @@ do
     end
   end
 
-  -- Leave to the workers of the other side what is theirs.
+  -- Leave the jobs of the other side to its workers.
   on_pull[#on_pull + 1] = function(names)
     if redis.call('EXISTS', P .. 'rollouts') == 0 then
       return names
@@ -162,7 +162,7 @@ do
       local base, revision = string.match(name, '^([^~]*)~?(.*)$')
       local rollout = rollouts.of(name)
       local is_left = false
-      -- A canary that serves no such name, such as an adapter of the old base, has nothing to move.
+      -- A canary that does not serve such a name, such as an adapter of the old base, has no jobs to move.
       local may_move = rollout and (rollout.state ~= 'open'
         or redis.call('EXISTS', needs_key(base .. '~' .. rollout.to)) == 1)
       if may_move and not rollouts.is_taking(rollout, base) and are_moved[rollout] == nil then
@@ -216,7 +216,7 @@ do
   local WINDOW = 400
   local SAMPLED, SAMPLED_BYTES = 200, 65536
   local ROLLOUT_TTL = 30 * 86400000
-  -- Errors that are not the job's own, nor its store's. A crash counts as well.
+  -- Errors caused neither by the job nor by its store. A crash counts as well.
   local BLAMED = {engine_error = true, out_of_memory = true, worker_lost = true, output_invalid = true}
 
   local function code_of(job, out)
@@ -226,7 +226,7 @@ do
     end
   end
 
-  -- The canary fails more often than the stable side, by more than the margin, in what was counted last.
+  -- Whether the canary fails more often than the stable side, by more than the margin, in recent counts.
   local function is_worse(found)
     local margin, least, jobs, failures, stable, stable_failures = unpack(found)
     jobs, failures, stable = tonumber(jobs or 0), tonumber(failures or 0), tonumber(stable or 0)
@@ -247,7 +247,8 @@ do
     end
   end
 
-  -- Keep the input of some jobs that the canary did, so that the stable side can be asked the same. Returns whether it is kept.
+  -- Keep the input of some of the canary's jobs, so that the stable side can run the same input. Returns whether it is
+  -- kept.
   local function keep_sample(id, rollout)
     local key = P .. 'sampled:' .. rollout.model
     if redis.call('LLEN', key) >= SAMPLED or redis.call('STRLEN', P .. 'in:' .. id) > SAMPLED_BYTES then
@@ -259,8 +260,8 @@ do
     return true
   end
 
-  -- The rollout of a job whose execution ended, and its side; nil where it does not count: it began before the rollout, or
-  -- the job names a revision.
+  -- The rollout of a job whose execution ended, and its side; nil if it does not count because it started before the
+  -- rollout, or names a revision.
   local function side_of(job)
     local _, _, _, name = split_lane(job.lane)
     local rollout = job.state == 'running' and rollouts.of(name)
@@ -288,7 +289,7 @@ do
       redis.call('PEXPIRE', runs, ROLLOUT_TTL)
     end
     if recent >= WINDOW then
-      -- Older executions weigh less and less.
+      -- Older executions have a decreasing weight.
       local failures = tonumber(redis.call('HGET', key, side .. ':recent_failures') or 0)
       redis.call('HSET', key, side .. ':recent', math.floor(recent / 2), side .. ':recent_failures', math.floor(failures / 2))
     end

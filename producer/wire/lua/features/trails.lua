@@ -1,11 +1,11 @@
 -- @include trails
--- Lists what each audited worker commits, and keeps the inputs for as long, so that all of it can run again if the worker
--- turns out to compute wrong results.
+-- Lists the jobs that each audited worker commits, and keeps their inputs as long as the list, so that all of them can
+-- run again if the worker turns out to compute wrong results.
 -- @hook on_end
 do
   local MAX_LISTED, SLACK = 20000, 512
   local LISTED_TTL = 86400000
-  local workers = {} -- of a call: what is known of a worker, and the entries to add; false: it is not audited
+  local workers = {} -- per call: the audit state of a worker, and the entries to add; false: not audited
 
   local function trail_of(worker)
     if workers[worker] == nil then
@@ -40,7 +40,7 @@ do
     if state ~= 'succeeded' then
       return
     end
-    -- A follower has the result of its leader.
+    -- A duplicate has the result of its primary job.
     local worker = job.worker or (job.leader and redis.call('HGET', P .. 'job:' .. job.leader, 'worker'))
     local trail = worker and trail_of(worker)
     if not trail then
@@ -71,7 +71,7 @@ on_purge[#on_purge + 1] = function(id, job)
   local bytes = redis.call('STRLEN', P .. 'in:' .. id)
   local with_input = redis.call('LREM', key, 1, id .. ' ' .. int(bytes))
   if with_input + redis.call('LREM', key, 1, id) > 0 and redis.call('EXISTS', about) == 1 then
-    -- Jobs before it get a later position, and are forgotten later at most.
+    -- Earlier entries get a later position, and are at worst deleted later.
     redis.call('HINCRBY', about, 'base', 1)
     redis.call('HINCRBY', about, 'held', int(0 - with_input * bytes))
   end

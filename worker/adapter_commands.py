@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
 POLL_S = 0.5
-"""The longest wait for a command, and so for a stop."""
+"""Maximum wait for a command, which also bounds the time to stop."""
 _MAX_SKEW_S = 600.0
-"""Most seconds between a signed command's time and its arrival, so that a recorded one can't be sent again."""
+"""Maximum age of a signed command in seconds, so that a recorded one cannot be sent again."""
 
 
 class WorkerCommands(BackgroundThread):
-    """The thread. `changed` is called after the adapters, or whether it pulls, have changed."""
+    """Executes adapter and pull commands. `changed` is called after the adapters, or whether it pulls, have changed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A thread beside the worker's own, which looks for work until it is stopped."""
+"""A background thread of the worker, which polls for work until it is stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BackgroundThread:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Begin nothing more, and wait up to `timeout` seconds for work in progress."""
+        """Start no more work, and wait up to `timeout` seconds for work in progress."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)

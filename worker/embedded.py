@@ -44,7 +44,7 @@ MAX_SOCKET_PATH = 100
 
 
 class EmbeddedServerError(RuntimeError):
-    """The embedded server cannot be started; the message says why and what to do."""
+    """The embedded server cannot be started. The message contains the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ServerRecord:
 
 
 class EmbeddedServer:
-    """A running server, owned by this process or attached to. A context manager; `close` stops an owned
+    """A running server, which this process owns or is attached to. A context manager; `close` stops an owned
     server.
 
     Start it on a thread that lives as long as the server should: Linux ties the server to that thread.
@@ -109,7 +109,7 @@ class EmbeddedServer:
         return self._owner_lock is not None
 
     def revive(self) -> bool:
-        """Restart the server if it has died and no other process will; True if it was restarted.
+        """Restart the server if it has crashed and no other process does; True if it was restarted.
 
         It comes back at the same URL with every acknowledged write. Raises as `open` does.
         """
@@ -191,7 +191,7 @@ def _process_id(url: str) -> int | None:
         return None
 
 
-# The servers this process started: they must be reaped, and only a parent learns their exit status.
+# The servers that this process started. It must reap them; only the parent receives their exit status.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
@@ -205,7 +205,7 @@ def _start(state_dir: Path) -> ServerRecord:
         unix_socket = _socket_path(state_dir)
         process = _spawn([str(server_binary()), *_options(state_dir, port, unix_socket)], log_path)
         record = ServerRecord(f"redis://127.0.0.1:{port}/0", unix_socket, process.pid, time.time())
-        # Before it answers, so that a client that sees the server again also finds it.
+        # Before the server answers, so that a client that sees the server again also finds it.
         _write_record(state_dir, record, port)
         if _comes_up(process, record.url):
             _children[process.pid] = process
@@ -245,7 +245,7 @@ def _options(state_dir: Path, port: int, unix_socket: str | None) -> list[str]:
 
 
 def _comes_up(process: subprocess.Popen[bytes], url: str) -> bool:
-    """Wait until the server has loaded its data; False if it exited or took too long (and was ended)."""
+    """Wait until the server has loaded its data; False if it exited or took too long (it is then stopped)."""
     give_up = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < give_up:
         if _process_id(url) == process.pid:
@@ -261,7 +261,7 @@ def _is_running(pid: int) -> bool:
     if child is not None:
         return child.poll() is None
     try:
-        # An orphan whose new parent does not reap stays a zombie.
+        # An orphan stays a zombie if its new parent does not reap it.
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
@@ -282,7 +282,7 @@ def _terminate(pid: int) -> None:
 
 
 def _write_record(state_dir: Path, record: ServerRecord, port: int) -> None:
-    """Write server.json by rename, so that a reader sees a whole file."""
+    """Write server.json by rename, so that readers always see a complete file."""
     temporary = state_dir / f"{SERVER_FILE}.{os.getpid()}"
     temporary.write_text(json.dumps(asdict(record)))
     (state_dir / PORT_FILE).write_text(str(port))
@@ -325,7 +325,7 @@ def _last_line(path: Path) -> str:
 
 
 def _wait_for_owner_to_go(state_dir: Path) -> FileLock:
-    """Wait for the owner to exit: it holds its lock but its server does not answer, so one is ending."""
+    """Wait for the owner to exit: it holds its lock but its server does not answer, so it is stopping."""
     give_up = time.monotonic() + STOP_TIMEOUT_S
     while time.monotonic() < give_up:
         if (lock := _try_lock(state_dir / OWNER_LOCK)) is not None:

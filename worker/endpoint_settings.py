@@ -12,25 +12,25 @@ from urllib.parse import urlsplit
 from pagemill.engine.errors import ConfigError
 
 NO_TOKENIZER = "endpoint"
-"""The name in place of a model's folder, where the worker has no tokenizer."""
+"""Replaces the name of a model's folder if the worker has no tokenizer."""
 MAX_URL = 2048
 _PRINTED = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
-    """Where the endpoint is, and what the operator states about it."""
+    """The endpoint's address, and the operator's settings for it."""
 
     url: str
     key: str = field(default="", repr=False)
     revision: str = ""
     """The operator's name for the model's revision."""
     stall_s: float = 60.0
-    """Seconds without output after which a request counts as hanging."""
+    """Seconds without output after which a request counts as hung."""
 
 
 def check_engine_url(url: str) -> str:
-    """Return an endpoint's address. Raises ValueError, which does not quote it."""
+    """Return an endpoint's address. Raises ValueError, whose message does not contain it."""
     rule = (
         "it should be an http or https URL without a user, a query or a fragment, such as http://host:8000/v1"
     )

@@ -7,23 +7,23 @@ import os
 import sys
 
 SWITCH_S = 0.0001
-"""The engine's thread releases the GIL for every kernel, a hundred times a step, and must not wait the usual
-5 ms to get it back from another thread: one that writes checkpoints cost 1.4 % of short jobs' throughput."""
+"""The engine's thread releases the GIL for every kernel, a hundred times per step. It must not wait the
+default 5 ms to get it back: a thread that writes checkpoints cost 1.4 % of short jobs' throughput."""
 
 SPIN_COUNT = "5000"
-"""Turns that an OpenMP thread waits for the next kernel before it sleeps, some 0.1 ms. GNU's runtime takes 300,000,
-in which it keeps a core from the thread that the next kernel waits for: on two cores in use by others, a token took
-three to eight times the processor time, and 16 streams had a sixth of the tokens a second."""
+"""How often an OpenMP thread polls for the next kernel before it sleeps, about 0.1 ms. GNU's runtime polls
+300,000 times and so keeps a core from the thread that prepares the next kernel: on two busy cores, a token
+took three to eight times the CPU time, and 16 streams had a sixth of the tokens per second."""
 
 
 def spin_briefly() -> None:
-    """Have kernels' threads wait by `SPIN_COUNT`, unless the environment says how; before torch is imported."""
+    """Make kernels' threads poll by `SPIN_COUNT`, unless the environment sets it. Call it before torch is imported."""
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def prepare_for_steps() -> None:
-    """Set up this process for steps, once the model is loaded."""
+    """Configure this process for steps, after the model is loaded."""
     _freeze_heap()
     sys.setswitchinterval(SWITCH_S)
 
@@ -31,7 +31,7 @@ def prepare_for_steps() -> None:
 def stay_without_torch() -> None:
     """Keep torch out of this process, whose engine is in another.
 
-    transformers, which reads the tokenizer, imports torch if it finds it: 4 s and 300 MB for nothing.
+    transformers, which reads the tokenizer, imports torch if it is installed: 4 s and 300 MB without use.
     """
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # documented: an import of it fails
@@ -39,8 +39,8 @@ def stay_without_torch() -> None:
 
 
 def _freeze_heap() -> None:
-    """Exclude the model's libraries from garbage collection: half a million permanent objects, whose
-    traversal pauses a step for up to half a second.
+    """Exclude the model's libraries from garbage collection: traversing half a million permanent objects
+    pauses a step for up to half a second.
     """
     gc.collect()
     gc.freeze()

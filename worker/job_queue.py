@@ -1,7 +1,7 @@
-"""A worker's view of the queue: the wire's transitions over one connection, and whether Redis is reachable.
+"""A worker's interface to the queue: the wire's transitions over one connection, and the state of Redis.
 
-Each thread that talks to Redis has its own JobQueue, so that a blocking read delays no lease renewal and no
-commit. They share one Connectivity.
+Each thread that uses Redis has its own JobQueue, so that blocking reads do not delay lease renewals and
+commits. They share one Connectivity.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MEMORY = {
 }
 
 SOCKET_TIMEOUT_S = 5.0
-"""A server that does not answer within this is unreachable. Blocking reads are shorter."""
+"""A server that does not answer within this time is unreachable. Blocking reads are shorter."""
 
 
 class Connectivity:
@@ -50,7 +50,7 @@ class Connectivity:
         self._was_up = False
 
     def record(self, name: str, began: float) -> None:
-        """Record the end of the round trip of transition `name`, which began at `began` (monotonic)."""
+        """Record the end of a round trip of transition `name`, which started at `began` (monotonic)."""
         self._counters.redis_seconds.observe(name, time.monotonic() - began)
 
     @property
@@ -82,7 +82,7 @@ class Connectivity:
 
 
 class ReaderConnectivity(Connectivity):
-    """For read-only clients, which hold no jobs or results: they report outages themselves."""
+    """For read-only clients, which have no jobs or results to lose: they report outages themselves."""
 
     def __init__(self) -> None:
         super().__init__(WorkerCounters())
@@ -97,7 +97,7 @@ class ReaderConnectivity(Connectivity):
 class JobQueue:
     """One worker's transitions on one queue, over one connection.
 
-    Raises RedisUnavailable whenever the server does not answer, or refuses writes.
+    Raises RedisUnavailable whenever the server does not answer, or rejects writes.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class JobQueue:
         return self.run(transitions.renew(self.queue, self.worker_id, held, self.lease_ms))
 
     def wait_for_doorbell(self, models: Sequence[str], timeout_s: float) -> None:
-        """Block until there may be a job for one of `models`, at most `timeout_s`.
+        """Block until there may be a job for one of `models`, up to `timeout_s`.
 
         That must be below the socket's timeout.
         """
@@ -159,13 +159,13 @@ class JobQueue:
         self._guard(lambda: self._client.blpop(bells, timeout=max(0.01, timeout_s)))
 
     def next_command(self, timeout_s: float) -> bytes | None:
-        """Wait for a command to this worker; None: there was none for `timeout_s`."""
+        """Return the next command to this worker; None if there was none for `timeout_s`."""
         key = keys.commands(self.queue, self.worker_id)
         taken = self._guard(lambda: self._client.blpop([key], timeout=timeout_s))
         return None if taken is None else bytes(taken[1])
 
     def server_time(self) -> float:
-        """Return the server's clock in Unix seconds, as of the return: half of the round trip is added."""
+        """Return the server's clock in Unix seconds; half of the round trip is added."""
         began = time.monotonic()
         seconds, microseconds = self._guard(self._client.time)
         return float(seconds) + float(microseconds) / 1e6 + (time.monotonic() - began) / 2
@@ -185,7 +185,7 @@ class JobQueue:
         return reply
 
     def run_many(self, calls: Sequence[Call[T]]) -> list[T | PagemillError]:
-        """Run calls in one round trip. A call that the server refuses yields its error in its place.
+        """Run calls in one round trip. A call that the server rejects yields its error in its place.
 
         Raises RedisUnavailable when the outcome of some call is unknown: send all of them again.
         """
@@ -199,7 +199,7 @@ class JobQueue:
         self._guard(lambda: sync(self._client, self.queue))
 
     def listen_for_cancels(self) -> redis.client.PubSub:
-        """Subscribe to cancels, whose messages are job ids. Raises RedisUnavailable."""
+        """Subscribe to cancellations, whose messages are job ids. Raises RedisUnavailable."""
         pubsub = self._client.pubsub(ignore_subscribe_messages=True)
         self._guard(lambda: pubsub.subscribe(keys.cancel_channel(self.queue)))
         return pubsub
@@ -213,7 +213,7 @@ class JobQueue:
         self._client.close()
 
     def _log_losses(self, swept: SweepReply) -> None:
-        """Log the jobs that a sweep took from workers, and those it buried: their workers died and cannot."""
+        """Log the jobs that a sweep reclaimed or declared dead, since their crashed workers cannot."""
         for job_id, worker in swept.lapsed:
             logger.warning(
                 "lease lapsed; its job waits for another worker",
@@ -228,7 +228,7 @@ class JobQueue:
             )
 
     def _log_memory(self, swept: SweepReply) -> None:
-        """Log when the server's memory runs short, and when it does no more."""
+        """Log when the server's memory becomes short, and when it is sufficient again."""
         if swept.memory != self._memory:
             before, self._memory = self._memory, swept.memory
             level = logging.INFO if swept.memory == "ok" else logging.WARNING
@@ -254,7 +254,7 @@ class ServerClock:
         self._offset = 0.0
 
     def set(self, server_time: float) -> float:
-        """Take over the server's clock; returns how far it is ahead of the local one."""
+        """Adopt the server's clock. Returns how far it is ahead of the local clock."""
         self._offset = server_time - time.time()
         return self._offset
 

@@ -1,4 +1,4 @@
-"""Progress of a wait in the log, so that a process never looks as if it hung."""
+"""Logs the progress of a wait, so that a process never seems to hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LongWait:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Return the seconds since the start."""
         return time.monotonic() - self._began
 
     def report(self, message: str, *args: object) -> None:

@@ -35,11 +35,11 @@ EXIT_USAGE = 2
 EXIT_REDIS = 3
 WATCH_S = 0.2
 CLOSE_S = 5.0
-"""The part of the shutdown time reserved for ending threads and the embedded server."""
+"""The part of the shutdown time reserved for stopping threads and the embedded server."""
 
 
 class ShutdownSignals:
-    """SIGTERM, SIGINT and SIGHUP, counted: the first asks for a drain, the second to hurry."""
+    """Counts SIGTERM, SIGINT and SIGHUP: the first requests a drain, the second a fast one."""
 
     def __init__(self) -> None:
         self.asked = SignalFlag()
@@ -59,10 +59,9 @@ class ShutdownSignals:
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Run a worker until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 drained, 1 failed, 2 usage, 3
-    Redis.
+    """Run a worker until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 drained, 1 failed, 2 usage, 3 Redis.
 
-    Call it on the main thread, once per process. It raises nothing that a user could cause.
+    Call it on the main thread, once per process. It does not raise errors that a user can cause.
     """
     configure_logging(config.log_level, config.log_format)
     signals = ShutdownSignals()
@@ -87,11 +86,13 @@ def _exit_code(error: Exception) -> int:
             return EXIT_FAILED
         case ConfigError() | OSError() | PagemillError():
             return EXIT_USAGE
-    return EXIT_FAILED  # of the engine: a process of a spread model died, or nothing more can be held
+    return EXIT_FAILED  # of the engine: a process of a spread model crashed, or no more results can be held
 
 
 def _embedded_server(config: WorkerConfig) -> EmbeddedServer:
-    """Raises EmbeddedServerError, ConfigError for a configured directory, EngineError for the default one."""
+    """Start or attach to the server. Raises EmbeddedServerError, EngineError; ConfigError for a configured
+    directory.
+    """
     directory = config.state_dir or discovery.state_dir()
     try:
         return EmbeddedServer.open(directory)
@@ -125,7 +126,7 @@ def _serve(
         return EXIT_OK
     finally:
         if not worker.close():
-            # A thread stuck in the model's code would be torn down with the interpreter, which may crash it.
+            # Tearing down a thread in the model's code together with the interpreter may crash the process.
             logger.warning("the engine does not stop; leaving without it")
             if server is not None:
                 server.close()
@@ -136,7 +137,7 @@ def _serve(
 def _watch(
     worker: Worker, server: EmbeddedServer | None, signals: ShutdownSignals, watchdog: Watchdog
 ) -> str | None:
-    """Wait for a signal (None) or the worker's failure (the reason). Raises what loading the model raises."""
+    """Wait for a signal (None) or the worker's failure (the reason). Raises errors of loading the model."""
 
     def on_loaded() -> None:
         prepare_for_steps()

@@ -1,4 +1,4 @@
-"""Whether the worker pulls jobs, as an operator decides: `pagemill workers drain | pause | resume`."""
+"""Whether the worker pulls jobs, as set by an operator: `pagemill workers drain | pause | resume`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PullState = Literal["paused", "draining", "drained", "quarantined"]
 
 
 class PullControl:
-    """Holds the latest decision. Methods are called by several threads."""
+    """Stores the latest command. Methods are called by several threads."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class PullControl:
         """`hand_back` requeues all running jobs, `changed` wakes the thread that pulls.
 
         Args:
-            grace_s: seconds that running jobs may continue after a drain began.
+            grace_s: seconds that running jobs may continue after the start of a drain.
         """
         self._grace_s = grace_s
         self._num_jobs = num_jobs
@@ -35,7 +35,7 @@ class PullControl:
 
     @property
     def state(self) -> PullState | None:
-        """None: the worker pulls."""
+        """The operator's command; None: the worker pulls."""
         match self._decision:
             case "pause":
                 return "paused"
@@ -44,7 +44,7 @@ class PullControl:
         return None
 
     def decide(self, action: Literal["drain", "pause", "resume"]) -> None:
-        """Carry out a command. A drain that is repeated keeps its first grace period."""
+        """Execute a command. A repeated drain keeps its first grace period."""
         with self._lock:
             if action == "drain" and self._decision == "drain":
                 return
@@ -57,7 +57,7 @@ class PullControl:
         self._changed()
 
     def close(self) -> None:
-        """Requeue nothing any more."""
+        """Requeue no more jobs."""
         with self._lock:
             self._stop_timer()
 

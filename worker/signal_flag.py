@@ -1,4 +1,4 @@
-"""A flag that a signal's handler may set while its own thread waits for it."""
+"""A flag that a signal handler may set while its own thread waits for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import queue
 class SignalFlag:
     """`threading.Event` for one thread that waits and the handlers that run on it.
 
-    An Event is not enough: it is set under a lock that `wait` takes too, and a handler that interrupts the thread there
-    would wait for that lock for ever. A SimpleQueue's `put` is reentrant.
+    An Event is set under a lock that `wait` takes too: a handler that interrupts the thread there would
+    deadlock. A SimpleQueue's `put` is reentrant.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class SignalFlag:
         return self._is_set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, for `timeout` seconds at most; returns whether it is."""
+        """Wait until it is set, up to `timeout` seconds. Returns whether it is."""
         if not self._is_set:
             with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=timeout)

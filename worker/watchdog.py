@@ -1,8 +1,8 @@
-"""Ends a process in which no Python code runs any more.
+"""Ends a process in which Python code no longer runs.
 
-A hang in the model's native code that holds the GIL stops every thread: none can detect it, leases lapse, and
-the process would stay there forever. The timer of `faulthandler` needs no GIL: it prints every thread's stack
-and exits with code 1, and the supervisor restarts the process.
+A hang in the model's native code that holds the GIL stops every thread: no thread can detect it, leases
+lapse, and the process would hang forever. The timer of `faulthandler` needs no GIL: it prints every thread's
+stack and exits with code 1, and the supervisor restarts the process.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import faulthandler
 import threading
 
 MARGIN_S = 2.0
-"""The worker itself detects a hang that leaves the GIL free, and reports more about it: it goes first."""
+"""The worker detects hangs that leave the GIL free itself, earlier and with a better report."""
 
 
 class Watchdog:
-    """Once armed, the process exits when its threads have stood still for `limit_s` and a margin.
+    """Once armed, the process exits when its threads have not run for `limit_s` and a margin.
 
-    Arm it after the model is loaded, as native code that loads and compiles may hold the GIL for long, and
-    before the first job is pulled, as one that holds the GIL forever leaves no thread to arm it. A process
-    that was stopped for as long (SIGSTOP, a frozen machine) exits when it is resumed: other workers have its
+    Arm it after the model is loaded, since native code that loads and compiles may hold the GIL for long, and
+    before the first job is pulled, since no thread could arm it while that job holds the GIL. A process that
+    was stopped for as long (SIGSTOP, a frozen machine) exits when it is resumed, since other workers have its
     jobs by then.
     """
 

@@ -1,7 +1,7 @@
-"""The worker: an engine, a queue, and the threads between them, from start to drain.
+"""The worker: an engine, a queue, and the threads between them, from startup to drain.
 
-Threads: the engine's; admission pulls jobs into it; the reporter takes its outputs and writes them; the lease
-keeper renews. worker/process.py waits for signals and watches them.
+Threads: the engine's; admission pulls jobs into it; the reporter writes its outputs; the lease keeper renews.
+worker/process.py waits for signals and monitors the threads.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ logger = logging.getLogger(__name__)
 logging.getLogger(LiveFeed.__module__).addFilter(RepeatedErrors())  # monitoring does not import the producer
 
 WRITE_OUT_S = 5.0
-"""Time for the last writes after the hand-back; leases lapse for what could not be written."""
+"""Seconds for the last writes after jobs are requeued; leases of jobs that could not be written lapse."""
 
 
 class Worker:
-    """One engine on one queue: `start`, `wait_ready`, polls of `failure`; at the end `drain`, `close`."""
+    """An engine on a queue: `start`, `wait_ready`, polls of `failure`; at the end `drain`, `close`."""
 
     def __init__(self, config: WorkerConfig, redis_url: str) -> None:
         self.config = config
@@ -138,7 +138,7 @@ class Worker:
         self._live = LiveFeed(self._live_sources())
 
     def start(self) -> None:
-        """Check the server, open the status port, begin to load the model.
+        """Check the server, open the status port, start to load the model.
 
         Raises RedisUnavailable, or OSError (`pagemill.worker.status.server.PortTaken`) if the port is
         unavailable.
@@ -180,7 +180,7 @@ class Worker:
         self.admission.start(lambda: self._describe().lanes())
         self._commands.start()
         self.audit.start()
-        self.leases.announce()  # clients that submit without naming a model ask the registry
+        self.leases.announce()  # clients that submit without a model name read the registry
         tier = self.engine.engine.tier
         logger.info(
             "ready: model %s, queue %s, worker %s, tier %s",
@@ -198,7 +198,7 @@ class Worker:
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """What every line of the log has, where it has fields."""
+        """Fields of all structured log lines."""
         return {"worker": self.worker_id, "queue": self.config.queue}
 
     @property
@@ -222,7 +222,7 @@ class Worker:
         return None
 
     def drain(self, grace_s: float, hurry: SignalFlag, give_up_at: float) -> None:
-        """Stop pulling; let jobs run on for `grace_s` or until `hurry`; checkpoint and requeue the rest.
+        """Stop pulling; let jobs continue for `grace_s` or until `hurry`; checkpoint and requeue the rest.
 
         All of it ends before `give_up_at` (monotonic).
         """
@@ -244,7 +244,7 @@ class Worker:
                 )
 
     def abandon(self) -> None:
-        """Stop pulling and write ended jobs; leases of the rest lapse, unless the device died."""
+        """Stop pulling and write ended jobs; the other leases lapse, unless the device failed."""
         self.admission.stop()
         if isinstance(self.engine.error, DeviceLost):
             self.admission.join(WRITE_OUT_S)  # jobs it has pulled are requeued as well
@@ -274,12 +274,12 @@ class Worker:
         return is_engine_gone
 
     def _hand_back_all(self) -> None:
-        """Hand every job back to other workers.
+        """Requeue every job.
 
-        If a device died, only the jobs in its last steps can have caused it. They are requeued as if the
-        process had crashed: a crash is counted for those that made no progress, so a job that kills every
-        device soon runs alone and is then buried, while an innocent one progresses elsewhere and is cleared.
-        Nothing is counted for the other jobs, however often devices die under them.
+        If a device failed, only the jobs in its last steps can be the cause. They are requeued as if the
+        process had crashed: a crash is counted for those without progress, so a job that crashes every device
+        soon runs alone and becomes a dead letter, while an innocent job makes progress on another worker and
+        is cleared. For the other jobs nothing is counted, regardless of how often devices fail.
         """
         if isinstance(self.engine.error, DeviceLost):
             self.reporter.engine_lost(suspects=self.engine.error.request_ids)
@@ -348,7 +348,7 @@ class Worker:
         )
 
     def _live_page(self) -> LivePage | None:
-        """Return None if other machines could see the page without its being enabled."""
+        """Return the page; None if other machines could see it without its being enabled."""
         if not (self.config.live_page or is_loopback(self.config.http_host)):
             return None
         return LivePage(self._live, [self.config.http_host, *self.config.live_page_names()])
@@ -429,7 +429,7 @@ class Worker:
         return "quarantined" if self.audit.reason is not None else self._pulling.state
 
     def _health(self) -> Health:
-        """Report the worker live while the engine makes progress, is idle, or is loading."""
+        """Report the worker as live while the engine makes progress, is idle, or is loading."""
         stalled_s = self.engine.stalled_for()
         reason = self.failure()
         details: dict[str, Any] = {
@@ -441,7 +441,7 @@ class Worker:
         return Health(reason is None, details if reason is None else details | {"reason": reason})
 
     def _startup(self) -> Health:
-        """Report good from the moment the model is loaded: for startup probes, which never restart."""
+        """Report success after the model is loaded: for startup probes, which never restart."""
         return Health(self._is_serving, {"state": self._state(), "model": self.config.engine.model})
 
     def _readiness(self) -> Health:
@@ -470,7 +470,7 @@ class Worker:
         refusal = self.admission.refusal
         if refusal is not None:
             details["refusal"] = refusal
-        # Until then no client finds the model: a gateway would answer that it does not exist.
+        # Before that no client finds the model: a gateway would respond that it does not exist.
         announced = self.leases.announced
         details["registered"] = is_registered = announced is not None and announced.state == "ready"
         return Health(
@@ -499,7 +499,7 @@ class Worker:
         return "degraded"
 
     def _queue_figures(self) -> QueueFigures | None:
-        """Return the queue's figures; None while Redis is unreachable: a scrape must not wait for it."""
+        """Return the queue's statistics; None while Redis is unreachable, since a scrape must not wait for it."""
         return self._queue_reader.read() if self.connectivity.is_up else None
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:

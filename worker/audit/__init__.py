@@ -1,1 +1,1 @@
-"""The audit of workers by each other: canaries, and the quarantine of a worker that computes something else."""
+"""Mutual audits of workers: canaries, and the quarantine of a worker with different results."""

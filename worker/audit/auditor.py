@@ -1,7 +1,7 @@
 """The audit of one worker: runs canaries when the engine is idle, votes on them, and quarantines the worker.
 
-It has its own thread and connection. A canary is a request like any other, so it takes its share of a step and no more:
-behind all jobs, or among normal ones if it is overdue.
+It has its own thread and connection. A canary is an ordinary request, so it only takes its share of a step:
+after all jobs, or with the priority of normal ones if it is overdue.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
 LOOK_S = 2.0
-"""The longest until a worker hears that it was outvoted, or that its answer is wanted."""
+"""Maximum seconds until a worker learns that it was outvoted, or that its answer is needed."""
 FIRST_S = 60.0
-"""The longest until the first canary."""
+"""Maximum seconds until the first canary."""
 PATIENCE_S = 120.0
-"""The longest that canaries may take; they wait behind all jobs."""
+"""Maximum duration of canaries in seconds, including the wait for other jobs."""
 
 
 class Auditor(BackgroundThread):
@@ -48,8 +48,8 @@ class Auditor(BackgroundThread):
         is_idle: Callable[[], bool],
         changed: Callable[[], None],
     ) -> None:
-        """`version`: of the software, whose workers are compared. `changed` is called after `reason` has changed, and
-        again while jobs are left to be requeued."""
+        """`version`: of the software; workers with the same one are compared. `changed` is called after
+        `reason` has changed, and again while there are jobs to requeue."""
         super().__init__("pagemill-audit")
         self._queue = queue
         self._engine = engine
@@ -67,17 +67,17 @@ class Auditor(BackgroundThread):
         self._trouble = 0
         self._due = 0.0
         self.reason: str | None = None
-        """Why the worker is quarantined; None: it is not."""
+        """Why the worker is quarantined; None if it is not."""
 
     def start(self) -> None:
-        """Begin, unless canaries are off or the engine does not generate from token ids."""
+        """Start, unless canaries are off or the engine does not generate from token ids."""
         is_model = self._is_local and isinstance(self._engine.input_processor, InputProcessor)
         if self._interval_s and is_model:
             self._due = time.monotonic() + min(self._interval_s, FIRST_S)
             super().start()
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """Take the outputs of canaries; called on the engine's thread."""
+        """Receive outputs of canaries; called on the engine's thread."""
         for output in outputs if self._asked else ():
             asked = self._asked.get(output.request_id)
             if asked is not None:
@@ -185,7 +185,7 @@ class Auditor(BackgroundThread):
         return self._queue.run(call)
 
     def _what(self) -> str:
-        """Name the function that the worker computes, in this version of the software."""
+        """Return a key for the function that the worker computes, with this version of the software."""
         named = f"{self._engine.engine.fingerprint} {self._version} {self._engine.engine.tier}"
         return hashlib.sha256(named.encode()).hexdigest()[:24]
 

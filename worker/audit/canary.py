@@ -1,4 +1,4 @@
-"""The canaries: short prompts, the same on every worker, and the comparison of what two workers computed for them."""
+"""Canaries: short prompts, the same on every worker, and the comparison of two workers' outputs."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ NUM_PROMPTS = 2
 PROMPT_TOKENS = 24
 OUTPUT_TOKENS = 12
 IDLE_PRIORITY = 1 << 20
-"""Behind every job. Where jobs wait all the time, such a request would never run."""
+"""After every job. If jobs are always waiting, a request with this priority never runs."""
 BOUNDS: dict[Tier, float] = {"bitwise": 0.0, "token": 0.001, "continues": 0.1}
-"""The mean difference of two workers' log-probabilities, up to which they agree. docs/audit.md has the measurements."""
+"""Maximum mean difference of two workers' log-probabilities that counts as agreement; see docs/audit.md."""
 TIE = 4.0
-"""How many times the mean difference two candidates may lie apart, where two workers choose differently."""
+"""Maximum distance of two candidates, as a multiple of the mean difference, if two workers choose differently."""
 _VOCABULARY = 512
-"""Ids are below it, where every model has some: special tokens, bytes and short words."""
+"""Ids are below it, since all models have tokens there: special tokens, bytes and short words."""
 
 
 @dataclass(slots=True)
 class Canary:
-    """One prompt, and what an engine computed for it so far."""
+    """One prompt, and the output that an engine has computed for it so far."""
 
     request: AddRequest
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     seconds: list[tuple[int, float]] = field(default_factory=list)
-    """Of each output token the best other one, and how much less likely it is."""
+    """For each output token, the best alternative and how much less likely it is."""
     prompt_logprobs: list[float] = field(default_factory=list)
     error: str | None = None
     is_over: bool = False
 
     def apply(self, output: RequestOutput) -> None:
-        """Take an output of the engine."""
+        """Add an output of the engine."""
         for delta in output.deltas:
             self.token_ids += delta.token_ids
             self.logprobs += [_number(one.logprob) for one in delta.logprobs or ()]
@@ -56,7 +56,7 @@ class Canary:
 
 
 def canaries(number: int, vocab_size: int, priority: int = IDLE_PRIORITY) -> list[Canary]:
-    """Return the canaries of a worker's audit, by its number. Nothing of them comes from the prefix cache."""
+    """Return the canaries of a worker's audit, by its number. They never use the prefix cache."""
     params = SamplingParams(
         max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=0, seed=0
     )
@@ -78,7 +78,7 @@ def canaries(number: int, vocab_size: int, priority: int = IDLE_PRIORITY) -> lis
 
 
 def answer_of(asked: Sequence[Canary], tier: Tier) -> str:
-    """Return what the canaries gave: a digest of every bit, or numbers to compare where bits may differ."""
+    """Return the result of the canaries: a digest of every bit, or values to compare if bits may differ."""
     if tier == "bitwise":
         digest = hashlib.sha256()
         for one in asked:
@@ -98,10 +98,10 @@ def answer_of(asked: Sequence[Canary], tier: Tier) -> str:
 
 
 def difference(own: str, other: str) -> float:
-    """Return the mean difference of log-probabilities of two answers with numbers.
+    """Return the mean difference between the log-probabilities of two answers.
 
-    Each prompt counts, and each output up to the first token that differs: what follows has another beginning.
-    Infinite if one has NaN, or if a differing token is not a near tie on both sides.
+    Prompts count fully, and outputs up to the first token that differs, since later tokens have different
+    prefixes. Infinite if one has NaN, or if a differing token is not a near tie on both sides.
     """
     gaps: list[float] = []
     ties = [0.0]
@@ -119,7 +119,7 @@ def difference(own: str, other: str) -> float:
 
 
 def matching(own: str, answers: Sequence[str], tier: Tier) -> str:
-    """Return the answer that a worker's own agrees with best, or its own if there is none."""
+    """Return the answer that agrees best with a worker's own, or its own if there is none."""
     if tier == "bitwise" or own in answers or not answers:
         return own
     gaps = [difference(own, answer) for answer in answers]

@@ -1,1 +1,1 @@
-"""The engine behind one small interface: on a thread of the worker, or in a process of its own."""
+"""The engine behind one small interface: on a thread of the worker, or in a separate process."""

@@ -1,7 +1,7 @@
-"""The process of an engine: the loop on its main thread, commands read on another.
+"""The engine's process: the loop on its main thread, commands read on another.
 
-It ends with its connection, which the worker closes, or the kernel if the worker dies; on Linux the kernel also
-kills it then, so that code that hangs keeps no device.
+It exits when its connection closes, by the worker or by the kernel if the worker is killed. On Linux the
+kernel then also kills it, so that a hung process does not keep the device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Sent to a group or a service they reach this process too; the worker decides what becomes of it."""
+"""These also reach this process when sent to a group or a service; only the worker reacts to them."""
 _LOOK_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
@@ -58,7 +58,7 @@ class Child:
 
     def run(self, start: StartEngine) -> int:
         """Serve until stopped. Returns the exit code; every failure is sent first."""
-        # From now on: loading must end with the worker, too.
+        # Before loading: a worker that exits must stop it too.
         threading.Thread(target=self._read, name="pagemill-engine-commands", daemon=True).start()
         try:
             self._engine = engine = load(start.config)
@@ -112,7 +112,7 @@ class Child:
         self._send(pickle.dumps(RankDied(reason), PROTOCOL))
 
     def _report(self, report: Report) -> None:
-        """Send a report. Blocks while the worker reads none and the socket is full, so that not more is held here."""
+        """Send a report. Blocks while the worker reads none and the socket is full, so that reports do not pile up."""
         self._send(encode_report(report))
 
     def _send_failure(self, error: BaseException) -> None:
@@ -130,7 +130,7 @@ class Child:
 
 def main(connection: Connection) -> NoReturn:
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # ignored ones would stay so in processes that this one starts
+        signal.signal(number, lambda *_: None)  # processes that this one starts would inherit ignored signals
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.set_inheritable(connection.fileno(), False)
     if sys.platform == "linux":
@@ -145,7 +145,7 @@ def main(connection: Connection) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit at once: tearing down libraries takes long, and threads of theirs may hang."""
+    """Exit immediately: tearing down libraries is slow, and their threads might hang."""
     logging.shutdown()
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""Chooses where a worker's engine runs."""
+"""The choice of where a worker's engine runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pagemill.worker.engine_host.process import EngineProcess, LogSettings
 from pagemill.worker.engine_host.thread import EngineThread
 
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Of the drivers of NVIDIA, AMD, and Windows' subsystem for Linux."""
+"""Device files of the drivers of NVIDIA, AMD, and Windows' subsystem for Linux."""
 
 
 def runs_in_process(config: WorkerConfig) -> bool:
-    """Return True if the engine gets a process of its own. Asks no library about devices: that takes seconds."""
+    """Return True if the engine runs in a separate process. Does not query device libraries, which takes seconds."""
     if config.engine_process != "auto":
         return config.engine_process == "on"
     engine = config.engine
@@ -28,7 +28,7 @@ def runs_in_process(config: WorkerConfig) -> bool:
 
 
 def make_host(config: WorkerConfig, deliver: Deliver, log_fields: dict[str, str]) -> EngineHost:
-    """Return the host of the configured engine, to be started."""
+    """Create the host of the configured engine, without starting it."""
     if config.engine_url is not None:
         from pagemill.worker.engine_host.endpoint.host import (
             EndpointHost,

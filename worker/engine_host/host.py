@@ -1,4 +1,4 @@
-"""What the worker's threads see of its engine, wherever that runs."""
+"""The interface between the worker's threads and its engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Deliver = Callable[[list[RequestOutput]], None]
 
 
 class AdapterNames(Protocol):
-    """The adapters that jobs may name, as `AdapterPool` has them. For any thread."""
+    """The adapters that jobs may name, in the form of `AdapterPool`. For any thread."""
 
     def add(self, name: str, directory: Path) -> Adapter | None: ...
 
@@ -46,7 +46,7 @@ class AdapterNames(Protocol):
 
 
 class EngineFace(Protocol):
-    """What an engine is: constant once it is loaded, but for the names of adapters. For any thread."""
+    """Properties of an engine: constant once it is loaded, except for the names of adapters. For any thread."""
 
     @property
     def served_models(self) -> tuple[str, ...]: ...
@@ -65,7 +65,7 @@ class EngineFace(Protocol):
 
     @property
     def lacks(self) -> frozenset[str]:
-        """The abilities that it does not have, as jobs' lanes name them."""
+        """The abilities that it does not have, under their names in jobs' lanes."""
         ...
 
     @property
@@ -79,15 +79,15 @@ class EngineFace(Protocol):
 
     @property
     def input_processor(self) -> InputProcessor | PoolingInputProcessor:
-        """The engine's tokenising and validating half."""
+        """The part of the engine that tokenizes and validates."""
         ...
 
 
 class EngineHost(ABC):
-    """Runs an engine. `deliver` is called on a thread of the host's and must not block.
+    """Runs an engine. `deliver` is called on a thread of the host and must not block.
 
-    A request that the engine refuses comes back through `deliver` as a finished output with an error code;
-    `add` itself never fails.
+    A request that the engine rejects is delivered as a finished output with an error code; `add` itself never
+    fails.
     """
 
     def __init__(self, deliver: Deliver) -> None:
@@ -100,15 +100,15 @@ class EngineHost(ABC):
         self.error: BaseException | None = None
 
     pid: int | None = None
-    """The engine's process, if it has one of its own and is started."""
+    """The engine's process, if it is separate and started."""
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to load the model."""
+        """Start to load the model."""
 
     @abstractmethod
     def stop(self, timeout: float) -> bool:
-        """Ask the loop to exit after its step; True if it is gone within `timeout` seconds."""
+        """Ask the loop to exit after its step; True if it exits within `timeout` seconds."""
 
     @property
     @abstractmethod
@@ -121,13 +121,13 @@ class EngineHost(ABC):
 
     @abstractmethod
     def lost_rank(self) -> str | None:
-        """The process that died, of a model spread over several; None if all are alive."""
+        """The crashed process of a model spread over several; None if all are alive."""
 
     @abstractmethod
     def _send(self, command: Command) -> None: ...
 
     def wait_loaded(self, timeout: float | None = None) -> bool:
-        """Return True once the model is loaded. Raises the EngineError that loading failed with, if it did."""
+        """Return True once the model is loaded. Raises the EngineError if loading failed."""
         self._loaded.wait(timeout)
         if isinstance(self.error, EngineError):
             raise self.error
@@ -141,7 +141,7 @@ class EngineHost(ABC):
         self._send(AbortRequest(request_id))
 
     def hold(self, held: bool) -> None:
-        """Pause stepping, or resume. Requests and aborts are still taken."""
+        """Pause stepping, or resume. Requests and aborts are still accepted."""
         self._send(SetHeld(held))
 
     def watch_blocks(self, seconds: float) -> None:
@@ -150,7 +150,7 @@ class EngineHost(ABC):
 
     @property
     def input_processor(self) -> InputProcessor | PoolingInputProcessor:
-        """The engine's tokenising and validating half; safe on any thread."""
+        """The part of the engine that tokenizes and validates; safe on any thread."""
         return self.engine.input_processor
 
     @property
@@ -160,11 +160,11 @@ class EngineHost(ABC):
 
     @property
     def stats(self) -> EngineStats | None:
-        """The latest snapshot, at most `STATS_INTERVAL_S` old while the engine steps; None while it loads."""
+        """The latest snapshot, up to `STATS_INTERVAL_S` old while the engine steps; None while it loads."""
         return self._stats
 
     def stalled_for(self) -> float:
-        """Seconds since the loop last made progress; 0 while loading, idle or held, infinite once dead."""
+        """Seconds since the loop last made progress; 0 while loading, idle or held, infinite after a crash."""
         if self.state is EngineState.FAILED:
             return float("inf")
         return time.monotonic() - self._progress_at if self.state is EngineState.RUNNING else 0.0

@@ -1,5 +1,5 @@
-"""The loop around an engine: takes commands between two steps, and reports after each. The same on a thread of the
-worker and in a process of its own.
+"""The loop around an engine: takes commands between two steps, and reports after each. It is the same on a
+thread of the worker and in a separate process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STATS_INTERVAL_S = 0.1
 def load(config: EngineConfig) -> AnyEngine:
     """Load the model for a worker. Raises `EngineError`, mostly `ModelLoadError`."""
     spin_briefly()
-    # Imports torch, so only who owns the engine pays for it.
+    # This imports torch, so only the process with the engine does it.
     from pagemill.engine.serving import load_engine
 
     engine = load_engine(config)
@@ -61,7 +61,7 @@ class EngineLoop:
         self._stats_at = 0.0
 
     def run(self) -> None:
-        """Step until stopped. Raises what the engine raises."""
+        """Step until stopped. Raises the engine's errors."""
         while self._take_commands():
             self._step()
 

@@ -52,7 +52,7 @@ class Stop:
 
 
 Command = AddRequest | AbortRequest | SetHeld | WatchBlocks | Stop
-"""What the loop takes between two steps."""
+"""Commands that the loop takes between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +73,20 @@ class EngineState(enum.Enum):
     """Has work, but was asked not to step."""
     STOPPED = "stopped"
     FAILED = "failed"
-    """The loop died of `EngineHost.error`, for good."""
+    """The loop has stopped permanently because of `EngineHost.error`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the loop reports after a step, and whenever it begins or ends to wait."""
+    """The loop's report after a step, and whenever it starts or stops waiting."""
 
     state: EngineState
     progress_at: float
-    """`time.monotonic()`, which the processes of a machine share."""
+    """`time.monotonic()`, which all processes of a machine share."""
     num_taken: int
     """Commands taken so far."""
     capacity: Capacity | None = None
-    """The headroom after the last step; this and the next: None for no news."""
+    """The headroom after the last step; this and the next: None if unchanged."""
     stats: EngineStats | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
 
@@ -100,7 +100,7 @@ class AdaptersChanged:
 
 @dataclass(frozen=True, slots=True)
 class StartEngine:
-    """The first message to an engine's process; the answer is a `ServedModel` or `Failed`."""
+    """The first message to an engine's process; the reply is a `ServedModel` or `Failed`."""
 
     config: EngineConfig
     log_level: str
@@ -110,13 +110,13 @@ class StartEngine:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine died of this, or could not be loaded."""
+    """The error that ended the engine, or with which it could not be loaded."""
 
     error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
 class RankDied:
-    """The process that died, of a model spread over several."""
+    """The crashed process of a model spread over several."""
 
     reason: str

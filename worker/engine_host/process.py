@@ -1,7 +1,7 @@
-"""The engine in a process of its own, as the worker handles it: started, listened to, ended.
+"""The worker's side of an engine in a separate process: start, communication, and stop.
 
-The worker's threads and the step loop share no interpreter then. Requests are at most those that admission has let
-in, so what waits in either process is bounded by its credit.
+The worker's threads and the step loop then do not share an interpreter. The number of requests is limited by
+admission, so the messages waiting in either process are bounded by its credit.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ logger = logging.getLogger(__name__)
 
 _CHILD = "pagemill.worker.engine_host.child"
 _EXIT_S = 5.0
-"""The time a process gets to exit once its connection has closed."""
+"""Seconds that a process has to exit after its connection has closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """As `configure_logging` takes them."""
+    """The arguments of `configure_logging`."""
 
     level: str = "info"
     format: Literal["console", "json"] = "console"
@@ -57,7 +57,7 @@ class LogSettings:
 
 
 class EngineProcess(EngineHost):
-    """A process that dies unasked is a device that was lost."""
+    """An engine in another process. If it exits unexpectedly, the device counts as lost."""
 
     def __init__(self, config: EngineConfig, deliver: Deliver, log: LogSettings | None = None) -> None:
         super().__init__(deliver)
@@ -72,11 +72,11 @@ class EngineProcess(EngineHost):
         self._is_stopping = False
         self._rank_died: str | None = None
         self._in_engine: set[str] = set()
-        """Requests sent, and not reported to have ended."""
+        """Requests that were sent and whose end has not been reported."""
         self._counting = threading.Lock()
         self._num_sent = 0
         self._unanswered_since: float | None = None
-        """`time.monotonic()` when the process last took a command, while it has not taken all."""
+        """`time.monotonic()` of the last command that the process took, while others are pending."""
 
     def start(self) -> None:
         self._thread.start()
@@ -108,7 +108,7 @@ class EngineProcess(EngineHost):
         return self._rank_died if self.is_alive else None
 
     def stalled_for(self) -> float:
-        """As an engine's on a thread; also while the process takes no commands."""
+        """As for an engine on a thread; also grows while the process does not take commands."""
         stalled_s, since = super().stalled_for(), self._unanswered_since
         return stalled_s if since is None else max(stalled_s, time.monotonic() - since)
 
@@ -133,7 +133,7 @@ class EngineProcess(EngineHost):
                 import_libraries()
             while (data := self._receive()) is not None:
                 self._handle(pickle.loads(data))
-        except EngineError as error:  # the tokenizer is read here once more
+        except EngineError as error:  # the tokenizer is read again here
             self._fail(error)
         except BaseException as error:
             logger.exception("the engine's process can't be followed")
@@ -141,8 +141,8 @@ class EngineProcess(EngineHost):
         self._end()
 
     def _spawn(self) -> None:
-        """Start the process from this thread, with whose end the kernel would kill it."""
-        # Blocked until the process has handlers: a signal to the whole service would end it.
+        """Start the process from this thread. The kernel kills the process when this thread ends."""
+        # Blocked until the process has handlers: until then a signal to the whole service would end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         with self._theirs:
             fd = self._theirs.fileno()
@@ -151,13 +151,13 @@ class EngineProcess(EngineHost):
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(fd,),
-                start_new_session=True,  # Ctrl-C is for the worker, which may want to finish its work
+                start_new_session=True,  # Ctrl-C is for the worker, which may have to finish jobs
             )
         self.pid = self._process.pid
         self._sender.start()
 
     def _receive(self) -> bytes | None:
-        """Return the next message; None once the process has closed its end."""
+        """Return the next message; None after the process has closed its end."""
         try:
             return self._connection.recv_bytes()
         except (EOFError, OSError):
@@ -188,7 +188,7 @@ class EngineProcess(EngineHost):
         super()._take(report)
 
     def _end(self) -> None:
-        """Let the process exit, and log how it ended if this was not requested."""
+        """Let the process exit, and log how it ended if the worker did not request it."""
         self._sender.close()
         self._connection.close()
         if self._process is not None:

@@ -16,7 +16,7 @@ from pagemill.worker.engine_host.messages import AdaptersChanged, ChangeAdapter
 
 
 class RemoteAdapters(AdapterNames):
-    """A copy of the names. Changes are made over there, and wait for the answer."""
+    """A copy of the names. Changes are made in the other process, and wait for its reply."""
 
     def __init__(self, named: Iterable[Adapter]) -> None:
         super().__init__()
@@ -33,15 +33,15 @@ class RemoteAdapters(AdapterNames):
         self._send = send
 
     def add(self, name: str, directory: Path) -> None:
-        """Have a folder read and checked, and give it a name. Raises `EngineError` as `AdapterPool.add` does."""
+        """Have a folder checked, and register a name for it. Raises `EngineError` as `AdapterPool.add` does."""
         self._change("add", name, directory)
 
     def remove(self, name: str) -> None:
-        """Forget a name. Raises `UnknownAdapter`."""
+        """Remove a name. Raises `UnknownAdapter`."""
         self._change("remove", name, None)
 
     def take(self, answer: AdaptersChanged) -> None:
-        """Take the engine's answer to a change."""
+        """Apply the engine's reply to a change."""
         self._named = {one.name: one for one in answer.named}
         with self._lock:
             asked = self._asked.pop(answer.number, None)
@@ -51,7 +51,7 @@ class RemoteAdapters(AdapterNames):
             asked.set_result(None)
 
     def give_up(self) -> None:
-        """Answer who waits: the engine's process has ended. No change can be made from now on."""
+        """Reply to waiting callers that the engine's process has ended. Later changes fail too."""
         with self._lock:
             self._send = None
             asked, self._asked = self._asked, {}

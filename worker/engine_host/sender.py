@@ -1,4 +1,4 @@
-"""Sends commands to an engine's process on a thread of its own: an abort must not wait for a process that hangs."""
+"""Sends commands to an engine's process on a separate thread, so that an abort does not wait for a hung process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.worker.engine_host.codec import PROTOCOL
 from pagemill.worker.engine_host.messages import ChangeAdapter, Command, StartEngine
 
 MAX_UNSENT_BYTES = 32 << 20
-"""Requests wait for the other side beyond this; everything else is small, and goes into the queue at once."""
+"""Requests wait for the other side beyond this; other messages are small and are queued immediately."""
 
 
 class Sender:
@@ -30,7 +30,7 @@ class Sender:
         self._thread.start()
 
     def put(self, message: Command | ChangeAdapter | StartEngine, *, waits: bool = False) -> None:
-        """Queue a message; with `waits`, once there is room for it. After `close` it goes nowhere."""
+        """Queue a message; with `waits`, once there is capacity. Messages after `close` are dropped."""
         data = pickle.dumps(message, PROTOCOL)
         with self._changed:
             while waits and self._unsent and self._num_bytes + len(data) > self._max_unsent_bytes:
@@ -50,7 +50,7 @@ class Sender:
         try:
             while (data := self._next()) is not None:
                 self._connection.send_bytes(data)
-        except OSError:  # who receives from it learns that it has ended, and why
+        except OSError:  # the receiving thread reports that the process has ended, and why
             self.close()
 
     def _next(self) -> bytes | None:

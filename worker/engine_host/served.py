@@ -1,4 +1,4 @@
-"""A loaded engine as another process sees it: what it is, and the half that needs no device."""
+"""A loaded engine as another process sees it: its properties, and the part that does not need a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The first message of an engine's process. The tokenizer is read again from its folder where it arrives."""
+    """The first message of an engine's process. The receiver reads the tokenizer again from its folder."""
 
     served_models: tuple[str, ...]
     fingerprint: str

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineThread(EngineHost):
-    """It shares the interpreter with the worker's other threads."""
+    """Runs the engine in the interpreter of the worker's other threads."""
 
     def __init__(self, config: EngineConfig, deliver: Deliver) -> None:
         super().__init__(deliver)

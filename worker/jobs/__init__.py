@@ -1,1 +1,1 @@
-"""One job from pull to end: admission, progress, leases, the final write."""
+"""The life of a job on a worker: admission, progress, leases, the final write."""

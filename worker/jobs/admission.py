@@ -1,7 +1,7 @@
-"""Admission: pulls as many jobs as the engine has room for, and turns them into requests.
+"""Admission: pulls as many jobs as the engine has capacity for, and turns them into requests.
 
-A pulled job is invisible to other workers, so none is pulled only to wait here. Room is counted in rows and
-in KV tokens: the free or evictable blocks, less the expected growth of running requests.
+A pulled job is invisible to other workers, so none is pulled only to wait here. Capacity is counted in rows
+and in KV tokens: the free or evictable blocks, less the expected growth of running requests.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
 DOORBELL_S = 0.5
-"""The longest sleep of an idle worker before it looks for jobs and sweeps anyway."""
+"""Maximum sleep of an idle worker before it polls for jobs and sweeps anyway."""
 BLOCKED_POLL_S = 0.25
 FETCHING_S = 0.05
 """The same while payloads are being fetched."""
 LONG_STEP_S = 2.0
-"""While a step takes longer than this, jobs are left to other workers."""
+"""While a step takes longer, jobs are left to other workers."""
 MAX_JOBS_PER_PULL = 64
 MAX_FETCHING = 2 * NUM_THREADS
-"""Payloads on their way from the store."""
+"""Maximum number of payloads being fetched from the store."""
 JOBS_PER_START = 16
-"""Jobs announced and started at a time: the engine begins while the rest are prepared."""
+"""Jobs announced and started together: the engine starts while the rest are prepared."""
 _IMAGE = b'"image_url"'
-"""In the envelope of a job with images, unless it is encrypted: then they are decoded on this thread."""
+"""Occurs in the envelope of a job with images; encrypted ones are decoded on this thread."""
 MAX_MEDIA_BYTES = 1 << 30
-"""Prepared images of running jobs, beyond which none is started. They are held until their job ends."""
+"""Bytes of prepared images of running jobs above which no job is started. They are held until their job ends."""
 OUTPUT_RATIO_WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The room for jobs that may be pulled now. If for none, `blocked` says why."""
+    """The capacity for jobs that may be pulled now. If it is zero, `blocked` has the reason."""
 
     jobs: int
     tokens: int
     block_size: int = 1
     blocked: BlockReason | None = None
     urgent_only: bool = False
-    """It is room that jobs of high priority may take from running ones of low priority."""
+    """The capacity is reserved for high-priority jobs, which may preempt running ones of low priority."""
 
 
 class OutputForecast:
@@ -87,18 +87,17 @@ class OutputForecast:
         self._ratio += OUTPUT_RATIO_WEIGHT * (used - self._ratio)
 
     def remaining(self, job: RunningJob) -> int:
-        """Return the output tokens a job is still expected to add, over all its samples; at least one each."""
+        """Return the output tokens that a job is expected to add, over all its samples; at least one per sample."""
         expected = int(job.max_tokens * self._ratio) * job.params.num_sequences
         return max(job.params.num_sequences, expected - job.generated_tokens)
 
 
 def credit(engine: EngineHost, running: list[RunningJob], forecast: OutputForecast) -> Credit:
-    """Compute the engine's room for more jobs.
+    """Compute the engine's capacity for more jobs.
 
-    Rows are the engine's, less those its requests will hold after its next step: a job pulled during a step
-    is ready when the next one is planned, and those rows would be idle otherwise. Tokens are the blocks
-    counted after the last step, less the growth still to come: a request not yet counted will grow by its
-    full size.
+    Rows: the engine's, minus those that its requests will occupy after its next step, since a job pulled
+    during a step is ready when the next one is planned. Tokens: the blocks available after the last step,
+    minus the expected growth; a request that is not counted yet will grow by its full size.
     """
     capacity, stats = engine.capacity, engine.stats
     if capacity is None or stats is None or engine.state is EngineState.LOADING:
@@ -136,8 +135,8 @@ def _media_bytes(jobs: list[RunningJob]) -> int:
 def _free_tokens(capacity: Capacity, live: list[RunningJob], forecast: OutputForecast) -> int:
     """Return the tokens of further jobs that the available blocks hold once running jobs have grown.
 
-    Where layers have windows, a token takes fewer blocks the longer its job is: further jobs are taken to be
-    as long as the running ones, and to need a block in every group of layers if there are none.
+    If layers have windows, a token takes fewer blocks the longer its job is. Further jobs are assumed to be
+    as long as the running ones, or without any, to need a block in every group of layers.
     """
     growth = [len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live]
     if capacity.block_limits == (None,):
@@ -158,9 +157,9 @@ def _free_tokens(capacity: Capacity, live: list[RunningJob], forecast: OutputFor
 
 
 def _urgent_credit(live: list[RunningJob], rows: int, max_num_seqs: int, free: Credit) -> Credit:
-    """Compute the room for urgent jobs in an engine without rows: what is free, and what low jobs may give.
+    """Compute the capacity for urgent jobs in an engine without free rows, which may preempt low-priority jobs.
 
-    `rows` is at most 0: below it, by what more than the engine's rows is asked for.
+    `rows` is 0, or negative by the number of requested rows beyond the engine's.
     """
     low = [job for job in live if job.job.priority == "low" and not job.is_about_to_end]
     rows += min(sum(job.params.num_sequences for job in low), max_num_seqs // 2)
@@ -183,7 +182,7 @@ class Admission:
         webhooks: WebhookPolicy,
         pulling: Callable[[], PullState | None] = lambda: None,
     ) -> None:
-        """`pulling`: what an operator decided; None: pull."""
+        """`pulling`: the operator's decision; None: pull."""
         self._queue = queue
         self._pulling = pulling
         self._keys = context.hmac_keys
@@ -210,11 +209,11 @@ class Admission:
             None if store is None else StoredInputs(self._open_ready, context.config.store_timeout_s)
         )
         self._pictured: StoredInputs | None = None
-        """Jobs with images at hand, whose decoding must not delay other jobs."""
+        """Jobs with images in the payload, whose decoding must not delay other jobs."""
         self.blocked: BlockReason | None = "loading"
         """The reason this worker can't pull; None if it can."""
         self.refusal: str | None = None
-        """Why the last pull failed, unless the server was unavailable: a worker that can't pull is not ready."""
+        """The error of the last pull, unless the server was unavailable: a worker that cannot pull is not ready."""
 
     def start(self, lanes: Callable[[], list[str]]) -> None:
         """`lanes`: the last parts of the lanes to pull from at the moment."""
@@ -222,7 +221,7 @@ class Admission:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop pulling. A pull in progress still hands its jobs to the engine."""
+        """Stop pulling. A pull in progress still passes its jobs to the engine."""
         self._stop.set()
         self._room.set()
 
@@ -236,11 +235,11 @@ class Admission:
         return self._thread.is_alive()
 
     def recheck(self) -> None:
-        """Look for jobs now: an operator has decided whether to."""
+        """Poll for jobs now, after an operator has paused or resumed pulling."""
         self._room.set()
 
     def on_finished(self, job: RunningJob | None) -> None:
-        """Look for jobs again: `job` has left the engine, or is about to. Called on the reporter's thread."""
+        """Poll for jobs again: `job` has left the engine, or is about to. Called on the reporter's thread."""
         if job is not None:
             self._forecast.observe(job)
         self._room.set()
@@ -253,7 +252,7 @@ class Admission:
                 self.refusal = None
             except RedisUnavailable:
                 self._wait_for_redis()
-            except QueueFull as error:  # out of memory: only results can be written, and they make room
+            except QueueFull as error:  # out of memory: only results can be written, and they free memory
                 logger.warning("no jobs can be pulled: %s; trying again", error, extra=IN_LOOP)
                 self._blocked_for("redis", DOORBELL_S)
             except Exception as error:
@@ -285,7 +284,7 @@ class Admission:
         self._counters.credit_blocks = room.tokens // room.block_size
         lanes = self._servable_lanes()
         may_fetch = self._inputs is not None and num_stored < MAX_FETCHING
-        # What is fetched has at most half of the room: a store that hangs stops no other jobs.
+        # Up to half of the capacity is for jobs being fetched, so that a slow store does not stop other jobs.
         num_jobs = room.jobs - min(num_fetching, room.jobs // 2)
         reply = self._queue.pull(
             lanes,
@@ -311,8 +310,8 @@ class Admission:
         elif reply.queued and reply.limited_ms is not None:
             self._blocked_for("rate", min(DOORBELL_S, reply.limited_ms / 1000))
         elif reply.queued and len(self._table):
-            # They need more room than there is, or wait for a suspect to end: the doorbell would wake us for
-            # nothing.
+            # They need more capacity than there is, or wait for a suspect to end: the wake-up key would not
+            # help.
             self._blocked_for("kv", BLOCKED_POLL_S)
         else:
             self.blocked = None
@@ -321,7 +320,7 @@ class Admission:
             self._queue.wait_for_doorbell(reply.bells or lanes, min(longest_s, due_s))
 
     def _servable_lanes(self) -> list[str]:
-        """Return the lanes to pull from: none of adapters while jobs here wait for one to be in memory."""
+        """Return the lanes to pull from, without those of adapters while jobs wait for one to be loaded."""
         lanes, stats = self._lanes(), self._engine.stats
         if stats is None or not stats.adapters.waiting:
             return lanes
@@ -336,14 +335,14 @@ class Admission:
         self._counters.admission_blocked_seconds.inc(reason, time.monotonic() - began)
 
     def _wait_for_redis(self) -> None:
-        """Wait until the leases have been renewed: a pull sweeps, and would take away our own lapsed ones."""
+        """Wait until the leases have been renewed: a pull sweeps, and would reclaim this worker's own lapsed ones."""
         away_since = time.monotonic()
         self.blocked = "redis"
         while not self._stop.is_set() and not self._leases.wait_renewed(away_since, BLOCKED_POLL_S):
             self._counters.admission_blocked_seconds.inc("redis", BLOCKED_POLL_S)
 
     def _take(self, pulled: list[PulledJob]) -> None:
-        """Open, announce and start jobs. Those in the store are started once they have been fetched."""
+        """Open, announce and start jobs. Jobs in the store start after they have been fetched."""
         at_hand: list[RunningJob | None] = []
         for item in pulled:
             if self._inputs is not None and is_stored(item.payload):
@@ -356,7 +355,7 @@ class Admission:
         self._begin([job for job in at_hand if job is not None])
 
     def _take_in_fetched(self) -> None:
-        """Start the jobs that have been fetched from the store, and end those that can't be; as far as images fit."""
+        """Start the jobs that have been fetched from the store, as far as images fit, and end invalid ones."""
         if not (threaded := self._threaded()):
             return
         held = _media_bytes([job for job in self._table.running() if not job.has_left_engine])
@@ -373,14 +372,14 @@ class Admission:
         return [inputs for inputs in (self._inputs, self._pictured) if inputs is not None]
 
     def _open_ready(self, pulled: PulledJob) -> Job:
-        """Open an envelope, and make the job's images ready. Raises what both raise."""
+        """Open an envelope, and prepare the job's images. Raises the errors of both."""
         job = self._open_envelope(pulled)
         return self._images.made_ready(job, self._engine.input_processor) if job.images else job
 
     def _begin(self, jobs: list[RunningJob]) -> None:
         if not jobs:
             return
-        # Before a job's first step: only a job that entered one can have crashed its worker.
+        # Before a job's first step: only a job that entered a step can have crashed its worker.
         replies = self._announce([job.announcement(self._queue.queue) for job in jobs])
         for job, reply in zip(jobs, replies, strict=True):
             if reply == "stale":
@@ -395,7 +394,7 @@ class Admission:
                 self._reporter.cancelled(job.job_id)
 
     def _prepare(self, pulled: PulledJob, opened: Callable[[], Job]) -> RunningJob | None:
-        """Make the record of a job that is to run; one that can't fails alone."""
+        """Create the record of a job to run; if that fails, only this job fails."""
         started_at = self._clock.now()
         try:
             job = opened()
@@ -418,7 +417,7 @@ class Admission:
         except (InvalidJob, InvalidRequest, InvalidParameter) as error:
             self._refuse(pulled, JobError(str(error), error.code))
         except Exception as error:
-            # An exception that a payload causes fails only its own job.
+            # An exception caused by a payload fails only its own job.
             name = type(error).__name__
             logger.error("job %s: it made validation fail with %s at %s", pulled.job_id, name, _place(error))
             self._refuse(pulled, JobError(f"the job can't be read: {name}", "invalid_job"))
@@ -429,13 +428,13 @@ class Admission:
         return None
 
     def _refuse(self, pulled: PulledJob, error: JobError) -> None:
-        """End a job that never became a request, or put it off if its payload is out of reach."""
+        """End a job that never became a request, or delay it if its payload is unavailable."""
         outcome = Outcome.RETRIED if error.retryable else Outcome.FAILED
         info = ErrorInfo(code=error.code, message=error.message, retryable=error.retryable)
         self._reporter.end(pulled, outcome, info)
 
     def _announce(self, calls: list[Any]) -> list[Any]:
-        """Send until the server has answered: half-started jobs must not be dropped."""
+        """Send until the server has answered: partially started jobs must not be dropped."""
         while True:
             try:
                 return self._queue.run_many(calls)
@@ -446,6 +445,6 @@ class Admission:
 
 
 def _place(error: BaseException) -> str:
-    """Return where `error` was raised. Not its message or source lines, which may quote the prompt."""
+    """Return where `error` was raised, without its message or source lines, which may quote the prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"

@@ -1,4 +1,4 @@
-"""The end of a job on this worker: how it ends, and the write that records it."""
+"""The end of a job on this worker: its outcome, and the write that records it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class End:
-    """A job's last write, which may be sent any number of times: the server applies it once."""
+    """A job's last write. It may be sent any number of times: the server applies it once."""
 
     pulled: PulledJob
     outcome: Outcome
@@ -28,14 +28,13 @@ class End:
     job: RunningJob | None
     """None if it never became a request."""
     error: ErrorInfo | None
-    """Why it ended without a result; quotes neither the prompt nor the output."""
+    """Why it ended without a result. Quotes neither the prompt nor the output."""
     body: bytes
-    """The result or the error, as it is committed."""
+    """The result or the error, in the form that is committed."""
     stored: str
-    """The URI of the result, if it lies in the store."""
+    """The URI of the result, if it is stored in the store."""
     needs_checkpoint: bool
-    """The last tokens must be checkpointed first: as a partial result, the end of a stream or the resume
-    point of the next execution."""
+    """The last tokens must be checkpointed first: for a partial result, the end of a stream or the next execution."""
 
     @property
     def job_id(self) -> str:
@@ -55,8 +54,7 @@ class End:
         return self.job.new_tokens if self.job is not None else 0
 
     def name_of(self, reply: Any) -> str:
-        """Return what the server made of it: a terminal state, or released, lapsed, retrying, fenced,
-        already_done, error."""
+        """Return the server's verdict: a terminal state, or released, lapsed, retrying, fenced, already_done, error."""
         if isinstance(reply, Exception):
             return "error"
         if isinstance(reply, RenewReply):
@@ -78,9 +76,9 @@ def end(
 
     Args:
         ended: a pulled job never became a request.
-        error: what a job without a result ends with, and what is retried.
-        result: the result as it is committed: sealed where keys are set; a stub if the result is `stored` at a URI.
-        needs: what the worker lacks that hands the job back.
+        error: the error of a job without a result, or the cause of a retry.
+        result: the result as committed: encrypted if keys are set; a stub if the result is `stored` at a URI.
+        needs: the abilities that the worker lacks, if it requeues the job.
     """
     job, pulled = (ended, ended.pulled) if isinstance(ended, RunningJob) else (None, ended)
     held = (pulled.job_id, pulled.token)
@@ -123,7 +121,7 @@ def end(
 
 
 class JobListener:
-    """Hears of this worker's jobs once the server has replied. Called on the threads of admission and the reporter."""
+    """Receives events of this worker's jobs after the server's reply, on the threads of admission and the reporter."""
 
     def received(self, pulled: PulledJob) -> None:
         """The job was pulled."""
@@ -135,17 +133,17 @@ class JobListener:
         """Another worker has the lease; `job` is None if it had not started."""
 
     def ended(self, end: End, reply: str, began_at: float, error: Exception | None) -> None:
-        """The last write was answered.
+        """The server has replied to the last write.
 
         Args:
             reply: as `End.name_of` returns it.
             began_at: when the write was sent, by the server's clock.
-            error: what the server refused the write with.
+            error: the error with which the server rejected the write.
         """
 
 
 class JobListeners(JobListener):
-    """Several listeners as one. An error of one is logged: it reaches neither the jobs nor the other listeners."""
+    """Combines several listeners. Errors of a listener are logged, and affect neither jobs nor other listeners."""
 
     def __init__(self, *listeners: JobListener) -> None:
         self._listeners = listeners

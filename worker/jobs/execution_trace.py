@@ -1,4 +1,4 @@
-"""The traced facts of an execution: times, settings and counts, without its prompt and output."""
+"""Trace data of an execution: times, settings and counts, without its prompt and output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill.worker.jobs.running_job import RunningJob
 def execution_trace(
     queue: str, end: End, outcome: str, commit_began: float, commit_ended: float
 ) -> ExecutionTrace:
-    """Describe an execution that ended in `end`; the commit's times are by the server's clock."""
+    """Describe the execution that ended in `end`; the commit's times are by the server's clock."""
     pulled, job = end.pulled, end.job
     asked = _fields(pulled) if job is None else {}
     is_first = pulled.attempt == 1 and not pulled.crashes and not pulled.entries
@@ -63,7 +63,7 @@ def _attributes(job: RunningJob) -> dict[str, Value]:
 
 
 def _fields(pulled: PulledJob) -> dict[str, object]:
-    """Read what the payload allows of a job that was refused before it became a request."""
+    """Read fields from the payload of a job that was rejected before it became a request."""
     try:
         fields = json.loads(pulled.payload)
     except (ValueError, RecursionError):

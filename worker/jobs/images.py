@@ -1,4 +1,4 @@
-"""Images of jobs: fetched from their addresses, if the operator allows that, and given to the engine as bytes."""
+"""Images of jobs: fetched from their addresses, if the operator allows it, and passed to the engine as bytes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from pagemill.producer.wire.webhooks.delivery import FetchFailed, fetch
 from pagemill.producer.wire.webhooks.policy import Refused, Unresolved, WebhookPolicy
 
 MAX_FETCH_S = 60.0
-"""Seconds for all images of one job."""
+"""Maximum seconds to fetch all images of one job."""
 
 
 class ImageInputs:
-    """Makes the images of jobs ready for the engine. For any thread."""
+    """Prepares the images of jobs for the engine. For any thread."""
 
     def __init__(self, policy: WebhookPolicy) -> None:
         """`policy`: the hosts whose images are fetched."""
@@ -37,14 +37,14 @@ class ImageInputs:
         self._tls = ssl.create_default_context() if policy.is_on else None
 
     def made_ready(self, job: Job, processor: InputProcessor | PoolingInputProcessor) -> Job:
-        """Return a job that has images with them fetched; the processor's cache holds what the engine needs of them.
+        """Return a job with its images fetched; the processor's cache then holds their prepared form.
 
         Raises:
             JobError: an image is not fetched: `retryable` if its server does not answer.
             pagemill.engine.errors.InvalidRequest: an image can't be used.
         """
         if not isinstance(processor, InputProcessor):
-            return job  # which refuses chats
+            return job  # which rejects chats
         if any(map(is_fetched, job.images)):
             job = self._fetched(job)
         processor.read_images(engine_messages(job))
@@ -67,7 +67,7 @@ class ImageInputs:
         )
 
     def _fetch(self, url: str) -> str:
-        """Return an image as a `data:` URL. Raises JobError, which does not quote the address."""
+        """Return an image as a `data:` URL. Raises JobError, whose message does not contain the address."""
         try:
             if self._tls is None:
                 self._policy.check(url)
@@ -87,7 +87,7 @@ class ImageInputs:
 
 
 def engine_messages(job: Job) -> list[dict[str, Any]]:
-    """Return a job's messages as the engine takes them, with the bytes of images. Raises InvalidParameter."""
+    """Return a job's messages in the engine's form, with the bytes of images. Raises InvalidParameter."""
     return [
         message.model_dump(mode="json", exclude_none=True, exclude={"content"})
         | ({} if message.content is None else {"content": _engine_content(message.content)})

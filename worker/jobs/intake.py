@@ -1,4 +1,4 @@
-"""Turns an opened job into a request of the engine's, and finds the checkpoint that it resumes from."""
+"""Conversion of an opened job into an engine request, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """The wire's priorities as the engine's: lower runs first."""
 
 Unusable = Literal["unsigned", "broken", "fingerprint"]
-"""Why a checkpoint can't be resumed: not signed with our key; malformed; from another model."""
+"""Why a checkpoint cannot be resumed: not signed with this worker's key; malformed; from another model."""
 
 
 def running_job(
     pulled: PulledJob, job: Job, engine: EngineFace, *, queue: str, keys: Keys, started_at: float
 ) -> RunningJob:
-    """Make the record of a job that is about to run.
+    """Create the record of a job that is about to run.
 
     Args:
         keys: those that sign checkpoints.
@@ -50,7 +50,7 @@ def running_job(
         InvalidJob, pagemill.engine.errors.InvalidRequest: the job's own error. No message quotes its input.
     """
     fingerprint = engine.fingerprint
-    # Looked up once: under one name, a reload may store another adapter between two lookups.
+    # Looked up once: between two lookups, a reload may replace the adapter of this name.
     adapter = None if job.adapter is None else engine.adapters.find(job.adapter)
     if adapter is not None:
         fingerprint = with_adapter(fingerprint, adapter.digest)
@@ -85,7 +85,7 @@ def request(
     engine: EngineFace,
     adapter: Adapter | None = None,
 ) -> tuple[AddRequest, ChatSyntax | None]:
-    """Return a job as the engine takes it, and how to read its text, if not as it is.
+    """Return the engine request of a job, and the syntax of its text, if it has one.
 
     Args:
         resume: a checkpoint that an engine with this fingerprint wrote.
@@ -100,7 +100,7 @@ def request(
         _check_rows(job, task)
     _check_result_size(job, params, len(token_ids), task)
     added = AddRequest(
-        request_id=f"{pulled.job_id}#{pulled.token}",  # a job that comes back has another
+        request_id=f"{pulled.job_id}#{pulled.token}",  # a requeued job has another token
         prompt_token_ids=token_ids,
         params=params,
         task=task,
@@ -117,7 +117,7 @@ def request(
 def processed(
     job: Job, job_id: str, processor: InputProcessor | PoolingInputProcessor
 ) -> tuple[list[int], SamplingParams, Task, ChatSyntax | None, tuple[MediaItem, ...]]:
-    """Return a job's prompt tokens, its parameters and task, how to read its text, if not as it is, and its media.
+    """Return a job's prompt tokens, its parameters and task, the syntax of its text, if any, and its media.
 
     Raises:
         InvalidJob, pagemill.engine.errors.InvalidRequest: the job's own error. No message quotes its input.
@@ -156,7 +156,7 @@ def _processed_text(
 
 
 def _params(job: Job, job_id: str, model_defaults: Mapping[str, float]) -> SamplingParams:
-    """Return the job's sampling parameters as the engine's. Raises `pagemill.engine.errors.InvalidRequest`.
+    """Return the engine's sampling parameters for the job. Raises `pagemill.engine.errors.InvalidRequest`.
 
     A job without a seed (submitted by hand) gets one from its id: the same on every worker.
     """
@@ -168,14 +168,14 @@ def _params(job: Job, job_id: str, model_defaults: Mapping[str, float]) -> Sampl
 
 
 def _sample_states(resume: Checkpoint | None, params: SamplingParams, task: Task) -> list[SampleState] | None:
-    """Return what each sample continues from; None: all start from the prompt."""
+    """Return the state from which each sample continues; None: all start from the prompt."""
     if resume is None or isinstance(task, Pool):
         return None
     if isinstance(task, Generate) and task.outline is not None and task.outline.trigger:
         return None  # only the process that followed its calls knows where they ended
     states = [SampleState(index, []) for index in range(params.n)]
     for saved in resume.seqs:
-        # A continuation is scored as a whole.
+        # A continuation is scored in one piece.
         if saved.index < params.n and (saved.finish_reason is not None or not isinstance(task, Score)):
             states[saved.index] = SampleState(
                 saved.index, list(saved.token_ids), saved.finish_reason, saved.text
@@ -211,7 +211,7 @@ def _check_rows(job: Job, task: Pool) -> None:
 
 
 def _check_result_size(job: Job, params: SamplingParams, num_prompt_tokens: int, task: Task) -> None:
-    """Refuse log-probabilities that no result can hold, if the job's own fields determine their number.
+    """Reject log-probabilities that exceed a result, if the job's own fields determine their number.
 
     Raises:
         InvalidJob: result_too_large.
@@ -247,7 +247,7 @@ def _chat_options(job: Job) -> ChatOptions:
 def _checkpoint(
     pulled: PulledJob, queue: str, keys: Keys, fingerprint: str, vocab_size: int
 ) -> Checkpoint | Unusable | None:
-    """Return the stored checkpoint, if there is one, or why an engine with this fingerprint can't resume from it."""
+    """Return the stored checkpoint, if there is one, or why an engine with this fingerprint cannot resume it."""
     if not pulled.entries:
         return None
     if not may_continue(pulled.fingerprint, fingerprint):

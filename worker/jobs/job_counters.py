@@ -1,4 +1,4 @@
-"""Counts what becomes of jobs."""
+"""Counters of job outcomes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class JobCounters(JobListener):
         try:
             estimated = Estimate.read(estimate)
         except ValueError:
-            return  # of another version
+            return  # from another version
         after_ms = now * 1000 - estimated.start
         kept: EstimateOutcome = (
             "p50" if after_ms <= estimated.p50 else "p90" if after_ms <= estimated.p90 else "late"

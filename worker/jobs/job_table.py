@@ -27,7 +27,7 @@ class JobTable:
             self._leases[job_id] = token
 
     def release(self, job_id: str, token: int) -> bool:
-        """Forget a job; False if it was not, or no longer, held under `token`."""
+        """Remove a job; False if it was not, or is no longer, held under `token`."""
         with self._lock:
             if self._leases.get(job_id) != token:
                 return False
@@ -38,7 +38,7 @@ class JobTable:
     def start(self, job: RunningJob, send: Callable[[AddRequest], None]) -> bool:
         """Add `job` and `send` its request to the engine atomically, so that an abort can only come after.
 
-        False, and nothing sent, if its lease was lost meanwhile.
+        Returns False without sending if its lease was lost meanwhile.
         """
         with self._lock:
             if self._leases.get(job.job_id) != job.token:
@@ -67,5 +67,5 @@ class JobTable:
             return list(self._running.values())
 
     def __len__(self) -> int:
-        """The number of jobs held."""
+        """Return the number of jobs held."""
         return len(self._leases)

@@ -1,4 +1,4 @@
-"""Reports every job's transitions on this worker: a log line each, the live page's list of ends, and spans.
+"""Reports each job's transitions on this worker: log lines, the live page's list of ended jobs, and spans.
 
 Lines carry ids as fields (`job_id`, `token`, `attempt`), never any text of a prompt or an output.
 """
@@ -31,7 +31,7 @@ _MESSAGES = {
 
 
 class Journal(JobListener):
-    """The listener that reports: in the log, on the live page, and in traces."""
+    """Reports transitions in the log, on the live page, and in traces."""
 
     def __init__(self, queue: str, ends: JobEnds, clock: ServerClock, tracing: Tracing | None) -> None:
         self._queue = queue
@@ -94,7 +94,7 @@ class Journal(JobListener):
         try:
             tracing.record(execution_trace(self._queue, end, reply, began_at, self._clock.now()))
         except Exception:
-            logger.exception("an execution could not be traced")  # a trace is never worth losing a job
+            logger.exception("an execution could not be traced")  # a trace is not worth losing a job
 
     def _age(self, job: RunningJob | None) -> float:
         return max(0.0, self._clock.now() - job.started_at) if job is not None else 0.0

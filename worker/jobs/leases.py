@@ -1,6 +1,6 @@
-"""Keeps the worker's leases: renews them, and learns which jobs were lost or cancelled.
+"""Keeps the worker's leases: renews them, and detects lost and cancelled jobs.
 
-It has its own thread and connection, so that neither a long step nor a slow commit lets a lease lapse. It
+It has its own thread and connection, so that leases do not lapse during a long step or a slow commit. It
 renews only while the engine makes progress: a hung worker must lose its jobs to a healthy one.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
 CANCEL_POLL_S = 0.2
-"""The longest wait for a pushed cancel, and so for a stop."""
+"""Maximum wait for a pushed cancellation, which also bounds the time to stop."""
 
 
 class LeaseListener(Protocol):
@@ -79,13 +79,13 @@ class LeaseKeeper:
         return self._thread.is_alive()
 
     def announce(self) -> None:
-        """Have the worker's entry in the registry updated within `CANCEL_POLL_S`; returns at once."""
+        """Have the worker's entry in the registry updated within `CANCEL_POLL_S`, without waiting for it."""
         self._announce.set()
 
     def wait_renewed(self, since: float, timeout: float) -> bool:
-        """Wait for a renewal that began after `since` (monotonic).
+        """Wait for a renewal that started after `since` (monotonic).
 
-        Nothing may be pulled earlier after an outage: a pull sweeps, and our own leases have lapsed.
+        After an outage, no pull may precede it: a pull sweeps, and this worker's leases have lapsed.
         """
         with self._renewed:
             return self._renewed.wait_for(lambda: self._renewed_at > since, timeout)
@@ -131,8 +131,7 @@ class LeaseKeeper:
     def _renew_leases(self) -> None:
         began = time.monotonic()
         held = self._table.leases()
-        # Renew before anything else: after an outage, every millisecond gives other workers a chance to take
-        # the jobs.
+        # Renew before anything else: after an outage, every millisecond lets other workers reclaim the jobs.
         reply = self._queue.renew(held)
         self._counters.leases_held = len(held) - len(reply.lost)
         self._counters.lease_renewals.inc("renewed", len(held) - len(reply.lost))
@@ -147,7 +146,7 @@ class LeaseKeeper:
             self._renewed.notify_all()
 
     def _listen(self, timeout_s: float) -> None:
-        """Wait for pushed cancels, which the next renewal would report too, only later."""
+        """Wait for pushed cancellations. The next renewal would report them too, but later."""
         if self._pubsub is None:
             self._pubsub = self._queue.listen_for_cancels()
         job_id = self._queue.next_cancel(self._pubsub, timeout_s)

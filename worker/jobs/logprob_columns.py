@@ -24,7 +24,7 @@ class LogprobColumns:
     def __init__(self, texts: TokenText) -> None:
         self._texts = texts
         self._ends = array("q")
-        """The end of each position's entries in the columns below; its chosen token comes first."""
+        """The end of each position's entries in the columns below; the chosen token comes first."""
         self._token_ids = array("i")
         self._logprobs = array("d")
         """NaN for a forced token."""

@@ -1,4 +1,4 @@
-"""The rows of a job for vectors, labels or scores, as its result stores them."""
+"""The rows of a job for vectors, labels or scores, in the form that its result stores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pagemill.producer.wire.schema.outputs import Rows, RowsDtype
 
 
 def rows_of(pooled: PooledRows, dtype: RowsDtype) -> Rows:
-    """Encode the rows; as float32 anyway if a number is too large for float16."""
-    import numpy as np  # a worker without a model's libraries has none
+    """Encode the rows, as float32 if a value is too large for float16."""
+    import numpy as np  # a worker without model libraries does not have it
 
     rows = np.frombuffer(pooled.data, "<f4").reshape(-1, pooled.width)
     data = pooled.data

@@ -2,7 +2,7 @@
 ended.
 
 One thread and one connection. Writes are coalesced per job and sent in one round trip for all jobs. During a
-Redis outage outputs are still taken in and ends are held; when too many are, the engine stops stepping.
+Redis outage outputs are still received and ends are held; if they are too many, the engine stops stepping.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ logger.addFilter(RepeatedErrors())
 TICK_S = 0.2
 """The interval of deadline checks when nothing else happens."""
 TAKE_S = 0.05
-"""The longest that events are taken in between two writes."""
+"""Maximum time to receive events between two writes."""
 RELEASE_PATIENCE_S = 2.0
-"""The longest that a job being requeued waits for the engine's final output."""
+"""Maximum wait of a job being requeued for the engine's final output."""
 MAX_STREAMS_OFTEN = 32
-"""With more streams than these, what follows their first tokens is written half as often: a write is a read, an event
-and a packet for each of them, which take the processor from a model that runs beside them."""
+"""With more streams than these, tokens after the first are written half as often: each write costs a read, an
+event and a packet per stream, which take CPU time from a model on the same machine."""
 MAX_WRITES = 500
-"""Writes in one round trip."""
+"""Maximum number of writes in one round trip."""
 MAX_UNSAVED_LOGPROBS = 16_384
-"""Per round trip of checkpoints, where they are objects until it is over. A single job may exceed it."""
-TOO_LARGE = f"its result has more than {MAX_RESULT_BYTES >> 20} MiB: reduce n, max_tokens or logprobs"
+"""Maximum per round trip of checkpoints, during which they are objects. A single job may exceed it."""
+TOO_LARGE = f"its result has more than {MAX_RESULT_BYTES >> 20} MiB: ask for less of n, max_tokens or logprobs at once"
 CANCELLED = Ending(Outcome.CANCELLED, ErrorInfo(code="cancelled", message="the job was cancelled"))
 
 
@@ -58,7 +58,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop the running job `job_id`, or all if it is None."""
+    """Request to stop the running job `job_id`, or all if it is None."""
 
     job_id: str | None
     ending: Ending
@@ -73,7 +73,7 @@ class EngineLost:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A result that went to the store, or could not."""
+    """A result that was written to the store, or could not be."""
 
     end: End
 
@@ -82,20 +82,20 @@ Event = list[RequestOutput] | Lost | Stop | EngineLost | End | Written
 
 
 def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float, streams: int = 1) -> bool:
-    """Return True if a running job's progress should be written now (monotonic seconds), with this many streams."""
+    """Return True if a running job's progress should be written now (monotonic seconds), for that many streams."""
     if job.is_progress_saved and not job.has_unsaved:
         return False
     if job.unsaved_tokens >= config.checkpoint_tokens:
         return True
     if job.is_saved_often:
         if job.unsaved_tokens and not job.has_saved_tokens:
-            return True  # its first token goes out at once
+            return True  # its first token is written immediately
         slower = streams > MAX_STREAMS_OFTEN
-        # A deadline, not the time passed: rounding makes (t + 0.1) - t less than 0.1 for many t.
+        # Compares with a deadline, since (t + 0.1) - t rounds to less than 0.1 for many t.
         return now >= job.saved_at + config.stream_checkpoint_s * (2 if slower else 1)
     if job.is_about_to_end:
-        return False  # its final write follows shortly, with everything
-    # Before its first unsaved token there was nothing to lose, however long it waited.
+        return False  # its final write follows shortly and contains everything
+    # The interval starts at the first unsaved token: before it there was nothing to lose.
     return now >= max(job.saved_at, job.unsaved_since) + config.checkpoint_s
 
 
@@ -114,7 +114,7 @@ def _round_trips(jobs: Sequence[RunningJob]) -> Iterator[list[RunningJob]]:
 
 
 class ProgressReporter:
-    """Owns every running job's record; others send it events."""
+    """Owns the records of all running jobs; other threads send it events."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class ProgressReporter:
         on_finished: Callable[[RunningJob | None], None],
         results: StoredResults | None = None,
     ) -> None:
-        """`on_finished` is called when a job has left the engine, or is about to, so that more may be pulled;
-        with the job, if it is known and ended by itself."""
+        """`on_finished` is called when a job has left the engine, or is about to, so that more can be pulled;
+        with the job, if it is known and ended without being stopped."""
         self._config = context.config
         self._queue = queue
         self._table = context.table
@@ -139,7 +139,7 @@ class ProgressReporter:
         self._ended: dict[str, End] = {}
         self._results = results
         self._storing: dict[str, float] = {}
-        """Ended jobs whose results go to the store: `time.monotonic()` when they go into Redis instead."""
+        """Ended jobs whose results are written to the store, until the `time.monotonic()` after which Redis is used."""
         self._stopping: dict[str, float] = {}
         self._engine: EngineHost | None = None
         self._is_holding = False
@@ -156,9 +156,9 @@ class ProgressReporter:
         self._thread.start()
 
     def stop(self, timeout: float, *, abandon: bool = False) -> bool:
-        """Write everything pending, for at most `timeout` seconds; True if nothing is left.
+        """Write everything pending, within `timeout` seconds; True if nothing is left.
 
-        `abandon`: do not wait for jobs that the engine still has.
+        `abandon`: do not wait for jobs that are still in the engine.
         """
         self._is_abandoning = abandon
         self._give_up_at = time.monotonic() + timeout
@@ -174,7 +174,7 @@ class ProgressReporter:
         return self._thread.is_alive()
 
     def deliver(self, outputs: list[RequestOutput]) -> None:
-        """Take a batch of the engine's outputs; called on the engine's thread."""
+        """Receive a batch of the engine's outputs; called on the engine's thread."""
         self._events.put(outputs)
 
     def end(
@@ -185,11 +185,11 @@ class ProgressReporter:
         *,
         needs: Sequence[str] = (),
     ) -> None:
-        """End a job that never became a request. `needs`: as `end` of ending.py takes it."""
+        """End a job that never became a request. `needs`: as for `end` of ending.py."""
         self._events.put(end(self._queue.queue, pulled, outcome, error, needs=needs))
 
     def end_complete(self, job: RunningJob) -> None:
-        """End a job whose checkpoint holds all of its output."""
+        """End a job whose checkpoint contains all of its output."""
         self._events.put(self._completed(job, None))
 
     def lost(self, job_id: str, token: int) -> None:
@@ -203,11 +203,11 @@ class ProgressReporter:
         self._events.put(Stop(None, Ending(Outcome.RELEASED)))
 
     def distrust_all(self) -> None:
-        """Stop every running job, and release it to begin again: what this worker computed is wrong."""
+        """Stop all running jobs and requeue them without checkpoints, because this worker computes wrong results."""
         self._events.put(Stop(None, Ending(Outcome.DISTRUSTED)))
 
     def engine_lost(self, suspects: frozenset[str]) -> None:
-        """Checkpoint every job, requeue those whose request is not a suspect, and let the other leases lapse."""
+        """Checkpoint every job, requeue those whose requests are not suspects, and let the other leases lapse."""
         self._events.put(EngineLost(suspects))
 
     def _run(self) -> None:
@@ -233,7 +233,7 @@ class ProgressReporter:
         return settled or time.monotonic() >= self._give_up_at
 
     def _take_events(self) -> None:
-        """Wait for an event, then take those pending, within a limit: a fast engine must not delay writes."""
+        """Wait for an event, then process those pending, within a limit: a fast engine must not delay writes."""
         try:
             event = self._events.get(timeout=self._wait_s())
             until = time.monotonic() + TAKE_S
@@ -295,7 +295,7 @@ class ProgressReporter:
             self._on_finished(None)
 
     def _finish(self, job: RunningJob, output: RequestOutput | None) -> None:
-        """End a job that the engine has finished, or, with None, whose last output did not come in time."""
+        """End a job that the engine has finished, or, with None, whose last output did not arrive in time."""
         self._stopping.pop(job.request_id, None)
         job.left_engine_at = self._clock.now()
         if job.ending is not None and job.ending.outcome is Outcome.DISTRUSTED:
@@ -316,14 +316,14 @@ class ProgressReporter:
         self._on_finished(job if job.is_complete else None)
 
     def _hold(self, ended: End) -> None:
-        """Hold an end until it is written; a large result goes to the store first."""
+        """Hold an end until it is written; a large result is first written to the store."""
         self._ended[ended.key] = ended
         if self._results is not None and self._results.takes(ended):
             self._storing[ended.key] = time.monotonic() + self._config.store_timeout_s
             self._results.write(ended)
 
     def _is_storing(self, key: str, now: float) -> bool:
-        """Return whether a result is still on its way to the store. Close to the end of a drain, none is waited for."""
+        """Return whether a result is still being written to the store. Near the end of a drain, return False."""
         is_late = self._give_up_at is not None and now >= self._give_up_at - RELEASE_PATIENCE_S
         return not is_late and now < self._storing.get(key, 0.0)
 
@@ -332,7 +332,7 @@ class ProgressReporter:
             self._results.discard(ended.stored)
 
     def _completed(self, job: RunningJob, output: RequestOutput | None) -> End:
-        """End a complete job with its result, or with an error if that is too large. Any thread."""
+        """End a complete job with its result, or with an error if that is too large. For any thread."""
         assert self._engine is not None, "outputs come from an engine"
         body = job.result_json(output, tier=self._engine.engine.tier, now=self._clock.now())
         if len(body) > MAX_RESULT_BYTES:
@@ -370,11 +370,12 @@ class ProgressReporter:
                 self._finish(stalled, None)
 
     def _drop(self, job_id: str, token: int) -> None:
-        """Stop a job whose lease another worker has, and report nothing."""
+        """Stop a job whose lease another worker has, without a report."""
         job = self._table.by_job(job_id)
         if not self._table.release(job_id, token):
             return
-        # Its commit may have come, and only the reply been lost: a file that nothing took goes within the hour.
+        # Its commit may have succeeded although the reply was lost; an unused file is deleted within the
+        # hour.
         self._ended.pop(f"{job_id}#{token}", None)
         if job is not None and self._engine is not None:
             self._engine.abort(job.request_id)
@@ -453,7 +454,7 @@ class ProgressReporter:
                 self._measure(one.job, taken)
 
     def _measure(self, job: RunningJob, taken: int) -> None:
-        """Count a job that succeeded towards the worker's speed; `taken` rows were, at its end."""
+        """Include a successful job in the worker's speed; `taken` rows were occupied at its end."""
         stats = self._engine.stats if self._engine is not None else None
         if stats is not None and stats.loaded.max_num_seqs and job.left_engine_at is not None:
             row_seconds = (job.left_engine_at - job.started_at) * job.params.num_sequences
@@ -482,7 +483,7 @@ class ProgressReporter:
 
 
 def _held_blocks(job: RunningJob, capacity: Capacity) -> int:
-    """Return the KV blocks that a job's samples hold at most; they share those of the prompt."""
+    """Return the maximum KV blocks that a job's samples hold; they share those of the prompt."""
     if job.phase == "waiting":
         return 0
     prompt = job.prompt_tokens_done

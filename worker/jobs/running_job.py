@@ -1,4 +1,4 @@
-"""A job that this worker runs: its input, its output so far, and how much of that is stored in Redis."""
+"""A running job of this worker: its input, its output so far, and how much of that is stored in Redis."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from pagemill.worker.jobs.logprob_columns import LogprobColumns, TokenText, prom
 from pagemill.worker.jobs.pooled_rows import rows_of
 
 MAX_RESULT_BYTES = 7 << 20
-"""Limit on a result's JSON. The server has one thread: it stores a result of this size in some 40 ms."""
+"""Maximum size of a result's JSON. The single-threaded server needs about 40 ms to store a result of this size."""
 MAX_LOGPROBS = 98_304
-"""Tokens with a log-probability in one result: that many take about as many bytes as the limit above."""
+"""Maximum number of tokens with a log-probability in one result; they take about as many bytes as the limit above."""
 BYTES_PER_TOKEN = 4
 BYTES_PER_LOGPROB = 40
-"""The least that one takes in a result's JSON."""
+"""Minimum bytes that one takes in a result's JSON."""
 
 
 def _no_text(token_id: int) -> str:
@@ -61,7 +61,7 @@ def _no_text(token_id: int) -> str:
 
 
 class Outcome(enum.Enum):
-    """How a job ends on this worker. The first four are the states that a job may be committed as."""
+    """The outcome of a job on this worker. The first four are the states that a job can be committed as."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -69,16 +69,16 @@ class Outcome(enum.Enum):
     EXPIRED = "expired"
     RETRIED = "retried"
     RELEASED = "released"
-    """Requeued: it counts as no attempt."""
+    """Requeued, without counting an attempt."""
     DISTRUSTED = "distrusted"
-    """Requeued to begin again from its prompt: this worker computes wrong results."""
+    """Requeued to restart from its prompt, because this worker computes wrong results."""
     LAPSED = "lapsed"
-    """Its lease ends now, as if the worker's process had died."""
+    """Its lease ends now, as if the worker's process had crashed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What becomes of a running job that is being stopped, if it does not finish first."""
+    """The outcome of a running job that is being stopped, unless it finishes first."""
 
     outcome: Outcome
     error: ErrorInfo | None = None
@@ -97,7 +97,7 @@ class SampleRecord:
     saved_chars: int = 0
     saved_finish: bool = False
     syntax: str | None = None
-    """How to read `text`, as `ChatSyntax` writes it; None: as it is."""
+    """The syntax of `text`, as `ChatSyntax` writes it; None: plain text."""
     labels: dict[str, Any] | None = None
     """The fields of an output with the labels' probabilities."""
 
@@ -123,7 +123,7 @@ class SampleRecord:
         )
 
     def restore(self, saved: CheckpointSample, token_text: TokenText) -> None:
-        """Take over a sample of the stored checkpoint."""
+        """Restore a sample from the stored checkpoint."""
         self.token_ids, self.text, self.finish_reason = list(saved.token_ids), saved.text, saved.finish_reason
         if saved.logprobs is not None:
             self.logprobs = LogprobColumns(token_text)
@@ -137,7 +137,7 @@ class SampleRecord:
         self.saved_finish = delta.finish_reason is not None
 
     def num_reasoning_tokens(self, token_text: TokenText) -> int:
-        """Count the tokens up to the end of the thinking."""
+        """Count the tokens up to the end of the reasoning."""
         syntax = ChatSyntax.read(self.syntax or "")
         tags = THINKING.get(syntax.thinking or "")
         if tags is None or not (syntax.is_open or self.text.lstrip().startswith(tags.opening)):
@@ -174,55 +174,55 @@ class SampleRecord:
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
-    """A running job. Once in the table, only the reporter's thread writes it; admission reads its counts."""
+    """A running job. Once it is in the table, only the reporter's thread writes it; admission reads its counts."""
 
     pulled: PulledJob
     job: Job
     request: AddRequest
-    """What the engine gets: the next four fields are its own."""
+    """The engine's request: the next four fields are copied from it."""
     request_id: str = field(init=False)
     prompt_token_ids: list[int] = field(init=False)
     params: SamplingParams = field(init=False)
     """`max_tokens` and `seed` are resolved."""
     task: Task = field(init=False)
     media_bytes: int = field(init=False)
-    """Of its images, as the engine holds them."""
+    """Bytes of its images, in the engine's form."""
     started_at: float
     """Unix seconds by the server's clock."""
     expires_at: float | None
-    """`time.monotonic()` when its deadline or its timeout ends it."""
+    """`time.monotonic()` at the end of its deadline or its timeout."""
     checkpoint: InitVar[Checkpoint | None] = None
-    """What `request.resume` was taken from."""
+    """The origin of `request.resume`."""
     syntax: InitVar[str | None] = None
     unusable: str | None = None
-    """The reason that the stored checkpoint is not resumed from, if it was found before the engine was asked."""
+    """The reason for not resuming the stored checkpoint, if it was found before the engine received the request."""
     samples: list[SampleRecord] = field(init=False)
     resumed_tokens: int = field(init=False)
     fingerprint: str = ""
-    """Of the model and its adapter."""
+    """Fingerprint of the model and its adapter."""
     phase: Phase = "waiting"
     prompt_tokens_done: int = 0
     kv_blocks: int = 0
-    """KV blocks that it holds at most, as of the latest checkpoint."""
+    """Maximum KV blocks that it holds, as of the latest checkpoint."""
     is_progress_saved: bool = True
     saved_at: float = 0.0
     """`time.monotonic()` of the last checkpoint."""
     unsaved_since: float = 0.0
-    """`time.monotonic()` of the first progress that the checkpoint lacks."""
+    """`time.monotonic()` of the first progress that is not in the checkpoint."""
     result_bytes: int = 0
-    """A lower estimate of the result's size so far."""
+    """A lower bound of the result's size so far."""
     token_text: TokenText = _no_text
-    """The text of a token by the engine's tokenizer."""
+    """Maps a token to its text, with the engine's tokenizer."""
     restart_checkpoint: bool = False
     """The next checkpoint replaces the stored one."""
     sending: list[Delta] | None = None
-    """Deltas whose write has no known outcome: they are sent again unchanged."""
+    """Deltas of a write with unknown outcome: they are sent again unchanged."""
     is_checkpoint_refused: bool = False
-    """The server refuses more checkpoints (out of memory): the end is written without."""
+    """The server rejects more checkpoints (out of memory): the end is written without."""
     ending: Ending | None = None
     has_left_engine: bool = False
     sent_at: float | None = None
-    """The time the engine received it; this and the next by the server's clock."""
+    """When the engine received it; this and the next are by the server's clock."""
     opening_s: float = 0.0
     """Time from the reply to the pull until then."""
     left_engine_at: float | None = None
@@ -237,10 +237,10 @@ class RunningJob:
     device_s: float = 0.0
     """Its share of the engine's steps in this execution."""
     stay: Mapping[StayCause, int] | None = None
-    """What its time in the engine went to, once it has left it."""
+    """The breakdown of its time in the engine, after it has left the engine."""
 
     def __post_init__(self, checkpoint: Checkpoint | None, syntax: str | None) -> None:
-        """Take from the checkpoint the samples that the request resumes; with any left out, write all again."""
+        """Restore the samples that the request resumes from the checkpoint; if any is left out, write all again."""
         request = self.request
         self.request_id, self.prompt_token_ids = request.request_id, request.prompt_token_ids
         self.params, self.task = request.params, request.task
@@ -259,7 +259,7 @@ class RunningJob:
 
     @property
     def regenerated_tokens(self) -> int:
-        """Tokens of a checkpoint that can't be used."""
+        """Number of tokens of a checkpoint that cannot be used."""
         try:
             checkpoint = self.pulled.checkpoint if self.unusable is not None else None
         except ValueError:
@@ -290,7 +290,7 @@ class RunningJob:
 
     @property
     def scores_prompt(self) -> bool:
-        """True if its one sample is the prompt itself, whose text is known from the start."""
+        """True if its only sample is the prompt itself, whose text is known from the start."""
         return isinstance(self.task, Score) and self.job.continuations is None
 
     @property
@@ -308,12 +308,12 @@ class RunningJob:
 
     @property
     def unsaved_logprobs(self) -> int:
-        """Tokens with a log-probability that the checkpoint lacks."""
+        """Number of tokens with a log-probability that are not in the checkpoint."""
         return 0 if self.params.logprobs is None else (1 + self.params.logprobs) * self.unsaved_tokens
 
     @property
     def has_unsaved(self) -> bool:
-        """True if the checkpoint lacks something."""
+        """True if the checkpoint is incomplete."""
         return not all(sample.is_saved for sample in self.samples)
 
     @property
@@ -331,8 +331,8 @@ class RunningJob:
 
     @property
     def is_saved_often(self) -> bool:
-        """True if the job has a stream reader, or was running when workers died: the next crash then shows
-        more, by how far the job got."""
+        """True if the job has a stream reader, or was running when workers crashed: its progress at the next
+        crash is evidence."""
         return self.job.stream or self.pulled.crashes > 0
 
     @property
@@ -342,12 +342,12 @@ class RunningJob:
 
     @property
     def waits_for_adapter(self) -> bool:
-        """True if it may wait for its adapter to be in memory: until then it takes no rows."""
+        """True if it may wait for its adapter to be loaded: until then it does not occupy rows."""
         return self.request.adapter is not None and self.phase == "waiting"
 
     @property
     def is_about_to_end(self) -> bool:
-        """True if its rows are free after the next step: each sample lacks at most one token of max_tokens."""
+        """True if its rows are free after the next step: each sample is within one token of max_tokens."""
         if self.params.is_ranked or self.prompt_tokens_done < len(self.prompt_token_ids):
             return False
         return all(
@@ -405,7 +405,7 @@ class RunningJob:
         }
 
     def unsaved(self) -> list[Delta]:
-        """Return what to checkpoint next: the same deltas each time until `mark_saved` or `start_over`."""
+        """Return the deltas to checkpoint next. They stay the same until `mark_saved` or `start_over`."""
         if not self.sending:
             self.sending = [sample.unsaved() for sample in self.samples if not sample.is_saved]
         return self.sending
@@ -424,7 +424,7 @@ class RunningJob:
     def checkpoint_call(
         self, queue: str, now: float, hmac_keys: Keys, keyring: KeyRing
     ) -> Call[CheckpointReply]:
-        """Build the call that writes progress and what the stored checkpoint lacks."""
+        """Build the call that writes progress and the part that the stored checkpoint lacks."""
         digest = digest_of(self.fingerprint)
 
         def sign(entry: bytes) -> bytes:
@@ -451,7 +451,7 @@ class RunningJob:
         self.saved_at = now
 
     def start_over(self) -> None:
-        """Write the whole checkpoint again: the stored one is not what we believed."""
+        """Write the complete checkpoint again: the stored one is not as expected."""
         self.sending = None
         self.restart_checkpoint = True
         for sample in self.samples:
@@ -459,7 +459,7 @@ class RunningJob:
             sample.saved_finish = False
 
     def progress(self, server_time: float) -> Progress:
-        """Return the progress at that time; 0: at the end, which the server dates."""
+        """Return the progress at that time; 0: at the end, with the server's time."""
         return Progress(
             phase=self.phase,
             prompt_tokens_done=self.prompt_tokens_done,
@@ -471,7 +471,7 @@ class RunningJob:
         )
 
     def usage(self) -> JobUsage:
-        """Return what the ledger counts: the result's figures of a complete job, or what has been computed."""
+        """Return the usage for the ledger: the counts of a complete job's result, or those computed so far."""
         return JobUsage(
             self.input_tokens if self.is_complete else self.prompt_tokens_done,
             self.cached_tokens,
@@ -480,7 +480,7 @@ class RunningJob:
         )
 
     def times(self) -> dict[str, int]:
-        """Return what the execution's time went to, by the letters of account.py; empty before its last output."""
+        """Return the breakdown of the execution's time, by the letters of account.py; empty before its last output."""
         if self.sent_at is None or self.left_engine_at is None:
             return {}
         parts = self.stay
@@ -494,7 +494,7 @@ class RunningJob:
         return numbers | {"o": round(1000 * self.opening_s), "c": self.cached_tokens} if parts else {}
 
     def result_json(self, output: RequestOutput | None, *, tier: str, now: float) -> bytes:
-        """Return the job's `Result` as JSON. Its large parts never exist as objects all at once.
+        """Return the job's `Result` as JSON. Its large parts are never converted to objects together.
 
         Args:
             output: the engine's last output for the request; None if the checkpoint held a finished job.
@@ -547,7 +547,7 @@ class RunningJob:
 
 
 def _members(model: BaseModel, omitted: Set[str]) -> dict[str, bytes]:
-    """Return the JSON of each field but those omitted."""
+    """Return the JSON of all fields except those omitted."""
     names = (name for name in type(model).model_fields if name not in omitted)
     return {name: to_json(getattr(model, name), inf_nan_mode="null") for name in names}
 

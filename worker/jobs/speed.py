@@ -1,4 +1,4 @@
-"""How fast the worker ends jobs: what it announces, so that a submit can say when its job will end."""
+"""The speed at which the worker finishes jobs. It is announced, so that submissions can get an estimate."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import threading
 from pagemill.producer.wire.calls.registry import Speed
 
 FULL = 0.75
-"""The share of rows that are taken when a rate counts as one with all rows taken."""
+"""The share of occupied rows above which a rate counts as one with all rows occupied."""
 MEMORY = 0.97
-"""The weight of what was before, at each job's end: half of it is forgotten after 23 jobs."""
+"""The weight of the previous value at each job's end: its influence halves after 23 jobs."""
 
 
 class SpeedMeter:
     """Rates of a row, in tokens of cost (as jobs are submitted with) per second, over the latest jobs.
 
-    With more rows taken each is slower, so jobs that ended with most rows taken are measured apart. Safe from any
-    thread.
+    With more occupied rows each is slower, so jobs that ended with most rows occupied are measured
+    separately. Safe on any thread.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,13 @@ class SpeedMeter:
         self._free = [0.0, 0.0]
 
     def ended(self, cost: int, row_seconds: float, share: float) -> None:
-        """Count a job: its time on the worker times its rows, and the share of the worker's rows that were taken."""
+        """Record a job: its time on the worker times its rows, and the share of the worker's rows occupied."""
         with self._lock:
             sums = self._busy if share >= FULL else self._free
             sums[:] = (sums[0] * MEMORY + cost, sums[1] * MEMORY + max(row_seconds, 1e-4))
 
     def speed(self, rows: int) -> Speed | None:
-        """Return None until a job has ended. A rate that was not measured yet is taken to be the other."""
+        """Return the speed; None until a job has ended. A rate that was not measured yet equals the other one."""
         with self._lock:
             busy, free = (cost / seconds if seconds else None for cost, seconds in (self._busy, self._free))
         if busy is None and free is None:

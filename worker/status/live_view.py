@@ -1,4 +1,4 @@
-"""The worker's running jobs as the live page shows them: without prompt text, unless it is enabled."""
+"""The worker's running jobs for the live page, without prompt text unless it is enabled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LiveView:
 
 
 def _beginning(job: RunningJob) -> str:
-    """Return the beginning of the prompt; for a chat, of its last message."""
+    """Return the start of the prompt; for a chat, of its last message."""
     if job.job.prompt is not None:
         text = job.job.prompt
     elif job.job.messages:

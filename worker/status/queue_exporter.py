@@ -1,8 +1,8 @@
-"""`pagemill exporter`: queue gauges for Prometheus without a worker, for scaling from zero and alerts on
-missing workers. Loads no model library.
+"""`pagemill exporter`: queue gauges for Prometheus without a worker, to scale from zero and to alert on
+missing workers. Does not load model libraries.
 
-Each read sweeps first: even with no worker left, delayed jobs become due and lapsed leases end, so that every
-job waiting for a worker is counted as waiting.
+Each read sweeps first: even without workers, delayed jobs become due and lapsed leases end, so that all jobs
+waiting for a worker are counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger.addFilter(RepeatedErrors())
 DISCOVER_EVERY_S = 60.0
 SCAN_COUNT = 1000
 LEASE_PATIENCE_MS = 10_000
-"""Leases that lapsed more recently are left to the workers: after an outage all of theirs have lapsed."""
+"""Leases that lapsed more recently are left to the workers: after an outage, all of theirs have lapsed."""
 _SEEN_IN = ("counts", "workers")
 """A queue has one of these keys once it has had a job or a worker."""
 
@@ -48,7 +48,7 @@ def discover(url: str) -> list[str]:
     found: set[str] = set()
     with wrap_errors(), contextlib.ExitStack() as stack:
         for client in [stack.enter_context(client) for client in open_masters(url)]:
-            # One pattern for both names: one walk.
+            # One pattern for both names needs only one scan.
             found |= {key.decode() for key in client.scan_iter("pagemill:{*}:[cw]o*s", count=SCAN_COUNT)}
     names = (key.removeprefix("pagemill:{").partition("}:") for key in found)
     return sorted(
@@ -79,7 +79,7 @@ class QueueSet:
             self._add(name)
 
     def read(self) -> QueueReadings:
-        """Read every queue. A queue that can't be read is left out; if Redis is unreachable, all are."""
+        """Read every queue. Unreadable queues are left out; if Redis is unreachable, all are."""
         figures: list[QueueFigures] = []
         try:
             self._discover()

@@ -33,7 +33,7 @@ from pagemill.worker.job_queue import JobQueue, ServerClock
 
 
 class QueueReader:
-    """Owns a connection of its own: a scrape must not wait for a commit, nor a commit for a scrape."""
+    """Has a separate connection, so that scrapes and commits do not wait for each other."""
 
     def __init__(self, queue: JobQueue, clock: ServerClock) -> None:
         self._queue = queue
@@ -41,7 +41,7 @@ class QueueReader:
         self._drain = DrainEstimate()
 
     def read(self) -> QueueFigures:
-        """The figures of this moment. Raises RedisUnavailable."""
+        """Return the current statistics. Raises RedisUnavailable."""
         name = self._queue.queue
         stats = registry.stats(self._queue.run, name)
         workers = self._queue.run(registry.workers(name))
@@ -68,7 +68,7 @@ class QueueReader:
         )
 
     def surroundings(self) -> PageLinks:
-        """The queue's live workers, and the page of jobs, for links. Raises RedisUnavailable."""
+        """Return links to the queue's live workers and to the jobs page. Raises RedisUnavailable."""
         name = self._queue.queue
         found = self._queue.run(registry.workers(name))
         workers = [
@@ -81,7 +81,7 @@ class QueueReader:
 def queue_figures(
     queue: str, stats: QueueStats, workers: list[WorkerInfo], server: ServerFigures | None, now: float
 ) -> QueueFigures:
-    """Convert a queue's statistics for monitoring: summed over tenants."""
+    """Convert a queue's statistics for monitoring, summed over tenants."""
     waiting: dict[Lane, int] = {}
     oldest: dict[Lane, float] = {}
     for (priority, _, model), jobs in stats.waiting.items():
@@ -149,7 +149,7 @@ def rollout_figures(found: list[RolloutStatus]) -> tuple[RolloutFigures, ...]:
 
 
 def server_figures(info: dict[str, Any]) -> ServerFigures:
-    """Read the server's figures from INFO; a field that a managed server hides is None."""
+    """Read the server's statistics from INFO; a field that a managed server hides is None."""
 
     def number(name: str) -> int | None:
         value = info.get(name)

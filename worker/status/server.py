@@ -1,7 +1,7 @@
-"""The worker's HTTP server: /metrics for Prometheus, probes for supervisors and load balancers, / for people.
+"""The worker's HTTP server: /metrics for Prometheus, probes for supervisors and load balancers, / for browsers.
 
 Metrics and probes answer any client that reaches the port. The live page shows job ids, so it is limited to
-this machine unless enabled, and to requests whose Host names us.
+this machine unless enabled, and to requests whose Host matches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PortTaken(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The answer to a probe: its verdict, and details for the operator."""
+    """The response to a probe: its verdict, and details for the operator."""
 
     ok: bool
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """The sources of the answers. Called on the server's threads: they must not block."""
+    """The sources of the responses. Called on the server's threads: they must not block."""
 
     metrics: Callable[[Encode], bytes]
     health: Callable[[], Health]
@@ -52,7 +52,7 @@ class Probes:
 
 @dataclass(frozen=True, slots=True)
 class LivePage:
-    """The page's feed, and the host names, besides this machine's own, that it answers to."""
+    """The page's feed, and the host names that it accepts in addition to this machine's own."""
 
     feed: LiveFeed
     host_names: Sequence[str] = ()
@@ -64,7 +64,7 @@ class StatusServer:
     def __init__(self, host: str, port: int | None, probes: Probes, page: LivePage | None = None) -> None:
         """`port` None: 9790 or the next free one.
 
-        Raises `PortTaken` for an explicit port that is taken, `OSError` for a host of another machine.
+        Raises `PortTaken` for an explicit port that is in use, `OSError` for a host of another machine.
         """
         self._server = _bind(host, port, type("Handler", (_Handler,), {"probes": probes, "page": page}))
         self._thread = threading.Thread(target=self._serve, name="pagemill-http", daemon=True)

@@ -1,4 +1,4 @@
-"""The source of `pagemill top`'s figures: the queue's registry in Redis, and a worker's `/live.json`."""
+"""The data source of `pagemill top`: the queue's registry in Redis, and a worker's `/live.json`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TopSource:
     def __init__(
         self, redis_url: str | None, queue: str, *, url: str | None = None, worker_id: str | None = None
     ) -> None:
-        """`redis_url` None: ask only the worker at `url`."""
+        """`redis_url` None: read only from the worker at `url`."""
         self._url = url
         self._worker_id = worker_id
         self._queue = (
@@ -34,7 +34,7 @@ class TopSource:
         )
 
     def read(self) -> TopView:
-        """Take a reading. Whatever is unavailable is noted in the view."""
+        """Take a reading. Unavailable data is noted in the view."""
         notes: list[str] = []
         figures, workers = self._read_queue(notes)
         live = self._read_live(workers, notes)
@@ -73,7 +73,7 @@ class TopSource:
 
 
 def _fetch(url: str, notes: list[str]) -> dict[str, Any] | None:
-    """Fetch a worker's document; None, and a note, if that fails."""
+    """Fetch a worker's document; if that fails, return None and add a note."""
     address = f"{url.rstrip('/')}/live.json"
     try:
         with urllib.request.urlopen(address, timeout=HTTP_TIMEOUT_S) as answer:

@@ -1,6 +1,6 @@
-"""Delivers webhooks from the outbox, on its own threads and connection, so that no commit waits for it.
+"""Delivers webhooks from the outbox, on its own threads and connection, so that commits do not wait for it.
 
-One thread talks to Redis and chooses; the deliveries themselves run on a pool of threads.
+One thread reads Redis and selects deliveries, which run on a thread pool.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ logger.addFilter(RepeatedErrors())
 
 READ_EVERY_S = 0.5
 LISTED = 1000
-"""Due deliveries that are read at a time."""
+"""Maximum number of due deliveries per read."""
 CLAIM_S = 4 * TIMEOUT_S
-"""Longer than a delivery can take: resolving, connecting, sending, waiting for the answer."""
+"""Longer than a delivery can take: resolving, connecting, sending, waiting for the response."""
 STOP_S = 0.8
-"""For deliveries in progress when the worker stops."""
+"""Seconds for deliveries in progress when the worker stops."""
 MAX_TRIES = 12
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 3600.0
@@ -50,11 +50,11 @@ JITTER = 0.25
 class _Attempt:
     notice: Notice
     again_ms: int | None
-    """Until the next attempt; None if there is none."""
+    """Milliseconds until the next attempt; None if there is none."""
     is_success: bool | None
     """None if the receiver was not called."""
     pause_s: float = 0.0
-    """For which the receiver asked to be left alone."""
+    """Pause that the receiver requested, in seconds."""
 
 
 class WebhookSender(BackgroundThread):
@@ -79,7 +79,7 @@ class WebhookSender(BackgroundThread):
         self._receivers = Receivers(first_retry_s)
         self._due: list[Due] = []
         self._has_more = False
-        """More was due at the last reading than it returned."""
+        """The last read did not return all due deliveries."""
         self._later_ms: dict[str, int] = {}
         self._read_at = 0.0
         self._ended: SimpleQueue[_Attempt] = SimpleQueue()
@@ -111,7 +111,7 @@ class WebhookSender(BackgroundThread):
         self._store_last_results()
 
     def _start(self, pool: ThreadPoolExecutor) -> None:
-        """Begin the deliveries that are due and whose receivers have room."""
+        """Start the due deliveries whose receivers have capacity."""
         if time.monotonic() >= self._read_at or (self._has_more and not self._due):
             self._read_due()
         choice = self._receivers.choose(self._due)
@@ -149,7 +149,7 @@ class WebhookSender(BackgroundThread):
             logger.error("%d webhooks are given up: the records of their jobs expired", pending.expired)
 
     def _store_results(self) -> None:
-        """Store the results of attempts, so that those whose claim lapses were really lost."""
+        """Store the results of attempts, so that only lost attempts let their claims lapse."""
         while not self._ended.empty():
             attempt = self._ended.get()
             self._receivers.ended(attempt.notice.outcome.job_id, attempt.is_success, attempt.pause_s)
@@ -163,7 +163,7 @@ class WebhookSender(BackgroundThread):
             self._unsettled.popleft()
 
     def _store_last_results(self) -> None:
-        """Give deliveries in progress a moment. What remains is repeated by another worker."""
+        """Wait briefly for deliveries in progress. Another worker repeats the rest."""
         until = time.monotonic() + STOP_S
         try:
             self._store_results()
@@ -177,7 +177,7 @@ class WebhookSender(BackgroundThread):
     def _attempt(self, notice: Notice) -> None:
         try:
             attempt = self._deliver(notice)
-        except Exception as error:  # an internal error: tried again like a failure
+        except Exception as error:  # an internal error: retried like a failure
             logger.exception("job %s: its webhook failed", notice.outcome.job_id)
             attempt = _Attempt(notice, self._again_ms(notice, error, 0.0), None)
         self._ended.put(attempt)
@@ -203,7 +203,7 @@ class WebhookSender(BackgroundThread):
             if failure.is_final:
                 self._counters.webhooks.inc("given_up")
                 logger.error("job %s: its webhook is given up: %s", job_id, failure)
-                return _Attempt(notice, None, True)  # the receiver works: it answered
+                return _Attempt(notice, None, True)  # the receiver works, since it responded
             again_ms = self._again_ms(notice, failure, failure.retry_after_s)
             return _Attempt(notice, again_ms, False, failure.retry_after_s)
         self._counters.webhooks.inc("delivered")
@@ -228,7 +228,8 @@ class WebhookSender(BackgroundThread):
 def body_of(queue: str, notice: Notice) -> bytes:
     """Return the event: the job's end, with its result or its error.
 
-    Raises DeliveryFailed for a result that this worker can't open: another one may have the key, or this one later.
+    Raises DeliveryFailed for a result that this worker cannot open: another, or later this one, may have the
+    key.
     """
     outcome = notice.outcome
     if outcome.state == "succeeded" and outcome.error is not None:

@@ -1,1 +1,1 @@
-"""An engine that another program runs, behind an OpenAI-compatible HTTP interface."""
+"""An engine that another program serves through an OpenAI-compatible HTTP interface."""

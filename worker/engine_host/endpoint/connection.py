@@ -1,6 +1,6 @@
-"""HTTP to an endpoint: one pool of connections, bounded responses, and errors by what a job should do about them.
+"""HTTP client of an endpoint: a connection pool, bounded responses, and errors classified by remedy.
 
-No error quotes the key, the prompt or the response.
+Errors never contain the key, the prompt or the response.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pagemill.engine.errors import EngineError
 
 CONNECT_S = 5.0
 ANSWER_S = 10.0
-"""The longest that a request outside a job may take."""
+"""Maximum seconds of a request outside a job."""
 KEEPALIVE_S = 3.0
 """Below the 5 s after which common servers close an idle connection."""
 MAX_LINE_BYTES = 1 << 20
-"""The longest line of a stream."""
+"""Maximum length of a line of a stream."""
 MAX_BODY_BYTES = 8 << 20
-"""The largest response outside a stream."""
+"""Maximum size of a response outside a stream."""
 MAX_RETRY_AFTER_S = 60.0
 _DEFAULT_RETRY_S = 1.0
 _UNAVAILABLE = frozenset({401, 403, 404, 408, 429, 502, 503, 504})
@@ -31,7 +31,7 @@ _CODE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Unavailable(EngineError):
-    """The endpoint does not take requests now: it is down, loading, overloaded, or rejects the key."""
+    """The endpoint does not accept requests now: it is down, loading, overloaded, or rejects the key."""
 
     def __init__(
         self, message: str, status: int | None = None, retry_after_s: float = _DEFAULT_RETRY_S
@@ -42,18 +42,18 @@ class Unavailable(EngineError):
 
 
 class Interrupted(EngineError):
-    """The connection broke, or the response ended early, after the endpoint got the request."""
+    """The connection broke, or the response ended early, after the endpoint had received the request."""
 
 
 class BadAnswer(EngineError):
-    """The endpoint failed at the request, or its response is not what the interface defines."""
+    """The endpoint failed to process the request, or its response violates the interface."""
 
 
 class Refused(EngineError):
     """The endpoint rejects the request itself."""
 
     def __init__(self, status: int, code: str) -> None:
-        """`code`: the error's code or type, if it is a plain word."""
+        """`code`: the error's code or type, if it is a single word."""
         super().__init__(f"the engine rejects the request (HTTP {status}{', ' + code if code else ''})")
         self.status = status
         self.reason = code
@@ -63,7 +63,7 @@ class Connection:
     """A client of one endpoint. Used in one event loop."""
 
     def __init__(self, url: str, key: str = "") -> None:
-        """`url`: the address that ends in `/v1`, as OpenAI's clients take it."""
+        """`url`: the address that ends in `/v1`, in the form that OpenAI's clients use."""
         self._url = url.rstrip("/")
         self._root = self._url.removesuffix("/v1")
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -81,7 +81,7 @@ class Connection:
         await self._client.aclose()
 
     async def get(self, path: str, *, at_root: bool = False) -> bytes:
-        """Return a body. Raises `EngineError`, as its subclasses above; an interruption is `Unavailable`.
+        """Return a body. Raises the subclasses of `EngineError` above; an interruption raises `Unavailable`.
 
         `at_root`: the path is next to `/v1`, not below it.
         """
@@ -92,13 +92,13 @@ class Connection:
         return _object(await self.get(path, at_root=at_root))
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a JSON object, and return the one that is the response. Raises as `get`."""
+        """Send a JSON object and return that of the response. Raises as `get`."""
         return _object(await self._bounded("POST", self._url + path, json.dumps(body).encode()))
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """Send a request that streams, and yield its events until the last. Closing the generator ends the request.
+        """Send a streaming request and yield its events. Closing the generator ends the request.
 
-        Raises: `EngineError`, as its subclasses above.
+        Raises: the subclasses of `EngineError` above.
         """
         try:
             async with self._client.stream(

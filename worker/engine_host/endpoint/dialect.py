@@ -1,4 +1,4 @@
-"""What engines call things: the fields that each accepts, the request of a job, and the pieces of its response."""
+"""Dialects of engines: the fields that each accepts, the request of a job, and the pieces of its response."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.worker.engine_host.endpoint.connection import BadAnswer
 
 _STANDARD = frozenset({"temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"})
-"""Sampling fields that every endpoint has."""
+"""Sampling fields that every endpoint supports."""
 _ELSEWHERE = frozenset({
     "n", "max_tokens", "best_of", "beam_width", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs",
     "structured_outputs", "thinking_token_budget", "label_probs", "truncate_prompt_tokens",
 })  # fmt: skip
-"""Sampling fields that are not sent, or not under their own name."""
+"""Sampling fields that are not sent, or are sent under other names."""
 _OPTIONAL = {field.name for field in fields(SamplingFields)} - _STANDARD - _ELSEWHERE
 _DEFAULTS = SamplingFields()
 _MAX_SEED = 2**31
@@ -33,7 +33,7 @@ _REASONS: dict[str, FinishReason] = {
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What an engine accepts beyond OpenAI's interface."""
+    """The fields that an engine accepts beyond OpenAI's interface."""
 
     name: str = "unknown"
     fields: frozenset[str] = frozenset()
@@ -41,13 +41,13 @@ class Dialect:
     has_samples: bool = False
     """`n` samples in one request."""
     counts_tokens: bool = False
-    """Each event can state the tokens so far (`continuous_usage_stats`)."""
+    """Each event can contain the tokens so far (`continuous_usage_stats`)."""
     returns_ids: bool = False
     """Token ids on request (`return_token_ids`)."""
     has_salt: bool = False
     """`cache_salt` keeps the prefixes of tenants separate."""
     continues_chat: dict[str, Any] | None = None
-    """The fields with which it continues a last message of the assistant; None: it does not."""
+    """Fields that make it continue a last message of the assistant; None if it cannot."""
 
 
 VLLM = Dialect(
@@ -65,7 +65,7 @@ SGLANG = Dialect(
 LLAMA_CPP = Dialect("llamacpp", frozenset({"top_k", "min_p", "ignore_eos", "logit_bias"}), continues_chat={})
 PAGEMILL = Dialect("pagemill", frozenset(_OPTIONAL), has_samples=True)
 DIALECTS = {dialect.name: dialect for dialect in (VLLM, SGLANG, LLAMA_CPP, PAGEMILL)}
-"""By `owned_by` of the endpoint's list of models."""
+"""Keyed by `owned_by` in the endpoint's list of models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Query:
     """The index of the first sample."""
     num_samples: int = 1
     is_resumed: bool = False
-    """The prompt, or a last message, has the beginning of the output."""
+    """The prompt, or a last message, contains the start of the output."""
     salt: str = ""
 
     @property
@@ -90,12 +90,12 @@ class Query:
 
 
 def accepts_all(dialect: Dialect) -> bool:
-    """Return whether the engine has all sampling fields."""
+    """Return whether the engine supports all sampling fields."""
     return dialect.fields >= _OPTIONAL
 
 
 def unsupported(params: SamplingParams, dialect: Dialect) -> bool:
-    """Return whether a request sets a sampling field that the engine does not have."""
+    """Return whether a request sets a sampling field that the engine does not support."""
     return any(
         getattr(params, name) != getattr(_DEFAULTS, name) for name in _OPTIONAL if name not in dialect.fields
     )
@@ -130,7 +130,7 @@ def body(query: Query, dialect: Dialect) -> dict[str, Any]:
 
 
 def _structure(shape: StructuredOutputs) -> dict[str, Any]:
-    """Return a JSON schema in OpenAI's form, which all engines with grammars have, and the rest in vLLM's."""
+    """Return a JSON schema in OpenAI's form, which all engines with grammars support; the rest in vLLM's."""
     if shape.json is not None:
         schema = {"name": "output", "schema": json.loads(shape.json), "strict": True}
         return {"response_format": {"type": "json_schema", "json_schema": schema}}
@@ -140,7 +140,7 @@ def _structure(shape: StructuredOutputs) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What an event adds to one sample."""
+    """The text that an event adds to one sample."""
 
     index: int
     text: str
@@ -151,7 +151,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The tokens that an event states, of all samples together."""
+    """The token counts of an event, for all samples together."""
 
     prompt: int
     completion: int
@@ -159,7 +159,7 @@ class Counts:
 
 
 def pieces(event: dict[str, Any], num_samples: int) -> list[Piece]:
-    """Return what an event adds. Raises `BadAnswer`."""
+    """Return the pieces that an event adds. Raises `BadAnswer`."""
     if event.get("error") is not None:
         raise BadAnswer("the engine reports an error in its stream")
     choices = event.get("choices")
@@ -192,7 +192,7 @@ def _piece(choice: Any, num_samples: int) -> Piece:
 
 
 def counts(event: dict[str, Any]) -> Counts | None:
-    """Return the tokens that an event states; None if it states none."""
+    """Return the token counts of an event; None if it has none."""
     usage = event.get("usage")
     if not isinstance(usage, dict):
         return None

@@ -1,7 +1,8 @@
-"""A third place for an engine, next to a thread and a process: an endpoint that another program serves.
+"""An engine host for an endpoint that another program serves, next to those for a thread and a process.
 
-One thread with an event loop. A request is one task, and its stream one connection. Another task observes the
-endpoint: while it does not answer, no jobs are pulled; if it comes back with another model, the device is lost.
+One thread with an event loop. Each request has a task and a connection for its stream. Another task monitors
+the endpoint: while it does not answer, no jobs are pulled; if it returns with another model, the device is
+lost.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ from pagemill.worker.engine_host.messages import (
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""The interval of looks at the endpoint's load and identity."""
+"""Seconds between checks of the endpoint's load and identity."""
 LOOK_S = 5.0
-"""The longest that one may take; pulls pause after it."""
+"""Maximum seconds of one check; after it, pulls pause."""
 MAX_WAIT_S = 5.0
-"""The longest pause between two attempts to reach it."""
+"""Maximum pause between two attempts to reach it."""
 FULL = 0.97
-"""Use of a KV cache of unknown size, above which nothing is pulled."""
+"""Maximum use of a KV cache of unknown size for pulling jobs."""
 _NO_LIMIT = 2**32
-"""Tokens that fit, where the endpoint does not report it."""
+"""The token capacity if the endpoint does not report it."""
 
 
 class EndpointHost(EngineHost):
@@ -82,7 +83,7 @@ class EndpointHost(EngineHost):
         self._stats_at = 0.0
         self._load = Load()
         self._others: deque[int] = deque(maxlen=2)
-        """Sequences of other clients, and those that wait, at the last looks."""
+        """Running and waiting sequences of other clients, at the last checks."""
         self._num_taken = 0
         self._is_held = False
         self._paused_until = 0.0
@@ -114,14 +115,14 @@ class EndpointHost(EngineHost):
         return None
 
     def stalled_for(self) -> float:
-        """As an engine's, less the time that a look at the endpoint may take: requests have a limit themselves."""
+        """As for an engine, minus the time that a check of the endpoint may take: requests have their own limit."""
         return max(0.0, super().stalled_for() - LOOK_S - POLL_S)
 
     def _send(self, command: Command) -> None:
         self._call(self._execute, command)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the worker ends
+        with suppress(RuntimeError):  # the loop is closed because the worker exits
             self._loop.call_soon_threadsafe(function, *args)
 
     def _run(self) -> None:
@@ -184,7 +185,9 @@ class EndpointHost(EngineHost):
             )
         ours = self._num_sequences()
         self._load = load = await self._read_load()
-        ours = min(ours, self._num_sequences())  # what came meanwhile may not be in the endpoint's figures
+        ours = min(
+            ours, self._num_sequences()
+        )  # requests added meanwhile might not be in the endpoint's metrics
         self._others.append(max(0, (load.running or 0) + (load.waiting or 0) - ours))
 
     async def _read_load(self) -> Load:
@@ -200,7 +203,7 @@ class EndpointHost(EngineHost):
         return read_slots(found) if is_slotted else read_metrics(found.decode("utf-8", "replace"))
 
     def _publish(self, outputs: list[RequestOutput] | None = None) -> None:
-        """Report what there is, as an engine does after a step."""
+        """Report the current state, as an engine does after a step."""
         if not self._is_reachable:
             state = EngineState.LOADING  # no job is pulled
         elif self._is_held:
@@ -217,7 +220,7 @@ class EndpointHost(EngineHost):
         return sum(request.params.n for request, _ in self._requests.values())
 
     def _rows(self) -> int:
-        """Return the sequences that may run here: those of other clients, and a backlog, leave fewer."""
+        """Return the sequences that may run here. Those of other clients, and a backlog, reduce their number."""
         load, rows = self._load, self.engine.limits.max_num_seqs
         is_full = bool(load.waiting) or (load.kv_blocks is None and (load.kv_use or 0.0) > FULL)
         if is_full or time.monotonic() < self._paused_until:
@@ -261,7 +264,7 @@ class EndpointHost(EngineHost):
                 self._publish()
 
     def _add(self, request: AddRequest) -> None:
-        """Start a request. It is reported to have ended even if it is aborted before its first step."""
+        """Start a request. Its end is reported even if it is aborted before its first step."""
         relay = Relay(request, self.engine, lambda output: self._publish([output]), self._check_model)
         task = self._loop.create_task(relay.run(self._connection, self._settings.stall_s))
         self._requests[request.request_id] = request, task
@@ -269,7 +272,7 @@ class EndpointHost(EngineHost):
         self._publish()
 
     def _finish(self, request: AddRequest, relay: Relay, task: asyncio.Task[None]) -> None:
-        """Report the end of a request, and what becomes of its job."""
+        """Report the end of a request and the outcome of its job."""
         name = request.request_id
         failure = None if task.cancelled() else task.exception()
         last, reason = relay.last_output(), relay.reason
@@ -297,7 +300,7 @@ class EndpointHost(EngineHost):
         self._publish([last])
 
     def _note(self, request: AddRequest, failure: BaseException) -> None:
-        """Log a failure, and look at the endpoint before anything is pulled: it may be down, or another one."""
+        """Log a failure and check the endpoint before the next pull: it may be down, or serve another model."""
         logger.warning("request %s did not end: %s", request.request_id, _message(failure))
         if isinstance(failure, Unavailable):
             self._paused_until = time.monotonic() + failure.retry_after_s
@@ -321,7 +324,7 @@ _REFUSALS = {"context_length_exceeded": "prompt_too_long", "prompt_too_long": "p
 
 
 def _message(failure: BaseException) -> str:
-    """Return a failure without what it may quote."""
+    """Return a failure's message without text that it may quote."""
     if isinstance(failure, EngineError):
         return str(failure)
     if isinstance(failure, TimeoutError):

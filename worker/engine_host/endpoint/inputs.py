@@ -19,11 +19,11 @@ from pagemill.producer.wire.schema.text.token_estimates import text_tokens, turn
 from pagemill.worker.engine_host.endpoint.dialect import Dialect, unsupported
 
 NEVER = frozenset({"score", "pool", "labels", "ranked", "logprobs", "outlined", "images"})
-"""Abilities that no endpoint has here."""
+"""Abilities that no endpoint supports here."""
 
 
 class TextPrompt(list[int]):
-    """A prompt whose tokens only the endpoint knows: as many unknown ids as it is estimated, or known, to have."""
+    """A prompt whose tokens only the endpoint knows: unknown ids, of estimated or known number."""
 
     def __init__(
         self, size: int, text: str | None, messages: Sequence[Message] | None, is_limited: bool
@@ -32,15 +32,15 @@ class TextPrompt(list[int]):
         self.text = text
         self.messages = messages
         self.is_limited = is_limited
-        """The job limits its output; otherwise the endpoint's default holds."""
+        """The job limits its output; otherwise the endpoint's default applies."""
 
     def resize(self, size: int) -> None:
-        """Set the number of tokens to what the endpoint counted."""
+        """Set the number of tokens to the endpoint's count."""
         self[:] = [UNKNOWN_TOKEN] * size
 
 
 class EndpointInputs(InputProcessor):
-    """As the engine's, but a job that the endpoint cannot run raises `LacksAbility`."""
+    """Like the engine's inputs, but a job that the endpoint cannot run raises `LacksAbility`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class EndpointInputs(InputProcessor):
         prompt_token_ids: Sequence[int] | None = None,
         params: SamplingParams,
     ) -> tuple[list[int], SamplingParams]:
-        """As `InputProcessor.process`. Raises `LacksAbility` too."""
+        """Process as `InputProcessor.process` does. Raises `LacksAbility` too."""
         if self._tokenizer is not None or prompt_token_ids is not None:
             self._require("tokens", params)
             return super().process(
@@ -92,7 +92,7 @@ class EndpointInputs(InputProcessor):
     def process_chat(
         self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
     ) -> tuple[list[int], SamplingParams, Generate, ChatSyntax]:
-        """As `InputProcessor.process_chat`. Raises `LacksAbility` too."""
+        """Process as `InputProcessor.process_chat` does. Raises `LacksAbility` too."""
         self._require("tools" if self._tokenizer is None else "tokens", params)
         token_ids, params, task, syntax = super().process_chat(messages, options, params)
         if task.outline is not None:

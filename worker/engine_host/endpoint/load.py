@@ -1,4 +1,4 @@
-"""How full an endpoint is, from the metrics that it exports."""
+"""The load of an endpoint, from the metrics that it exports."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_to
 _HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
 _CACHE_CONFIG = "vllm:cache_config_info"
 _NO_POOL = 10_000
-"""Blocks that stand for a pool of unknown size, whose use is known."""
+"""Number of blocks assumed for a pool of unknown size whose utilization is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An endpoint at one moment; None: it does not report this."""
+    """The load at one moment; None: the endpoint does not report the value."""
 
     running: int | None = None
     waiting: int | None = None
     rows: int | None = None
-    """Sequences that it runs at once."""
+    """Maximum number of concurrent sequences."""
     kv_use: float | None = None
     """The share of the KV cache that is in use."""
     kv_blocks: int | None = None
     block_size: int = 16
     prefix_queried: int | None = None
-    """Prompt tokens looked up in the prefix cache; the next: found there."""
+    """Prompt tokens looked up in the prefix cache; the next field counts those found there."""
     prefix_hit: int | None = None
 
     def kv_stats(self) -> tuple[KVCacheStats, frozenset[str]]:
-        """Return the figures of the KV cache, and the names of the metrics that they are enough for."""
+        """Return the statistics of the KV cache, and the names of the metrics that they suffice for."""
         known = set()
         blocks = self.kv_blocks or _NO_POOL
         active = round(blocks * (self.kv_use or 0.0))
@@ -64,7 +64,7 @@ class Load:
 
 
 def read_metrics(text: str) -> Load:
-    """Read an exposition in Prometheus' format, whichever engine wrote it. Lines that mean nothing are skipped."""
+    """Read an exposition in Prometheus' format from any engine. Unknown lines are skipped."""
     sums: dict[str, float] = {}
     most: dict[str, float] = {}
     config: dict[str, str] = {}
@@ -86,7 +86,7 @@ def read_metrics(text: str) -> Load:
 
 
 def read_slots(body: bytes) -> Load:
-    """Read llama.cpp's `/slots`. What cannot be read gives an empty `Load`."""
+    """Read llama.cpp's `/slots`. Unreadable input results in an empty `Load`."""
     try:
         slots = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""One request on its way to an endpoint and back: what is sent, and what has come."""
+"""One request to an endpoint: the data sent, and the output received."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from pagemill.worker.engine_host.endpoint.served import EndpointModel
 from pagemill.worker.engine_host.messages import AddRequest
 
 EXTRA_EVENTS = 64
-"""Events with text beyond a job's max_tokens, after which a stream counts as endless."""
+"""Events with text beyond a job's max_tokens after which a stream counts as endless."""
 LAST_EVENT_S = 2.0
-"""The longest wait for what follows the end of all samples: the usage."""
+"""Maximum wait for the usage event after the end of all samples."""
 _TOO_MANY = "the engine's response has more tokens than the job asked for"
 OnEvent = Callable[[dict[str, Any]], None]
 
 
 class Relay:
-    """Sends a request, and reports its output as an engine does. Used once, in one event loop."""
+    """Sends a request and reports its output as an engine does. Used once, in one event loop."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Relay:
     ) -> None:
         """
         Args:
-            report: takes the outputs but the last.
-            check: sees each event first.
+            report: receives all outputs except the last.
+            check: receives each event first.
         """
         self._request = request
         self._model = model
@@ -60,11 +60,11 @@ class Relay:
         """Return once all samples have ended.
 
         Args:
-            stall_s: seconds without output after which the request counts as hanging.
+            stall_s: seconds without output after which the request counts as hung.
 
         Raises:
             EngineError: as `Connection.events` does.
-            TimeoutError: it hangs.
+            TimeoutError: the request hangs.
         """
         queries = list(self._queries())
         try:
@@ -85,11 +85,11 @@ class Relay:
 
     @property
     def reason(self) -> FinishReason:
-        """How the first sample ended."""
+        """Return how the first sample ended."""
         return self._reasons[0] or "error"
 
     def _queries(self) -> Iterator[Query]:
-        """Yield the requests to send: one for all samples, or one for each where that is not possible."""
+        """Yield the requests to send: one for all samples, or one per sample if that is not supported."""
         params, prompt = self._request.params, self._request.prompt_token_ids
         states = self._request.resume
         is_limited = not isinstance(prompt, TextPrompt) or prompt.is_limited
@@ -105,7 +105,7 @@ class Relay:
                 continue
             if left is not None and left < 0:
                 raise BadAnswer(_TOO_MANY)
-            if left == 0:  # all tokens were committed, and the end was not
+            if left == 0:  # all tokens were committed, but not the end
                 self._report(self._output([self._add(Piece(state.index, "", None, "length", None), 0)]))
             else:
                 yield self._query(state, 1, left)
@@ -137,7 +137,7 @@ class Relay:
         )
 
     async def _follow(self, query: Query, connection: Connection, stall_s: float) -> None:
-        """Read the response to one request. Returns when its samples have ended, whatever comes after that."""
+        """Read the response to one request until its samples have ended, regardless of later events."""
         sent = body(query, self._model.identity.dialect)
         try:
             async with (
@@ -160,7 +160,7 @@ class Relay:
         return None not in self._reasons[query.first : query.first + query.num_samples]
 
     def _take(self, part: _Part, event: dict[str, Any]) -> bool:
-        """Report what an event adds; False if it adds nothing."""
+        """Report the additions of an event; False if there are none."""
         found, stated = pieces(event, part.query.num_samples), counts(event)
         if stated is not None:
             self._cached = max(self._cached, stated.cached)
@@ -199,7 +199,7 @@ class Relay:
 
 
 class _Part:
-    """The response to one request: its tokens, and when it is too long."""
+    """The response to one request: its tokens, and its maximum length."""
 
     def __init__(self, query: Query, max_model_len: int) -> None:
         self.query = query
@@ -209,13 +209,13 @@ class _Part:
         self._has_prompt = False
 
     def is_first(self, num_prompt_tokens: int) -> bool:
-        """Return True once: for the first statement of the prompt's tokens that is not empty."""
+        """Return True once: for the first nonempty count of the prompt's tokens."""
         is_first = not self._has_prompt and num_prompt_tokens > 0 and not self.query.is_resumed
         self._has_prompt = self._has_prompt or num_prompt_tokens > 0
         return is_first
 
     def count(self, piece: Piece, stated: int | None) -> int:
-        """Return the tokens of a piece: its ids, what the endpoint states, or one. Raises `BadAnswer`: too many."""
+        """Return the tokens of a piece: its ids, the endpoint's count, or one. Raises `BadAnswer`: too many."""
         self._num_events += bool(piece.text)
         if piece.token_ids is not None:
             number = len(piece.token_ids)
@@ -229,7 +229,7 @@ class _Part:
         return number
 
     def rest(self, stated: int, *, is_last: bool = True) -> int:
-        """Return how many more tokens the endpoint states than have been counted, within the job's limit."""
+        """Return how many more tokens the endpoint reports than have been counted, within the job's limit."""
         number = max(0, min(stated, self._most) - self._num_tokens)
         if is_last:
             self._num_tokens += number

@@ -1,4 +1,4 @@
-"""What an endpoint serves and can do, found out with a few short requests at startup."""
+"""The model and the abilities of an endpoint, determined by a few short requests at startup."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ROWS = 64
 DEFAULT_CONTEXT = 131_072
-"""Where neither the endpoint nor the operator states one."""
+"""The context length if neither the endpoint nor the operator sets one."""
 _VERSION_PATHS = ("/version", "/get_server_info", "/info", "/props")
 _STABLE = ("id", "root", "parent", "owned_by", "max_model_len", "meta")
-"""Of a model's entry in the list, what does not change between two requests."""
+"""The fields of a model's list entry that do not change between two requests."""
 _WORD = "pagemill"
 _PROBE = {"max_tokens": 16, "temperature": 0}
 _UNLIMITED = 2**40
@@ -55,14 +55,14 @@ _NO_ADAPTERS = NoAdapters("the engine is an endpoint")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the endpoint serves."""
+    """The identity of the model that the endpoint serves."""
 
     model: str
     """Its name for the model."""
     dialect: Dialect
     max_model_len: int | None
     digest: str
-    """Of the entry in the list of models and the engine's version."""
+    """Digest of the entry in the list of models and the engine's version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ class EndpointModel:
 
 
 async def identify(connection: Connection, names: tuple[str, ...]) -> Identity:
-    """Return what the endpoint serves under the first of these names, or its only model.
+    """Return the identity of the first of these models that the endpoint serves, or of its only model.
 
     Raises:
         ConfigError: it serves several other models.
-        Unavailable: it does not answer, or serves nothing yet.
+        Unavailable: it does not answer, or does not serve a model yet.
     """
     try:
         listed = (await connection.get_json("/models")).get("data")
@@ -113,7 +113,7 @@ async def identify(connection: Connection, names: tuple[str, ...]) -> Identity:
 async def probe(
     connection: Connection, identity: Identity, config: EngineConfig, revision: str
 ) -> EndpointModel:
-    """Find out what the endpoint can do.
+    """Determine the abilities of the endpoint.
 
     Args:
         config: the names, limits and tokenizer that the operator set.
@@ -166,7 +166,7 @@ async def probe(
 
 
 async def _check_stream(connection: Connection, identity: Identity, lacks: frozenset[str]) -> None:
-    """Send a request as jobs send it: otherwise an endpoint that rejects a common field would fail all of them.
+    """Send a request like those of jobs: an endpoint that rejects a common field would fail all jobs.
 
     Raises:
         ConfigError: the endpoint rejects it.
@@ -195,7 +195,7 @@ async def _check_stream(connection: Connection, identity: Identity, lacks: froze
 
 
 async def _lacks(connection: Connection, identity: Identity) -> frozenset[str]:
-    """Return the abilities that the endpoint shows not to have. A field that has no effect counts as lacking."""
+    """Return the abilities that the endpoint does not have. A field without effect counts as lacking."""
     text = {"prompt": f"Write {_WORD}."}
     chat = {"messages": [{"role": "user", "content": f"Write {_WORD}."}]}
     schema = {
@@ -222,7 +222,7 @@ async def _lacks(connection: Connection, identity: Identity) -> frozenset[str]:
 
 
 async def _try(connection: Connection, model: str, fields: dict[str, Any]) -> str | None:
-    """Return the text that the endpoint answers; None if it rejects the request."""
+    """Return the text of the endpoint's response; None if it rejects the request."""
     path = "/chat/completions" if "messages" in fields else "/completions"
     try:
         answer = await connection.post(path, {"model": model} | _PROBE | fields)
@@ -249,7 +249,7 @@ def _is_json(text: str | None) -> bool:
 
 
 async def _version(connection: Connection) -> str:
-    """Return the engine's version as far as it states one."""
+    """Return the engine's version, if the endpoint reports one."""
     for path in _VERSION_PATHS:
         try:
             found = await connection.get_json(path, at_root=True)

@@ -1,1 +1,1 @@
-"""Payloads and results outside Redis: fetched and written on threads of their own, and deleted when their jobs are."""
+"""Payloads and results outside Redis: fetched and written on separate threads, and deleted with their jobs."""

@@ -1,4 +1,4 @@
-"""Opens envelopes on threads of its own: a slow store, or images to decode, delay no other job."""
+"""Opens envelopes on separate threads, so that a slow store or image decoding does not delay other jobs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pagemill.producer.wire.schema.job import Job
 NUM_THREADS = 4
 
 Opened = tuple[PulledJob, "Future[Job]"]
-"""A pulled job, and what opening its envelope gave."""
+"""A pulled job, and the future of its opened envelope."""
 
 
 class StoredInputs:
-    """Jobs whose payloads are being fetched or prepared. Used by admission's thread alone."""
+    """Jobs whose payloads are being fetched or prepared. Used only by admission's thread."""
 
     def __init__(self, open_envelope: Callable[[PulledJob], Job], timeout_s: float) -> None:
         self._open_envelope = open_envelope
@@ -28,7 +28,7 @@ class StoredInputs:
         self._wanted: SimpleQueue[PulledJob | None] = SimpleQueue()
         self._arrived: SimpleQueue[Opened] = SimpleQueue()
         self._pending: dict[int, tuple[PulledJob, float]] = {}
-        """By fencing token: the job, and `time.monotonic()` when it is given up."""
+        """By fencing token: the job, and the `time.monotonic()` at which fetching is given up."""
         self._threads: list[threading.Thread] = []
 
     @property
@@ -36,9 +36,9 @@ class StoredInputs:
         return len(self._pending)
 
     def fetch(self, pulled: PulledJob) -> None:
-        """Begin to open a job's envelope."""
+        """Start to open a job's envelope."""
         if len(self._threads) < NUM_THREADS:
-            # A daemon: a store that never answers must not keep the process.
+            # A daemon, so that a store that never answers does not keep the process alive.
             thread = threading.Thread(target=self._run, name="pagemill-fetch", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -46,7 +46,7 @@ class StoredInputs:
         self._wanted.put(pulled)
 
     def arrived(self) -> Opened | None:
-        """Return the next job whose envelope is open, can't be opened, or is late; None: there is none."""
+        """Return the next job whose envelope is open, cannot be opened, or is late; None if there is none."""
         with suppress(Empty):
             while True:
                 pulled, opened = self._arrived.get_nowait()

@@ -1,7 +1,7 @@
-"""Writes large results to the store before they are committed, on threads of its own.
+"""Writes large results to the store before they are committed, on separate threads.
 
-A file is announced before it is written, and has no owner until a commit names it: what a lost race or a dead worker
-leaves behind is deleted by the sweep. Where the store fails, the result goes into Redis as without a store.
+A file is announced before it is written, and has no owner until a commit names it: files left behind by a
+lost race or a crashed worker are deleted by the sweep. If the store fails, the result is written to Redis.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_THREADS = 4
 
 
 class StoredResults:
-    """Results on their way to the store."""
+    """Results being written to the store."""
 
     def __init__(self, store: Store, new_queue: Callable[[], JobQueue]) -> None:
         self._store = store
@@ -37,10 +37,10 @@ class StoredResults:
         self._on_written: Callable[[End], None] = lambda end: None
 
     def start(self, on_written: Callable[[End], None]) -> None:
-        """`on_written` gets each end when it may be sent: of a stub, or where the store failed as it was."""
+        """`on_written` receives each end that may be sent: of a stub, or if the store failed, unchanged."""
         self._on_written = on_written
         for queue in self._queues:
-            # A daemon: a store that never answers must not keep the process.
+            # A daemon, so that a store that never answers does not keep the process alive.
             threading.Thread(target=self._run, args=(queue,), name="pagemill-store", daemon=True).start()
 
     def stop(self) -> None:
@@ -49,14 +49,14 @@ class StoredResults:
             self._wanted.put(None)
 
     def takes(self, ended: End) -> bool:
-        """Return whether an end has a result that belongs into the store."""
+        """Return whether an end has a result that belongs in the store."""
         return ended.outcome is Outcome.SUCCEEDED and self._store.takes(len(ended.body))
 
     def write(self, ended: End) -> None:
         self._wanted.put(ended)
 
     def discard(self, uri: str) -> None:
-        """Have a result deleted that no commit took."""
+        """Have a result deleted that was not committed."""
         self._wanted.put(uri)
 
     def _run(self, queue: JobQueue) -> None:

@@ -1,4 +1,4 @@
-"""Deletes files of the store whose jobs are gone, some at a time."""
+"""Periodic deletion of store files whose jobs no longer exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOK_S = 5.0
 
 
 class StoreSweeper(BackgroundThread):
-    """The sweeping thread. Any number of workers may sweep a queue: each file is one's at a time."""
+    """The sweeping thread. Any number of workers may sweep a queue: each file is claimed by one at a time."""
 
     def __init__(self, store: Store, queue: JobQueue) -> None:
         super().__init__("pagemill-store-sweep")
@@ -28,7 +28,7 @@ class StoreSweeper(BackgroundThread):
         self._queue = queue
 
     def sweep(self) -> int:
-        """Delete files that are due; returns how many were looked at."""
+        """Delete due files. Returns the number of files checked."""
         uris = self._queue.run(stored.claim(self._queue.queue, AT_ONCE, CLAIM_MS))
         gone: list[str] = []
         for uri in uris:

@@ -1,4 +1,4 @@
-"""Opens a pulled job's envelope: from the bytes that the queue stores to the job that a worker runs."""
+"""Opens a pulled job's envelope: converts the stored bytes to the job that a worker runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagemill.producer.wire.store.stub import read_payload_stub
 
 
 def is_stored(payload: bytes) -> bool:
-    """Return whether the envelope lies in a store: to open it may take as long as the store does."""
+    """Return whether the envelope is in a store: opening it may then take as long as the store does."""
     return read_payload_stub(split_payload(payload).envelope) is not None
 
 
@@ -29,8 +29,8 @@ def open_envelope(
     """Verify the signature, fetch from the store, decrypt, parse, and render the outputs of parents.
 
     Raises:
-        JobError: the code and message that the job fails with, which quote none of its input; `retryable` if the
-            store does not answer.
+        JobError: the code and message that the job fails with, which do not quote its input; `retryable` if
+            the store does not answer.
     """
     payload = split_payload(pulled.payload)
     reference = None if store is None else read_payload_stub(payload.envelope)
@@ -66,14 +66,15 @@ def _in_clear(output: ParentOutput, keyring: KeyRing) -> ParentOutput:
 
 
 def rendered(job: Job, stored: Sequence[bytes], keyring: KeyRing | None = None) -> Job:
-    """Return a job as the engine takes it: with a prompt of its own.
+    """Return a job with the outputs of its parents inserted into its prompt.
 
     Args:
-        stored: what the queue put behind its envelope.
-        keyring: the keys that outputs are opened with; None: those of the environment.
+        stored: the outputs that the queue appended to its envelope.
+        keyring: the keys to decrypt outputs; None: those of the environment.
 
     Raises:
-        InvalidJob: an output is missing, can't be read or lacks a field, or the prompt becomes empty or too large.
+        InvalidJob: an output is missing, can't be read or lacks a field, or the prompt becomes empty or too
+            large.
     """
     found: dict[str, ParentOutput] = {}
     keyring = ring() if keyring is None else keyring

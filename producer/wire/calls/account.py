@@ -1,7 +1,7 @@
-"""A job's lifetime, split into causes that sum to it.
+"""A job's lifetime, split into causes that add up to it.
 
-The queue notes when a cause begins and ends for many jobs, a worker how long its part took; nothing is kept per job
-and event. A moment with several causes counts for the first of `BLOCKS`.
+The queue records when a cause starts and ends for many jobs, and workers the duration of their part; nothing
+is stored per job and event. A moment with several causes counts for the first of `BLOCKS`.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ LETTERS: dict[str, Cause] = {
     "o": "opening", "a": "adapter", "g": "grammar", "s": "sequence_slot", "k": "kv_block", "b": "step_budget",
     "p": "prompt", "d": "decode", "x": "displaced", "e": "preempted",
 }  # fmt: skip
-"""How an execution's times are spelled, in ms, and in which order they count."""
+"""The letters of an execution's times in ms, in the order in which they count."""
 ENGINE_LETTERS = {
     "adapter": "a", "grammar": "g", "rows": "s", "kv": "k", "budget": "b", "prompt": "p", "decode": "d",
     "displaced": "x", "preempted": "e", "others": "n",
 }  # fmt: skip
-"""The same by the engine's names. `n`: tenths of the mean number of other sequences in the batch while it decoded;
-`c` has the prompt tokens that were cached."""
+"""The same by the engine's names. `n`: tenths of the mean number of other sequences in the batch while it
+decoded; `c` has the prompt tokens that were cached."""
 
 Span = tuple[int, int]
-"""From and to, unix milliseconds."""
+"""Start and end, in unix milliseconds."""
 BLOCKS: tuple[Cause, ...] = ("paused", "no_worker", "no_capability", "quota", "rate_limit")
 """Causes that keep a job in its lane, in the order in which they count."""
 
 MAX_SPENT = 64
-"""Bytes of an execution's times."""
+"""Maximum bytes of an execution's times."""
 
 _SPENT = re.compile(r"([a-z])(\d{1,12})")
 
 
 class Part(WireModel):
-    """A cause, and how long it lasted in all."""
+    """A cause, and its total duration."""
 
     cause: Cause
     seconds: float
@@ -82,11 +82,11 @@ class Behind(WireModel):
     """Jobs of a tenant and priority that started while the job last waited."""
 
     tenant: str
-    """Empty: of tenants that were not told apart."""
+    """Empty: tenants that were not distinguished."""
     priority: str
     jobs: int
     seconds: float
-    """Their share of the wait behind other jobs, by their number."""
+    """Their share of the wait behind other jobs, by number of jobs."""
 
 
 class Earlier(WireModel):
@@ -97,32 +97,32 @@ class Earlier(WireModel):
 
 
 class JobAccount(WireModel):
-    """Where a job's time went. `parts` sum to `seconds`."""
+    """A breakdown of a job's time. `parts` add up to `seconds`."""
 
     id: str
     state: str
     model: str
     tenant: str
     seconds: float
-    """Since its submission, up to its end or now."""
+    """Time since its submission, up to its end or now."""
     parts: tuple[Part, ...]
     behind: tuple[Behind, ...]
     earlier: tuple[Earlier, ...] = ()
     prompt_tokens: int = 0
     cached_tokens: int | None = None
-    """Those from the prefix cache; None: not reported."""
+    """Prompt tokens from the prefix cache; None: not reported."""
     decoded_beside: float | None = None
     """The mean number of other sequences while it decoded; None: not reported."""
 
 
 class CauseSums(WireModel):
-    """How long a cause lasted in some jobs."""
+    """The durations of a cause in several jobs."""
 
     cause: Cause
     seconds: float
-    """In all of them."""
+    """The sum over all jobs."""
     p50: float
-    """Of each job's seconds, 0 where it had none of the cause."""
+    """Median of each job's seconds, which are 0 without the cause."""
     p90: float
     p99: float
 
@@ -141,23 +141,23 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """What a job's account is made of. Times are unix milliseconds."""
+    """The data from which a job's account is computed. Times are unix milliseconds."""
 
     created_at: int
     ended_at: int
     """Its end, or now."""
     held: Cause
-    """What kept it from its lane before it first came there."""
+    """The cause that kept it out of its lane at first."""
     runs: tuple[Run, ...] = ()
     queued_at: int | None = None
-    """When it last came back to its lane."""
+    """When it last returned to its lane."""
     is_held: bool = False
-    """It is not in its lane, and was not at its end."""
+    """True if it is not in its lane, or was not at its end."""
     blocks: tuple[tuple[Cause, tuple[Span, ...]], ...] = ()
 
 
 class _Account:
-    """Sums by cause up to a moment that only moves on, from the job's submission to its end."""
+    """Sums by cause up to a moment that only advances, from the job's submission to its end."""
 
     def __init__(self, life: Lifetime) -> None:
         self.sums: dict[Cause, int] = {}
@@ -175,7 +175,7 @@ class _Account:
             self._at += spent
 
     def wait(self, until: int) -> None:
-        """Spend the time up to a moment in the lane."""
+        """Count the time up to a moment as waiting in the lane."""
         rest = [(self._at, self._at + self.left_until(until))]
         blocked: list[tuple[Cause, int]] = []
         for cause, spans in self._blocks:
@@ -189,7 +189,7 @@ class _Account:
 def account(life: Lifetime) -> list[tuple[Cause, int]]:
     """Return the causes of a job's lifetime and their milliseconds, in the order of `MEANINGS`.
 
-    They are positive and sum to the lifetime, whatever the clocks did: a time before an earlier one counts as that.
+    They are positive and add up to the lifetime even if clocks were set back: times never decrease.
     """
     sums, held, was_lost = _Account(life), life.held, False
     for run in life.runs:
@@ -243,7 +243,7 @@ def read_spent(text: str) -> dict[str, int]:
 
 
 def write_spent(numbers: dict[str, int]) -> str:
-    """Return those numbers that are not 0, behind their letters; without the smallest where that is too long."""
+    """Return the nonzero numbers after their letters, without the smallest if that is too long."""
     left = {letter: number for letter, number in numbers.items() if number > 0}
     while len(text := "".join(f"{letter}{number}" for letter, number in left.items())) > MAX_SPENT:
         del left[min(left, key=left.__getitem__)]
@@ -251,7 +251,7 @@ def write_spent(numbers: dict[str, int]) -> str:
 
 
 def without(spans: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
-    """Return what is left of spans without the moments of others."""
+    """Return spans without the moments of other spans."""
     left = list(spans)
     for start, stop in taken:
         pieces = []
@@ -326,7 +326,7 @@ def _run_of(execution: Execution) -> Run:
 
 
 def _unserved(served: list[Any], now: int, *, has_run: bool) -> tuple[list[Span], list[Span]]:
-    """Return when no worker served the model, and when none did that knows all that the job needs."""
+    """Return when no worker served the model, and when none that did knew all that the job needs."""
     if not served and has_run:
         return [], []  # its worker was never announced
     alive: list[Span] = []
@@ -341,7 +341,7 @@ def _unserved(served: list[Any], now: int, *, has_run: bool) -> tuple[list[Span]
 
 
 def _spans(spells: list[bytes], now: int) -> list[Span]:
-    """Return spells as spans; one that lasts ends now."""
+    """Return spells as spans; a current one ends now."""
     parts = [spell.split() for spell in spells]
     return [(int(start), now if stop == b"-" else int(stop)) for start, stop in parts]
 
@@ -363,7 +363,7 @@ def _behind(lanes: list[Any], job: JobHistory, seconds: float) -> tuple[Behind, 
 
 
 def _earlier(behind: Sequence[Behind], job: JobHistory) -> tuple[Earlier, ...]:
-    """Estimate, from the shares of the jobs before it: without those of lower priorities, and run by more workers."""
+    """Estimate from the shares of the jobs before it: without those of lower priorities, and with more workers."""
     others = (
         sum(each.seconds for each in behind if each.priority != "high") if job.priority != "high" else 0.0
     )

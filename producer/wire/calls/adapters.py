@@ -1,7 +1,7 @@
-"""Commands to live workers, about adapters or pulling, and the answers, as transitions.
+"""Commands to live workers, about adapters or pulling, and the replies, as transitions.
 
-Each worker has a list of commands of its own, which it takes one by one; answers are collected by the command's id.
-Both expire.
+Each worker takes commands from its own list one by one; replies are collected by the command's id. Both
+expire.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.scripts import Call
 
 COMMAND_TTL_MS = 60_000
-"""A command that no worker has taken by then is forgotten."""
+"""A command that no worker has taken by then is deleted."""
 MAX_SOURCE = 4096
 
 
 class WorkerCommand(WireModel):
-    """What a worker is asked to do. One with unknown fields is refused: they might forbid what it would do."""
+    """A command to a worker. One with unknown fields is rejected, since they might restrict it."""
 
     model_config = ConfigDict(extra="forbid")
 
     id: Annotated[str, Field(min_length=1, max_length=64)]
     action: Literal["add", "remove", "list", "drain", "pause", "resume"]
-    """The first three are about adapters; the others say whether the worker pulls."""
+    """The first three are about adapters; the others control whether the worker pulls."""
     name: str = ""
     source: Annotated[str, Field(max_length=MAX_SOURCE)] = ""
     """A folder on the worker's machine."""
@@ -38,7 +38,7 @@ class WorkerCommand(WireModel):
 
 
 class AdapterInfo(WireModel):
-    """An adapter as a worker has it."""
+    """An adapter of a worker."""
 
     name: str
     digest: str
@@ -51,13 +51,13 @@ class AdapterAnswer(WireModel):
     """A worker's answer."""
 
     error: str | None = None
-    """Why it did not happen; None: it did."""
+    """Why the command failed; None: it succeeded."""
     adapters: tuple[AdapterInfo, ...] = ()
-    """Those that the worker has now."""
+    """The worker's current adapters."""
 
 
 def send_command(queue: str, worker_ids: Sequence[str], command: WorkerCommand, signing: Keys) -> Call[int]:
-    """Send a command to workers; returns how many got it, 0 if they had it before."""
+    """Send a command to workers. Returns the number that received it; 0 if they had received it before."""
     args: list[str | bytes | int] = [command.id, COMMAND_TTL_MS]
     body = command.model_copy(update={"sent_at": time.time()}).model_dump_json().encode()
     for worker_id in worker_ids:

@@ -1,4 +1,4 @@
-"""Canaries and recalls as transitions: who deviates from the others, and what it committed."""
+"""Canaries and recalls as transitions: deviating workers, and the jobs that they committed."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ AuditState = Literal["quarantined", "disputed", "kept", ""]
 
 @dataclass(frozen=True, slots=True)
 class AuditView:
-    """What a worker has to know of canaries."""
+    """The canary state of a worker."""
 
     state: AuditState
-    """kept: an operator ended its quarantine. Empty: nothing is wrong with it, or nothing is known."""
+    """kept: an operator ended its quarantine. Empty: no deviation, or unknown."""
     reason: str
     is_wanted: bool
     """Two others disagree, and its answer decides."""
     position: int
-    """The number of jobs that it has committed, those that were forgotten included."""
+    """The number of jobs that it has committed, including deleted entries."""
     has_more: bool
-    """Call again: there is more to forget."""
+    """Call again: there is more to delete."""
     answers: tuple[str, ...]
 
 
 def view(
     queue: str, worker_id: str, what: str, input_bytes: int, *, with_answers: bool = False
 ) -> Call[AuditView]:
-    """Return what is known of a worker. From the first call on, the jobs that it commits are listed.
+    """Return the canary state of a worker. From its first call on, the jobs that it commits are listed.
 
     Args:
-        what: names the function that it computes.
-        input_bytes: how many bytes of these jobs' inputs are kept until they are known to be right.
+        what: key of the function that it computes.
+        input_bytes: bytes of these jobs' inputs to keep until their results are known to be correct.
     """
     args = (worker_id, what, input_bytes, int(with_answers))
     return Call("audit_look", (keys.prefix(queue),), args, _view)
@@ -50,8 +50,9 @@ def vote(
 
     Args:
         answer: its own, or the earlier one that it agrees with.
-        num_answers: how many it was compared with.
-        position: that of `view` before the canary: if the worker is clean, so is what it committed up to there.
+        num_answers: the number of answers it was compared with.
+        position: the one that `view` returned before the canary. If the worker is clean, so are its jobs up
+            to it.
     """
     args = (worker_id, what, answer, num_answers, position)
     return Call("audit_vote", (keys.prefix(queue),), args, _verdict)
@@ -83,11 +84,11 @@ class Accused(WireModel):
     reason: str
     accused_at: float
     clean_at: float | None = None
-    """Its last clean canary; None: it had none."""
+    """Time of its last clean canary; None if it had none."""
     jobs: int
     """Jobs on its list: those that it committed since the canary before."""
     is_cut: bool = False
-    """It committed earlier ones too, which are not listed."""
+    """True if it also committed earlier jobs, which are not listed."""
 
 
 def accused(queue: str) -> Call[list[Accused]]:
@@ -110,13 +111,13 @@ def listed_jobs(queue: str, worker_id: str, limit: int) -> Call[list[str]]:
 def replace_first(
     queue: str, worker_id: str, job_id: str, copy_id: str = "", result: bytes = b""
 ) -> Call[SettleReply]:
-    """Take the first job off a worker's list; with a copy, its result replaces the job's."""
+    """Remove the first job from a worker's list; with a copy, its result replaces the job's."""
     args = (worker_id, job_id, copy_id, result)
     return Call("recall_settle", (keys.prefix(queue),), args, lambda reply: reply.decode())
 
 
 def close(queue: str, worker_id: str, *, keep: bool) -> Call[int]:
-    """End a worker's recall. `keep`: what it committed stays, and it may pull again.
+    """End a worker's recall. `keep`: its results stay, and it may pull again.
 
     Returns 1; 0 for a worker that is not accused; -1: call again.
     """

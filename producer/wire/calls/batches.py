@@ -1,6 +1,6 @@
-"""Batches as calls: counts, the feed of ends, acknowledging, cancelling.
+"""Batches as calls: counts, the feed of ended jobs, acknowledging, cancelling.
 
-A cursor is `e<n>` (after the n-th end, in order of the ends) or `s<n>` (after the n-th submit).
+A cursor is `e<n>` (after the n-th end, in order of the ends) or `s<n>` (after the n-th submitted job).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PAGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some ends, and the position to continue from."""
+    """Ended jobs, and the position to continue from."""
 
     position: int
     items: list[BatchItem]
     stored: dict[int, Outcome] = field(default_factory=dict)
-    """The ends among them, by their place, whose results lie in a store."""
+    """The outcomes among them, by index, whose results are in a store."""
 
 
 def counts(queue: str, batch_id: str) -> Call[BatchCounts | None]:
@@ -40,12 +40,12 @@ def counts(queue: str, batch_id: str) -> Call[BatchCounts | None]:
 
 
 def listed(queue: str, start: int, count: int) -> Call[list[BatchInfo]]:
-    """Return some batches of the queue, the one that was last added to or ended first."""
+    """Return some batches of the queue, the most recently extended or ended one first."""
     return Call("batch_list", (keys.prefix(queue),), (start, count), _listed)
 
 
 def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Call[Page]:
-    """Return the next ends. Ordered: in order of submission, up to the first job that has not ended."""
+    """Return the next ended jobs. Ordered: in order of submission, up to the first job that has not ended."""
     script, letter = ("batch_ordered", "s") if ordered else ("batch_feed", "e")
     args = (batch_id, position, PAGE_JOBS, PAGE_BYTES)
     return Call(script, (keys.prefix(queue),), args, partial(_page, letter))
@@ -57,7 +57,7 @@ def sample(queue: str, batch_id: str, positions: Sequence[int]) -> Call[list[str
 
 
 def ack(queue: str, batch_id: str, cursor: str, start: int) -> Call[tuple[int, int]]:
-    """Free a slice of jobs up to `cursor`; returns their number and the position reached. To be repeated."""
+    """Free a slice of jobs up to `cursor`. Returns their number and the position reached. Repeat until done."""
     letter, position = split_cursor(cursor)
     args = (batch_id, letter, position, PAGE_JOBS, start)
     return Call("batch_ack", (keys.prefix(queue),), args, tuple)

@@ -1,4 +1,4 @@
-"""Dead letters as calls: jobs that used up their attempts, or kept killing workers."""
+"""Dead letters as calls: jobs that used up their attempts, or repeatedly crashed workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DeadLetter(WireModel):
     attempts: int = 0
     """Executions that ended in the job's own retryable error."""
     crashes: int = 0
-    """Workers that died while running it without making progress."""
+    """Workers that crashed while running it without making progress."""
     batch: str | None = None
     key: str | None = None
     metadata: dict[str, Any] | None = None
@@ -59,21 +59,21 @@ class OpenedLetter:
 
     letter: DeadLetter
     payload: bytes
-    """The envelope; empty if it is gone."""
+    """The envelope; empty if it no longer exists."""
     partial: tuple[Output, ...]
     """The partial output of its executions."""
 
 
 @dataclass(frozen=True, slots=True)
 class LetterPage:
-    """A page of letters. `seen` letters were examined; those that are gone by now are left out."""
+    """A page of letters. `seen` letters were read; those deleted meanwhile are left out."""
 
     seen: int
     letters: list[DeadLetter]
 
 
 def page(queue: str, skip: int) -> Call[LetterPage]:
-    """Return some letters, the latest death first."""
+    """Return some letters, the latest first."""
     return Call("dead_list", (keys.prefix(queue),), (skip, PAGE_LETTERS), partial(_page, queue))
 
 

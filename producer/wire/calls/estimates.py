@@ -1,10 +1,10 @@
-"""When a job will end: estimated from what waits before it and how fast its workers are, corrected by how earlier
-estimates were kept.
+"""Estimates of when a job ends, from the jobs ahead of it and the speed of its workers, corrected by the
+accuracy of earlier estimates.
 
-The estimate is the time in which the workers finish what goes before the job, at the speed that they measured with all
-rows taken, and then the job's own time. It is multiplied by the median, and the ninth decile, of the ratio of earlier
-jobs' time to their estimates (split conformal prediction, with the ratio as the score; Lei et al. 2018,
-arXiv:1604.04173). Jobs that start at once and jobs that wait are kept apart.
+The estimate is the time in which the workers finish the jobs ahead, at the speed measured with all rows
+occupied, plus the job's own time. It is multiplied by the median, and the ninth decile, of the ratio of
+earlier jobs' time to their estimates (split conformal prediction, with the ratio as the score; Lei et al.
+2018, arXiv:1604.04173). Jobs that start immediately and jobs that wait are treated separately.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pagemill.producer.wire.server.scripts import Call, as_map
 Kind = Literal["now", "later"]
 
 FIRST_RATIOS = (0.6, 0.8, 0.9, 1.0, 1.0, 1.1, 1.3, 1.8)
-"""Assumed before any job has been scored; they weigh as much as that many jobs."""
+"""Assumed ratios before any job has been scored; they weigh as much as that many jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingLane:
-    """The waiting jobs of a tenant, as far as they go before those of lower classes."""
+    """The waiting jobs of a tenant, if they precede those of lower classes."""
 
     priority: str
     tenant: str
@@ -40,7 +40,7 @@ class WaitingLane:
 
 @dataclass(frozen=True, slots=True)
 class EstimateInputs:
-    """What an estimate is made from. Times are unix milliseconds by the server's clock."""
+    """The data for an estimate. Times are unix milliseconds by the server's clock."""
 
     now: int
     is_paused: bool
@@ -50,9 +50,9 @@ class EstimateInputs:
     lanes: tuple[WaitingLane, ...]
     workers: tuple[WorkerInfo, ...]
     kept: dict[Kind, tuple[float, ...]]
-    """The latest times of jobs over their estimates."""
+    """The latest ratios of jobs' times to their estimates."""
     left: TenantQuotas | None = None
-    """What the lane's tenant has left of its quotas; None if it has none."""
+    """The remaining quotas of the lane's tenant; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class JobDemand:
     lane: str
     cost: int
     due: int
-    """Unix milliseconds from which it may run; 0 if at once."""
+    """Unix milliseconds from which it may run; 0: immediately."""
     deadline: int | None
     rows: int = 1
 
@@ -78,16 +78,16 @@ class JobDemand:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A job's end as it is computed, and its range by earlier ones. Times are milliseconds."""
+    """The computed end of a job, and its range by earlier ones. Times are milliseconds."""
 
     kind: Kind
     start: int
-    """Unix milliseconds, from which the others count."""
+    """Unix milliseconds from which the others are counted."""
     estimate: int
     p50: int
     p90: int
     wait: int = field(default=0, compare=False)
-    """How much of `p50` is the time until it starts. Not part of the header's field."""
+    """The part of `p50` before it starts. Not part of the header's field."""
 
     @classmethod
     def read(cls, text: str) -> Estimate:
@@ -105,17 +105,17 @@ class Estimate:
         return CompletionEstimate(p50, p90, None if deadline is None else deadline / 1000, self.wait / 1000)
 
     def ratio(self, ended_at: float) -> float:
-        """Return the time that the job took until `ended_at` (unix seconds), in units of its median."""
+        """Return the time that the job took until `ended_at` (unix seconds), relative to its median."""
         return max(0.0, ended_at * 1000 - self.start) / max(1, self.p50)
 
 
 def estimate_inputs(queue: str, lane: str) -> Call[EstimateInputs]:
-    """Read what decides when a job of that lane would end, were it submitted now."""
+    """Read the data to estimate when a job of that lane would end if it were submitted now."""
     return Call("estimate", (keys.prefix(queue),), (lane,), _read_inputs)
 
 
 def estimated_end(seen: EstimateInputs, asked: JobDemand) -> Estimate | None:
-    """Return None where it is not known: no worker of the model has measured a speed, or the queue is paused."""
+    """Return None if the end is unknown: no worker of the model has measured a speed, or the queue is paused."""
     speeds = [worker.speed for worker in seen.workers if worker.speed is not None]
     rows = sum(speed.rows for speed in speeds)
     busy_rate = sum(speed.rows * speed.busy_rate for speed in speeds)
@@ -142,7 +142,7 @@ def estimated_end(seen: EstimateInputs, asked: JobDemand) -> Estimate | None:
 
 
 def _ahead(lanes: Sequence[WaitingLane], lane: str) -> tuple[int, float]:
-    """Return how many jobs go before a new one of that lane, and what they cost together."""
+    """Return the number of jobs ahead of a new one of that lane, and their total cost."""
     _, priority, tenant, _ = keys.split_lane(lane)
     own = [one for one in lanes if (one.priority, one.tenant) == (priority, tenant)]
     turns = (1 + sum(one.jobs for one in own)) / max((one.weight for one in own), default=1.0)
@@ -156,7 +156,7 @@ def _ahead(lanes: Sequence[WaitingLane], lane: str) -> tuple[int, float]:
 
 
 def _quantile(kept: Sequence[float], share: float) -> float:
-    """Return the ratio that a new one is below with that probability, if it is exchangeable with those before it."""
+    """Return the ratio that a new one stays below with that probability, if it is exchangeable with earlier ones."""
     ratios = sorted((*FIRST_RATIOS, *kept))
     return ratios[min(len(ratios), math.ceil(share * (len(ratios) + 1))) - 1]
 

@@ -1,7 +1,7 @@
 """A job's history: when it was submitted, which workers ran it, and how each execution ended.
 
-A job's record holds its current or last execution; those that did not end it are kept in a short list beside
-it (`history:<id>`), so that a job that needs one execution costs nothing extra.
+A job's record holds its current or last execution; those that did not end it are kept in a separate short
+list (`history:<id>`), so that a job with one execution costs nothing extra.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Execution(WireModel):
     attempt: int
     started_at: float | None
     ended_at: float | None
-    """None while it runs."""
+    """None while it is running."""
     outcome: ExecutionEnd
     code: str = ""
     message: str = ""
     queued_at: float | None = None
-    """When it came back to its lane before this, if it was not there from its submission on."""
+    """When it returned to its lane before this execution, if it did not stay there since its submission."""
     saved_at: float | None = None
     """The last checkpoint, or report of progress."""
     spent: str = ""
-    """Where its time went, as its worker reported it (account.py)."""
+    """The breakdown of its time, as its worker reported it (account.py)."""
 
 
 class JobHistory(WireModel):
-    """One job since its submit. Times are unix seconds by the server's clock."""
+    """A job's history since its submission. Times are unix seconds by the server's clock."""
 
     id: str
     queue: str
@@ -55,7 +55,7 @@ class JobHistory(WireModel):
     replay_of: str | None
     """The dead job that this one replays."""
     replayed_as: str | None
-    """The job of a dead one's last replay."""
+    """The job that last replayed this dead one."""
     after: tuple[str, ...]
     """The jobs that it was submitted to wait for."""
     waits_for: tuple[str, ...]
@@ -68,17 +68,17 @@ class JobHistory(WireModel):
     attempts_failed: int
     crashes: int
     stop_asked: str | None
-    """cancelled or expired, until its worker has ended it."""
+    """cancelled or expired, until its worker has stopped it."""
     live_workers: int
-    """Workers that serve its model now."""
+    """Number of workers that serve its model now."""
     unmet: tuple[str, ...] = ()
     """The words that a worker must know to run it, if none of those workers knows all of them."""
     progress: Progress
     executions: tuple[Execution, ...]
-    """Oldest first; only the last ones of a job with very many."""
+    """Oldest first; only the last ones if there are very many."""
     error: ErrorInfo | None
     queued_at: float | None = None
-    """When it last came back to its lane."""
+    """When it last returned to its lane."""
 
 
 def history(queue: str, job_id: str) -> Call[JobHistory | None]:
@@ -142,7 +142,7 @@ def _past(entry: dict[str, Any]) -> Execution:
 
 
 def _last(record: dict[str, str], past: list[Execution], error: ErrorInfo | None) -> list[Execution]:
-    """Return the execution in the record itself, unless the list has it already."""
+    """Return the execution in the record itself, unless the list already contains it."""
     started_at = _seconds(record.get("started_at"))
     state = record["state"]
     is_over = state in END_STATES

@@ -1,4 +1,4 @@
-"""Lists of jobs as calls: each looks at a bounded number of jobs and returns where to continue."""
+"""Lists of jobs as calls: each reads a bounded number of jobs and returns where to continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill.producer.wire.schema.outputs import Progress, State, WireModel
 from pagemill.producer.wire.server.scripts import Call
 
 LOOK_JOBS = 500
-"""Jobs that one call looks at; a walk through the keyspace looks at this many keys."""
+"""Maximum number of jobs that one call reads; a walk through the keyspace reads this many keys."""
 
 
 class JobLine(WireModel):
@@ -37,7 +37,7 @@ class JobLine(WireModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """What a job must have to be listed; '' for any."""
+    """The properties of the jobs to list; '' for any."""
 
     state: str = ""
     tenant: str = ""
@@ -48,7 +48,7 @@ class JobFilter:
 
 @dataclass(frozen=True, slots=True)
 class JobPage:
-    """Some jobs. `place` is where to continue, '' at the end; `looked` jobs were looked at."""
+    """Some jobs. `place` is where to continue, '' at the end; `looked` is the number of jobs read."""
 
     place: str
     looked: int
@@ -60,14 +60,14 @@ def listed(
 ) -> Call[JobPage]:
     """Return a page of a list: `running`, `delayed`, `dead`, `lane:<lane>`, `batch:<id>`, `key:<tenant>:<key>`, `all`.
 
-    `all` finds every job with SCAN, in no order and some twice, and may return more than `most`.
+    `all` finds every job with SCAN, in undefined order and possibly twice, and may return more than `most`.
     """
     args = (source, place, look, most, wanted.state, wanted.tenant, wanted.model, wanted.key)
     return Call("job_list", (keys.prefix(queue),), args, _page)
 
 
 def jobs_page(queue: str, url: str = "", ttl_ms: int = 0) -> Call[str]:
-    """Say where the page of jobs is, or ask with an empty `url`; returns the address, '' for none."""
+    """Set the address of the jobs page, or with an empty `url` only read it; returns the address, '' for none."""
     return Call("jobs_page", (keys.prefix(queue),), (url, ttl_ms), lambda reply: reply.decode())
 
 

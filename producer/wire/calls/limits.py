@@ -22,13 +22,13 @@ class QueueLimits:
     jobs: int | None = None
     """Jobs that may wait; unset, the producer's default (1,000,000) applies."""
     payload_bytes: int | None = None
-    """Bytes of one job, also of one whose payload lies in a store. In Redis it has 1 MiB at most."""
+    """Maximum bytes of one job, also if its payload is in a store. In Redis the maximum is 1 MiB."""
     rate: float | None = None
     """Jobs that may start per second, across all workers."""
     burst: int | None = None
-    """Jobs that may start at once after a pause."""
+    """Jobs that may start together after a pause."""
     memory_share: float | None = None
-    """The share of the server's maxmemory up to which jobs are taken; unset, 0.85."""
+    """The share of the server's maxmemory up to which jobs are accepted; unset, 0.85."""
 
 
 def limits(queue: str) -> Call[QueueLimits]:
@@ -39,7 +39,7 @@ def limits(queue: str) -> Call[QueueLimits]:
 def set_limits(queue: str, wanted: QueueLimits) -> Call[QueueLimits]:
     """Set all limits of a queue; None removes one. Raises InvalidJob for an invalid limit.
 
-    A rate without a burst allows one second's worth to start at once, at least one job.
+    A rate without a burst allows the jobs of one second to start together, at least one.
     """
     burst = wanted.burst
     if burst is None and wanted.rate is not None:

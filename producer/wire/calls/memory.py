@@ -1,4 +1,4 @@
-"""The server's memory: how much of it is in use, and which kinds of data hold it."""
+"""The server's memory: its use, and the kinds of data in it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.server.scripts import Call, as_map
 
 DEFAULT_SHARE = 0.85
-"""Of maxmemory, up to which jobs are taken; the rest is for what running jobs write."""
+"""Share of maxmemory up to which jobs are accepted; the rest is for the output of running jobs."""
 WARNING = 0.1
-"""From this much of maxmemory below that share on, memory counts as short, and the queue warns."""
+"""From this share of maxmemory below that limit on, memory counts as short, and the queue warns."""
 
 Kind: TypeAlias = Literal["payloads", "results", "checkpoints", "dead_letters", "files", "records", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _SAMPLE = 64
-"""Keys that one call looks at."""
+"""Number of keys that one call reads."""
 _CALLS = 8
 
 REMEDIES: Mapping[Kind, str] = {
@@ -30,21 +30,21 @@ REMEDIES: Mapping[Kind, str] = {
     "records": "pagemill batch ack ID --queue {queue} (IDs: pagemill batch list)",
     "other": "redis-cli --memkeys",
 }
-"""The command that shows, or makes, room where a kind of data holds most of the memory."""
+"""The command that shows or frees the memory of each kind of data."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The server's memory and the queue's limit of it."""
+    """The server's memory and the queue's limit on it."""
 
     used: int = 0
-    """Bytes, without what the server does not count against maxmemory itself."""
+    """Bytes, without those that the server itself does not count against maxmemory."""
     most: int = 0
-    """Its maxmemory; 0: it has none, or does not report it."""
+    """Its maxmemory; 0 if it has none, or does not report it."""
     share: float = DEFAULT_SHARE
-    """Of maxmemory, up to which jobs are taken."""
+    """Share of maxmemory up to which jobs are accepted."""
     refused: int = 0
-    """Jobs and files refused for lack of memory since the queue exists; repeated attempts count again."""
+    """Jobs and files rejected for lack of memory since the queue was created; repeated attempts count again."""
 
     @classmethod
     def parse(cls, reply: list[Any]) -> MemoryUse:
@@ -53,18 +53,18 @@ class MemoryUse:
 
     @property
     def is_refusing(self) -> bool:
-        """Return whether jobs are refused for lack of memory."""
+        """Return whether jobs are rejected for lack of memory."""
         return self.most > 0 and self.used >= self.share * self.most
 
     @property
     def is_near(self) -> bool:
-        """Return whether memory is short: near the limit, or at it."""
+        """Return whether memory is near or at the limit."""
         return self.most > 0 and self.used > (self.share - WARNING) * self.most
 
 
 NO_MEMORY_LIMIT = MemoryUse()
 SAMPLE_RIGHTS = "+randomkey +memory|usage"
-"""Optional ACL rules, without which `memory_sample` is refused."""
+"""Optional ACL rules that `memory_sample` requires."""
 
 
 def memory_sample(queue: str) -> Call[dict[Kind, int]]:
@@ -73,7 +73,7 @@ def memory_sample(queue: str) -> Call[dict[Kind, int]]:
 
 
 def shares(run: Callable[[Call[dict[Kind, int]]], dict[Kind, int]], queue: str) -> dict[Kind, float]:
-    """Estimate which share of the server's data each kind is, from a sample of 512 keys; {} of an empty server."""
+    """Estimate the share of each kind in the server's data, from a sample of 512 keys; {} for an empty server."""
     found: Counter[Kind] = Counter()
     for _ in range(_CALLS):
         found.update(run(memory_sample(queue)))
@@ -82,7 +82,7 @@ def shares(run: Callable[[Call[dict[Kind, int]]], dict[Kind, int]], queue: str) 
 
 
 def largest(shares: Mapping[Kind, float]) -> Kind | None:
-    """Return the kind that holds most; None if nothing is known."""
+    """Return the kind with most data; None if unknown."""
     return max(shares.items(), key=lambda item: item[1])[0] if shares else None
 
 

@@ -13,12 +13,12 @@ from pagemill.producer.wire.server.scripts import Call, as_map
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One delivery to make, exclusive to its claimant until the claim lapses."""
+    """One delivery, exclusive to its claimant until the claim lapses."""
 
     url: str
     """The webhook's URL; in a relay's outbox the relay's name."""
     tries: int
-    """Delivery attempts, this one included."""
+    """Delivery attempts, including this one."""
     tenant: str
     finished_at: float
     outcome: Outcome
@@ -38,9 +38,9 @@ class Pending:
     """An outbox and its earliest deliveries."""
 
     due: int
-    """All that are due."""
+    """Number of due deliveries."""
     total: int
-    """Also those to be tried later, and the claimed ones."""
+    """Including those scheduled for later, and claimed ones."""
     expired: int
     """Deliveries that this call removed: their job's record has expired."""
     first: list[Due]
@@ -52,8 +52,8 @@ def read_due(
     """Read up to `limit` deliveries that are due, without claiming them.
 
     Args:
-        later_ms: Milliseconds by which deliveries of an earlier reading are postponed, by job id. This does not
-            count as an attempt.
+        later_ms: Milliseconds to postpone deliveries of an earlier reading, by job id. This does not count as
+            an attempt.
         relay: As in `claim`.
     """
     later = [part for job_id, ms in (later_ms or {}).items() for part in (job_id, ms)]
@@ -65,9 +65,9 @@ def read_due(
 def claim(
     queue: str, limit: int, claim_ms: int, *, relay: str = "", job_ids: Sequence[str] = ()
 ) -> Call[list[Notice]]:
-    """Take up to `limit` deliveries that are due; they come again after `claim_ms` unless settled.
+    """Claim up to `limit` due deliveries; they become due again after `claim_ms` unless settled.
 
-    Webhook deliveries, or those of jobs that were submitted for `relay`; with `job_ids` only these.
+    These are webhook deliveries, or those of jobs that were submitted for `relay`; with `job_ids` only these.
     """
     return Call("outbox_claim", (keys.prefix(queue),), (limit, claim_ms, relay, *job_ids), _notices)
 
@@ -75,7 +75,7 @@ def claim(
 def finish_delivery(
     queue: str, job_id: str, tries: int, again_ms: int | None, *, relay: str = ""
 ) -> Call[bool]:
-    """Settle a delivery: over (None), or due again in `again_ms`. False: another worker has claimed it."""
+    """Settle a delivery: finished (None), or due again in `again_ms`. False: another worker has claimed it."""
     args = (job_id, tries, -1 if again_ms is None else again_ms, relay)
     return Call("outbox_settle", (keys.prefix(queue),), args, bool)
 
@@ -103,7 +103,7 @@ def _notices(reply: list[list[Any]]) -> list[Notice]:
 
 
 def _tenant(lane: bytes) -> str:
-    """Return the tenant of a lane; of a damaged record an empty one, since others are delivered."""
+    """Return the tenant of a lane; empty for a damaged record, so that others are delivered."""
     try:
         return keys.split_lane(lane.decode())[2]
     except (ValueError, LookupError):

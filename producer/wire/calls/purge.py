@@ -1,4 +1,4 @@
-"""Removing all that a queue has of one tenant, and looking for what is left, as calls. Every step is bounded."""
+"""Removal of all of a tenant's data from a queue, and the search for remains, as calls. Every step is bounded."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ Place = Literal["key", "lane", "started", "turn", "parked", "settings"]
 class Key:
     """A key of the queue, its name without the queue's prefix.
 
-    `owner`: `ours`, it belongs to a job or a batch of the tenant; `theirs`, to another's; `orphan`, to a job without
-    a record; `other`: its name or its content shows it. `values` are those that purge_look.lua names.
+    `owner`: `ours`, it belongs to a job or a batch of the tenant; `theirs`, to another tenant's; `orphan`, to
+    a job without a record; `other`: determined by its name or content. `values` are described in
+    purge_look.lua.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Key:
 
     @property
     def rest(self) -> str:
-        """The name behind its kind."""
+        """The name after its kind."""
         return self.name.partition(":")[2]
 
 
@@ -53,51 +54,51 @@ class Removed:
 
     gone: list[str]
     running: list[str]
-    """Asked to end, and still there."""
+    """Jobs asked to end that still exist."""
     left: list[str]
-    """Not done, since the step was long enough."""
+    """Jobs left for the next step."""
     looked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOwners:
     recorded: str
-    """The tenant of all its jobs, "*" for several, "" where an earlier release submitted them."""
+    """The tenant of all its jobs, "*" for several, "" if an earlier release submitted them."""
     looked: int
     tenants: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A part of what a key holds, and where to continue, "" at the end."""
+    """A part of a key's contents, and where to continue, "" at the end."""
 
     place: str
     items: list[bytes]
 
 
 def fence(queue: str, tenant: str, ms: int) -> Call[int]:
-    """Take nothing new of the tenant for `ms`, or with 0 take it again."""
+    """Reject new data of the tenant for `ms`, or accept it again with 0."""
     return Call("purge_fence", (keys.prefix(queue),), (tenant, ms), int)
 
 
 def scan(queue: str, cursor: str, tenant: str, *, others: bool = False) -> Call[KeyPage]:
-    """Return a part of the keyspace; `others`: also what belongs to another tenant's jobs and may name some."""
+    """Return a part of the keyspace; `others`: including data of other tenants' jobs that may name the tenant's."""
     return Call("purge_look", (keys.prefix(queue),), (cursor, LOOK_KEYS, tenant, int(others)), _page)
 
 
 def read(queue: str, name: str, place: str = "") -> Call[Content]:
-    """Return a part of what a key holds, whatever its type; scores are left out."""
+    """Return a part of a key's contents, of any type, without scores."""
     return Call("purge_read", (keys.prefix(queue),), (name, place, LIST_ITEMS, READ_BYTES), _content)
 
 
 def jobs(queue: str, tenant: str, job_ids: Sequence[str], *, by_force: bool) -> Call[Removed]:
-    """Remove jobs. Those that run are asked to end, unless they go by force: their workers are refused then."""
+    """Remove jobs. Running ones are asked to end, or with `by_force` removed and their workers fenced."""
     args: tuple[str | int, ...] = (tenant, int(by_force), *job_ids)
     return Call("purge_jobs", (keys.prefix(queue),), args, _removed)
 
 
 def batch_owners(queue: str, batch_id: str, start: int) -> Call[BatchOwners]:
-    """Return whose jobs a part of a batch has."""
+    """Return the tenants of the jobs in a part of a batch."""
     return Call("purge_owners", (keys.prefix(queue),), (batch_id, start, LIST_ITEMS), _owners)
 
 
@@ -110,12 +111,12 @@ def batch_jobs(
 
 
 def batch_feed(queue: str, batch_id: str, start: int) -> Call[int]:
-    """Empty the places of removed jobs in a part of a batch's ends; returns how many were looked at."""
+    """Empty the places of removed jobs in a part of a batch's ends; returns the number read."""
     return Call("purge_feed", (keys.prefix(queue),), (batch_id, start, LIST_ITEMS), int)
 
 
 def drop_batch(queue: str, batch_id: str) -> Call[bool]:
-    """Forget a batch; False: some of its jobs have not ended."""
+    """Delete a batch; False: some of its jobs have not ended."""
     return Call("purge_drop", (keys.prefix(queue),), (batch_id,), bool)
 
 
@@ -127,7 +128,7 @@ def files(queue: str, tenant: str) -> Call[tuple[list[str], str]]:
 
 
 def places(queue: str, tenant: str, named: Sequence[tuple[Place, str]]) -> Call[int]:
-    """Remove keys, empty lanes, places in the turns, and settings; returns how many were there."""
+    """Remove keys, empty lanes, places in the turns, and settings; returns the number removed."""
     args: tuple[str, ...] = (tenant,)
     for place, name in named:
         args += (place, name)

@@ -40,11 +40,11 @@ from pagemill.producer.wire.store.stub import Reference, read_result_stub
 DAMAGED = "payload_lost"
 """The code of a record that cannot be read."""
 FEED_ENTRIES = 256
-"""Most deltas that one read of a feed returns."""
+"""Maximum number of deltas that one read of a feed returns."""
 
 
 def result_expired(job_id: str) -> ResultExpired:
-    """Return the error for a job that succeeded and whose result is not there any more."""
+    """Return the error for a job that succeeded and whose result no longer exists."""
     return ResultExpired(
         f"the result of job {job_id} was removed after its time to live: submit the job again"
     )
@@ -52,7 +52,7 @@ def result_expired(job_id: str) -> ResultExpired:
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """A result that lies in a store, and how its JSON is read."""
+    """A result in a store, and the data to parse its JSON."""
 
     reference: Reference
     parse: Callable[[bytes], Result]
@@ -69,17 +69,17 @@ class Outcome:
     result: Result | None = None
     error: ErrorInfo | None = None
     stored: StoredResult | None = None
-    """The result, if it lies in a store: `loaded` brings it."""
+    """The result, if it is in a store: `loaded` adds it."""
     is_superseded: bool = False
     """A recall replaced the first result."""
 
     def loaded(self, data: bytes) -> Outcome:
-        """Return the outcome with a result that was read from its store. Raises ValueError if it is none."""
+        """Return the outcome with a result that was read from its store. Raises ValueError if it is not a result."""
         assert self.stored is not None
         return replace(self, result=self.stored.parse(data), stored=None)
 
     def value(self) -> Result | None:
-        """Return the result; None while the job has not ended. Raises the error of any other end."""
+        """Return the result; None while the job has not ended. Raises the error of any other outcome."""
         if self.state is None:
             raise JobNotFound.for_job(self.job_id)
         if self.stored is not None:
@@ -95,7 +95,7 @@ class Outcome:
         return self.result
 
     def job_error(self) -> JobError:
-        """Return the exception for this end; only for a job that ended without a result."""
+        """Return the exception for this outcome; only for a job that ended without a result."""
         assert self.state in JOB_ERRORS
         error = self.error or ErrorInfo(
             code="", message=f"the job is {self.state}; the reason has been removed"
@@ -105,10 +105,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A job: what is left of its submission and of its end, if it has ended."""
+    """The stored parts of a job's submission and of its end, if it has ended."""
 
     outcome: Outcome | None
-    """None: what is stored is damaged."""
+    """None: the record is damaged."""
     payload: bytes
     """The job as submitted; empty if it has ended and its input was not kept."""
     submitted_at: float
@@ -116,7 +116,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """News of a streaming job: deltas since the requested position, and the outcome once it has ended.
+    """Updates of a streaming job: deltas since the requested position, and the outcome once it has ended.
 
     `epoch` changes when the job restarts from its prompt; the deltas then count from position 0.
     """
@@ -127,36 +127,36 @@ class Feed:
     deltas: list[Delta]
     result: Result | None
     stored: StoredResult | None = None
-    """The result, if it lies in a store."""
+    """The result, if it is in a store."""
 
     @property
     def is_cut(self) -> bool:
-        """Return whether there may be more deltas already."""
+        """Return whether more deltas may already be available."""
         return len(self.deltas) == FEED_ENTRIES
 
     @property
     def end(self) -> EndState | None:
-        """The terminal state, once reached."""
+        """Return the terminal state, once reached."""
         return next((state for state in END_STATES if state == self.state), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What a result is read with; `copied_s` is the time from submit to end of a job that shares an equal one's."""
+    """The data to read a result; `copied_s` is the time from submission to end of a duplicate job."""
 
     job_id: str
     leader: str
-    """The job that computed it, if that is another."""
+    """The job that computed it, if it was another one."""
     copied_s: float | None = None
     metadata: dict[str, Any] | None = None
 
 
 STATUS_CHUNK = 500
-"""Jobs that one call is asked about."""
+"""Number of jobs per call."""
 
 
 def statuses(queue: str, job_ids: Sequence[str]) -> Call[list[JobStatus | None]]:
-    """Return the statuses of the first of the jobs, about 1 MiB of them; None for an unknown job.
+    """Return the statuses of the first jobs, up to about 1 MiB; None for an unknown job.
 
     Long messages of errors are cut after 4 KiB of the error.
     """
@@ -196,7 +196,7 @@ def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
 
 
 def read_outcome(record: list[Any]) -> Outcome:
-    """Parse an end record as the scripts return it. One that is damaged is an outcome with that error."""
+    """Parse an end record as the scripts return it. A damaged record becomes an outcome with that error."""
     try:
         return _outcome(record)
     except PagemillError:
@@ -261,7 +261,7 @@ def _result(end: _End, out: bytes) -> Result:
 
 
 def _own_result(out: bytes, job_id: str, computed_by: str) -> Result:
-    """Return a result as that of `job_id`: equal jobs share the result of the job that ran."""
+    """Return a result with the id of `job_id`: duplicate jobs share the result of the job that ran."""
     with gc_paused():
         result = Result.model_validate_json(opened(out, "result", computed_by))
     if result.id == job_id:
@@ -270,7 +270,7 @@ def _own_result(out: bytes, job_id: str, computed_by: str) -> Result:
 
 
 def _error(job_id: str, out: bytes, entries: list[bytes]) -> ErrorInfo:
-    """Return the recorded error; partial output that the worker did not give comes from the checkpoint."""
+    """Return the recorded error; partial output that the worker did not send is read from the checkpoint."""
     error = ErrorInfo.model_validate_json(out)
     return error if error.partial else error.model_copy(update={"partial": partial_outputs(job_id, entries)})
 
@@ -291,7 +291,7 @@ def _statuses(queue: str, job_ids: tuple[str, ...], reply: list[list[Any]]) -> l
 
 
 _HELD = {"running": "already runs as many jobs as it may", "quota": "has used its quota"}
-"""What holds up a waiting job, by the word of status.lua."""
+"""The reason for which a job is held back, by the word of status.lua."""
 
 
 def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:

@@ -1,4 +1,4 @@
-"""Workers, doorbells and the queue's own switches, as transitions."""
+"""Workers, wake-up keys and the queue's own settings, as transitions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WORKER_TTL_MS = 10_000
 
 
 class Speed(WireModel):
-    """How fast a worker ends jobs."""
+    """The speed at which a worker finishes jobs."""
 
     rows: int
-    """Sequences that it runs side by side."""
+    """Number of sequences that run concurrently."""
     busy_rate: float
-    """Tokens of cost, as jobs are submitted with, that one of its rows ends per second while most are taken."""
+    """Tokens of cost, as stated at submission, that one row finishes per second while most rows are occupied."""
     free_rate: float
     """The same while most rows are free."""
 
@@ -45,13 +45,13 @@ class WorkerInfo(WireModel):
     running: int = 0
     """Jobs that the worker holds."""
     adapters: tuple[str, ...] = ()
-    """The adapters that jobs of its models may name."""
+    """The adapters that jobs of its models can name."""
     max_model_len: int | None = None
-    """The most tokens of a prompt and its output, once the model is loaded."""
+    """Maximum tokens of a prompt and its output, once the model is loaded."""
     speed: Speed | None = None
-    """None until it has ended a job."""
+    """None until it has finished a job."""
     fingerprints: Mapping[str, str] = Field(default_factory=dict)
-    """What it computes: the fingerprint of its results without an adapter, under "", and with each of its adapters."""
+    """The fingerprints of its results: without an adapter, under "", and with each of its adapters."""
 
     revision: str = ""
     """The revision of its model: a hub's commit, a digest, or the operator's name for it; empty while it loads."""
@@ -72,10 +72,10 @@ class WorkerInfo(WireModel):
 
 
 def page_address(worker: WorkerInfo) -> str | None:
-    """Return the address that a link to the worker's page needs; None where there is none.
+    """Return the address for a link to the worker's page; None if there is none.
 
-    A worker that listens on all addresses is reached by its host's name; one that listens on loopback, on its own
-    machine only.
+    A worker that listens on all addresses is reached by its host's name; one that listens on loopback can
+    only be reached on its own machine.
     """
     try:
         url = urlsplit(worker.url or "")
@@ -93,7 +93,7 @@ def page_address(worker: WorkerInfo) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """The figures of a queue. `waiting` and `oldest_s` are keyed by (priority, tenant, model)."""
+    """The statistics of a queue. `waiting` and `oldest_s` are keyed by (priority, tenant, model)."""
 
     counts: dict[str, int]
     """Jobs by state: current for the active states, all-time for the terminal ones."""
@@ -104,18 +104,18 @@ class QueueStats:
     """Jobs in the dead-letter set."""
     paused: bool
     followers: int = 0
-    """Queued jobs that wait for an equal one to end; they are in no waiting set."""
+    """Queued duplicates that wait for an equal job to end; they are in no waiting set."""
     memory: MemoryUse = NO_MEMORY_LIMIT
     lanes: Mapping[str, int] = field(default_factory=dict)
-    """Jobs that wait, by lane."""
+    """Waiting jobs by lane."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatsPage:
-    """The figures of a queue, and some of its lanes: name to (jobs, age of the oldest in seconds)."""
+    """The statistics of a queue, and some of its lanes: name to (jobs, age of the oldest in seconds)."""
 
     totals: QueueStats
-    """The figures without the lanes."""
+    """The statistics without the lanes."""
     lanes: dict[str, tuple[int, float]]
     cursor: str
     """The cursor of the next page; "0" after the last."""
@@ -123,20 +123,20 @@ class StatsPage:
 
 @dataclass(frozen=True, slots=True)
 class RunningPage:
-    """Some of the jobs that run. `looked` is how many the page was chosen from; fewer than asked for is the end."""
+    """Some of the running jobs. `looked` is the number of jobs read; fewer than requested means the end."""
 
     looked: int
     job_ids: list[str]
 
 
 def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call[None]:
-    """Register the worker, or keep it registered. After `ttl_ms` without a heartbeat it counts as gone."""
+    """Register the worker, or keep it registered. After `ttl_ms` without a heartbeat it counts as lost."""
     args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), *info.lanes())
     return Call("heartbeat", (keys.prefix(queue),), args, _nothing)
 
 
 def unregister(queue: str, worker_id: str) -> Call[None]:
-    """Remove the worker. Its leases, if any, lapse by themselves."""
+    """Remove the worker. Any leases that it holds lapse."""
     return Call("leave", (keys.prefix(queue),), (worker_id,), _nothing)
 
 
@@ -151,7 +151,7 @@ def workers(queue: str) -> Call[list[WorkerInfo]]:
 
 
 def served(queue: str) -> Call[list[str]]:
-    """Return the models, and adapters as `<model>#<adapter>`, that workers served within the last day or so."""
+    """Return the models, and adapters as `<model>#<adapter>`, that workers served within about the last day."""
     return Call("served", (keys.prefix(queue),), (), lambda reply: [name.decode() for name in reply])
 
 
@@ -161,12 +161,12 @@ def set_paused(queue: str, paused: bool) -> Call[None]:
 
 
 def stats_page(queue: str, cursor: str = "0") -> Call[StatsPage]:
-    """Return a queue's figures and a page of its lanes. Needs no live worker."""
+    """Return a queue's statistics and a page of its lanes. Does not need a live worker."""
     return Call("stats", (keys.prefix(queue),), (cursor,), _stats_page)
 
 
 def stats(run: Callable[[Call[StatsPage]], StatsPage], queue: str) -> QueueStats:
-    """Return the figures with all lanes, read in pages of a thousand, so that no call takes long."""
+    """Return the statistics with all lanes, read in pages of a thousand, so that no call takes long."""
     page = run(stats_page(queue))
     lanes = dict(page.lanes)
     while page.cursor != "0":
@@ -184,7 +184,7 @@ def stats(run: Callable[[Call[StatsPage]], StatsPage], queue: str) -> QueueStats
 
 
 def running(queue: str, skip: int, limit: int, *, relay: str = "") -> Call[RunningPage]:
-    """Return a page of the jobs that run: all of them, or those that were submitted for `relay`."""
+    """Return a page of the running jobs: all of them, or those that were submitted for `relay`."""
     return Call("running", (keys.prefix(queue),), (skip, limit, relay), _running_page)
 
 

@@ -1,4 +1,4 @@
-"""Rollouts: a new revision of a model takes a share of its jobs (docs/rollouts.md, features/rollouts.lua)."""
+"""Rollouts: a new revision of a model receives a share of its jobs (docs/rollouts.md, features/rollouts.lua)."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from pagemill.producer.wire.server.scripts import Call, as_map
 Side = Literal["stable", "canary"]
 SIDES: tuple[Side, ...] = get_args(Side)
 State = Literal["open", "halted", "back", "ended"]
-"""open: the canary has its share; halted: it gets no new jobs; back: nor will it, the old revision has all of them;
-ended: the sides are one again."""
+"""open: the canary has its share. halted: it gets no new jobs. back: it gets none at all, the old revision
+has them. ended: the two sides are merged."""
 By = Literal["id", "tenant", "batch"]
 ChangeReply = Literal["ok", "none", "busy", "over"]
 SHARES = 10_000
 MOVED_BACK = 250
-"""Jobs that one call of `move_back` moves."""
+"""Number of jobs that one call of `move_back` moves."""
 DEFAULT_MARGIN = 0.05
 DEFAULT_LEAST = 20
 MAX_LEAST = 200
-"""What is counted for a halt is halved at 400 executions, so it never falls below 200."""
+"""Maximum of `least`: the counts for a halt are halved at 400 executions, so they never fall below 200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What `start` is given. `share` and `margin` are fractions."""
+    """The arguments of `start`. `share` and `margin` are fractions."""
 
     to: str
     share: float
     by: By = "id"
-    """What decides the side of a job: its id, its tenant, or its batch (its id where it has none)."""
+    """What decides the side of a job: its id, its tenant, or its batch (its id if it has none)."""
     margin: float = DEFAULT_MARGIN
-    """The canary is halted when its executions fail more often than the stable side's by more than this; 1: never."""
+    """The canary is halted if its failure rate exceeds the stable side's by more than this; 1: never."""
     least: int = DEFAULT_LEAST
-    """Executions of the canary before that."""
+    """Minimum number of the canary's executions before a halt."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideFigures:
-    """One side since the start."""
+    """The statistics of one side since the start."""
 
     workers: int
-    """Live ones."""
+    """Number of live workers."""
     jobs: int
-    """Executions that ended in success, in an error or with their worker."""
+    """Executions that ended in success, in an error or in a crash of their worker."""
     failures: int
     run_p50_s: float | None
-    """Of the latest 256 that succeeded, from pull to commit; None if there were none."""
+    """Median of the latest 256 successful ones, from pull to commit; None if there were none."""
     run_p90_s: float | None
     waiting: int = 0
     oldest_s: float = 0.0
@@ -76,77 +76,78 @@ class RolloutStatus:
     started_at: float
     changed_at: float
     halted_for: str | None
-    """`failures` if the canary failed too often; None where an operator halted it, or it is not halted."""
+    """`failures` if the canary failed too often; None if an operator halted it, or it is not halted."""
     canary: SideFigures
     stable: SideFigures
     compared: int = 0
-    """Jobs of the canary that the last `compare` ran on the stable side as well."""
+    """Jobs of the canary that the last `compare` also ran on the stable side."""
     agreed: int = 0
 
 
 def start(queue: str, model: str, rollout: Rollout) -> Call[ChangeReply]:
     """Open a rollout.
 
-    busy: one to another revision, or with another `by`, is open or halted, or jobs of the last canary still wait.
+    busy: one to another revision or with another `by` is open or halted, or the last canary's jobs still
+    wait.
     """
     shares = _shares(rollout.share), rollout.to, rollout.by, _shares(rollout.margin), rollout.least
     return _change(queue, model, "start", *shares)
 
 
 def set_share(queue: str, model: str, share: float) -> Call[ChangeReply]:
-    """Give the canary another share; a halted rollout resumes."""
+    """Change the canary's share; a halted rollout resumes."""
     return _change(queue, model, "raise", _shares(share))
 
 
 def halt(queue: str, model: str) -> Call[ChangeReply]:
-    """Give the canary no new jobs until its share is set again."""
+    """Send no new jobs to the canary until its share is set again."""
     return _change(queue, model, "halt")
 
 
 def roll_back(queue: str, model: str) -> Call[ChangeReply]:
-    """Give the canary no jobs any more until the next rollout."""
+    """Send no jobs to the canary until the next rollout."""
     return _change(queue, model, "back")
 
 
 def end(queue: str, model: str) -> Call[ChangeReply]:
-    """Make the sides one again: all workers of the model take all of its jobs."""
+    """Merge the two sides: all workers of the model take all of its jobs."""
     return _change(queue, model, "end")
 
 
 def forget(queue: str, ended: RolloutStatus) -> Call[ChangeReply]:
     """Delete an ended rollout and its counters.
 
-    busy: the rollout has been changed since `ended` was read, or jobs are to be moved back before.
+    busy: the rollout has been changed since `ended` was read, or jobs must be moved back first.
     """
     return _change(queue, ended.model, "forget", round(1000 * ended.changed_at))
 
 
 def move_back(queue: str, model: str) -> Call[int]:
-    """Move some jobs of a canary that takes none any more to the other workers. Returns how many are left."""
+    """Move some jobs of a canary that no longer accepts jobs to the other workers. Returns the number left."""
     return Call("rollout_back", (keys.prefix(queue),), (model, MOVED_BACK), int)
 
 
 def statuses(queue: str, models: Sequence[str] = ()) -> Call[list[RolloutStatus]]:
-    """Return the rollouts of these models, or all of them, without what waits."""
+    """Return the rollouts of these models, or all of them, without waiting jobs."""
     return Call(
         "rollouts", (keys.prefix(queue),), tuple(models), lambda reply: [_status(row) for row in reply]
     )
 
 
 def sample(queue: str, model: str) -> Call[list[str]]:
-    """Return jobs that the canary did and whose input was kept: up to 200 since the last change of the share."""
+    """Return canary jobs whose input was kept: up to 200 since the last change of the share."""
     return Call("rollout_sample", (keys.prefix(queue),), (model, "", ""), _ids)
 
 
 def note_agreement(queue: str, model: str, compared: int, agreed: int) -> Call[list[str]]:
-    """Keep the outcome of a comparison, for the status and the dashboard."""
+    """Store the outcome of a comparison, for the status and the dashboard."""
     return Call("rollout_sample", (keys.prefix(queue),), (model, compared, agreed), _ids)
 
 
 def add_waiting(found: dict[Side, tuple[int, float]], page: StatsPage, model: str, canary: str) -> None:
-    """Add the jobs of a model that wait at each side, and the age of the oldest in seconds.
+    """Add the waiting jobs of a model at each side, and the age of the oldest in seconds.
 
-    `canary` is its revision: jobs that name it wait in the same lanes and are counted, those of other revisions not.
+    `canary` is its revision: jobs that name it wait in the same lanes and are counted, unlike others.
     """
     sides: dict[str | None, Side] = {None: "stable", canary: "canary"}
     for lane, (jobs, age_s) in page.lanes.items():

@@ -1,4 +1,4 @@
-"""Files of the store as calls: which are written, and which are to be deleted."""
+"""Files of the store as calls: files to be written, and files to be deleted."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.server.scripts import Call
 
 GRACE_MS = 3_600_000
-"""Time in which a file that was announced must be part of a job, or it is deleted."""
+"""Time after which an announced file is deleted unless it is part of a job."""
 
 
 def announce(queue: str, uris: Sequence[str], within_ms: int = GRACE_MS) -> Call[int]:
-    """Have files deleted in `within_ms`, unless a submit or a commit has taken them by then."""
+    """Have files deleted in `within_ms`, unless a submission or a commit references them by then."""
     return Call("stored_announce", (keys.prefix(queue),), (within_ms, *uris), int)
 
 
 def claim(queue: str, limit: int, claim_ms: int) -> Call[list[str]]:
-    """Take up to `limit` files to delete; they come again after `claim_ms` unless settled."""
+    """Claim up to `limit` files to delete; they become due again after `claim_ms` unless settled."""
     return Call(
         "stored_claim",
         (keys.prefix(queue),),
@@ -27,5 +27,5 @@ def claim(queue: str, limit: int, claim_ms: int) -> Call[list[str]]:
 
 
 def forget(queue: str, uris: Sequence[str]) -> Call[int]:
-    """Forget files that were deleted."""
+    """Remove deleted files from the list."""
     return Call("stored_settle", (keys.prefix(queue),), tuple(uris), int)

@@ -1,10 +1,9 @@
 """The fast path from a row to a submission, for rows that differ only in prompt, key and metadata.
 
-In a bulk submit most rows ask for the same work on another text. The shared part is validated and encoded
-once; the rest of a row is a string or two. Unusual rows are left to `Job` and `prepare`, which report what is
-wrong; for all others the result is the same, which the tests check. The second path exists because it takes a
-third of the time at 64 rows and a fifth at 1,000 (five interleaved runs: 22 and 14 us a row instead of 74 and
-71).
+In a bulk submission most rows request the same work on another text. The shared part is validated and encoded
+once; the rest of a row is a string or two. Unusual rows are left to `Job` and `prepare`, which report errors;
+for all others the result is the same, which the tests check. The fast path takes a third of the time at 64
+rows and a fifth at 1,000 (five interleaved runs: 22 and 14 us per row instead of 74 and 71).
 """
 
 from __future__ import annotations
@@ -105,12 +104,12 @@ class JobForm:
 
 
 class JobForms:
-    """The forms of one bulk submit, made when a shape is seen for the second time."""
+    """The forms of one bulk submission, created when a shape is seen for the second time."""
 
     def __init__(self) -> None:
         self._forms: dict[_Shape, JobForm | None] = {}
         self._shared: dict[tuple[str, ...], Callable[[Mapping[str, Any]], Any] | None] = {}
-        """What is shared, of rows with these fields; None: rows with these fields have no form."""
+        """The shared values of rows with these fields; None: such rows have no form."""
 
     def find(self, row: Mapping[str, Any]) -> tuple[_Shape | None, JobForm | None]:
         """Return the row's shape, and its form if known. No shape: the row has no form."""
@@ -137,7 +136,7 @@ class JobForms:
         return self._shared[names]
 
     def learn(self, shape: _Shape | None, job: Job) -> None:
-        """Learn a shape from `job`, a valid row of it."""
+        """Store the form of a shape from `job`, a valid row of it."""
         if (
             shape is None
             or job.after is not None
@@ -210,7 +209,7 @@ def _chat(messages: list[Any] | tuple[Any, ...]) -> Text | None:
 
 
 def _nothing(row: Mapping[str, Any]) -> None:
-    """What rows share that have nothing to share."""
+    """Stands for the shared values of rows without any."""
 
 
 def _json(value: str | int) -> str:

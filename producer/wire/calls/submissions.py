@@ -1,4 +1,4 @@
-"""Submitting jobs: what a submission carries, how it is prepared, and the call that enqueues it."""
+"""Submitting jobs: the content of a submission, its preparation, and the call that enqueues it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SubmitStatus = Literal[
 ]
 
 
-@dataclass(slots=True)  # not frozen: that would triple the time to make one
+@dataclass(slots=True)  # not frozen: that would triple the creation time
 class Submission:
     """One job to submit: its id, the header that the script reads, and the envelope that it stores."""
 
@@ -44,22 +44,22 @@ class Submission:
     header: bytes
     payload: bytes
     is_linked: bool = False
-    """It waits for other jobs."""
+    """True if it waits for other jobs."""
     upload: Upload | None = None
-    """What is to be written to a store before, where the payload is a stub."""
+    """The file to write to a store first, if the payload is a stub."""
 
     def under(self, api_key: str | None) -> Submission:
-        """Return the same for the ledger to count under the name of the gateway's API key."""
+        """Return a copy that the ledger counts under the name of the gateway's API key."""
         if api_key is None:
             return self
         return replace(self, header=self.header[:-1] + f',"api_key":"{api_key}"}}'.encode())
 
     def listed(self) -> Submission:
-        """Return the same for the list of its tenant's chats."""
+        """Return a copy that is included in the list of its tenant's chats."""
         return replace(self, header=self.header[:-1] + b',"listed":1}')
 
     def uncounted(self) -> Submission:
-        """Return the same for neither ledger nor quotas to count: an operator's work on a tenant's data."""
+        """Return a copy that neither ledger nor quotas count, for an operator's work on a tenant's data."""
         return replace(self, header=self.header[:-1] + b',"uncounted":1}')
 
 
@@ -67,19 +67,19 @@ class Submission:
 class SubmitReply:
     """The outcome of one submission.
 
-    created; exists: this id was submitted before; same or conflict: the idempotency key, or the key in the batch,
-    belongs to `job_id`, with an equal or a different payload. Not stored: full, the queue's limit is reached;
-    memory, the server's has no room; purging, the tenant's are removed; too_large, beyond its limit of bytes per
-    payload; gone, the job to replay is not a dead letter.
-    `same` also stands for a dead job that was replayed before, as `job_id`. Nor are stored, of jobs that wait for
-    `job_id`: unknown, there is no such job of the tenant; cycle, it waits for this one; crowded, too many wait for it;
-    again, it is in the same call and was not stored either.
+    created; exists: this id was submitted before; same or conflict: the idempotency key, or the key in the
+    batch, belongs to `job_id`, with an equal or a different payload. Not stored: full, the queue's limit is
+    reached; memory, the server has no free memory; purging, the tenant's jobs are being removed; too_large,
+    beyond its limit of bytes per payload; gone, the job to replay is not a dead letter. `same` also means
+    that a dead job was already replayed, as `job_id`. Jobs that wait for `job_id` are not stored either if it
+    is: unknown, not a job of the tenant; cycle, waiting for this one; crowded, awaited by too many jobs;
+    again, in the same call and not stored.
     """
 
     status: SubmitStatus
     job_id: str
     left: TenantQuotas | None = None
-    """What the job's tenant has left of its quotas; None if it has none."""
+    """The remaining quotas of the job's tenant; None if it has none."""
 
 
 def prepare(
@@ -95,13 +95,14 @@ def prepare(
     waiter: str | None = None,
     max_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> Submission:
-    """Prepare a job for `submit`; `key`, `seed` and `digest` are used where the job has none of its own.
+    """Prepare a job for `submit`; `key`, `seed` and `digest` apply if the job does not set them.
 
-    `work`: a hash of its id and its work; another one under the same id is a conflict. `replay_of` is the dead job that
-    it replays, `relay` the relay to notify of its end through an outbox, `waiter` (letters and digits, at most 32) a
-    client that waits for it and may end it by leaving (waiters.py). Raises InvalidJob if the job is too large.
+    `work`: a hash of its id and its work; another one under the same id is a conflict. `replay_of` is the
+    dead job that it replays, `relay` the relay to notify of its end through an outbox, `waiter` (up to 32
+    letters and digits) a client that waits for it and may end it by leaving (waiters.py). Raises InvalidJob
+    if the job is too large.
     """
-    # Formatted by hand: a JSON encoder takes a fifth of a submit's cost. Ids and lanes need no escaping.
+    # Formatted manually: a JSON encoder would take a fifth of a submission's time. No value needs escaping.
     header = f'"id":"{job_id}","lane":"{lane_of(job)}","cost":{job.cost_tokens()}'
     affinity = job.affinity()
     if affinity is not None:

@@ -1,6 +1,6 @@
-"""The life of a job as atomic transitions. Each function returns a `Call`; nothing here talks to a server.
+"""The life of a job as atomic transitions. Each function returns a `Call` without contacting a server.
 
-A worker's transitions carry the fencing token that `pull` issued. A stale token is refused and changes
+A worker's transitions carry the fencing token that `pull` issued. A stale token is rejected and changes
 nothing. Reads are in reads.py, batches in batches.py, workers in registry.py.
 """
 
@@ -22,7 +22,7 @@ from pagemill.producer.wire.server.scripts import Call, as_map, listed
 
 LEASE_MS = 6000
 SWEEP_LIMIT = 64
-"""Most lapsed leases, due jobs and deadlines, each, that one sweep handles."""
+"""Maximum number of lapsed leases, due jobs and deadlines that one sweep handles, each."""
 RETRY_CAP_S = 60.0
 
 CheckpointReply = Literal["ok", "stale", "bad_offset", "cancelled"]
@@ -39,25 +39,25 @@ class PulledJob:
     job_id: str
     token: int
     payload: bytes
-    """The envelope, which `Job.from_payload(payload)` validates, and outputs of the jobs it waited for."""
+    """The envelope, which `Job.from_payload(payload)` validates, and the outputs of its parents."""
     fingerprint: str
     """The fingerprint of the model that computed the checkpoint; empty if there is none."""
     entries: tuple[bytes, ...]
-    """The checkpoint as stored, not parsed, so that a bad entry affects this job alone."""
+    """The checkpoint as stored, not parsed, so that an invalid entry affects only this job."""
     attempt: int
-    """1 for the first execution; grows with retryable errors, not with crashes or hand-backs."""
+    """1 for the first execution; incremented by retryable errors, not by crashes or requeues."""
     crashes: int
     alone: bool
-    """The job is a suspect: nothing else may run beside it."""
+    """The job is a suspect: no other job may run at the same time."""
     submitted_at: float
     deadline: float | None
-    """Unix seconds; the worker stops the job then and commits `expired`."""
+    """Unix seconds at which the worker stops the job and commits `expired`."""
     taken_over_from: str = ""
     """The worker whose lease of it lapsed; empty if the job was not lost."""
     cost: int = 0
-    """Tokens, as it was submitted with."""
+    """Tokens, as stated at submission."""
     estimate: str = ""
-    """What was estimated of its end (estimates.py); empty if nothing was."""
+    """The estimate of its end (estimates.py); empty if there is none."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
     """`time.monotonic()` of the reply."""
 
@@ -81,7 +81,7 @@ class SweepReply:
     lapsed: tuple[tuple[str, str], ...] = ()
     """Jobs whose leases lapsed, each with the worker that held it."""
     memory: Literal["ok", "near", "full"] = "ok"
-    """Of a sweep alone: whether the server's memory is near the queue's limit of it, or jobs are refused for it."""
+    """Set by sweeps only: whether the server's memory is near the queue's limit, or jobs are rejected for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ class PullReply:
     swept: SweepReply
     paused: bool
     queued: int
-    """Jobs of all models that still wait for a worker; 0 if this one may take none of them now."""
+    """Waiting jobs of all models; 0 if this worker cannot take any of them now."""
     limited_ms: int | None = None
     """Time until the queue's rate limit allows the next job to start; None: now."""
     bells: tuple[str, ...] = ()
-    """While a model is rolled out: the names whose jobs may be the worker's; empty if all that it serves may."""
+    """During a rollout: the names whose jobs the worker may take; empty if it may take all that it serves."""
 
     @property
     def cancelled(self) -> int:
@@ -131,13 +131,13 @@ def pull(
     has_store: bool = False,
     lacks: Collection[str] = (),
 ) -> Call[PullReply]:
-    """Sweep, then lease up to `max_jobs` jobs that together cost at most `max_cost_tokens`.
+    """Sweep, then lease up to `max_jobs` jobs with a total cost of up to `max_cost_tokens`.
 
-    `longest` is the most tokens that a sample can have on this worker: a job's cost is capped to it per
-    sample. `holding` is the number of jobs the worker holds. At 0 the first job is leased regardless of its
-    cost (the engine reports never_fits if it has to), and a suspect may be, alone. While a worker holds a
-    suspect, none is. `urgent_only`: leave jobs of normal and low priority to others.
-    `has_store`: also pull jobs that lie in a store. `lacks`: the abilities that the engine does not have.
+    `longest` is the maximum tokens of a sample on this worker: a job's cost is capped to it per sample.
+    `holding` is the number of jobs the worker holds. At 0 the first job is leased regardless of its cost (the
+    engine reports never_fits if necessary), and a suspect may be leased, alone. While a worker holds a
+    suspect, no job is leased. `urgent_only`: leave jobs of normal and low priority to others. `has_store`:
+    also pull jobs in a store. `lacks`: the abilities that the engine does not have.
     """
     limits = (lease_ms, max_jobs, max_cost_tokens, holding)
     classes = "0" if urgent_only else "012"
@@ -172,12 +172,12 @@ def checkpoint(
     restart: bool = False,
     sign: Callable[[bytes], bytes] = bytes,
 ) -> Call[CheckpointReply]:
-    """Write progress, and append what was generated since the last checkpoint; all deltas or none.
+    """Write progress, and append the tokens generated since the last checkpoint; all deltas or none.
 
     A phase other than "waiting" marks the job as having entered a step: call this without deltas before a
     job's first step, since only then does a lost lease count as a crash. `restart` drops the earlier
     checkpoint, for an execution that starts over from the prompt. `sign` makes an entry of a delta's JSON;
-    equal deltas must give equal entries. `cancelled`: written, but stop the job.
+    equal deltas must result in equal entries. `cancelled`: written, but stop the job.
     """
     args: list[str | bytes | int] = [job_id, token, _pack_progress(progress), fingerprint, int(restart)]
     for delta in deltas:
@@ -205,9 +205,9 @@ def commit(
     """End the job. `succeeded` takes a Result as JSON, every other state an ErrorInfo.
 
     `progress` is the job's last: with it a status never lags behind the result (the server dates it).
-    `stored` is the URI of a result that lies in a store. A job whose cancel or expiry was recorded before ends that
-    way regardless of `state`; the reply says which. `used` is what the ledger counts (usage.py); without it, what
-    `progress` says. `spent`: where the execution's time went (account.py).
+    `stored` is the URI of a result that lies in a store. A job whose cancellation or expiry was recorded
+    before ends that way regardless of `state`; the reply contains the outcome. `used` is counted by the
+    ledger (usage.py); without it, `progress` is. `spent`: the breakdown of the execution's time (account.py).
     """
     outcome = result_json if state == "succeeded" else error_json
     assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
@@ -236,10 +236,10 @@ def retry(
     used: JobUsage | None = None,
     spent: str = "",
 ) -> Call[RetryReply]:
-    """Count a failed attempt; the job returns after `delay_s` at its old rank, or is dead at its cap.
+    """Count a failed attempt; the job returns after `delay_s` at its earlier rank, or is dead after its last attempt.
 
-    `restart`: drop the checkpoint, so that the next attempt starts from the prompt. `used`: as in `commit`, counted if
-    it was the last attempt. `spent`: as in `commit`.
+    `restart`: drop the checkpoint, so that the next attempt starts from the prompt. `used`: as in `commit`,
+    counted if it was the last attempt. `spent`: as in `commit`.
     """
     last = ErrorInfo(
         code="attempts_exhausted",
@@ -257,10 +257,10 @@ def retry(
 def release(
     queue: str, job_id: str, token: int, needs: Sequence[str] = (), *, spent: str = "", restart: bool = False
 ) -> Call[ReleaseReply]:
-    """Hand the job back at its old rank. Counts as neither an attempt nor a crash.
+    """Requeue the job at its earlier rank. Counts as neither an attempt nor a crash.
 
-    `needs`: words that the next worker must know as well (`needs.ABILITIES`). `spent`: as in `commit`. `restart`: drop
-    the checkpoint.
+    `needs`: words that the next worker must know as well (`needs.ABILITIES`). `spent`: as in `commit`.
+    `restart`: drop the checkpoint.
     """
     last = (spent, 1) if restart else _optional(spent)
     args: tuple[str | int, ...] = (job_id, token, "+".join(needs), *last)
@@ -275,7 +275,7 @@ def cancel(queue: str, job_ids: Sequence[str]) -> Call[list[CancelReply]]:
 def sweep(queue: str, limit: int = SWEEP_LIMIT, patience_ms: int = 0) -> Call[SweepReply]:
     """Reclaim lapsed leases, promote due jobs, end jobs past their deadline, purge expired records.
 
-    `patience_ms`: leases that lapsed less than this ago are left alone.
+    `patience_ms`: leases that lapsed more recently are skipped.
     """
     return Call("sweep", (keys.prefix(queue),), (limit, patience_ms), _sweep_reply)
 
@@ -349,12 +349,12 @@ def _renew_reply(reply: list[list[bytes]]) -> RenewReply:
 
 
 def _optional(argument: str) -> tuple[str, ...]:
-    """Return an argument that stands last, or none."""
+    """Return an argument that may be omitted at the end, or none."""
     return (argument,) if argument else ()
 
 
 def _pack_progress(progress: Progress) -> str:
-    """Return progress in a form short enough for the job hash's compact encoding (64 bytes a value)."""
+    """Return progress in a form short enough for the job hash's compact encoding (64 bytes per value)."""
     counts = (
         progress.prompt_tokens_done,
         progress.prompt_tokens,

@@ -1,1 +1,1 @@
-"""Incremental parsers of reasoning and tool calls in a generated text."""
+"""Incremental parsers of reasoning and tool calls in generated text."""

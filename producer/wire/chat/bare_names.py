@@ -1,4 +1,4 @@
-"""Reads arguments as Gemma 4 writes them: JSON with bare names, and texts between marks in place of quotes."""
+"""Reader of arguments in Gemma 4's format: JSON with bare names, and texts between marks instead of quotes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pagemill.common.chat.markers import held_back
 
 _STRUCTURE: Final = re.compile(r"[{}\[\]]")
 _MAX_DEPTH: Final = 64
-"""Deeper arguments are left as the model wrote them."""
+"""Deeper arguments are left unchanged."""
 
 
 class BareObject:
-    """Finds the end of one object in a text that grows, and converts it."""
+    """Finds the end of an object in a growing text, and converts the object."""
 
     def __init__(self, quote: str) -> None:
         self._quote = quote
@@ -26,7 +26,7 @@ class BareObject:
         """Return the index after the object's end; None if it is incomplete.
 
         Args:
-            text: the text of the call before, and more.
+            text: the text of the previous call, extended.
         """
         while True:
             quote = text.find(self._quote, self._scanned)
@@ -42,7 +42,7 @@ class BareObject:
             self._in_text, self._scanned = not self._in_text, quote + len(self._quote)
 
     def as_json(self, text: str) -> str:
-        """Return an object as JSON; text that is none is returned as it is."""
+        """Return an object as JSON; other text is returned unchanged."""
         try:
             value = _Reader(text, self._quote).value(0)
             return json.dumps(value, ensure_ascii=False, allow_nan=False)

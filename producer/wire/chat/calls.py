@@ -1,4 +1,4 @@
-"""Finds tool calls in a text that comes in any chunks; everything else is content."""
+"""Finds tool calls in a text that arrives in chunks; everything else is content."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ class JsonScanner:
 class CallFinder(TextFinder):
     """Splits one sample's text into content and calls.
 
-    What has been returned does not depend on how the text was cut into chunks. A call is returned once its name
-    and the beginning of its arguments are there; its arguments then follow as they come.
+    The output does not depend on how the text was split into chunks. A call is returned once its name and the
+    start of its arguments are complete; its arguments then follow as they arrive.
     """
 
     def __init__(self, syntax: ToolSyntax) -> None:
         super().__init__()
         self._syntax = syntax
         self._raw = ""
-        """What was read since a call may have begun: content, if none has."""
+        """Text read since the possible start of a call: content, if none has started."""
         self._scanner = JsonScanner()
         self._scanned = 0
         self._state = self._content if syntax.opens else self._between
 
     def finish(self) -> list[Piece]:
-        """Return what was held back until the end of the text."""
+        """Return the text that was held back until the end."""
         self._is_final = True
         pieces = self.feed("")
         if self._state not in (self._arguments, self._tail):
@@ -88,7 +88,7 @@ class CallFinder(TextFinder):
         return False
 
     def _between(self, pieces: list[Piece]) -> bool:
-        """Skip what stands around calls, and decide whether another one begins."""
+        """Skip text around calls, and decide whether another call starts."""
         rest = self._buffer.lstrip()
         self._skip(len(self._buffer) - len(rest))
         if not rest:
@@ -128,7 +128,7 @@ class CallFinder(TextFinder):
         return self._read_reordered(pieces, self._scanned + end)
 
     def _read_reordered(self, pieces: list[Piece], end: int) -> bool:
-        """Read an object whose members come in another order; it has ended."""
+        """Read a complete object whose members are in another order."""
         call = _read_call(self._buffer[:end])
         if call is None:
             self._raw, self._buffer = self._raw + self._buffer[:end], self._buffer[end:]
@@ -153,7 +153,7 @@ class CallFinder(TextFinder):
         return True
 
     def _tail(self, pieces: list[Piece]) -> bool:
-        """Skip what an object holds after the arguments."""
+        """Skip the members of an object after the arguments."""
         end = self._scanner.scan(self._buffer)
         self._buffer = "" if end is None else self._buffer[end:]
         if end is None:
@@ -168,13 +168,13 @@ class CallFinder(TextFinder):
         self._text.begin_call()
 
     def _skip(self, length: int) -> None:
-        # After a call, the text around it is not content, whatever follows.
+        # After a call, the text around it is never content.
         if self._raw or not self._num_calls:
             self._raw += self._buffer[:length]
         self._buffer = self._buffer[length:]
 
     def _give_up(self, pieces: list[Piece]) -> None:
-        """Go on with content: no call begins here."""
+        """Continue with content: no call starts here."""
         self._text.write(pieces, self._raw)
         self._raw = ""
         self._state = self._content

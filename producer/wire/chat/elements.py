@@ -1,4 +1,4 @@
-"""Finds tool calls whose arguments are not JSON, in a text that comes in any chunks, and writes them as JSON."""
+"""Finds tool calls with non-JSON arguments in a text that arrives in chunks, and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pagemill.producer.wire.chat.bare_names import BareObject
 from pagemill.producer.wire.chat.pieces import Piece, TextFinder
 
 _MAX_LITERAL: Final = 4096
-"""Characters of a value that is read as Python writes it, as some templates show values to their models."""
+"""Maximum characters of a value in Python notation, in which some templates show values to their models."""
 
 
 class ElementFinder(TextFinder):
     """Splits one sample's text into content and calls.
 
-    What has been returned does not depend on how the text was cut into chunks. A call is returned once its header is
-    there, each argument once it has ended, and a text as it comes.
+    The output does not depend on how the text was split into chunks. A call is returned once its header is
+    complete, each argument once it has ended, and texts as they arrive.
     """
 
     def __init__(self, syntax: ToolSyntax, values: Mapping[str, Collection[str]]) -> None:
@@ -32,12 +32,12 @@ class ElementFinder(TextFinder):
         self._num_arguments = 0
         self._is_text = False
         self._has_text = False
-        """The text of an argument has begun."""
+        """The text of an argument has started."""
         self._bare = BareObject(syntax.quote)
         self._state = self._content
 
     def finish(self) -> list[Piece]:
-        """Return what was held back until the end of the text."""
+        """Return the text that was held back until the end."""
         self._is_final = True
         pieces = self.feed("")
         if self._state == self._content:
@@ -61,7 +61,7 @@ class ElementFinder(TextFinder):
         return False
 
     def _after(self, pieces: list[Piece]) -> bool:
-        """Skip what stands after a call."""
+        """Skip text after a call."""
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
@@ -75,7 +75,7 @@ class ElementFinder(TextFinder):
         return True
 
     def _header(self, pieces: list[Piece]) -> bool:
-        """Begin a call, or find that an opening mark was content."""
+        """Start a call, or find that an opening mark was content."""
         header = self._syntax.header.match(self._buffer[:HEADER_LIMIT])
         if header is not None:
             self._buffer = self._buffer[header.end() :]
@@ -95,7 +95,7 @@ class ElementFinder(TextFinder):
         return True
 
     def _bare_arguments(self, pieces: list[Piece]) -> bool:
-        """Take an object as a whole; its end is known once it is there."""
+        """Read an object as a whole; its end is known once it is complete."""
         end = self._bare.scan(self._buffer)
         if end is None:
             return False
@@ -105,7 +105,7 @@ class ElementFinder(TextFinder):
         return True
 
     def _arguments(self, pieces: list[Piece]) -> bool:
-        """Begin an argument, or end the call."""
+        """Start an argument, or end the call."""
         elements = self._elements
         window = self._buffer[:HEADER_LIMIT]
         rest = window.lstrip()
@@ -126,7 +126,7 @@ class ElementFinder(TextFinder):
             self._state = self._value
             return True
         if any(rest.startswith(mark) for mark in (*self._syntax.skipped, *self._syntax.opens)):
-            self._end(pieces)  # the end of the call was forgotten
+            self._end(pieces)  # the model omitted the end of the call
             return True
         if len(window) == HEADER_LIMIT:
             self._end(pieces)
@@ -157,7 +157,7 @@ class ElementFinder(TextFinder):
         return True
 
     def _ready_text(self, elements: Elements) -> str:
-        """Return what is certainly part of an incomplete text."""
+        """Return the part of an incomplete text that is certain."""
         ready = self._buffer[: len(self._buffer) - held_back(self._buffer, elements.end)]
         return ready[:-1] if elements.trims_lines and ready.endswith("\n") else ready
 
@@ -183,7 +183,7 @@ def _json(value: Any) -> str:
 
 
 def _value_json(text: str) -> str:
-    """Return a value as JSON; as a text if it is not valid JSON."""
+    """Return a value as JSON; as a string if it is not valid JSON."""
     text = text.strip()
     readers: list[Callable[[str], Any]] = [json.loads]
     if len(text) <= _MAX_LITERAL:

@@ -1,8 +1,8 @@
-"""Reads harmony, the format of gpt-oss: messages with a channel and sometimes a recipient, in any chunks.
+"""Parser of harmony, the format of gpt-oss: messages with a channel and sometimes a recipient.
 
-`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`.
-The analysis is the reasoning; a message with a recipient (`to=functions.NAME`, before or after the channel) is a tool
-call; any other is content. The format's guide is in github.com/openai/harmony.
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`. The
+analysis is the reasoning; a message with a recipient (`to=functions.NAME`, before or after the channel) is a
+tool call; any other is content. The format's guide is in github.com/openai/harmony.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pagemill.producer.wire.chat.pieces import Piece
 _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>")
 _STARTS: Final = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "to=")
-"""What a header begins with. The prompt may have written its `<|start|>assistant` already."""
+"""Possible starts of a header. The prompt may contain its `<|start|>assistant` already."""
 _HEADER_LIMIT: Final = 512
-"""Most characters of a header; a longer one is content."""
+"""Maximum characters of a header; a longer one is content."""
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"(?:^|\s)to=([^\s<]{1,128})(?=[\s<]|$)")
 _CHANNELS: Final = "|".join(
@@ -36,9 +36,9 @@ _Kind = Literal["reasoning", "content", "call"]
 
 
 class HarmonyParser:
-    """Splits one sample's text into reasoning, content and calls. Never raises: what is malformed is content.
+    """Splits one sample's text into reasoning, content and calls. Never raises: malformed text is content.
 
-    What has been returned does not depend on how the text was cut into chunks.
+    The output does not depend on how the text was split into chunks.
     """
 
     def __init__(self, *, is_open: bool, has_tools: bool) -> None:
@@ -51,12 +51,12 @@ class HarmonyParser:
         self._has_tools = has_tools
         self._buffer = ""
         self._kind: _Kind | None = "reasoning" if is_open else None
-        """What the current message is; None: its header has not ended."""
+        """The kind of the current message; None: its header has not ended."""
         self._num_calls = 0
         self._written: set[_Kind] = set()
-        """Kinds of which an earlier message had text: a line break separates it from the next one's."""
+        """Kinds with text in an earlier message: a line break separates it from the next one's."""
         self._is_first = True
-        """The current message has written nothing yet."""
+        """The current message has no output yet."""
 
     def feed(self, text: str) -> list[Piece]:
         """Return the pieces that the text adds."""
@@ -67,7 +67,7 @@ class HarmonyParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Return what was held back until the end of the text. A header that was cut off is dropped."""
+        """Return the text that was held back until the end. An incomplete header is dropped."""
         pieces: list[Piece] = []
         if self._kind is None:
             begun = self._buffer.lstrip()
@@ -78,7 +78,7 @@ class HarmonyParser:
         self._buffer = ""
         return pieces
 
-    # A state takes what it can from the buffer, and returns True if another step may follow.
+    # A state consumes what it can from the buffer, and returns True if another step may follow.
 
     def _header(self, pieces: list[Piece]) -> bool:
         begun = self._buffer.lstrip()
@@ -110,7 +110,7 @@ class HarmonyParser:
         return True
 
     def _open(self, pieces: list[Piece], header: str) -> None:
-        """Begin the message that a header announces."""
+        """Start the message that a header announces."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if self._has_tools and recipient is not None and recipient[1] not in _NO_TOOLS:
             self._begin("call")

@@ -37,7 +37,7 @@ class ChatParser:
         return [*_reasoning(reasoning), *self._found(rest)]
 
     def finish(self) -> list[Piece]:
-        """Return what was held back until the end of the text."""
+        """Return the text that was held back until the end."""
         if self._harmony is not None:
             return self._harmony.finish()
         pieces: list[Piece] = []
@@ -53,7 +53,7 @@ class ChatParser:
 
 
 def parse_whole(syntax: ChatSyntax, text: str) -> Answer:
-    """Return the parts of a whole text."""
+    """Return the parts of a complete text."""
     parser, answer = ChatParser(syntax), Answer()
     answer.add(parser.feed(text))
     answer.add(parser.finish())

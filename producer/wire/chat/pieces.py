@@ -1,4 +1,4 @@
-"""The parts that a generated text falls into, and the answer they add up to."""
+"""The parts of a generated text, and the answer that they form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Piece:
     kind: Literal["reasoning", "content", "call"]
     text: str
     number: int = 0
-    """Which call, from 0."""
+    """The number of the call, from 0."""
     name: str | None = None
     """The function's name, in a call's first fragment."""
 
@@ -24,12 +24,12 @@ class ContentWriter:
 
     def __init__(self) -> None:
         self._space = ""
-        """White space that is content only if more follows."""
+        """White space that is content only if more text follows."""
         self._has_calls = False
         self._has_content = False
 
     def write(self, pieces: list[Piece], text: str) -> None:
-        """Write content, except white space at its end, and after a call at its beginning."""
+        """Write content, except trailing white space, and white space directly after a call."""
         if self._has_calls and not self._has_content:
             text = text.lstrip()
         ready = text.rstrip()
@@ -49,9 +49,9 @@ class ContentWriter:
 
 
 class TextFinder:
-    """A state machine that splits one sample's text, which comes in any chunks, into content and calls.
+    """A state machine that splits one sample's text, in any chunks, into content and calls.
 
-    A state takes what it can from the buffer, and returns True if another step may follow.
+    A state consumes what it can from the buffer, and returns True if another step may follow.
     """
 
     _state: Callable[[list[Piece]], bool]
@@ -73,7 +73,7 @@ class TextFinder:
 
 @dataclass(slots=True)
 class Call:
-    """A tool call so far. `arguments` is JSON as the model wrote it: not checked, and cut where the output is."""
+    """A tool call so far. `arguments` is JSON as the model wrote it: unchecked, and possibly cut off."""
 
     name: str
     arguments: str = ""

@@ -26,14 +26,14 @@ class ThinkingSplitter:
         return reasoning, self._rest()
 
     def finish(self) -> tuple[str, str]:
-        """Return what was held back until the end of the text."""
+        """Return the text that was held back until the end."""
         held, self._buffer = self._buffer, ""
         if self._state == "thinking":
             return (held.rstrip() if self._has_reasoning else held.strip()), ""
         return "", "" if self._state == "closed" else held
 
     def _begin(self) -> None:
-        """Decide whether the text begins with the opening tag, once that is known."""
+        """Decide whether the text starts with the opening tag, as soon as possible."""
         begun = self._buffer.lstrip()
         if begun.startswith(self._tags.opening):
             self._buffer = begun[len(self._tags.opening) :]

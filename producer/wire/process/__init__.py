@@ -1,1 +1,1 @@
-"""Shared parts of the long-lived processes of both sides: stop signals, and the logging of their loops."""
+"""Shared parts of long-lived processes: stop signals, and the logging of their loops."""

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-# Runs between fork and exec: asks the kernel for SIGTERM when the thread that started the child is gone, and exits at
-# once if that has already happened.
+# Runs between fork and exec: requests SIGTERM from the kernel for when the thread that started the child
+# exits, and exits immediately if it already has.
 _ASK = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -21,6 +21,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 def dependent(command: Sequence[str]) -> list[str]:
     """Return a command line that runs `command`, which gets SIGTERM once the starting thread has ended.
 
-    Start it on a thread that lives as long as the child should. Linux only: elsewhere the child is left running.
+    Start it on a thread that lives as long as the child should. Linux only: elsewhere the child keeps
+    running.
     """
     return [sys.executable, "-I", "-S", "-c", _ASK, str(os.getpid()), *command]

@@ -1,4 +1,4 @@
-"""Tells what a signal handler raised from what the interrupted code raised itself."""
+"""Distinguishes exceptions of signal handlers from those of the interrupted code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Interrupted(Exception):
-    """Carries what a handler raised through a library that would try again after an error of that class."""
+    """Carries a handler's exception through a library that would retry after an error of its class."""
 
     def __init__(self, raised: BaseException) -> None:
         super().__init__(str(raised))
@@ -19,7 +19,7 @@ class Interrupted(Exception):
 
 @contextmanager
 def carrying_interruptions() -> Iterator[None]:
-    """Raise Interrupted for what a handler raised in the block."""
+    """Raise Interrupted for exceptions that a handler raised in the block."""
     try:
         yield
     except Exception as error:
@@ -29,9 +29,9 @@ def carrying_interruptions() -> Iterator[None]:
 
 
 def interruption(error: BaseException) -> BaseException | None:
-    """Return the exception that a handler of Python raised, whatever libraries made of it; None if there is none.
+    """Return the exception that a Python signal handler raised, even if libraries wrapped it; otherwise None.
 
-    A handler's exception appears wherever the main thread is, as a library's own: many raise TimeoutError.
+    A handler's exception appears wherever the main thread is, like a library's own: many raise TimeoutError.
     """
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
     seen: list[BaseException] = []
@@ -46,6 +46,6 @@ def interruption(error: BaseException) -> BaseException | None:
 
 
 def _code(handler: Any) -> Any:
-    """Return the code of a function, of a method, or of what a partial calls; None for another handler."""
+    """Return the code of a function, of a method, or of a partial's function; None for other handlers."""
     handler = getattr(handler, "func", handler)
     return getattr(getattr(handler, "__func__", handler), "__code__", None)

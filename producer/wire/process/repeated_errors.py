@@ -1,4 +1,4 @@
-"""Keeps a loop that meets the same error again and again from flooding the log."""
+"""Prevents a loop that repeatedly fails with the same error from flooding the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 EVERY_S = 60.0
 MAX_KINDS = 64
-"""Kinds of errors that are remembered; beyond that the least recently seen is dropped."""
+"""Maximum number of remembered kinds of errors; beyond it the least recently seen is dropped."""
 
 Kind = tuple[str, str, str, str]
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
@@ -27,7 +27,7 @@ class _Seen:
 
 
 class RepeatedErrors(logging.Filter):
-    """A loop's log filter: logs an error once with its traceback, then at most once a minute with a count.
+    """A loop's log filter: logs an error once with its traceback, then up to once per minute with a count.
 
     Applies to records with a traceback, and to those logged with `extra=IN_LOOP`. Records are the same if
     message, error and the error's location are, ignoring numbers in them. Thread-safe.

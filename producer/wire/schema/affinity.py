@@ -1,4 +1,4 @@
-"""Prefix affinity of jobs: a worker that pulls jobs with a common prefix together computes it once."""
+"""Prefix affinity of jobs: a worker that pulls jobs with a common prefix together computes the prefix once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from functools import lru_cache
 from pagemill.producer.wire.schema.templates import first_place
 
 PREFIX_CHARS = 256
-"""Leading characters of a prompt without a system message that stand for its template."""
+"""Leading characters that represent the template of a prompt without a system message."""
 PREFIX_TOKENS = 64
 _ALPHABET = string.digits + string.ascii_letters
 
 
 def prompt_affinity(text: str) -> str | None:
-    """Return three letters or digits, equal for prompts that begin alike; None for a short prompt."""
+    """Return three letters or digits, equal for prompts that share a prefix; None for a short prompt."""
     return _digest(text[:PREFIX_CHARS]) if len(text) > PREFIX_CHARS else None
 
 
@@ -37,7 +37,7 @@ def chat_affinity(turns: Iterable[tuple[str, str]]) -> str | None:
 
 
 def has_open_beginning(turns: Iterable[tuple[str, str]]) -> bool:
-    """Return whether what an affinity is made of has a place for another job's output, and is not known yet."""
+    """Return whether an affinity's text has a placeholder for another job's output, and is not known yet."""
     for number, (role, content) in enumerate(turns):
         if role == "system":
             if first_place(content) < len(content):
@@ -48,14 +48,14 @@ def has_open_beginning(turns: Iterable[tuple[str, str]]) -> bool:
 
 
 def adapter_affinity(affinity: str | None, adapter: str | None) -> str | None:
-    """Return the name for the same beginning under an adapter, which shares nothing with that of another."""
+    """Return the name for the same prefix under an adapter, which shares nothing with other adapters."""
     return affinity if affinity is None or adapter is None else _digest(f"{adapter}\0{affinity}")
 
 
 @lru_cache(maxsize=1024)
 def _digest(prefix: str) -> str:
     # Short, because it is stored with the id of every waiting job. Two prefixes of a lane rarely share one of
-    # 238,328 names, and then a job merely goes first without benefit.
+    # 238,328 names, in which case a job is merely preferred without benefit.
     number = int.from_bytes(hashlib.blake2b(prefix.encode(), digest_size=8).digest()) % len(_ALPHABET) ** 3
     rest, first = divmod(number, len(_ALPHABET))
     return _ALPHABET[first] + _ALPHABET[rest % len(_ALPHABET)] + _ALPHABET[rest // len(_ALPHABET)]

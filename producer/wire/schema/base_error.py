@@ -1,11 +1,11 @@
-"""The root of the exceptions, and the one that outputs raise; errors.py has them all."""
+"""The base of the exceptions, and the one that outputs raise; errors.py has all of them."""
 
 from __future__ import annotations
 
 
 class PagemillError(Exception):
-    """The root of the tree."""
+    """The base of all exceptions of Pagemill."""
 
 
 class InvalidOutput(PagemillError, ValueError):
-    """The output is no JSON of the class that it was to be parsed as, perhaps because it was cut off."""
+    """The output is not JSON of the requested class, possibly because it was cut off."""

@@ -19,7 +19,7 @@ from pagemill.producer.wire.schema.text.parsed_text import ParsedText
 
 
 def read_deltas(job_id: str, entries: Iterable[bytes]) -> list[Delta]:
-    """Parse a job's entries as deltas. Raises ValueError for an invalid entry, or one that can't be opened here."""
+    """Parse a job's entries as deltas. Raises ValueError for an invalid entry, or one that cannot be decrypted here."""
     with gc_paused():
         return [
             Delta.model_validate_json(opened(unsigned_entry(entry), "delta", job_id)) for entry in entries
@@ -29,7 +29,7 @@ def read_deltas(job_id: str, entries: Iterable[bytes]) -> list[Delta]:
 def merge_checkpoint(
     entries: Iterable[bytes], fingerprint: str = "", seed: int | None = None, *, job_id: str = ""
 ) -> Checkpoint | None:
-    """Merge the entries of a job into samples; None if there are no entries. `job_id` is needed where they are sealed.
+    """Merge the entries of a job into samples; None if there are no entries. `job_id` is needed if they are encrypted.
 
     Raises ValueError if an entry is not a delta, or does not continue where the one before it ended.
     """
@@ -43,7 +43,7 @@ def merge_checkpoint(
 
 
 def partial_outputs(job_id: str, entries: Iterable[bytes]) -> tuple[Output, ...]:
-    """Return the partial output of a job that ended without a result; nothing if it cannot be read."""
+    """Return the partial output of a job that ended without a result; empty if it cannot be read."""
     try:
         checkpoint = merge_checkpoint(entries, job_id=job_id)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Jobs that wait for others: which, and under what conditions. docs/dependencies.md has the rules."""
+"""Jobs that wait for others, and their conditions. docs/dependencies.md has the rules."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pagemill.producer.wire.schema.templates import NAME, places
 
 MAX_PARENTS: Final = 16
 MAX_WHEN_BYTES: Final = 8192
-"""Of the conditions, as JSON."""
+"""Maximum size of the conditions, as JSON."""
 ITEM_PREFIX: Final = "key:"
-"""Before the key of an item, in place of an id: an item of the same batch."""
+"""Prefix of an item's key in place of an id: an item of the same batch."""
 
 _Name = Annotated[str, StringConstraints(strict=True, pattern=f"^{NAME}$")]
 _Parent = Annotated[
@@ -37,16 +37,16 @@ class HasId(Protocol):
 
 
 class Condition(BaseModel):
-    """What the first output of a job must be, for another to run after it. All that is given must hold."""
+    """A condition on the first output of a job, for another to run after it. All fields that are set must hold."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False)
 
     label: _Values | None = None
-    """Its label is one of these; of a job without `label_probs`, its text is. Space around them does not count."""
+    """Its label is one of these; for a job without `label_probs`, its text is. Surrounding space is ignored."""
     text: _Values | None = None
-    """Its text is one of these, but for the space around it."""
+    """Its text is one of these, ignoring surrounding space."""
     prob_at_least: _Probability | None = None
-    """The probability of its label is no less."""
+    """The minimum probability of its label."""
     prob_below: _Probability | None = None
 
     @field_validator("label", "text", mode="before")
@@ -73,9 +73,9 @@ class DependencyFields(BaseModel):
     """The jobs to wait for, by the names under which the prompt and `when` refer to them: ids, or in a batch `key:` and
     the key of another item. A list names them `parent`, or `parent1`, `parent2` and so on."""
     when: dict[_Name, Condition] | None = None
-    """Run only if their outputs are so; otherwise the job is cancelled as `condition_false`."""
+    """Run only if their outputs meet these conditions; otherwise the job is cancelled as `condition_false`."""
     on_parent_failure: Literal["cancel", "run"] = "cancel"
-    """If one of them ends without a result: end as `parent_failed`, or run with nothing in the places of its output."""
+    """If one of them ends without a result: end as `parent_failed`, or run with empty text in place of its output."""
 
     @field_validator("after", mode="before")
     @classmethod
@@ -103,7 +103,7 @@ class DependencyFields(BaseModel):
                     )
 
     def dependency_options(self, texts: Iterable[str]) -> dict[str, str | int]:
-        """Return the header's fields of a job that waits. Raises InvalidJob where a parent is named by its key."""
+        """Return the header's fields of a job that waits. Raises InvalidJob if a parent is named by its key."""
         assert self.after is not None, "it waits for others"
         for parent in self.after.values():
             if parent.startswith(ITEM_PREFIX):
@@ -126,7 +126,7 @@ class DependencyFields(BaseModel):
 
 
 def named_parents(value: Any) -> Any:
-    """Return jobs to wait for as a mapping of names; values are ids or have one as `id`, as handles do."""
+    """Return jobs to wait for as a mapping of names. Values are ids, or objects with an `id`, like handles."""
     if value is None or isinstance(value, Mapping):
         return None if value is None else {name: _id(parent) for name, parent in value.items()}
     if isinstance(value, list | tuple):

@@ -1,23 +1,23 @@
 """The exceptions of producers, the queue and workers.
 
 PagemillError
-├── InvalidJob             the job is invalid, or asks for something unsupported (also a ValueError)
-├── InvalidOutput          the output is not what it was to be parsed as (also a ValueError)
+├── InvalidJob             the job is invalid, or requests something unsupported (also a ValueError)
+├── InvalidOutput          the output cannot be parsed as requested (also a ValueError)
 ├── QueueFull              the queue's limit or the server's memory is reached
-├── DeadlineUnreachable    it would probably be expired, and was not to be submitted then
+├── DeadlineUnreachable    it would probably expire, so it was not submitted
 ├── IdempotencyConflict    the idempotency key belongs to a job with another payload
 ├── RedisUnavailable       no server, or the call's outcome is unknown: retry with the same id
 ├── InvalidAddress         the server's address is invalid (also a ValueError)
-├── RedisRefused           the server gives an answer that it should not: nothing has happened
-├── AccessDenied           the server's user lacks the right: nothing has happened
+├── RedisRefused           the server rejects a valid call, which had no effect
+├── AccessDenied           the server's user lacks a right; the call had no effect
 ├── ResultTimeout          the wait ended, the job continues (also a TimeoutError)
 ├── JobNotFound            no such job, or its record has been removed
 ├── ResultExpired          the job ended, its result has been removed
-├── StoreError             a payload or result that lies outside Redis can't be read or written
+├── StoreError             a payload or result outside Redis can't be read or written
 ├── Unverifiable           a job can't be replayed, or its replay is inconclusive
 └── JobError               the job ended without a result
     ├── JobFailed          final error of the job itself
-    ├── JobDead            retryable errors or crashes used up its cap
+    ├── JobDead            retryable errors or crashes used up its attempts
     ├── JobCancelled       it was cancelled
     └── JobExpired         its deadline passed
 """
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 TIMED_OUT = "ran longer than its timeout"
-"""How the message of a job begins that its own `timeout` ended, not its deadline."""
+"""The start of the message of a job that exceeded its own `timeout`, not its deadline."""
 
 
 class InvalidJob(PagemillError, ValueError):
-    """The job was refused. `code` is one of `FINAL_CODES`. The message never quotes the prompt.
+    """The job was rejected. `code` is one of `FINAL_CODES`. The message never quotes the prompt.
 
     `param` names the offending field, if there is one.
     """
@@ -53,11 +53,11 @@ class InvalidJob(PagemillError, ValueError):
 
 
 class QueueFull(PagemillError):
-    """The queue takes no more jobs now.
+    """The queue does not accept more jobs now.
 
-    `reason`: jobs, as many wait as may; memory, the server has no room for more, which is seen again every second.
-    `limit` jobs may wait in `queue`, and `depth` do; `lane` is the refused job's (priority, tenant, model). Limit and
-    depth are None where the reason is memory.
+    `reason`: jobs, the maximum number is waiting; memory, the server's memory is used up, which is checked
+    every second. `limit` jobs may wait in `queue`, and `depth` do; `lane` is the rejected job's (priority,
+    tenant, model). Limit and depth are None if the reason is memory.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class QueueFull(PagemillError):
 
 
 class DeadlineUnreachable(PagemillError):
-    """The job would more probably than not be expired, so it was not submitted. `estimate` says when it would end."""
+    """The job would probably expire, so it was not submitted. `estimate` contains its estimated end."""
 
     def __init__(self, message: str, estimate: CompletionEstimate) -> None:
         super().__init__(message)
@@ -87,7 +87,7 @@ class DeadlineUnreachable(PagemillError):
 
 
 class IdempotencyConflict(PagemillError):
-    """The idempotency key is taken by `job_id`, whose payload differs."""
+    """The idempotency key belongs to `job_id`, whose payload differs."""
 
     def __init__(self, message: str, job_id: str) -> None:
         super().__init__(message)
@@ -95,10 +95,10 @@ class IdempotencyConflict(PagemillError):
 
 
 class RedisUnavailable(PagemillError):
-    """The server did not answer. After a submit the outcome is unknown.
+    """The server did not answer. After a submission the outcome is unknown.
 
-    `job_id` names the job that was being submitted: `submit(..., job_id=error.job_id)` is safe, whether
-    or not the first try arrived.
+    `job_id` names the job that was being submitted: `submit(..., job_id=error.job_id)` is safe, whether or
+    not the first attempt arrived.
     """
 
     def __init__(self, message: str, job_id: str | None = None) -> None:
@@ -107,22 +107,22 @@ class RedisUnavailable(PagemillError):
 
 
 class AccessDenied(PagemillError):
-    """The server's user lacks the right for a call. docs/security.md lists the rights that are needed."""
+    """The server's user lacks the right for a call. docs/security.md lists the required rights."""
 
 
 class InvalidAddress(PagemillError, ValueError):
-    """The server's address is invalid: its form, or the database it names. The message never quotes it."""
+    """The server's address is invalid: its form, or the database it names. The message never contains it."""
 
 
 class RedisRefused(PagemillError):
-    """The server refuses a call that it should accept: foreign keys, an unsupported version, a bug.
+    """The server rejects a call that it should accept: foreign keys, an unsupported version, a bug.
 
-    Nothing has happened, and a retry will not help.
+    The call had no effect, and a retry will not help.
     """
 
 
 class ResultTimeout(PagemillError, TimeoutError):
-    """The wait ended before the job did. The job continues. `reason` says what it waits for, if that is known."""
+    """The wait ended before the job did. The job continues. `reason` is the cause of its delay, if known."""
 
     def __init__(self, message: str, reason: str | None = None) -> None:
         super().__init__(message)
@@ -130,7 +130,7 @@ class ResultTimeout(PagemillError, TimeoutError):
 
 
 class JobNotFound(PagemillError, LookupError):
-    """The queue knows no such job: never submitted, removed after its time to live, or acknowledged."""
+    """The job is unknown to the queue: never submitted, removed after its time to live, or acknowledged."""
 
     @classmethod
     def for_job(cls, job_id: str) -> Self:
@@ -150,10 +150,10 @@ class ResultExpired(PagemillError):
 
 
 class StoreError(PagemillError):
-    """A payload or result in a store can't be read or written. The message quotes neither names nor credentials.
+    """A payload or result in a store cannot be read or written. The message contains neither names nor credentials.
 
-    `kind`: lost, it is missing or not what was written; away, the store does not answer, and may later (`retryable`);
-    unset, no store is configured here, or another one.
+    `kind`: lost, it is missing or changed; away, the store does not answer, but may later (`retryable`);
+    unset, no store is configured here, or a different one.
     """
 
     def __init__(self, message: str, kind: Literal["lost", "away", "unset"] = "lost") -> None:
@@ -167,17 +167,17 @@ class StoreError(PagemillError):
 
 
 class Unverifiable(PagemillError):
-    """`verify` reached no verdict: nothing to compare, no input, no worker of its kind, a copy that failed."""
+    """`verify` reached no verdict: nothing to compare, no input, no suitable worker, a copy that failed."""
 
 
 class RolloutRefused(PagemillError):
-    """The rollout can't be changed as asked: there is none, another one is on, or no worker has the revision."""
+    """The rollout cannot be changed: there is none, another one is active, or no worker has the revision."""
 
 
 class JobError(PagemillError):
     """The job ended without a result.
 
-    `code` says why, `retryable` whether another submit may succeed, `partial` holds what had been generated.
+    `code` is the cause, `retryable` whether another submission may succeed, `partial` the partial output.
     """
 
     state = ""
@@ -193,13 +193,13 @@ class JobError(PagemillError):
 
 
 class JobFailed(JobError):
-    """The job ended with a final error of its own: running it again gives the same."""
+    """The job ended with its own final error: running it again has the same outcome."""
 
     state = "failed"
 
 
 class JobDead(JobError):
-    """The job used up its attempts, or its workers died; it is a dead letter, and can be replayed."""
+    """The job used up its attempts, or crashed its workers. It is a dead letter, and can be replayed."""
 
     state = "dead"
 
@@ -219,4 +219,4 @@ class JobExpired(JobError):
 JOB_ERRORS: dict[str, type[JobError]] = {
     error.state: error for error in (JobFailed, JobDead, JobCancelled, JobExpired)
 }
-"""Terminal state -> the error that stands for it."""
+"""Maps terminal states to their errors."""

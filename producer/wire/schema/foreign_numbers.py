@@ -1,4 +1,4 @@
-"""Python's numbers in place of those of numpy, torch and pandas, which strict fields refuse."""
+"""Conversion of the scalars of numpy, torch and pandas, which strict fields reject, to Python's."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes})
 _MAX_DEPTH = 4
-"""Levels of lists and objects that are looked through; no field needs more."""
+"""Maximum depth of lists and objects to convert; no field needs more."""
 
 
 def with_plain_numbers(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Return a value with plain scalars and lists for those with a `dtype`; the same object if it has none."""
+    """Return a value with plain scalars and lists for those with a `dtype`; the same object if there are none."""
     kind = type(value)
     if kind in _PLAIN or not depth:
         return value

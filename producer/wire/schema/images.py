@@ -1,6 +1,6 @@
 """Images in a chat: the parts of a message's content, in OpenAI's form, and the bytes of `data:` URLs.
 
-An image is checked here for its form and size alone. A worker decodes it, in a process of its own.
+Only the form and size of an image are checked here. A worker decodes it in a separate process.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from pydantic import (
 from pagemill.common.bounds import InvalidParameter
 
 MAX_TEXT: Final = 1 << 20
-"""Characters of one text in a message."""
+"""Maximum characters of one text in a message."""
 MAX_PARTS: Final = 1024
 MAX_IMAGES: Final = 64
-"""Images of one job."""
+"""Maximum number of images of one job."""
 MAX_IMAGE_BYTES: Final = 20 << 20
-"""Bytes of one image, as they are before base64."""
+"""Maximum bytes of one image before base64 encoding."""
 MAX_IMAGE_URL: Final = 8192
-"""Characters of an address that a worker fetches."""
+"""Maximum characters of an address that a worker fetches."""
 IMAGE_TOKENS_GUESS: Final = 1024
-"""Expected prompt tokens of an image whose model and size are not known."""
+"""Expected prompt tokens of an image if its model and size are unknown."""
 
 _DATA = re.compile(r"data:(image/[\w.+-]{1,64})(?:;[\w.+-]{1,64}=[\w.+-]{1,64}){0,4};base64,", re.IGNORECASE)
 _SHOWN_DATA = re.compile(r"data:(image/[\w.+-]{1,64})[^,\s\"'\\]{0,256},([A-Za-z0-9+/=_-]*)", re.IGNORECASE)
 
 
 class InvalidImage(InvalidParameter):
-    """An image cannot be read, or exceeds a limit. No message quotes its URL."""
+    """An image cannot be read, or exceeds a limit. Messages never contain its URL."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "invalid_image")
@@ -62,7 +62,7 @@ def decode_data_url(url: str) -> bytes:
         raise _too_large((len(url) - match.end()) // 4 * 3)
     try:
         decoded = binascii.a2b_base64(url[match.end() :], strict_mode=True)
-    except ValueError:  # also of characters that are not ASCII
+    except ValueError:  # also for characters that are not ASCII
         raise InvalidImage("the data: URL of an image is not valid base64") from None
     if not decoded:
         raise InvalidImage("the data: URL of an image is empty")
@@ -76,7 +76,7 @@ def _too_large(size: int) -> InvalidImage:
 
 
 def is_fetched(url: str) -> bool:
-    """Return True for an address that a worker would fetch, which is one of http(s)."""
+    """Return True for an http(s) address, which a worker would fetch."""
     return url[:8].lower().startswith(("http://", "https://"))
 
 
@@ -96,14 +96,14 @@ def _check_url(url: str) -> str:
 
 
 def image_digest(url: str) -> str:
-    """Return a hash that is equal for equal image bytes, whatever type their `data:` URL states."""
+    """Return a hash that is equal for equal image bytes, regardless of the type in their `data:` URL."""
     match = _DATA.match(url)
     content = url if match is None else url[match.end() :]
     return blake2b(content.encode(), digest_size=32).hexdigest()
 
 
 def describe_image(url: str) -> str:
-    """Return an image as people read it: `[image/png, 12,345 bytes]`, or its address without the query."""
+    """Return a description of an image: `[image/png, 12,345 bytes]`, or its address without the query."""
     if is_fetched(url):
         return f"[image {url.partition('?')[0].partition('#')[0]}]"
     return hide_images(url) if _SHOWN_DATA.match(url) else "[image]"
@@ -131,9 +131,9 @@ class TextPart(_Part):
 
 class ImageUrl(_Part):
     url: Annotated[str, Field(strict=True), AfterValidator(_check_url)]
-    """A `data:` URL of a picture, or an http(s) address, which a worker fetches if its operator allows it."""
+    """A `data:` URL of an image, or an http(s) address, which a worker fetches if its operator allows it."""
     detail: Annotated[Literal["auto", "low", "high"] | None, AfterValidator(lambda _: None)] = None
-    """OpenAI's; accepted and ignored."""
+    """OpenAI's field; accepted and ignored."""
 
 
 class ImagePart(_Part):
@@ -160,7 +160,7 @@ Part = Annotated[
 
 
 def _joined(value: Any) -> Any:
-    """Return parts that are all texts as one text, as OpenAI reads them."""
+    """Return parts that are all texts as one text, like OpenAI."""
     if not isinstance(value, list | tuple) or not value:
         return value
     texts = [_member(part, "text") for part in value if _type_of(part) == "text"]

@@ -93,12 +93,12 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_METADATA_BYTES = 16 << 10
 MAX_METADATA_DEPTH = 16
 MAX_KEY = 255
-"""Characters in an idempotency key, or in an item's name in its batch."""
+"""Maximum characters in an idempotency key, or in an item's name in its batch."""
 MAX_MESSAGES = 1024
 MAX_INPUTS = 2048
-"""Texts of one job for vectors, labels or scores."""
+"""Maximum texts of one job for vectors, labels or scores."""
 MAX_SECONDS = 366 * 86400.0
-"""Longest delay, ttl or timeout."""
+"""Maximum delay, ttl or timeout."""
 CHAT_TOKENS_GUESS = 256
 """Expected output tokens of a chat without max_tokens."""
 
@@ -118,10 +118,10 @@ _Document = Annotated[str, StringConstraints(strict=True, min_length=1)]
 class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ignore[misc]  # frozen by its config, which mypy does not see
     """One job: exactly one of `prompt`, `messages`, `prompt_token_ids` and `inputs`, a model, and options.
 
-    The task `generate` samples after the prompt. The task `score` gives the log-probabilities of `continuations`, or
-    without any of the prompt itself, and samples nothing: of the sampling fields it takes `logprobs`, for alternatives
-    at each position, and `truncate_prompt_tokens`. The task `embed` gives a vector of the prompt or of each of
-    `inputs`, `classify` a number per label, and `rerank` the score of the prompt with each of `documents`.
+    The task `generate` samples after the prompt. The task `score` returns the log-probabilities of `continuations`, or
+    without any, of the prompt itself, and does not sample: of the sampling fields it accepts `logprobs`, for
+    alternatives at each position, and `truncate_prompt_tokens`. The task `embed` returns a vector of the prompt or of
+    each of `inputs`, `classify` a value per label, and `rerank` the score of the prompt with each of `documents`.
 
     `Job.parse` raises `InvalidJob`; the constructor raises pydantic's ValidationError.
     """
@@ -130,28 +130,28 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
 
     task: TaskName = "generate"
     continuations: Annotated[tuple[_TextOrTokens, ...], Length(1, MAX_N)] | None = None
-    """Texts or token ids that may follow the prompt, each to be scored by itself."""
+    """Texts or token ids that may follow the prompt, each to be scored separately."""
     inputs: Annotated[tuple[_TextOrTokens, ...], Length(1, MAX_INPUTS)] | None = None
     """Texts or token ids, each of which gets a row of the result."""
     documents: Annotated[tuple[_Document, ...], Length(1, MAX_INPUTS)] | None = None
     """Texts that the model reads after the prompt, each as a pair with it."""
     dimensions: Annotated[int, Exact(), Range(1, 1 << 20)] | None = None
-    """The leading numbers of each vector to keep; for models that were trained for it (Matryoshka)."""
+    """Number of leading values of each vector to keep; for models trained for it (Matryoshka)."""
     prompt_name: _Key | None = None
-    """Which of the model's own prompts stands before each text; None: its default, if it has one."""
+    """Name of the model's built-in prompt to put before each text; None: its default, if it has one."""
     rows_dtype: Literal["float32", "float16"] = "float32"
-    """How the result's numbers are stored."""
+    """Data type in which the result's values are stored."""
     truncate: _Bool = False
-    """Cut texts that are longer than the model takes, instead of refusing them."""
+    """Truncate texts that are longer than the model accepts, instead of rejecting them."""
     prompt: Annotated[str, StringConstraints(strict=True, min_length=1)] | None = None
     messages: Annotated[tuple[Message, ...], Length(1, MAX_MESSAGES)] | None = None
     prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
     model: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.MODEL_PATTERN.pattern}$")]
     """The served name, never a path."""
     adapter: Annotated[str, StringConstraints(strict=True, pattern=f"^{ADAPTER_NAME.pattern}$")] | None = None
-    """The name of an adapter that workers of the model have; None: the model as it is."""
+    """The name of an adapter that workers of the model have; None: the base model."""
     revision: keys.PinnedRevision | None = None
-    """The revision of the model that must run it, as workers announce it, or a whole commit; None: any."""
+    """The revision of the model that must run it, as workers announce it, or a full commit; None: any."""
     priority: Literal["high", "normal", "low"] = "normal"
     tenant: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.TENANT_PATTERN.pattern}$")] = (
         "default"
@@ -159,29 +159,29 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
     deadline: _UnixTime | None = None
     """Unix seconds. A job that has not ended by then is expired."""
     ttl: _Seconds | None = None
-    """A deadline counted from the submit, in seconds; with `deadline`, the earlier one holds."""
+    """A deadline in seconds after submission; with `deadline`, the earlier one applies."""
     delay: _Seconds | None = None
     """Seconds before the job may start."""
     run_at: _UnixTime | None = None
     """Unix seconds before which the job does not start."""
     timeout: _Seconds | None = None
-    """Seconds that one execution may take."""
+    """Maximum seconds of one execution."""
     max_attempts: Annotated[int, Exact(), Range(1, 100)] = DEFAULT_MAX_ATTEMPTS
-    """Executions that may end in the job's own retryable error."""
+    """Maximum number of executions that end in the job's own retryable error."""
     idempotency_key: _Key | None = None
     dedupe: _Bool = False
-    """Do not run while an equal job of the tenant waits or runs: its end is this one's too. The outcome must
-    follow from the job, so it takes temperature 0 or a seed."""
+    """Do not run while an equal job of the tenant waits or runs, but share its end. The outcome must depend
+    on the job alone, so temperature 0 or a seed is required."""
     key: _Key | None = None
     """The item's name inside its batch."""
     metadata: dict[str, Any] | None = None
-    """The caller's own JSON, handed back with status and result."""
+    """The caller's own JSON, returned with status and result."""
     stream: _Bool = False
     """Checkpoint often, so that `stream()` sees tokens early."""
     keep_input: Annotated[_Bool, Field(exclude=True)] = False
     """Keep the job as submitted for as long as its result, for `verify`. Not part of the envelope."""
     webhook: Annotated[str, StringConstraints(strict=True)] | None = None
-    """An https URL to notify of the end. Workers call allowed hosts only, none by default."""
+    """An https URL to notify of the end. Workers only call allowed hosts, none by default."""
     traceparent: (
         Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
         | None
@@ -263,14 +263,14 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
 
     @property
     def needs(self) -> str:
-        """What a worker must know to run it, as the first part of its lane."""
+        """The words that a worker must know to run it, as the first part of its lane."""
         words = [AFTER] if self.after is not None else []
         words += [name for name in LATER_FIELDS if name in self.model_fields_set and self._sets(name)]
         return joined(*words)
 
     @property
     def is_parsed(self) -> bool:
-        """True if its results have reasoning and tool calls apart from the text."""
+        """True if its results separate reasoning and tool calls from the text."""
         if any(getattr(self, name) is not None for name in CHAT_FIELDS):
             return True
         return not all(message.is_plain for message in self.messages or ())
@@ -287,21 +287,21 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
 
     @property
     def width(self) -> int:
-        """Most sequences that the job needs at once."""
+        """Maximum number of sequences that the job needs concurrently."""
         if self.task in POOLED_TASKS:
             return 1
         return self.num_sequences if self.task == "generate" else len(self.continuations or (None,))
 
     @property
     def texts(self) -> tuple[str | tuple[int, ...], ...]:
-        """The texts of a job for vectors, labels or scores: one for each row of its result."""
+        """The texts of a job for vectors, labels or scores, one per row of its result."""
         given = self.inputs or self.documents
         if given is None:
             given = (self.prompt or self.prompt_token_ids or "",)
         return given
 
     def stated_defaults(self) -> bytes:
-        """Return the envelope's members for fields that were set to Pagemill's defaults: a model may have others."""
+        """Return the envelope's members for fields set to Pagemill's defaults, since a model may have others."""
         stated = self.model_fields_set.intersection(MODEL_DEFAULTS)
         names = [name for name in MODEL_DEFAULTS if name in stated and not self._sets(name)] if stated else ()
         return b"".join(
@@ -312,8 +312,8 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         """Return arguments for the engine's SamplingParams, with `max_tokens` resolved for plain prompts.
 
         Args:
-            model_defaults: the model's own sampling defaults, for fields that the job does not set. Scores, beams and
-                probabilities of labels are of the model's distribution as it is, without them.
+            model_defaults: the model's own sampling defaults, for fields that the job does not set. Scores,
+                beams and probabilities of labels use the model's unmodified distribution.
 
         Returns:
             One argument for each sampling field.
@@ -341,7 +341,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         return prompt_tokens + self.output_tokens()
 
     def output_tokens(self) -> int:
-        """Return the most tokens beside the prompt, or an estimate."""
+        """Return the maximum tokens in addition to the prompt, or an estimate."""
         if self.task != "generate":
             texts = self.continuations or self.inputs or self.documents or ()
             return sum(text_tokens(text.encode()) if isinstance(text, str) else len(text) for text in texts)
@@ -351,7 +351,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         return (self.max_tokens or default) * self.num_sequences
 
     def affinity(self) -> str | None:
-        """Return a name that is equal for jobs whose prompts begin alike; see affinity.py."""
+        """Return a name that is equal for jobs whose prompts share a prefix; see affinity.py."""
         return adapter_affinity(self._prompt_affinity(), self.adapter)
 
     def _prompt_affinity(self) -> str | None:
@@ -370,7 +370,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         yield from ((message.role, message.beginning()) for message in self.messages or ())
 
     def templates(self) -> Iterator[tuple[str, str]]:
-        """Yield the texts that may have places for outputs of other jobs, each with its role."""
+        """Yield the texts that may have placeholders for outputs of other jobs, each with its role."""
         if self.prompt is not None:
             yield "user", self.prompt
         for message in self.messages or ():
@@ -407,7 +407,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         )
 
     def _more_than_turns(self) -> str:
-        """Return what a chat shows the model beside its texts: tools, and the calls of earlier turns."""
+        """Return additional parts of a chat that the model sees: tools, and the calls of earlier turns."""
         shown = self.model_dump_json(include={"tools"}, exclude_none=True) if self.tools else ""
         return shown + history_tokens_text(self.messages or ())
 

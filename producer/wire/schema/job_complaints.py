@@ -20,7 +20,7 @@ _CHAT_SHAPE = (
     "a single text is a prompt=, or the content of one message"
 )
 _NAMES_OF_TYPES = {"Tuple": "List", "a dictionary": "an object", "dictionary": "object"}
-"""Python's, and JSON's for them."""
+"""Maps Python's type names to JSON's."""
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """Pydantic's types of errors for members that an object does not have."""
 
@@ -54,11 +54,11 @@ def _code(error: ValidationError) -> str:
 class _Complaint:
     item: ErrorDetails
     place: str
-    """Its location, without the names that pydantic gives to the alternatives of a field."""
+    """Its location, without pydantic's names for the alternatives of a field."""
     known: Sequence[str]
-    """The fields of the object that holds the location."""
+    """The fields of the object at the location."""
     is_alternative: bool
-    """True if the location ends with an alternative: the value is not of that type, or not one of its values."""
+    """True if the location ends with an alternative: the value has another type, or is not one of its values."""
 
 
 def _complaints(error: ValidationError, kind: type[BaseModel]) -> list[_Complaint]:
@@ -149,7 +149,7 @@ def _no_such_field(name: str, known: Sequence[str]) -> str:
 def _reasons(complaints: Sequence[_Complaint], others: Iterable[str]) -> str:
     """Return the validation errors with their locations, without quoting the input."""
     reasons = []
-    # A list without its invalid items may be too short, which is not the cause.
+    # A list without its invalid items may be too short, but that is not the cause.
     locations = [one.item["loc"] for one in complaints]
     causes = {loc[:depth] for loc in locations for depth in range(len(loc))}
     for one in [

@@ -1,7 +1,7 @@
 """The Redis names that Python uses. Names used only by scripts are defined there; docs/protocol.md lists all.
 
-All of them start with `pagemill:{<queue>}:`. The braces make the queue name the hash tag, so that one queue
-lives in one Cluster slot and every script touches one slot. A script gets the prefix as its one declared key.
+All of them start with `pagemill:{<queue>}:`. The braces make the queue name the hash tag, so that each queue
+is in one Cluster slot and every script uses one slot. A script gets the prefix as its one declared key.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ID_RULE = "an id is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
 
 
 def check_name(pattern: re.Pattern[str], rule: str, name: object) -> str:
-    """Return a name. Raises InvalidJob for what is not text, or has other characters."""
+    """Return a name. Raises InvalidJob if it is not text, or has other characters."""
     if not isinstance(name, str):
         raise InvalidJob(f"{rule}, as text, not {type(name).__name__}")
     if not pattern.fullmatch(name):
@@ -64,7 +64,7 @@ PinnedRevision = Annotated[
     StringConstraints(strict=True, pattern=f"^{REVISION_NAME.pattern}$"),
     AfterValidator(shortened),
 ]
-"""As workers announce it: a whole commit is shortened."""
+"""The form that workers announce: a full commit is shortened."""
 Id = Annotated[str, _matches(ID_PATTERN, ID_RULE)]
 
 PRIORITY_CLASSES = {"high": "0", "normal": "1", "low": "2"}
@@ -81,7 +81,7 @@ def lane(needs: str, priority: str, tenant: str, model: str) -> str:
 
 
 def lane_model(model: str, adapter: str | None, revision: str | None = None) -> str:
-    """Return a lane's last part, under which workers pull: a model or `<model>#<adapter>`, perhaps `~<revision>`."""
+    """Return a lane's last part, by which workers pull: a model or `<model>#<adapter>`, possibly `~<revision>`."""
     name = model if adapter is None else f"{model}#{adapter}"
     return name if revision is None else f"{name}~{revision}"
 
@@ -122,12 +122,12 @@ def payload(queue: str, job_id: str) -> str:
 
 
 def outcome(queue: str, job_id: str) -> str:
-    """String: the result of a job that succeeded, otherwise its last error."""
+    """String: the result of a job that succeeded; otherwise its last error."""
     return f"{prefix(queue)}out:{job_id}"
 
 
 def checkpoint(queue: str, job_id: str) -> str:
-    """List: the deltas generated so far; checkpoint and token feed in one."""
+    """List: the deltas generated so far, which are both checkpoint and token feed."""
     return f"{prefix(queue)}ckpt:{job_id}"
 
 
@@ -167,7 +167,7 @@ def feed_channel(queue: str) -> str:
 
 
 def feeds_channel(queue: str) -> str:
-    """Pub/sub: the ids of streaming jobs that got new tokens together, separated by spaces."""
+    """Pub/sub: the ids of streaming jobs that received new tokens together, separated by spaces."""
     return f"{prefix(queue)}feeds"
 
 

@@ -39,7 +39,7 @@ END_STATES: tuple[EndState, ...] = ("succeeded", "failed", "cancelled", "expired
 
 
 class WireModel(BaseModel):
-    """A base that ignores fields of later releases, is immutable, and does not quote its input in errors."""
+    """A base that ignores fields of later releases, is immutable, and does not include its input in errors."""
 
     model_config = ConfigDict(
         extra="ignore", frozen=True, hide_input_in_errors=True, allow_inf_nan=False, protected_namespaces=()
@@ -52,12 +52,12 @@ def _adapter(model: Any) -> TypeAdapter[Any]:
 
 
 _LOGPROBS = ConfigDict(hide_input_in_errors=True, allow_inf_nan=False)
-"""Of dataclasses: a long output has ten thousands of these objects, and models would take five times the memory."""
+"""For dataclasses: a long output has tens of thousands of these objects, and models would use five times the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LOGPROBS)
 class TokenLogprob:
-    """One token and its log probability; None if the token was forced, or nothing predicts it."""
+    """One token and its log probability; None if the token was forced, or has no prediction."""
 
     token_id: int
     logprob: float | None
@@ -82,16 +82,16 @@ class Output(WireModel):
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
     logprob: float | None = None
-    """The sum over the tokens of a scored continuation, or of the label. Left out of the JSON of other outputs."""
+    """The sum over the tokens of a scored continuation, or of the label. Omitted from the JSON of other outputs."""
     label: str | None = None
-    """The most probable label, if the job asked for `label_probs`; otherwise this and the next are left out."""
+    """The most probable label, if the job requested `label_probs`; otherwise this and the next are omitted."""
     label_probs: dict[str, float] | None = None
-    """The probability of every label, in the order of the choice. They add up to one."""
+    """The probability of every label, in the order of the choice. They add up to 1."""
     parsed: Any = None
-    """The parsed value of the text, if the job asked for JSON, and it was not cut off."""
+    """The parsed value of the text, if the job requested JSON, and it was not cut off."""
     reasoning: str | None = None
-    """The thinking, without its tags; None if there was none. This and `tool_calls` are left out of the JSON of jobs
-    without the fields of `ChatFields`, and their `text` is all that was generated."""
+    """The reasoning without its tags; None if there was none. This and `tool_calls` are omitted from the JSON
+    of jobs without the fields of `ChatFields`, whose `text` is the complete output."""
     tool_calls: tuple[ToolCall, ...] = ()
 
     def parse(self, model: type[T]) -> T:
@@ -123,7 +123,7 @@ _NAMED_KEYS = 3
 
 
 def _cut_off(output: Output, model: Any) -> str:
-    """Say why JSON is incomplete; name the keys that the class does not declare, which is what a loop looks like."""
+    """Return why JSON is incomplete, with the keys that the class does not declare, which indicate a loop."""
     length = f" of {len(output.token_ids)}" if output.token_ids else ""
     message = f"the output reached max_tokens{length} before its JSON was complete"
     declared = getattr(model, "model_fields", None)
@@ -144,13 +144,13 @@ _FORMATS: dict[RowsDtype, str] = {"float32": "f", "float16": "e"}
 
 
 class Rows(WireModel):
-    """Rows of numbers: `numpy.asarray(rows)` is an array of `shape`, `rows.to_lists()` lists."""
+    """Rows of numbers: `numpy.asarray(rows)` is an array of `shape`, `rows.to_lists()` returns lists."""
 
     dtype: RowsDtype
     shape: tuple[int, int]
-    """Rows, and numbers in each."""
+    """Number of rows, and of values in each."""
     data: str
-    """The numbers row after row, little-endian, as base64."""
+    """The values row by row, little-endian, as base64."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -166,7 +166,7 @@ class Rows(WireModel):
 
     @cached_property
     def raw(self) -> bytes:
-        """The numbers as bytes: rows of little-endian floats."""
+        """The values as bytes: rows of little-endian floats."""
         return base64.b64decode(self.data, validate=True)
 
     @property
@@ -176,7 +176,7 @@ class Rows(WireModel):
         return {"version": 3, "shape": self.shape, "typestr": kind, "data": self.raw}
 
     def to_lists(self) -> list[list[float]]:
-        """Return the numbers, row by row."""
+        """Return the values, row by row."""
         count, width = self.shape
         numbers = struct.unpack(f"<{count * width}{_FORMATS[self.dtype]}", self.raw)
         return [list(numbers[width * row : width * (row + 1)]) for row in range(count)]
@@ -189,11 +189,11 @@ class Usage(WireModel):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int | None = None
-    """Those of `completion_tokens` that are thinking. Left out of the JSON of jobs whose thinking is not apart."""
+    """The reasoning tokens among `completion_tokens`. Omitted from the JSON of jobs without separate reasoning."""
 
 
 class Timing(WireModel):
-    """Seconds from submit to the start, from the start to the first token, and from submit to the end."""
+    """Seconds from submission to the start, from the start to the first token, and from submission to the end."""
 
     queue_s: float | None = None
     ttft_s: float | None = None
@@ -211,7 +211,7 @@ class Result(WireModel):
     tier: str = "continues"
     """The exactness of a resumed run: bitwise, token or continues."""
     fingerprint: str = ""
-    """Identifies weights, dtype and device class; results with the same one are comparable."""
+    """Identifies weights, dtype and device class; results with the same fingerprint are comparable."""
     attempt: int = 1
     resumed_tokens: int = 0
     """Output tokens that came from a checkpoint."""
@@ -222,11 +222,11 @@ class Result(WireModel):
     """One entry per prompt token, if requested; the first has no log-probability, since nothing precedes it."""
     metadata: dict[str, Any] | None = None
     rows: Rows | None = None
-    """The numbers of an embed, classify or rerank job, a row for each text. Left out of the JSON of others."""
+    """The values of an embed, classify or rerank job, with a row per text. Omitted from the JSON of others."""
     labels: tuple[str, ...] | None = None
-    """What the numbers of a row stand for, if the job classified."""
+    """The labels of the values in a row, if the job classified."""
     warnings: tuple[str, ...] | None = None
-    """What to know of the output, for instance that it was verified instead of constrained. Left out if empty."""
+    """Notes on the output, for instance that it was verified instead of constrained. Omitted if empty."""
 
     @property
     def embeddings(self) -> list[list[float]]:
@@ -245,7 +245,7 @@ class Result(WireModel):
 
     @property
     def classes(self) -> list[dict[str, float]]:
-        """Per text of a classify job, each label's number."""
+        """For each text of a classify job, the value of each label."""
         return [dict(zip(self.labels or (), row, strict=True)) for row in self._given_rows().to_lists()]
 
     def _given_rows(self) -> Rows:
@@ -281,7 +281,7 @@ class Result(WireModel):
 
     @property
     def reasoning(self) -> str | None:
-        """Reasoning of the first output, where a parser separated it from the text."""
+        """Reasoning of the first output, if a parser separated it from the text."""
         return self.outputs[0].reasoning
 
     @property
@@ -314,7 +314,7 @@ MAX_MESSAGE_CHARACTERS = 4_000
 
 
 def _message(text: str) -> str:
-    """Messages name what others wrote, such as a field of an adapter's file, and end in terminals and logs."""
+    """Return a message that is safe for terminals and logs, since it may contain names written by others."""
     return shortened(escaped(text), MAX_MESSAGE_CHARACTERS)
 
 
@@ -338,7 +338,7 @@ class Progress(WireModel):
     generated_tokens: int = 0
     max_tokens: int = 0
     kv_blocks: int = 0
-    """KV blocks that the job holds at most; 0 while it waits, and once it has ended."""
+    """Maximum KV blocks that the job holds; 0 while it waits, and after it has ended."""
     updated_at: float = 0.0
 
 
@@ -369,7 +369,7 @@ class JobStatus(WireModel):
     replay_of: str | None = None
     """The dead job that this one replays."""
     waits_for: tuple[str, ...] = ()
-    """The jobs whose end it still waits for; it is delayed until then."""
+    """The jobs that it still waits for; it is delayed until they end."""
     metadata: dict[str, Any] | None = None
 
     @property
@@ -381,8 +381,8 @@ class JobStatus(WireModel):
 class StreamEvent(WireModel):
     """One event of `stream()`.
 
-    `token`: new tokens of sample `index` that begin at `offset`. `snapshot`: the sample's full text and
-    tokens so far, replacing what came before. `end`: the job ended in `state`; the last event, exactly once.
+    `token`: new tokens of sample `index` that start at `offset`. `snapshot`: the sample's full text and
+    tokens so far, replacing earlier ones. `end`: the job ended in `state`; the last event, exactly once.
     """
 
     type: Literal["token", "snapshot", "end"]
@@ -392,16 +392,16 @@ class StreamEvent(WireModel):
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[PositionLogprobs, ...] | None = None
-    """One entry per token, if the job asked for them."""
+    """One entry per token, if the job requested them."""
     reasoning: str = ""
-    """New thinking; `text` is without it, and without tool calls, for jobs with any of `ChatFields`."""
+    """New reasoning; `text` does not contain it or tool calls, for jobs with any of `ChatFields`."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     """New parts of tool calls; in a snapshot, all of them so far."""
     state: EndState | None = None
 
 
 class BatchCounts(WireModel):
-    """Jobs of a batch by state. The states sum to `total` at every read."""
+    """Jobs of a batch by state. The states add up to `total` at every read."""
 
     total: int = 0
     queued: int = 0
@@ -431,11 +431,11 @@ class BatchInfo(WireModel):
     created_at: float
     counts: BatchCounts
     tenant: str | None = None
-    """The tenant of all of its jobs; None where several tenants have some, or where its jobs are gone."""
+    """The tenant of all of its jobs; None if several tenants have jobs, or its jobs no longer exist."""
 
 
 class BatchItem(WireModel):
-    """The end of one job of a batch: its result or its error. Reading from `cursor` gives the next."""
+    """The end of one job of a batch: its result or its error. Reading from `cursor` returns the next."""
 
     id: str
     key: str
@@ -445,7 +445,7 @@ class BatchItem(WireModel):
     result: Result | None = None
     error: ErrorInfo | None = None
     superseded: bool = False
-    """A recall replaced the first result: the job comes a second time."""
+    """A recall replaced the first result: the job is returned a second time."""
 
 
 class Delta(WireModel):
@@ -458,12 +458,12 @@ class Delta(WireModel):
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
     syntax: str | None = None
-    """How to read the sample's text, as `ChatSyntax` writes it; in the first delta of a sample of a job with any of
-    `ChatFields`."""
+    """The syntax of the sample's text, as `ChatSyntax` writes it; in the first delta of a sample of a job
+    with any of `ChatFields`."""
 
 
 class CheckpointSample(WireModel):
-    """One sample as far as it was checkpointed."""
+    """The checkpointed part of one sample."""
 
     index: int
     token_ids: tuple[int, ...] = ()
@@ -474,7 +474,7 @@ class CheckpointSample(WireModel):
 
 
 class Checkpoint(WireModel):
-    """The state from which another worker continues. Only the tokens: KV is never stored."""
+    """The state from which another worker continues. Contains only tokens: KV is never stored."""
 
     v: int = 1
     fingerprint: str = ""

@@ -1,4 +1,4 @@
-"""OpenAI's `response_format` as what a job calls `structured_outputs`."""
+"""Conversion of OpenAI's `response_format` to a job's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pagemill.common.structured_outputs import is_model
 
 
 def structure_of(response_format: Any) -> dict[str, Any] | None:
-    """Convert OpenAI's response_format, or a pydantic class as its clients take, to structured_outputs."""
+    """Convert OpenAI's response_format, or a pydantic class as its clients accept, to structured_outputs."""
     if is_model(response_format):
         return {"json": response_format}
     match response_format:
         case {"type": "text", **rest} if not _known(rest):
             return None
         case {"type": "json_object", **rest}:
-            # `schema` is llama.cpp's and SGLang's.
+            # `schema` is used by llama.cpp and SGLang.
             schema = _known(rest, "schema").get("schema")
             return {"json": '{"type":"object"}' if schema is None else _schema(schema)}
         case {"type": "json_schema", "json_schema": {"schema": schema, **more}, **rest} if not _known(rest):
@@ -27,7 +27,7 @@ def structure_of(response_format: Any) -> dict[str, Any] | None:
 
 
 def _known(members: dict[Any, Any], *names: str, place: str = "response_format") -> dict[str, Any]:
-    """Return the members that are not null. Raises ValueError for others than these."""
+    """Return the members that are not null. Raises ValueError for unknown ones."""
     given = {name: value for name, value in members.items() if value is not None}
     for name in sorted(given.keys() - set(names)):
         raise ValueError(f"{place}.{name[:64]} is not supported")

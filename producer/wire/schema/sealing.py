@@ -1,16 +1,16 @@
-"""Optional encryption at rest of what jobs say and generate: AES-256-GCM, by keys of the process.
+"""Optional encryption at rest of the input and output of jobs: AES-256-GCM, with keys of the process.
 
 A sealed value is JSON, so that a reader without the key recognizes it:
 
     {"sealed":"<key id>","data":"<base64 of nonce, ciphertext and tag>"}
 
-The kind of the value and the name of what it belongs to are authenticated with it, so that two values can't be swapped:
+The kind of the value and the name of its owner are authenticated with it, so that values cannot be swapped:
 
-    job      the envelope, and the file in a store that stands for it, by the job's id
+    job      the envelope, and the file in a store that replaces it, by the job's id
     result   a result, and its file, by the id of the job that computed it
     delta    an entry of a checkpoint, by the job's id
     chunk    a part of a file of the gateway, by the file's id and its number
-    metadata what the caller has put beside a job or a batch of the gateway, by its id
+    metadata the caller's metadata of a job or a batch of the gateway, by its id
 
 The nonce is the start of an HMAC-SHA256, under a key derived from the same secret, over the name and the plaintext: a
 call that is sent twice must write the same bytes. Different plaintexts share a nonce only by a collision of 96 bits.
@@ -53,17 +53,17 @@ _NAMES: dict[Kind, str] = {
 
 
 class SealedError(InvalidJob):
-    """A sealed value can't be opened here. `code` is `sealed`; the message says what to do."""
+    """A sealed value cannot be decrypted here. `code` is `sealed`; the message contains the remedy."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "sealed")
 
 
 class KeyRing:
-    """The keys of a process: the first seals, all of them open. Without any nothing is sealed. Thread-safe."""
+    """The keys of a process: the first encrypts, all decrypt. Without keys nothing is encrypted. Thread-safe."""
 
     def __init__(self, secrets: dict[str, bytes], *, is_required: bool = False) -> None:
-        """`is_required`: values that are not sealed are refused. Raises InvalidJob where a package is missing."""
+        """`is_required`: reject unencrypted values. Raises InvalidJob if a package is missing."""
         self.is_required = is_required
         self._keys = {key_id: _Key(secret) for key_id, secret in secrets.items()}
         self._first = next(iter(self._keys), "")
@@ -82,7 +82,7 @@ class KeyRing:
         return b'%b%b","data":"%b"}' % (_OPENING, self._first.encode(), data)
 
     def open(self, stored: bytes, kind: Kind, name: str) -> bytes:
-        """Return the plaintext of a stored value; one that is not sealed is returned as it is, unless that is rejected.
+        """Return the plaintext of a stored value. Unencrypted values are returned unchanged, unless they are rejected.
 
         Raises:
             SealedError: it can't be opened, or is not encrypted although encryption is required.
@@ -106,7 +106,7 @@ class KeyRing:
         return self._keys[key_id].decrypt(data, _bound(kind, name))
 
     def check_clear(self, kind: Kind) -> None:
-        """Raise SealedError where encryption is required: a value of this kind is not encrypted."""
+        """Raise SealedError if encryption is required: a value of this kind is not encrypted."""
         if self.is_required:
             raise SealedError(
                 f"the {_NAMES[kind]} is not encrypted, and {REQUIRED_VARIABLE} is set here: set {KEYS_VARIABLE} for "
@@ -142,7 +142,7 @@ class _Key:
 def opened(stored: bytes, kind: Kind, name: str) -> bytes:
     """Return the plaintext of a stored value. The keys of the environment are read only if they matter.
 
-    Raises SealedError, and InvalidJob for keys that are none.
+    Raises SealedError, and InvalidJob for invalid keys.
     """
     if stored.startswith(_OPENING) or os.environ.get(REQUIRED_VARIABLE):
         return ring().open(stored, kind, name)
@@ -150,7 +150,7 @@ def opened(stored: bytes, kind: Kind, name: str) -> bytes:
 
 
 def opened_metadata(stored: bytes | None, name: str) -> dict[str, Any] | None:
-    """Return a job's metadata; None if there is none, or if it can't be read here."""
+    """Return a job's metadata; None if there is none, or if it cannot be read here."""
     try:
         value: dict[str, Any] | None = json.loads(opened(stored, "metadata", name)) if stored else None
     except SealedError:
@@ -159,7 +159,7 @@ def opened_metadata(stored: bytes | None, name: str) -> dict[str, Any] | None:
 
 
 def ring() -> KeyRing:
-    """Return the keys that the environment names, now. Raises InvalidJob for keys that are none."""
+    """Return the keys that the environment currently names. Raises InvalidJob for invalid keys."""
     return _ring(
         os.environ.get(KEYS_VARIABLE, ""),
         os.environ.get(COMMAND_VARIABLE, ""),
@@ -195,7 +195,7 @@ def _said_by(command: str) -> str:
             shlex.split(command), capture_output=True, timeout=COMMAND_S, check=True, text=True
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        # Never what it printed.
+        # Its output must never be included.
         raise InvalidJob(f"the command of {COMMAND_VARIABLE} fails with {type(error).__name__}") from None
     if not done.stdout.strip():
         raise InvalidJob(f"the command of {COMMAND_VARIABLE} printed no key")

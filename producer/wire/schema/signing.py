@@ -1,7 +1,7 @@
 """Optional signatures of jobs, by producers that hold a key, and of checkpoints, by workers.
 
-HMAC-SHA256, put in front of the JSON as its first members, so that exactly the bytes that follow are signed
-and the whole is still JSON:
+HMAC-SHA256, inserted as the first members of the JSON, so that exactly the following bytes are signed and the result is
+still JSON:
 
     job         {"mac":"<hex>","signed_at":<unix ms>,  + the envelope without its first brace
                 over queue, job id, tenant, signed_at and the envelope
@@ -10,8 +10,8 @@ and the whole is still JSON:
     command     {"mac":"<hex>",                        + the command without its first brace
                 over queue, worker id and the command
 
-Keys are rotated without a gap: `Keys` checks with two and signs with the first. Without a key nothing is
-signed or checked.
+Keys are rotated without interruption: `Keys` checks with two and signs with the first. Without a key nothing is signed
+or checked.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 MIN_KEY_BYTES = 16
 MAX_KEYS = 2
 MAX_SKEW_S = 3600.0
-"""Most seconds between a signature's time and the submit's by the server's clock, so that a recorded payload
-cannot be replayed once its job has been forgotten."""
+"""Maximum seconds between a signature's time and the submission by the server's clock, so that a recorded payload
+cannot be replayed after its job was deleted."""
 OUTPUT_SEPARATOR = b"\x1e"
-"""Stands before each output that the queue adds to the payload of a job that waited for others; JSON never has it."""
+"""Precedes each output that the queue appends to the payload of a job that waited for others; never occurs in JSON."""
 
 _JOB = re.compile(rb'\{"mac":"([0-9a-f]{64})","signed_at":([0-9]{1,15}),')
 _ENTRY = re.compile(rb'\{"mac":"([0-9a-f]{64})",')
@@ -45,11 +45,11 @@ class SignedPayload:
     mac: str | None = None
     signed_at_ms: int = 0
     outputs: tuple[bytes, ...] = ()
-    """What the jobs that this one waited for gave it, as JSON; never signed (dependencies.py)."""
+    """The outputs that this job received from its parents, as JSON; never signed (dependencies.py)."""
 
 
 def split_payload(payload: bytes) -> SignedPayload:
-    """Split a payload into signature, envelope and outputs, without checking any."""
+    """Split a payload into signature, envelope and outputs, without any checks."""
     payload, *outputs = payload.split(OUTPUT_SEPARATOR)
     match = _JOB.match(payload)
     if match is None:
@@ -60,7 +60,7 @@ def split_payload(payload: bytes) -> SignedPayload:
 
 
 def unsigned_entry(entry: bytes) -> bytes:
-    """Return a checkpoint entry without its signature. Checks nothing."""
+    """Return a checkpoint entry without its signature, which is not checked."""
     match = _ENTRY.match(entry)
     return entry if match is None else b"{" + entry[match.end() :]
 

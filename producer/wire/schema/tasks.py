@@ -14,7 +14,7 @@ TaskName = Literal["generate", "score", "embed", "classify", "rerank"]
 @dataclass(frozen=True, slots=True)
 class Task:
     fields: frozenset[str]
-    """The fields it accepts among those that not every task accepts."""
+    """The fields that it accepts among those that not every task accepts."""
     is_certain: bool
     """True if equal jobs have equal results regardless of the seed."""
 
@@ -31,7 +31,7 @@ TASKS: Final[dict[TaskName, Task]] = {
     "rerank": Task(frozenset({"documents", "rows_dtype", "truncate"}), is_certain=True),
 }
 POOLED_TASKS: Final = frozenset[TaskName]({"embed", "classify", "rerank"})
-"""Those that return rows of numbers and no tokens. Three are enough: a reward is the one label of `classify`, a
+"""Tasks that return rows of numbers and no tokens. Three suffice: a reward is the only label of `classify`, a
 cross-encoder's score of two texts is `rerank` with one document."""
 REFUSED_FIELDS: Final = {
     name: frozenset[str]().union(*(other.fields for other in TASKS.values())) - task.fields

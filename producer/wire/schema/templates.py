@@ -1,8 +1,8 @@
-"""Places in a prompt for the outputs of the jobs that it waits for: `{name.field}`.
+"""Placeholders in a prompt for the outputs of parent jobs: `{name.field}`.
 
-Nothing but text is put in: no expressions, no code, and what is put in is not read again. Braces around anything else
-stay as they are. Doubled braces, `{{name.field}}`, stand for the place itself, less one pair; `escape_places` doubles
-those in a text that is not the author's own.
+Only text is inserted: no expressions, no code, and inserted text is not expanded again. Other braces are
+unchanged. Doubled braces, `{{name.field}}`, stand for the placeholder itself without one pair;
+`escape_places` doubles those in a text by another author.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _PLACE: Final = re.compile(
 
 
 class ParentOutput(BaseModel):
-    """What a job gives those that wait for it, as the queue stores it."""
+    """The output that a job passes to the jobs waiting for it, as the queue stores it."""
 
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
     id: str
     state: str
     sealed: str | None = None
-    """The result as it is stored, where it is encrypted."""
+    """The stored result, if it is encrypted."""
     computed_by: str = ""
     text: str = ""
-    """Of the first output. Empty if the job did not succeed."""
+    """Text of the first output. Empty if the job did not succeed."""
     label: str | None = None
     prob: float | None = None
 
     @cached_property
     def parsed(self) -> Any:
-        """The text as JSON; None if it is none."""
+        """The text as JSON; None if it is not JSON."""
         return parse_output(self.text)
 
     def field(self, path: str) -> str:
@@ -64,14 +64,14 @@ class ParentOutput(BaseModel):
 
 
 def places(text: str) -> Iterator[tuple[str, str]]:
-    """Yield name and field of each place."""
+    """Yield name and field of each placeholder."""
     for match in _PLACE.finditer(text):
         if _pairs(match) == 1:
             yield match[2], match[3]
 
 
 def first_place(text: str) -> int:
-    """Return where the first place begins; the length of a text without any."""
+    """Return the start of the first placeholder; the length of a text without any."""
     return next((match.start() for match in _PLACE.finditer(text)), len(text))
 
 
@@ -88,10 +88,10 @@ def escape_places(text: str) -> str:
 
 
 def render(text: str, outputs: Mapping[str, ParentOutput], limit: int) -> str:
-    """Put outputs, by name, in their places.
+    """Insert outputs, by name, into their placeholders.
 
     Raises:
-        InvalidJob: an output has no such field, or the text would have more than `limit` bytes.
+        InvalidJob: an output does not have a field, or the text would have more than `limit` bytes.
     """
     parts: list[str] = []
     end, size = 0, 0

@@ -25,7 +25,7 @@ class WebhookUrl:
 
     @classmethod
     def parse(cls, url: str) -> WebhookUrl:
-        """Parse a URL. Raises ValueError, which does not quote the URL: it often holds a token."""
+        """Parse a URL. Raises ValueError, whose message does not contain the URL: it often contains a token."""
         wrong = ValueError(
             "a webhook is an https URL of at most 2048 ASCII characters, without user or fragment"
         )
@@ -53,5 +53,5 @@ def _is_host(text: str) -> bool:
     try:
         return "%" not in text and bool(ip_address(text))
     except ValueError:
-        # Resolvers take a name that ends in a number for an address in a legacy notation.
+        # Resolvers interpret a name that ends in a number as an address in a legacy notation.
         return _NAME.fullmatch(text) is not None and _NUMBER.fullmatch(text.rpartition(".")[2]) is None

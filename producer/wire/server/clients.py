@@ -5,9 +5,9 @@
     redis+cluster://host1:7000,host2:7000        the owner of the queue's slot; rediss+cluster:// with TLS
     memory://name                                none: this process holds the queue, for tests
 
-`valkey` may be written for `redis`.
+`valkey` is accepted in place of `redis`.
 
-The query takes options of the driver (timeouts, `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, ...), for Sentinel
+The query accepts options of the driver (timeouts, `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, ...), for Sentinel
 also `sentinel_username` and `sentinel_password`.
 """
 
@@ -55,21 +55,21 @@ _URL_OPTIONS = frozenset(
         "ssl_min_version", "ssl_ciphers", "ssl_include_verify_flags", "ssl_exclude_verify_flags",
     }
 )  # fmt: skip
-"""What a URL may set: what the driver has for threads and for asyncio."""
+"""Options that a URL may set: those of the driver for both threads and asyncio."""
 _IGNORED_OPTIONS = frozenset(
     {
         "decode_responses", "encoding", "encoding_errors", "legacy_responses", "max_connections", "timeout",
         "retry_on_timeout", "retry_on_error",
     }
 )  # fmt: skip
-"""Set for other programs in a shared URL, and fixed here: replies are bytes, and the pools are Pagemill's."""
+"""Options for other programs in a shared URL, fixed here: replies are bytes, and Pagemill has its own pools."""
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A parsed URL: `url` is for the driver; `nodes` are Sentinels or Cluster nodes to ask first, if any."""
+    """A parsed URL: `url` is for the driver; `nodes` are Sentinels or Cluster nodes to query first, if any."""
 
     url: str
     kind: str
@@ -79,7 +79,7 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
-        """Parse a URL. Raises InvalidAddress, which never quotes the URL: it may hold a password."""
+        """Parse a URL. Raises InvalidAddress, whose message never contains the URL, which may have a password."""
         url = _VALKEY.sub(r"redis\1", url, count=1) if url.startswith("valkey") else url
         scheme, separator, rest = url.partition("://")
         match = _SCHEME.fullmatch(scheme)
@@ -139,10 +139,10 @@ RedisAddress = Annotated[str, AfterValidator(_address)]
 
 
 def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
-    """Return a client (decode_responses off) for `queue`'s server, wherever that is at the moment.
+    """Return a client (decode_responses off) for `queue`'s current server.
 
-    `options` override the URL's and `CONNECTION_OPTIONS`. Connects on first use. Raises InvalidAddress for an
-    invalid URL.
+    `options` override the URL's and `CONNECTION_OPTIONS`. Connects on first use. Raises InvalidAddress for an invalid
+    URL.
     """
     address = ServerAddress.parse(url)
     if address.kind == "memory":
@@ -160,7 +160,7 @@ def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
 def open_masters(url: str) -> list[redis.Redis]:
     """Return a client for every server that may hold queues: each master of a Cluster, or the one server.
 
-    A Cluster is asked at once: raises redis' ConnectionError if no node answers, otherwise as `open_client`.
+    A Cluster is queried immediately: raises redis' ConnectionError if no node answers, otherwise as `open_client`.
     """
     address = ServerAddress.parse(url)
     locator = address.locator("default")
@@ -190,7 +190,7 @@ def open_async_client(url: str, queue: str, *, max_connections: int, **options: 
 
 
 def connection_options(url: str) -> dict[str, Any]:
-    """Return the `CONNECTION_OPTIONS` that suit `url`: the driver has no keepalive for a unix socket."""
+    """Return the `CONNECTION_OPTIONS` for `url`: the driver does not support keepalive for a unix socket."""
     is_unix = url.startswith("unix:")
     return {
         name: value
@@ -228,16 +228,16 @@ def _noticing_moves() -> Iterator[None]:
 
 
 def _is_demoted(error: exceptions.ResponseError) -> bool:
-    """Return whether the server is a replica now: behind the same address there may be a new primary."""
+    """Return whether the server is now a replica: its address may lead to a new primary."""
     return isinstance(error, exceptions.ReadOnlyError | exceptions.MasterDownError) or "UNBLOCKED" in str(
         error
     )
 
 
 class _OneHandshake:
-    """A mixin of the driver's connections that tries a silent server as often as the driver's retries say.
+    """A mixin of the driver's connections that limits the attempts to reach a silent server to the driver's retries.
 
-    The driver pings inside the handshake, with retries of its own, so that the tries would multiply.
+    The driver pings inside the handshake, with separate retries, so that the attempts would multiply.
     """
 
     def on_connect_check_health(self, check_health: bool = True) -> Any:
@@ -245,7 +245,7 @@ class _OneHandshake:
 
 
 class _Interruptible(_OneHandshake):
-    """A mixin of the driver's connections: what a signal handler raises is not tried again, whatever its class is."""
+    """A mixin of the driver's connections that does not retry after a signal handler's exception of any class."""
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         with carrying_interruptions():
@@ -346,9 +346,9 @@ class _AsyncLocating(_OneHandshake):
 
 
 class _AsyncPool(async_connection.BlockingConnectionPool):  # type: ignore[misc]  # the driver is untyped
-    """The driver's pool, which keeps no connections once it is closed.
+    """The driver's pool, without connections that stay open after it is closed.
 
-    A call that is in flight then connects again, and its connection would stay open when the event loop closes.
+    A call in flight connects again, and its connection would stay open when the event loop closes.
     """
 
     _is_closed = False
@@ -370,7 +370,7 @@ def _of_kind(mixin: type, connection_class: type) -> type:
 
 
 def _check(url: str) -> None:
-    """Raise InvalidAddress for a URL that the driver would misread, or refuse only when it connects."""
+    """Raise InvalidAddress for a URL that the driver would misread, or reject only when it connects."""
     parts = _split(url)
     for name, _ in parse_qsl(parts.query):
         if name not in _URL_OPTIONS:
@@ -382,7 +382,7 @@ def _check(url: str) -> None:
         )
     try:
         options = connection.parse_url(url)
-        connection.ConnectionPool(**options).make_connection()  # connects nowhere
+        connection.ConnectionPool(**options).make_connection()  # does not connect
     except TypeError as error:
         unknown = re.search(r"argument '(\w+)'", str(error))
         raise InvalidAddress(f"no option {unknown[1] if unknown else error} in a URL of this kind") from None

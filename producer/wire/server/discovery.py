@@ -1,4 +1,4 @@
-"""Finding the server: by a given address, PAGEMILL_REDIS_URL, or the embedded server's server.json.
+"""Discovery of the server: by an explicit address, PAGEMILL_REDIS_URL, or the embedded server's server.json.
 
 This module only finds it; a worker starts the embedded server and writes the file.
 """
@@ -20,11 +20,11 @@ SERVER_FILE = "server.json"
 
 
 def state_dir() -> Path:
-    """Return the directory of the embedded server's files: PAGEMILL_STATE_DIR, or in XDG_STATE_HOME."""
+    """Return the directory of the embedded server's files: PAGEMILL_STATE_DIR, or below XDG_STATE_HOME."""
     if given := os.environ.get(STATE_DIR_VARIABLE):
         return Path(given)
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    # The XDG specification says that a relative path is ignored.
+    # According to the XDG specification, a relative path is ignored.
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "pagemill"
 
 

@@ -1,8 +1,8 @@
-"""`durability="fsync"`: a submit returns only once the server's append-only file has it on disk.
+"""`durability="fsync"`: `submit` returns only after the server's append-only file has the job on disk.
 
-WAITAOF (Redis 7.2, Valkey 7.2) waits until everything this connection wrote is on disk. It does nothing
-inside a script, nor on a connection that wrote nothing. So `sync` first writes a small key on the same
-connection: the file is sequential, so all earlier writes to the server are then on disk too.
+WAITAOF (Redis 7.2, Valkey 7.2) waits until everything this connection wrote is on disk. It has no effect inside a
+script, or on a connection without writes. So `sync` first writes a small key on the same connection: the file is
+sequential, so all earlier writes to the server are then on disk too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MARKER_TTL_MS = 86_400_000
 
 
 def sync_commands(queue: str) -> tuple[tuple[Any, ...], ...]:
-    """Return the commands of one pipeline: a write, so that there is something to wait for, and the wait."""
+    """Return the commands of one pipeline: a write, without which there is nothing to wait for, and the wait."""
     marker = keys.synced(queue)
     return (
-        # PEXPIRE works even at maxmemory, when SET is refused; SET is for when there is no marker yet.
+        # PEXPIRE works even at maxmemory, when SET is rejected; SET is for when there is no marker yet.
         ("PEXPIRE", marker, MARKER_TTL_MS),
         ("SET", marker, "1", "PX", MARKER_TTL_MS),
         ("WAITAOF", 1, 0, SYNC_TIMEOUT_MS),
@@ -48,7 +48,7 @@ def sync(client: redis.Redis, queue: str) -> None:
         try:
             setting = client.config_get("append*")
         except exceptions.ResponseError:
-            setting = {}  # managed servers hide it
+            setting = {}  # managed servers may hide it
         _check_setting(setting, replies[-1])
 
 

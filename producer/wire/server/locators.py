@@ -1,8 +1,8 @@
 """Locators of a queue's current server: the master that Sentinel names, or the owner of its Cluster slot.
 
-A queue lives in one slot, so at any moment one server has all of it, and an ordinary client on that server is
-enough: the driver library's own cluster client refuses EVALSHA in pipelines. It remains to locate the server
-again for each new connection, and to drop connections that turn out to be stale.
+A queue is in one slot, so at any moment one server has all of it, and an ordinary client of that server suffices: the
+driver library's own cluster client does not support EVALSHA in pipelines. The server must be located again for each new
+connection, and stale connections must be dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SlotRange = tuple[int, int, Address]
 """The first and the last slot, and the master that owns them."""
 
 ASK_TIMEOUT_S = 2.0
-"""Timeout of one query to one server; then the next one is asked."""
+"""Timeout of one query to one server; then the next one is queried."""
 
 
 class Locator(Protocol):
@@ -49,7 +49,7 @@ class SentinelLocator:
                     f"Sentinel denies the address of {self._service}: {error}"
                 ) from error
             finally:
-                # Sentinels restart with other addresses, so idle connections to them would only go stale.
+                # Sentinels restart with other addresses, so idle connections to them would become stale.
                 for client in self._sentinel.sentinels:
                     client.connection_pool.disconnect()
         return str(host), int(port)
@@ -59,7 +59,7 @@ class ClusterLocator:
     """Finds the master that owns a key's slot, as named by the first node that answers."""
 
     def __init__(self, seeds: Sequence[Address], key: str, options: dict[str, Any]) -> None:
-        """`options`: credentials and TLS. Discovered nodes are asked too, in case the seeds are gone."""
+        """`options`: credentials and TLS. Discovered nodes are queried too, in case the seeds no longer exist."""
         self.slot: int = crc.key_slot(key.encode())
         self._options = options
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class ClusterLocator:
             **self._options,
         ) as client:
             connection = client.connection_pool.get_connection()
-            # Read raw, because the driver's parsing of this reply differs between its versions.
+            # Read raw, because the driver's versions parse this reply differently.
             connection.send_command("CLUSTER", "SLOTS")
             reply: list[Any] = connection.read_response()
         return reply
@@ -112,7 +112,7 @@ class ClusterLocator:
     def _owned(self, ranges: list[Any], asked: Address) -> list[SlotRange]:
         owned = []
         for first, last, master, *_ in ranges:
-            # A node that does not know its own address sends an empty one: it is the node we reached.
+            # A node that does not know its own address sends an empty one: it is the queried node.
             host = _text(master[0])
             address = (host if host and host != "?" else asked[0], int(master[1]))
             owned.append((int(first), int(last), address))

@@ -1,7 +1,7 @@
-"""`memory://NAME`: a queue's server inside this process, for the tests of services.
+"""`memory://NAME`: a queue's server inside this process, for tests of services.
 
-fakeredis, from the extra `testing`, stands for the server; the queue's own scripts run in it as they would on one. All
-clients of a name share it, from any thread or event loop, and nothing outside the process sees it.
+fakeredis, from the extra `testing`, replaces the server and runs the queue's scripts. All clients of a name share it,
+from any thread or event loop, and other processes cannot access it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _lock = threading.Lock()
 
 
 def check_memory_url(url: str) -> None:
-    """Raise InvalidAddress for a name that is none."""
+    """Raise InvalidAddress for an invalid name."""
     if not _NAME.fullmatch(url.removeprefix(SCHEME)):
         raise InvalidAddress("after memory:// comes a name, of A-Z a-z 0-9 . _ -")
 
 
 def memory_client(url: str) -> redis.Redis:
-    """Return a client of the in-memory server. Raises InvalidAddress where fakeredis is not installed."""
+    """Return a client of the in-memory server. Raises InvalidAddress if fakeredis is not installed."""
     client: redis.Redis = _library().FakeRedis(server=_server(url))
-    client.info = lambda *_: dict(_INFO)  # fakeredis has none
+    client.info = lambda *_: dict(_INFO)  # fakeredis does not support it
     return client
 
 
@@ -42,7 +42,7 @@ def memory_async_client(url: str) -> redis.asyncio.Redis:
 
 
 def forget(url: str) -> None:
-    """Drop the server and all that it holds; the next client of the name finds an empty one."""
+    """Drop the server and its data; the next client of the name finds an empty one."""
     with _lock:
         _servers.pop(url, None)
 

@@ -1,4 +1,4 @@
-"""The Lua scripts, and the value type of a script call. No I/O happens here."""
+"""The Lua scripts, and the value type of a script call. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 MAX_JOINED = 64
-"""Calls that one run of a script answers, so that it does not stop the server for long."""
+"""Maximum number of calls that one run of a script answers, so that it does not block the server for long."""
 MAX_JOINED_BYTES = 1 << 20
-"""Of their arguments; a single call may have more."""
+"""Maximum bytes of their arguments; a single call may have more."""
 
 _INCLUDE = re.compile(r"^-- @(include|hooks) ([\w/ ]+)\n", re.MULTILINE)
-"""A file, or the sections of all files for some hooks."""
+"""Includes a file, or the sections of all files for some hooks."""
 _HOOK = re.compile(r"^-- @hook (\w+)\n", re.MULTILINE)
-"""Begins a section, which is included where its hook is."""
+"""Starts a section, which is included at its hook."""
 _LEVEL, _BEGIN, _END = "-- @level\n", "return (function()\n", "end)()\n"
 
 
@@ -41,7 +41,7 @@ class Call(Generic[T]):
 
     @property
     def size(self) -> int:
-        """Bytes of its arguments, about."""
+        """Return the approximate bytes of its arguments."""
         return sum(len(argument) for argument in self.args if isinstance(argument, str | bytes))
 
 
@@ -53,7 +53,7 @@ def listed(
 
 
 def as_map(reply: Sequence[Any]) -> dict[str, Any]:
-    """Return a reply of names and values in turn. Later releases may add some."""
+    """Return a reply of alternating names and values as a mapping. Later releases may add some."""
     return {name.decode(): value for name, value in zip(reply[::2], reply[1::2], strict=True)}
 
 
@@ -87,8 +87,8 @@ def joined(pack: Sequence[Call[Any]]) -> Call[Any]:
 def source(name: str) -> str:
     """Return the script's text, with `core/common.lua` and each included file inlined once.
 
-    What follows a line `-- @level` is a function of its own. For each variable that a new function uses Lua goes
-    through those that other functions use on the same level: a script of one long level takes a fifth longer to begin.
+    The part after a line `-- @level` becomes a separate function. For each variable that a new function uses, Lua
+    searches those of the other functions on the same level: a script with one long level takes a fifth longer to start.
     """
     included: set[str] = set()
     text = _expanded("core/common", included) + _expanded(
@@ -98,7 +98,7 @@ def source(name: str) -> str:
 
 
 def _expanded(name: str, included: set[str]) -> str:
-    """Return a file, or its section `<file> <hook>`, with all that it includes."""
+    """Return a file, or its section `<file> <hook>`, with everything that it includes."""
     if name in included:
         return ""
     included.add(name)

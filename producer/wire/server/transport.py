@@ -1,8 +1,8 @@
 """Two small drivers that run `Call`s: one over redis.Redis, one over redis.asyncio.Redis.
 
-Scripts go by EVALSHA. A server that does not know one (NOSCRIPT: new, restarted, failed over) is sent all of
-them and asked again. The driver library's errors become Pagemill's here and nowhere else. clients.py finds the
-server.
+Scripts are sent with EVALSHA. If a server does not know one (NOSCRIPT: new, restarted, failed over), all scripts are
+loaded and the call is repeated. Only this module converts the driver library's errors to Pagemill's. clients.py finds
+the server.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 _PIPELINE_CALLS = 500
 _SCRIPT_TRIES = 5
-"""Attempts to send a call to a server that loses its scripts meanwhile, by a restart or a flush."""
+"""Attempts to send a call to a server that repeatedly loses its scripts, by a restart or a flush."""
 _NO_PERMISSION = ("NOPERM", "ACL failure in script", "The user executing the script can't", "DENIED ")
-"""Messages of a refused permission; servers differ in those from inside scripts."""
+"""Messages of a denied permission; servers differ in those from inside scripts."""
 _NO_SUCH_DATABASE = ("DB index", "Invalid Database", "SELECT is not allowed")
 _NOT_NOW = (
     "READONLY",
@@ -57,12 +57,12 @@ _NOT_NOW_ERRORS = (
     exceptions.AskError,
     exceptions.TryAgainError,
 )
-"""For errors that have a class, the driver strips the code from the message."""
+"""If an error has a class, the driver strips the code from its message."""
 
 
 @contextlib.contextmanager
 def wrap_errors() -> Iterator[None]:
-    """Turn the driver library's errors into Pagemill's."""
+    """Convert the driver library's errors to Pagemill's."""
     try:
         yield
     except (exceptions.RedisError, OSError, Interrupted) as error:
@@ -72,7 +72,7 @@ def wrap_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Turn the driver's errors into Pagemill's. What interrupts the driver, such as a signal handler, passes."""
+    """Convert the driver's errors to Pagemill's. Exceptions of others, such as a signal handler's, pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -83,13 +83,13 @@ def _reading() -> Iterator[None]:
 
 
 def _raise_interruption(error: BaseException) -> None:
-    """Raise what a signal handler raised, if that is what became this error."""
+    """Raise a signal handler's exception if it is the cause of this error."""
     if (raised := interruption(error)) is not None:
         raise raised
 
 
 def _ours(error: Exception) -> Exception:
-    """Return Pagemill's error for one of the driver's, which is its cause; others as they are."""
+    """Return Pagemill's error for one of the driver's, which is its cause; others unchanged."""
     if isinstance(error, exceptions.RedisError | OSError):
         ours = _translated(error)
     elif _is_of_parser(error):
@@ -101,9 +101,9 @@ def _ours(error: Exception) -> Exception:
 
 
 def _is_of_parser(error: Exception) -> bool:
-    """Return whether the driver's parser failed at a reply: with an error of Python itself, and in its own code.
+    """Return whether the driver's parser failed at a reply: with a built-in error, in the parser's own code.
 
-    A signal handler that raises during a read has the innermost frame, and usually a class of its own.
+    A signal handler that raises during a read has the innermost frame, and usually its own exception class.
     """
     if type(error).__module__.partition(".")[0] not in ("builtins", "asyncio", "hiredis"):
         return False
@@ -162,15 +162,15 @@ class SyncTransport:
         raise unknown
 
     def begin(self, call: Call[T]) -> Pending[T]:
-        """Send a call and return at once, so that the caller can work meanwhile."""
+        """Send a call and return immediately, so that the caller can work meanwhile."""
         return Pending(self, call)
 
     def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
-        """Run calls in one round trip; each is atomic, not all of them. Raises the first error at the end."""
+        """Run calls in one round trip; each is atomic, but not all together. Raises the first error at the end."""
         return _without_errors(self.run_each(calls))
 
     def run_each(self, calls: Sequence[Call[T]]) -> list[T | PagemillError]:
-        """Like `run_many`; a call that the server refuses yields its error. Raises RedisUnavailable."""
+        """Like `run_many`; a call that the server rejects yields its error. Raises RedisUnavailable."""
         replies: list[Any] = []
         with _reading():
             for start in range(0, len(calls), _PIPELINE_CALLS):
@@ -191,7 +191,7 @@ class SyncTransport:
         return replies
 
     def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Return a reply or an exception for each call, which has a script to itself."""
+        """Return a reply or an exception for each call, each of which runs its own script."""
         replies = self._send(calls)
         for _ in range(_SCRIPT_TRIES - 1):
             unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
@@ -214,7 +214,7 @@ class SyncTransport:
             durability.sync(self.client, queue)
 
     def _load_scripts(self) -> None:
-        # All scripts at once: if a server knew only some, a pipeline's calls would be reordered.
+        # All scripts together: if a server knew only some, a pipeline's calls would be reordered.
         with self.client.pipeline(transaction=False) as pipeline:
             for name in scripts.names():
                 pipeline.script_load(scripts.source(name))
@@ -225,7 +225,7 @@ class SyncTransport:
 
 
 class Pending(Generic[T]):
-    """A call that was sent, on a connection of its own. `finish` or `abandon` it; both are final."""
+    """A call that was sent, on a separate connection. `finish` or `abandon` it; both are final."""
 
     def __init__(self, transport: SyncTransport, call: Call[T]) -> None:
         self._transport = transport
@@ -266,7 +266,7 @@ class Pending(Generic[T]):
         return self._call.parse(reply)
 
     def abandon(self) -> None:
-        """Give up on the reply. No effect after `finish`."""
+        """Discard the reply. No effect after `finish`."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.disconnect()
@@ -280,7 +280,7 @@ class AsyncTransport:
         self.client = client
         self._waiting: list[tuple[Call[Any], asyncio.Future[Any]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        """That will send what is waiting."""
+        """The event loop that will send the waiting calls."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, call: Call[T]) -> T:
@@ -294,7 +294,7 @@ class AsyncTransport:
         return call.parse(await answered)
 
     async def run_alone(self, call: Call[T]) -> T:
-        """Like `run`, and sent at once."""
+        """Like `run`, but sent immediately."""
         with _reading():
             reply = await self._run(call)
         return call.parse(reply)
@@ -313,7 +313,7 @@ class AsyncTransport:
             replies = [await self._run(calls[0])] if len(calls) == 1 else await self._pipeline(calls)
         except Exception as error:
             replies = [error] * len(calls)
-        except asyncio.CancelledError:  # the loop ends
+        except asyncio.CancelledError:  # the event loop is closing
             for _, future in waiting:
                 future.cancel()
             raise
@@ -353,7 +353,7 @@ class AsyncTransport:
         return replies
 
     async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Return a reply or an exception for each call, which has a script to itself."""
+        """Return a reply or an exception for each call, each of which runs its own script."""
         replies = await self._send(calls)
         for _ in range(_SCRIPT_TRIES - 1):
             unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
@@ -390,7 +390,7 @@ def _evalsha(call: Call[Any]) -> tuple[Any, ...]:
 
 
 def _shared(pack: Sequence[Call[Any]], reply: Any) -> list[Any]:
-    """Return the replies to the first calls of a pack; the others are to be sent by themselves."""
+    """Return the replies to the first calls of a pack; the others must be sent separately."""
     if len(pack) == 1:
         return [reply]
     return [[one] for one in reply] if isinstance(reply, list) and len(reply) <= len(pack) else []

@@ -1,6 +1,6 @@
-"""The store: everything below one URL of fsspec (`s3://bucket/prefix`, `file:///mnt/jobs`), and nothing else.
+"""The store: all files below one URL of fsspec (`s3://bucket/prefix`, `file:///mnt/jobs`).
 
-Credentials come from the environment or fsspec's configuration, never from the URL, so that no name holds any.
+Credentials come from the environment or fsspec's configuration, never from the URL, so that no name contains them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ T = TypeVar("T")
 URL_VARIABLE = "PAGEMILL_STORE_URL"
 OVER_VARIABLE = "PAGEMILL_STORE_OVER_BYTES"
 DEFAULT_OVER_BYTES = 256 << 10
-"""Larger payloads and results go to the store, where there is one."""
+"""Larger payloads and results are written to the store, if there is one."""
 MAX_STORED_BYTES = 64 << 20
 """Limit on one payload or result in a store."""
 CONNECT_S, READ_S = 5, 20
-"""Patience with S3; other file systems have their own."""
+"""Timeouts for S3; other file systems have their own."""
 _PART = r"[A-Za-z0-9_@-][A-Za-z0-9._@-]*"
 _NAME = re.compile(f"{_PART}(/{_PART}){{0,7}}")
-"""Below the store's URL. No part begins with a dot, so none is a way up."""
+"""Paths below the store's URL. No part starts with a dot, so paths cannot lead upwards."""
 
 
 class Store:
     """Reads, writes and deletes files below one URL. Thread-safe; every method may raise StoreError."""
 
     def __init__(self, url: str, over_bytes: int = DEFAULT_OVER_BYTES) -> None:
-        """Raise InvalidAddress for what is no URL of a store, without quoting it."""
+        """Raises InvalidAddress for an invalid URL, without quoting it."""
         self.url = check_store_url(url)
         self.over_bytes = over_bytes
 
@@ -56,16 +56,16 @@ class Store:
         return cls(url, int(over))
 
     def takes(self, size: int) -> bool:
-        """Return whether something of so many bytes belongs here."""
+        """Return whether data of that many bytes belongs here."""
         return size > self.over_bytes
 
     def new_uri(self, queue: str, kind: str, job_id: str) -> str:
-        """Return a name that nothing has had: a file is written once."""
-        # A queue's name or an id may begin with a dot.
+        """Return a name that has never been used: a file is written only once."""
+        # A queue's name or an id may start with a dot.
         return f"{self.url}/q-{queue}/{kind}/j-{job_id}.{secrets.token_hex(6)}"
 
     def owns(self, uri: str) -> bool:
-        """Return whether the URI lies below this store's URL."""
+        """Return whether the URI is below this store's URL."""
         return uri.startswith(self.url + "/") and _NAME.fullmatch(uri[len(self.url) + 1 :]) is not None
 
     def write(self, uri: str, data: bytes) -> None:
@@ -73,10 +73,10 @@ class Store:
         self._at(uri, lambda fs, path: fs.pipe_file(path, data))
 
     def read(self, reference: Reference) -> bytes:
-        """Return a file's content. Raises StoreError, not retryable where it is missing, changed or too large."""
+        """Return a file's content. Raises StoreError, which is not retryable if it is missing, changed or too large."""
         if reference.size > MAX_STORED_BYTES:
             raise StoreError(f"a stored file has {reference.size:,} bytes, the limit is {MAX_STORED_BYTES:,}")
-        # A byte more than there should be shows one that has grown, without reading all of it.
+        # One additional byte shows that a file has grown, without reading all of it.
         end = reference.size + 1
         data: bytes = self._at(reference.uri, lambda fs, path: fs.cat_file(path, start=0, end=end))
         if len(data) != reference.size or hashlib.sha256(data).hexdigest() != reference.sha256:
@@ -112,7 +112,7 @@ class Store:
         except Exception as error:
             if (raised := interruption(error)) is not None:
                 raise raised from None
-            # Never the message: it may hold addresses, or what a request was signed with.
+            # Never the message, which may contain addresses, or the credentials of a request.
             raise StoreError(f"the store fails with {type(error).__name__}", "away") from error
 
 
@@ -122,7 +122,7 @@ def reference_to(uri: str, data: bytes, tenant: str = "default") -> Reference:
 
 
 def check_store_url(url: str) -> str:
-    """Return a store's URL without a slash at its end. Raises InvalidAddress, a ValueError, which does not quote it."""
+    """Return a store's URL without a trailing slash. Raises InvalidAddress, a ValueError, which does not quote it."""
     try:
         parts = urlsplit(url)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What stands in Redis for a payload or a result that lies in a store.
+"""Stubs in Redis for payloads and results that are in a store.
 
-A payload's stub is an envelope with the one member `stored`, signed like any other: the hash in it covers the content.
-A result's has one member, which no Result has first.
+A payload's stub is an envelope with the only member `stored`, signed like any other: the hash in it covers the content.
+A result's stub has one member, which is never the first of a Result.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Reference(WireModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     size: int = Field(ge=0)
     tenant: str = "default"
-    """Whose job it belongs to: part of a payload's signature."""
+    """The tenant of its job, which is part of a payload's signature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A file that is to be written to the store."""
+    """A file to be written to the store."""
 
     uri: str
     data: bytes
@@ -48,12 +48,12 @@ def result_stub(reference: Reference) -> bytes:
 
 
 def read_payload_stub(envelope: bytes) -> Reference | None:
-    """Return what an envelope (without its signature) stands for; None if it is the job itself."""
+    """Return the reference in an envelope (without its signature); None if it is the job itself."""
     return _read(envelope, _PAYLOAD)
 
 
 def read_result_stub(out: bytes) -> Reference | None:
-    """Return what a stored result stands for; None if it is the result itself."""
+    """Return the reference in a stored result; None if it is the result itself."""
     return _read(out, _RESULT)
 
 

@@ -1,1 +1,1 @@
-"""Requests to webhooks: which addresses they may go to, and how they are signed and sent."""
+"""Requests to webhooks: the allowed addresses, the signatures, and the requests themselves."""

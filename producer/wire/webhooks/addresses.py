@@ -1,7 +1,7 @@
 """Tables of the addresses that are not on the open internet, independent of the interpreter's `ipaddress`.
 
-From IANA's special-purpose address registries (RFC 6890). All entries count, even the globally reachable
-ones: no webhook receiver is there.
+From IANA's special-purpose address registries (RFC 6890). All entries count, even the globally reachable ones, since
+they never have webhook receivers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SPECIAL_V4 = [
         "10.0.0.0/8",  # private, RFC 1918
         "100.64.0.0/10",  # shared by a provider's customers, RFC 6598
         "127.0.0.0/8",  # loopback, RFC 1122
-        "168.63.129.16/32",  # not IANA's: every Azure host's own service, like 169.254.169.254 elsewhere
+        "168.63.129.16/32",  # not IANA's: every Azure host's own service, like 169.254.169.254 on other platforms
         "169.254.0.0/16",  # link-local, RFC 3927
         "172.16.0.0/12",  # private, RFC 1918
         "192.0.0.0/24",  # IETF protocol assignments, RFC 6890
@@ -52,7 +52,7 @@ _ISATAP = (
 
 
 def is_public(address: str) -> bool:
-    """Return True for an address on the open internet. One that embeds an IPv4 address needs both to be.
+    """Return True for an address on the open internet. If it embeds an IPv4 address, both must be.
 
     Raises ValueError for an invalid address.
     """
@@ -68,7 +68,7 @@ def is_public(address: str) -> bool:
 
 
 def _carried_v4(ip: IPv6Address) -> IPv4Address | None:
-    """Return the embedded IPv4 address that packets for `ip` end at, if its form has one."""
+    """Return the embedded IPv4 address at which packets for `ip` arrive, if its form has one."""
     number = int(ip)
     if ip in _6TO4:
         return IPv4Address(number >> 80 & 0xFFFF_FFFF)

@@ -22,18 +22,18 @@ from urllib.parse import urljoin
 from pagemill.producer.wire.webhooks.policy import Target, WebhookPolicy
 
 TIMEOUT_S = 10.0
-"""The limit on connecting, and again on the whole exchange after it."""
+"""The limit on connecting, and again on the complete exchange after it."""
 MAX_REDIRECTS = 3
 SECRET_PREFIX = "whsec_"
 _CHUNK = 1 << 16
 
 
 class DeliveryFailed(Exception):
-    """The receiver did not accept it; the message says why, without the URL.
+    """The receiver did not accept it; the message has the reason, without the URL.
 
     Attributes:
-        is_final: The receiver wants no further attempt (410).
-        retry_after_s: Seconds that it asked to wait, or 0.
+        is_final: The receiver rejects further attempts (410).
+        retry_after_s: Seconds to wait as it requested, or 0.
     """
 
     def __init__(self, message: str, *, is_final: bool = False, retry_after_s: float = 0.0) -> None:
@@ -43,7 +43,7 @@ class DeliveryFailed(Exception):
 
 
 class FetchFailed(Exception):
-    """A file was not fetched; the message says why, without the URL. `is_final`: another try fails as well."""
+    """A file was not fetched; the message has the reason, without the URL. `is_final`: a retry would fail as well."""
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         super().__init__(message)
@@ -51,14 +51,14 @@ class FetchFailed(Exception):
 
 
 def secret_bytes(secret: str) -> bytes:
-    """Decode `whsec_<base64>` as the receiver's libraries do; other text is taken as is. Raises ValueError."""
+    """Decode `whsec_<base64>` as the receiver's libraries do; other text is used unchanged. Raises ValueError."""
     if not secret.startswith(SECRET_PREFIX):
         return secret.encode()
     return base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
 
 
 def headers_of(event_id: str, body: bytes, secrets: Sequence[bytes], now: float) -> dict[str, str]:
-    """Return the headers. By `webhook-id` the receiver recognises a repeated delivery."""
+    """Return the headers. Receivers recognize repeated deliveries by `webhook-id`."""
     timestamp = str(int(now))
     signed = b".".join((event_id.encode(), timestamp.encode(), body))
     signatures = (
@@ -87,10 +87,10 @@ def retry_after(header: str | None, now: float) -> float:
 def deliver(
     target: Target, event_id: str, body: bytes, secrets: Sequence[bytes], tls: ssl.SSLContext
 ) -> None:
-    """POST the event once. Raises DeliveryFailed unless the answer is 2xx; redirects are not followed.
+    """POST the event once. Raises DeliveryFailed unless the response is 2xx; redirects are not followed.
 
-    Only the head of the answer is read, limited by http.client to 100 lines of 64 KiB, and all of it within
-    `TIMEOUT_S`: a receiver that trickles bytes is cut off.
+    Only the status line and headers are read, limited by http.client to 100 lines of 64 KiB, and within `TIMEOUT_S`: a
+    receiver that trickles bytes is cut off.
     """
     connection = _PinnedConnection(target, tls)
     try:
@@ -112,11 +112,11 @@ def deliver(
 
 
 def fetch(policy: WebhookPolicy, url: str, max_bytes: int, tls: ssl.SSLContext) -> bytes:
-    """GET a file. Every address that a redirect names must be one that the policy allows.
+    """GET a file. The policy must allow every address that a redirect names.
 
     Raises:
         Refused, Unresolved: as `WebhookPolicy.resolve`.
-        FetchFailed: the answer is not the file, is larger, or takes more than `TIMEOUT_S`.
+        FetchFailed: the response is not the file, is larger, or takes more than `TIMEOUT_S`.
     """
     for _ in range(1 + MAX_REDIRECTS):
         found = _fetch_once(policy.resolve(url), max_bytes, tls)
@@ -130,7 +130,7 @@ def fetch(policy: WebhookPolicy, url: str, max_bytes: int, tls: ssl.SSLContext) 
 
 
 def _fetch_once(target: Target, max_bytes: int, tls: ssl.SSLContext) -> bytes | str:
-    """Return the file, or where a redirect leads."""
+    """Return the file, or the target of a redirect."""
     connection = _PinnedConnection(target, tls)
     try:
         connection.request("GET", target.path, headers={"user-agent": "pagemill"})
@@ -154,7 +154,7 @@ def _fetch_once(target: Target, max_bytes: int, tls: ssl.SSLContext) -> bytes | 
         connection.close()
     if connection.was_cut:
         raise FetchFailed(f"no answer within {TIMEOUT_S:g} s")
-    if response.length:  # as announced, and not received
+    if response.length:  # announced but not received
         raise FetchFailed("the connection was closed before the end of the file")
     return bytes(body)
 

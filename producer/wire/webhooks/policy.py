@@ -1,4 +1,4 @@
-"""Limits webhooks to allowed hosts and ports and public addresses, and pins the vetted address."""
+"""Restricts webhooks to allowed hosts and ports and public addresses, and pins the vetted address."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class AllowedHost:
 
 @dataclass(frozen=True, slots=True)
 class WebhookPolicy:
-    """`hosts`: the allowed hosts, as `AllowedHost.parse` reads them; none: webhooks are off.
+    """`hosts`: the allowed hosts, in the form of `AllowedHost.parse`; none: webhooks are off.
 
-    `allow_private`: also loopback and private networks, for receivers inside your own. Raises ValueError for
-    an invalid host. `setting` and `subject`: for messages, what sets the hosts and what they are for.
+    `allow_private`: also loopback and private networks, for receivers inside your own. Raises ValueError for an invalid
+    host. `setting` and `subject`: for messages, the name of the setting and the purpose of the hosts.
     """
 
     hosts: Sequence[str] = ()
@@ -74,7 +74,7 @@ class WebhookPolicy:
         return bool(self.hosts)
 
     def check(self, url: str) -> WebhookUrl:
-        """Return the URL if its form, host and port are allowed. Raises Refused, which does not quote it."""
+        """Return the URL if its form, host and port are allowed. Raises Refused, whose message does not contain it."""
         if not self.is_on:
             raise Refused(f"{self.subject}s are switched off on this worker ({self.setting})")
         try:

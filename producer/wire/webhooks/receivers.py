@@ -1,8 +1,8 @@
-"""Which webhook deliveries may start: a receiver that hangs or fails delays only its own.
+"""Selection of webhook deliveries to start: a receiver that hangs or fails only delays its own.
 
-A receiver is a host with its port; within it, each path counts by itself as well, since one host often serves many
-consumers. Concurrency follows the results: it grows by one with each success. After repeated failures in a row, the
-receiver is left alone for a while, and then tried with a single delivery.
+A receiver is a host with its port; within it, each path is also counted separately, since one host often serves many
+consumers. Concurrency grows by one with each success. After repeated failures in a row, the receiver is paused for a
+while, and then tried with a single delivery.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from pagemill.producer.wire.calls.outbox import Due
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 
 AT_ONCE = 64
-"""Deliveries of one process."""
+"""Maximum concurrent deliveries of one process."""
 UNPROVEN_AT_ONCE = 48
-"""Of them, those to receivers that failed last or have not answered yet."""
+"""Maximum of these to receivers that failed last or have not answered yet."""
 RECEIVER_AT_ONCE = 8
 HOST_FAILURES, PATH_FAILURES = 4, 2
-"""Failures in a row after which a host, or one of its paths, is left alone."""
+"""Failures in a row after which a host, or one of its paths, is paused."""
 LAST_PAUSE_S = 300.0
 MAX_TRACKED = 1024
-"""Hosts and paths whose results are remembered."""
+"""Maximum number of hosts and paths whose results are remembered."""
 MAX_LISTED, MAX_LISTED_OF_HOST = 64, 256
-"""Deliveries of one receiver that stay in the list of due ones; more are postponed, to make room for others."""
+"""Maximum deliveries of one receiver in the list of due ones; more are postponed, to make room for others."""
 
 
 class Receiver(NamedTuple):
-    """A receiver. `path` is empty where everything of `host` counts together."""
+    """A receiver. `path` is empty if all paths of `host` count together."""
 
     host: str
     path: str = ""
 
     @classmethod
     def of_url(cls, url: str) -> Receiver:
-        """Return the receiver of a URL. URLs that are refused anyway count as one."""
+        """Return the receiver of a URL. All URLs that are rejected count as one receiver."""
         try:
             parsed = WebhookUrl.parse(url)
         except ValueError:
@@ -53,11 +53,11 @@ class _Record:
     limit: int
     in_flight: int = 0
     failures: int = 0
-    """In a row."""
+    """Number of failures in a row."""
     has_succeeded: bool = False
     paused_until: float = 0.0
     mean_s: float = 0.1
-    """Time of a delivery, as a moving average."""
+    """Duration of a delivery, as a moving average."""
 
     @property
     def is_proven(self) -> bool:
@@ -66,18 +66,18 @@ class _Record:
 
 @dataclass(slots=True)
 class Choice:
-    """What to do with deliveries that are due."""
+    """The decision on due deliveries."""
 
     start: list[Due] = field(default_factory=list)
     later_ms: dict[str, int] = field(default_factory=dict)
-    """Milliseconds to postpone the others by, by job id. What is in neither stays due."""
+    """Milliseconds to postpone the others by, by job id. A delivery in neither stays due."""
 
 
 class Receivers:
     """Chooses the deliveries that may start. Not thread-safe.
 
     Args:
-        first_pause_s: Seconds that a receiver is left alone at first; doubled with each further failure.
+        first_pause_s: Seconds of a receiver's first pause; doubled with each further failure.
         clock: Monotonic seconds.
     """
 
@@ -93,7 +93,7 @@ class Receivers:
         self._clock = clock
         self._records: dict[Receiver, _Record] = {}
         self._started: dict[str, tuple[Receiver, float]] = {}
-        """By job id: the receiver, and when its delivery began."""
+        """By job id: the receiver, and when its delivery started."""
 
     @property
     def in_flight(self) -> int:
@@ -101,12 +101,12 @@ class Receivers:
 
     @property
     def paused(self) -> int:
-        """Receivers that are left alone for a while."""
+        """Number of paused receivers."""
         now = self._clock()
         return len({name.host for name, record in self._records.items() if record.paused_until > now})
 
     def choose(self, due: Iterable[Due]) -> Choice:
-        """Choose from deliveries, the earliest first. Those to start count from now: report each to `ended`."""
+        """Choose from deliveries, the earliest first. Those to start count from now on: report each to `ended`."""
         choice, now = Choice(), self._clock()
         unproven = sum(not self._records_of(name)[0].is_proven for name, _ in self._started.values())
         listed: Counter[Receiver] = Counter()
@@ -143,7 +143,7 @@ class Receivers:
 
         Args:
             is_success: None if the receiver was not called.
-            pause_s: Seconds for which the receiver asked to be left alone.
+            pause_s: Seconds of the pause that the receiver requested.
         """
         name, began = self._started.pop(job_id)
         now = self._clock()
@@ -171,12 +171,12 @@ class Receivers:
             del self._records[name]
 
     def _records_of(self, name: Receiver) -> Sequence[_Record]:
-        """Return the record of the host, and that of the path if it counts by itself."""
+        """Return the record of the host, and that of the path if it is counted separately."""
         host = self._record(Receiver(name.host), 2)
         return [host, self._record(name, 1)] if name.path else [host]
 
     def _record(self, name: Receiver, limit: int) -> _Record:
-        """Return the record, now the latest in order of use."""
+        """Return the record, which becomes the most recently used."""
         record = self._records.pop(name, None)
         if record is None:
             record = _Record(limit)

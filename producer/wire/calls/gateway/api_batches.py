@@ -91,7 +91,7 @@ def find_all(queue: str, tenant: str, after: str, limit: int) -> Call[list[ApiBa
 
 
 def cancel(queue: str, tenant: str, batch_id: str) -> Call[ApiBatch | None]:
-    """Ask a batch's holder to cancel it. A batch that is writing its files, or has ended, is left alone."""
+    """Request that a batch's holder cancels it. A batch that is writing its files, or has ended, is not changed."""
     return Call(
         "api_batch_cancel",
         (keys.prefix(queue),),

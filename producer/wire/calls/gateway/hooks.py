@@ -1,4 +1,4 @@
-"""Webhooks that tenants have created, as calls. A value holds a secret, and is sealed where there is a key."""
+"""Webhooks that tenants have created, as calls. A value contains a secret, and is encrypted if there is a key."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pagemill.producer.wire.schema.sealing import opened_metadata, ring
 from pagemill.producer.wire.server.scripts import Call, as_map
 
 MAX_HOOKS = 8
-"""Per tenant."""
+"""Maximum per tenant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The tenant's webhooks by id, without those that can't be read here; and whether the change was made."""
+    """The tenant's readable webhooks by id, and whether the change was made."""
 
     is_done: bool
     values: dict[str, dict[str, Any]]
@@ -27,12 +27,12 @@ def read(queue: str, tenant: str) -> Call[Hooks]:
 
 
 def add(queue: str, tenant: str, hook_id: str, value: bytes) -> Call[Hooks]:
-    """Add a webhook, JSON; not done: the tenant has MAX_HOOKS, or is being removed."""
+    """Add a webhook, JSON. Fails if the tenant has MAX_HOOKS, or is being removed."""
     return _change(queue, tenant, hook_id, ring().seal(value, "metadata", hook_id))
 
 
 def remove(queue: str, tenant: str, hook_id: str) -> Call[Hooks]:
-    """Remove a webhook; not done: there is none of that id."""
+    """Remove a webhook. Fails if the id is unknown."""
     return _change(queue, tenant, hook_id, b"")
 
 

@@ -1,4 +1,4 @@
-"""Rate limits, counted on the server for all gateways together."""
+"""Rate limits, counted on the server across all gateways."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RateReply:
 
 
 def take(queue: str, name: str, rate: Rate, count: int = 1, *, returned: int = 0) -> Call[RateReply]:
-    """Take `count` from the bucket `name`, or nothing, after putting `returned` of an earlier take back.
+    """Take `count` from the bucket `name`, or nothing, after returning `returned` of an earlier take.
 
     A count above the burst is never allowed.
     """

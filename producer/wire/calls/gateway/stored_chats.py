@@ -12,7 +12,7 @@ from pagemill.producer.wire.schema.sealing import opened_metadata, ring
 from pagemill.producer.wire.server.scripts import Call
 
 LOOK_CHATS = 200
-"""Chats that one call looks at."""
+"""Maximum number of chats that one call reads."""
 
 
 @dataclass(frozen=True, slots=True)

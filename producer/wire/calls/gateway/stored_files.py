@@ -1,7 +1,7 @@
 """Files stored in Redis in chunks, as calls: a tenant's uploads and the outputs of batches.
 
-Begin, write every chunk, finish: only then can the file be read, unless it grows.
-Tenants have quotas of files and bytes.
+`begin`, `write` every chunk, `finish`: only then can the file be read, unless it grows. Tenants have quotas
+of files and bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UPLOAD_MS = 900_000
 """An upload that is not finished by then is discarded."""
 
 OUTPUT_PURPOSE = "batch_output"
-"""Of files that hold the results of a batch."""
+"""The purpose of files with the results of a batch."""
 DeleteReply = Literal["deleted", "missing", "in_use"]
 
 
@@ -51,11 +51,11 @@ def begin(
     upload_ms: int = UPLOAD_MS,
     is_readable: bool = False,
 ) -> Call[bool]:
-    """Reserve room for the file; `expires_at` is ignored. False: the tenant's quota is used up.
+    """Reserve space for the file; `expires_at` is ignored. False: the tenant's quota is used up.
 
-    A file that grows is begun again with more bytes, `is_readable` once they are written.
+    To enlarge a file, begin it again with more bytes, and with `is_readable` once they are written.
 
-    The server's memory is asked for what is uploaded alone, not for the results of batches. Raises QueueFull.
+    The server's memory is only checked for uploads, not for the results of batches. Raises QueueFull.
     """
 
     def parse(reply: int) -> bool:
@@ -72,13 +72,13 @@ def begin(
 def write(
     queue: str, tenant: str, file_id: str, number: int, chunk: bytes, upload_ms: int = UPLOAD_MS
 ) -> Call[None]:
-    """Store one chunk of a file that was begun; all but the last have CHUNK_BYTES."""
+    """Store one chunk of a file; all but the last have CHUNK_BYTES."""
     sealed = ring().seal(chunk, "chunk", f"{file_id}:{number}")
     return Call("file_chunk", (keys.prefix(queue),), (file_id, number, upload_ms, sealed, tenant), _nothing)
 
 
 def finish(queue: str, tenant: str, file_id: str, ttl_s: float) -> Call[StoredFile | None]:
-    """Make the file readable for `ttl_s` seconds. None: parts are missing, begin again."""
+    """Make the file readable for `ttl_s` seconds. None: chunks are missing, begin again."""
     args = (tenant, file_id, int(1000 * ttl_s))
     return Call("file_finish", (keys.prefix(queue),), args, lambda reply: _file(reply) if reply else None)
 
@@ -103,7 +103,7 @@ def find_all(queue: str, tenant: str) -> Call[list[StoredFile]]:
 
 
 def read(queue: str, file_id: str, number: int) -> Call[bytes | None]:
-    """Return one chunk; None once the file is gone."""
+    """Return one chunk; None after the file was deleted."""
 
     def opened(reply: bytes | None) -> bytes | None:
         return None if reply is None else ring().open(reply, "chunk", f"{file_id}:{number}")

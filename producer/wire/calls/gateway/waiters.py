@@ -1,7 +1,7 @@
 """Waiters of a job, counted on the server: a job submitted with a `waiter` ends when the last one leaves.
 
-A submit under a known idempotency key waits for the job that has it. A submit without a waiter may wait for
-ever, so after one, and beyond some 70 waiters, the job no longer ends when waiters leave.
+A submission under a known idempotency key waits for the job that has it. After a submission without a waiter,
+which may wait forever, and beyond about 70 waiters, the job no longer ends when waiters leave.
 """
 
 from __future__ import annotations

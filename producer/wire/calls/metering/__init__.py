@@ -1,1 +1,1 @@
-"""Calls that meter tenants: the ledger of what they used, and the quotas that hold them to it."""
+"""Calls that meter tenants: the ledger of their usage, and quotas."""

@@ -1,4 +1,4 @@
-"""Quotas of tenants: tokens and jobs a minute and a day, as calls."""
+"""Quotas of tenants: tokens and jobs per minute and per day, as calls."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.server.scripts import Call, as_map
 
 EVERYBODY = "*"
-"""Stands for every tenant without quotas of its own."""
+"""Represents every tenant without separate quotas."""
 MAX_QUOTA = 10**12
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What jobs of a tenant may take; None: as much as there is. The day is UTC.
+    """The quotas of a tenant's jobs; None: unlimited. Days are in UTC.
 
-    `running` is the number of jobs that run at once.
+    `running` is the number of concurrent jobs.
     """
 
     tokens_per_minute: int | None = None
@@ -34,22 +34,22 @@ class Quota:
 
 
 _NAMES = tuple(one.name for one in fields(Quota))
-"""The quotas in the order of replies, where a later release may put others behind them."""
+"""The quotas in the order of replies, to which a later release may append others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What is left of one quota."""
+    """The remainder of one quota."""
 
     limit: int
     remaining: int
     reset_s: float
-    """Seconds until all of it is left again, if no job starts."""
+    """Seconds until it is full again, if no job starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantQuotas:
-    """What a tenant has left of its quotas, jobs that wait not counted; None: no such quota."""
+    """A tenant's remaining quotas, without counting waiting jobs; None: no such quota."""
 
     tokens_per_minute: Remaining | None = None
     jobs_per_minute: Remaining | None = None
@@ -59,16 +59,16 @@ class TenantQuotas:
 
     @property
     def tokens(self) -> Remaining | None:
-        """The quota of tokens that has less left."""
+        """The token quota with the smaller remainder."""
         return _scarcer(self.tokens_per_minute, self.tokens_per_day)
 
     @property
     def jobs(self) -> Remaining | None:
-        """The quota of jobs that has less left."""
+        """The job quota with the smaller remainder."""
         return _scarcer(self.jobs_per_minute, self.jobs_per_day)
 
     def pause_s(self, tokens: int) -> float:
-        """Return the seconds until a job of so many tokens may start, jobs that wait not counted; 0.0: now."""
+        """Return the seconds until a job of that many tokens may start, without counting waiting jobs; 0.0: now."""
         amounts = {
             "tokens_per_minute": tokens,
             "jobs_per_minute": 1,
@@ -78,7 +78,7 @@ class TenantQuotas:
         pauses = [0.0]
         for name, amount in amounts.items():
             quota: Remaining | None = getattr(self, name)
-            # A job that costs more than the whole quota waits for the whole of it.
+            # A job that costs more than the full quota waits until the quota is full.
             missing = 0 if quota is None else min(amount, quota.limit) - quota.remaining
             if quota is not None and missing > 0:
                 pauses.append(60.0 * missing / quota.limit if name.endswith("minute") else quota.reset_s)
@@ -91,7 +91,7 @@ def quotas(queue: str) -> Call[dict[str, Quota]]:
 
 
 def set_quotas(queue: str, wanted: Mapping[str, Quota]) -> Call[dict[str, Quota]]:
-    """Set all quotas of some tenants; a `Quota()` takes them away. Returns those of all tenants. Raises InvalidJob."""
+    """Set all quotas of some tenants; `Quota()` removes them. Returns those of all tenants. Raises InvalidJob."""
     for tenant, quota in wanted.items():
         if tenant != EVERYBODY:
             keys.check_name(keys.TENANT_PATTERN, keys.TENANT_RULE, tenant)
@@ -103,12 +103,12 @@ def set_quotas(queue: str, wanted: Mapping[str, Quota]) -> Call[dict[str, Quota]
 
 
 def remaining(queue: str, tenants: Sequence[str]) -> Call[dict[str, TenantQuotas]]:
-    """Return what tenants have left; those without quotas are not in it."""
+    """Return the remaining quotas of tenants, without tenants that have none."""
     return Call("quota", (keys.prefix(queue),), tuple(tenants), read_lines)
 
 
 def read_lines(lines: Sequence[bytes]) -> dict[str, TenantQuotas]:
-    """Parse lines of a reply, each of a tenant."""
+    """Parse the lines of a reply, one per tenant."""
     return dict(_line(line.decode()) for line in lines)
 
 

@@ -1,6 +1,7 @@
-"""The ledger: what the jobs that ended took, by day, tenant, model and API key.
+"""The ledger: usage of ended jobs, by day, tenant, model and API key.
 
-A job is counted once, in the script that ends it (`producer/wire/lua/features/ledger.lua`); docs/usage.md has the rule.
+A job is counted once, in the script that ends it (`producer/wire/lua/features/ledger.lua`); docs/usage.md has
+the rule.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.server.scripts import Call
 
 OTHERS = "*"
-"""Tenant and model of the row that holds what a day had no more rows for."""
+"""Tenant and model of the row for usage beyond a day's maximum number of rows."""
 _EPOCH = date(1970, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class JobUsage:
-    """What the last execution of a job took, as its worker reports it with the job's end."""
+    """The usage of a job's last execution, as its worker reports it with the job's end."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Those of the prompt that came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache."""
     completion_tokens: int = 0
     device_s: float = 0.0
 
@@ -42,15 +43,15 @@ class JobUsage:
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """What the jobs took that ended on a day; or on several, where rows were summed: then some names are empty."""
+    """The usage of the jobs that ended on a day; for sums over several rows, some names are empty."""
 
     day: str
-    """UTC, by the server's clock, as `2026-01-31`."""
+    """UTC, by the server's clock, for example `2026-01-31`."""
     tenant: str
     model: str
     """`<model>#<adapter>` for a job with an adapter."""
     api_key: str
-    """The name of the gateway's API key; empty for jobs that came another way."""
+    """The name of the gateway's API key; empty for jobs from other sources."""
     jobs: int
     prompt_tokens: int
     cached_tokens: int
@@ -60,7 +61,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class UsageTotals:
-    """What the jobs took that ended today (UTC), of all tenants together."""
+    """The usage of all jobs that ended today (UTC)."""
 
     jobs: int = 0
     prompt_tokens: int = 0
@@ -68,7 +69,7 @@ class UsageTotals:
     completion_tokens: int = 0
     device_s: float = 0.0
     tenants_over_quota: int = 0
-    """Tenants whose jobs wait for a quota."""
+    """Number of tenants whose jobs wait for a quota."""
 
 
 COLUMNS = tuple(field.name for field in fields(UsageRow))
@@ -86,7 +87,7 @@ def rows(queue: str, day: date) -> Call[list[UsageRow]]:
 
 
 def erase(queue: str, tenant: str, day: date) -> Call[int]:
-    """Remove a tenant from a day, and what it has spent of its quotas; returns the number of rows."""
+    """Remove a tenant from a day, and its spent quotas; returns the number of rows."""
     keys.check_name(keys.TENANT_PATTERN, keys.TENANT_RULE, tenant)
     return Call("usage_erase", (keys.prefix(queue),), (tenant, (day - _EPOCH).days), int)
 
@@ -98,16 +99,16 @@ def totals(queue: str) -> Call[UsageTotals]:
 
 @dataclass(frozen=True, slots=True)
 class UsageFilter:
-    """Which rows of the ledger are asked for, and what they are summed by."""
+    """A selection of the ledger's rows, and the fields to sum them by."""
 
     since: date | None = None
     until: date | None = None
-    """Inclusive."""
+    """The last day, inclusive."""
     tenant: str | None = None
     model: str | None = None
-    """With a model also its adapters."""
+    """Includes the model's adapters."""
     by: tuple[str, ...] = GROUPS
-    """Of `GROUPS`; fields that are left out are empty."""
+    """A subset of `GROUPS`; the other fields are empty."""
 
     def has(self, day: date) -> bool:
         return (self.since is None or day >= self.since) and (self.until is None or day <= self.until)
@@ -137,7 +138,7 @@ class UsageSums:
                     sums[place] += getattr(row, name)
 
     def rows(self) -> Iterator[UsageRow]:
-        """Yield the sums, by their fields in order."""
+        """Yield the sums, ordered by their fields."""
         for group, sums in sorted(self._sums.items()):
             day, tenant, model, api_key = group
             jobs, prompt, cached, completion = map(int, sums[:4])

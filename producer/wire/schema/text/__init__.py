@@ -1,1 +1,1 @@
-"""What is known of texts: chat messages, parsed answers, estimates of their tokens."""
+"""Properties of texts: chat messages, parsed answers, estimates of their tokens."""

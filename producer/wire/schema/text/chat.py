@@ -1,4 +1,4 @@
-"""Messages, tools and thinking: the fields of a chat job beyond its texts, and what its results hold for them.
+"""Messages, tools and reasoning: the fields of a chat job beyond its texts, and those of its results.
 
 Forms and names are OpenAI's; `chat_template_kwargs` and `thinking_token_budget` are vLLM's.
 """
@@ -27,9 +27,9 @@ from pagemill.producer.wire.schema.images import (
 
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 128
-"""Tool calls in one message of the history."""
+"""Maximum tool calls in one message of the history."""
 MAX_TEMPLATE_BYTES: Final = 4096
-"""Of `chat_template_kwargs`, as JSON."""
+"""Maximum size of `chat_template_kwargs`, as JSON."""
 _MAX_TEMPLATE_DEPTH: Final = 8
 _RESERVED: Final = frozenset(
     {
@@ -53,7 +53,7 @@ class ChatModel(BaseModel):
 class FunctionCall(ChatModel):
     name: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
     arguments: Annotated[str, _Strict] = "{}"
-    """JSON as the model wrote it. Only a forced or strict call is sure to be what the function's schema allows."""
+    """JSON as the model wrote it. Only a forced or strict call is guaranteed to match the function's schema."""
 
     @field_validator("arguments", mode="before")
     @classmethod
@@ -69,12 +69,12 @@ class ToolCall(ChatModel):
     function: FunctionCall
 
     def message_dict(self) -> dict[str, Any]:
-        """Return it with all members, as OpenAI's clients and chat templates read it."""
+        """Return a dict with all members, as OpenAI's clients and chat templates expect."""
         return self.model_dump(mode="json")
 
 
 class ToolCallDelta(ChatModel):
-    """A part of a call in a stream: the first has id and name, all have some of the arguments."""
+    """A part of a call in a stream: the first has id and name, and all have a part of the arguments."""
 
     index: int
     id: str | None = None
@@ -86,9 +86,9 @@ class Function(ChatModel):
     name: FunctionName
     description: Annotated[str, _Strict] | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema; None: no parameters."""
+    """A JSON schema; None if there are no parameters."""
     strict: Annotated[bool, Field(strict=True)] | None = None
-    """True: the arguments of every call are held to the schema, also where the model is free to call."""
+    """True: the arguments of every call are constrained to the schema, even if the model may choose to call."""
 
     @field_validator("parameters")
     @classmethod
@@ -120,17 +120,17 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class Message(ChatModel):
-    """One turn of a chat. An assistant's may hold the calls it made; a tool's names the call it answers."""
+    """One turn of a chat. An assistant's may contain its calls; a tool's contains the id of the call it answers."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Content | None = None
-    """A text. A user's may also be a list of texts and images; a list of texts alone becomes one text."""
+    """A text. A user's may also be a list of texts and images; a list of texts becomes one text."""
     tool_calls: Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=MAX_CALLS)] | None = None
     name: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)] | None = None
-    """The author's, for templates that show it."""
+    """The author's name, for templates that show it."""
     tool_call_id: _CallId | None = None
     reasoning: Annotated[str, _Strict] | None = None
-    """An earlier answer's, for templates that show it to the model again."""
+    """The reasoning of an earlier answer, for templates that show it to the model again."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Message:
@@ -146,7 +146,7 @@ class Message(ChatModel):
 
     @property
     def is_plain(self) -> bool:
-        """True if it has a role, a text and possibly an author's name, and no more."""
+        """True if it has only a role, a text and possibly an author's name."""
         others = (self.tool_calls, self.tool_call_id, self.reasoning)
         return self.content is not None and all(value is None for value in others)
 
@@ -161,11 +161,11 @@ class Message(ChatModel):
         return images_of(self.content)
 
     def description(self) -> str:
-        """Return its text as people read it, with a description in place of each image."""
+        """Return its text for display, with a description in place of each image."""
         return self.text_with(describe_image)
 
     def beginning(self) -> str:
-        """Return its text with hashes in place of images, each as long as a prefix of which workers take note."""
+        """Return its text with hashes in place of images, each as long as the prefix that affinities use."""
         return self.text_with(lambda url: image_digest(url) * 4)
 
     def work(self) -> bytes:
@@ -189,7 +189,7 @@ class Message(ChatModel):
         )
 
     def more(self) -> str:
-        """Return the members beside role and content as JSON; empty if there are none."""
+        """Return the members other than role and content as JSON; empty if there are none."""
         if self.is_plain and self.name is None:
             return ""
         return self.model_dump_json(exclude={"role", "content"}, exclude_defaults=True)
@@ -201,23 +201,23 @@ CHAT_FIELDS: Final = frozenset(
         "thinking_token_budget", "separate_reasoning",
     }
 )  # fmt: skip
-"""The fields of a job that make its results have reasoning and tool calls apart from the text."""
+"""The fields of a job that separate reasoning and tool calls from the text of its results."""
 
 
 class ChatFields(BaseModel):
-    """Fields of a chat job beside its messages. With any of them, results have reasoning and calls apart."""
+    """Fields of a chat job in addition to its messages. With any of them, results separate reasoning and calls."""
 
     tools: Annotated[tuple[Tool, ...], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    """None: auto. `required`, or a function by its name, force calls by the functions' schemas."""
+    """None: auto. `required`, or a function by its name, forces calls that match the functions' schemas."""
     parallel_tool_calls: Annotated[bool, Field(strict=True)] | None = None
     """False: at most one call. None: several calls are allowed for `auto`, one for `required`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template, such as `enable_thinking`."""
     reasoning_effort: ReasoningEffort | None = None
-    """For templates that know it, or whose thinking can be switched: `none` does."""
+    """For templates that support it, or whose reasoning can be disabled, which `none` does."""
     separate_reasoning: Annotated[bool, Field(strict=True)] | None = None
-    """True: results have the thinking in `reasoning`, not in `text`. Any other of these fields implies it."""
+    """True: results have the reasoning in `reasoning`, not in `text`. Any other of these fields implies it."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -244,10 +244,10 @@ class ChatFields(BaseModel):
 
 
 def call_id(job_id: str, index: int, number: int) -> str:
-    """Return the id of a sample's tool call: the same in its stream and in its result."""
+    """Return the id of a sample's tool call, which is the same in its stream and in its result."""
     return f"call_{blake2b(f'{job_id}/{index}/{number}'.encode(), digest_size=12).hexdigest()}"
 
 
 def history_tokens_text(messages: Sequence[Message]) -> str:
-    """Return what messages hold beside their contents, to estimate their size."""
+    """Return the members of messages other than their contents, to estimate their size."""
     return "".join(message.more() for message in messages)

@@ -1,4 +1,4 @@
-"""A sample's text as its parts, for results, streams and partial output alike."""
+"""The parts of a sample's text, for results, streams and partial output alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.producer.wire.schema.text.chat import FunctionCall, ToolCall, Tool
 
 
 class ParsedText:
-    """Reads a sample's text as it grows; without a syntax all of it is content."""
+    """Parses a growing sample's text; without a syntax all of it is content."""
 
     def __init__(self, syntax: str | None, job_id: str, index: int) -> None:
         self._parser = ChatParser(ChatSyntax() if syntax is None else ChatSyntax.read(syntax))
@@ -43,7 +43,7 @@ class ParsedText:
 
 
 def new_call_parts(seen: tuple[ToolCall, ...], grown: tuple[ToolCall, ...]) -> tuple[ToolCallDelta, ...]:
-    """Return what `grown` has beyond `seen`."""
+    """Return the parts of `grown` that are not in `seen`."""
     parts = []
     for index, call in enumerate(grown):
         if index >= len(seen):

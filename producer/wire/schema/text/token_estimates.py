@@ -1,9 +1,9 @@
-"""Guesses of a text's tokens by its bytes, for what a job costs."""
+"""Estimates of a text's tokens by its bytes, for the cost of jobs."""
 
 from __future__ import annotations
 
 BYTES_PER_TOKEN = 3
-"""A low estimate for text, so that a job's cost is rather over- than underestimated."""
+"""A low estimate for text, so that a job's cost is overestimated rather than underestimated."""
 
 
 def text_tokens(text: bytes) -> int:

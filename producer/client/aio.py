@@ -1,4 +1,4 @@
-"""The producer for asyncio: the same names and contracts as sync.py, awaitable."""
+"""The producer for asyncio: the names and contracts of sync.py, awaitable."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from pagemill.producer.wire.server.transport import AsyncTransport
 T = TypeVar("T")
 
 MAX_CONNECTIONS = 32
-"""Connections that concurrent calls share; thousands of tasks may call at once."""
+"""Number of connections that concurrent calls share; thousands of tasks may call concurrently."""
 
 
 class AsyncProducer(AsyncDriver):
     """Submits jobs to one queue and collects results, for asyncio; connects on first use.
 
-    Use one per event loop: until its loop is closed, calls on another one raise RuntimeError. As an asynchronous
-    context manager it closes its connections at the end. Every method may raise RedisUnavailable.
+    Use one per event loop: until its loop is closed, calls on another one raise RuntimeError. An asynchronous context
+    manager, which closes its connections at the end. Every method may raise RedisUnavailable.
 
         async with AsyncProducer() as producer:
             handle = await producer.submit(prompt="The capital of France is", model="smollm2")
@@ -355,7 +355,7 @@ class AsyncProducer(AsyncDriver):
 
     async def run_flow(self, flow: Flow[T]) -> T:
         """Drive a flow that emits nothing, and return its value."""
-        self._connected()  # outside the loop: not finding a server is an error at once, not retried
+        self._connected()  # outside the loop, so that a server that is not found is an immediate error, without retries
         try:
             effect = next(flow)
             while True:
@@ -412,7 +412,7 @@ class AsyncProducer(AsyncDriver):
         match effect:
             case Begin(call):
                 sending = asyncio.ensure_future(self._connected().transport.run_alone(call))
-                await asyncio.sleep(0)  # lets it be sent before the next chunk is prepared
+                await asyncio.sleep(0)  # lets the chunk be sent before the next one is prepared
                 return sending
             case Finish(pending):
                 return await pending
@@ -443,13 +443,13 @@ class AsyncProducer(AsyncDriver):
         loop = asyncio.get_running_loop()
         if self._connection is not None and self._connection.loop is not loop:
             self._check_loop(self._connection)
-            self._connection = None  # its sockets ended with their loop
+            self._connection = None  # its sockets were closed with their loop
         if self._connection is None:
             self._connection = _Connection(find_redis(self._url), self.queue, loop)
         return self._connection
 
     def _check_loop(self, connection: _Connection) -> None:
-        """Raise RuntimeError if the loop of a connection has not ended: waiting for it would block for ever."""
+        """Raise RuntimeError if the loop of a connection has not ended: waiting for it would block forever."""
         if not connection.loop.is_closed():
             raise RuntimeError(
                 "this AsyncProducer is in use on another event loop; create one AsyncProducer per event loop, or share "

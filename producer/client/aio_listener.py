@@ -1,4 +1,4 @@
-"""One task per AsyncProducer that listens for hints and polls for all waits together."""
+"""One task per AsyncProducer that receives hints and polls for all waits together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger.addFilter(RepeatedErrors())
 
 
 class AsyncWatched:
-    """News of a topic, kept until a caller waits for them."""
+    """Events of a topic, kept until a caller waits for them."""
 
     def __init__(self, topic: str, room: WaitingRoom, ensure_listener: Callable[[], None]) -> None:
         self._room = room
@@ -33,7 +33,7 @@ class AsyncWatched:
         ensure_listener()
 
     async def wait(self, timeout: float | None) -> None:
-        """Return when there has been news since the last wait, or after the timeout."""
+        """Return if there has been an event since the last wait, or after the timeout."""
         self._ensure_listener()
         if not self._news.is_set():
             await _set_within(self._news, timeout)
@@ -44,7 +44,7 @@ class AsyncWatched:
 
 
 async def _set_within(event: asyncio.Event, timeout: float | None) -> None:
-    """Wait for the event, which the timeout sets as well: that takes a third of what `asyncio.timeout` does."""
+    """Wait for the event, which the timeout also sets: this takes a third of the time of `asyncio.timeout`."""
     timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, event.set)
     try:
         await event.wait()
@@ -54,7 +54,7 @@ async def _set_within(event: asyncio.Event, timeout: float | None) -> None:
 
 
 class AsyncListener:
-    """Like Listener, on the event loop it is first used on."""
+    """Like Listener, on the event loop of its first use."""
 
     def __init__(self, transport: AsyncTransport, queue: str) -> None:
         self._transport = transport
@@ -64,7 +64,7 @@ class AsyncListener:
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, topic: str, timeout: float | None, *, polled: bool) -> None:
-        """Return when the topic may have news, or after the timeout."""
+        """Return when the topic may have an event, or after the timeout."""
         event = asyncio.Event()
         waiter = self._room.enter(topic, event.set, polled=polled)
         try:
@@ -74,7 +74,7 @@ class AsyncListener:
             self._room.leave(waiter)
 
     def watch(self, topic: str) -> AsyncWatched:
-        """Keep news of the topic."""
+        """Keep events of the topic."""
         return AsyncWatched(topic, self._room, self._ensure_task)
 
     def _ensure_task(self) -> None:

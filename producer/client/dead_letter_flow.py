@@ -18,7 +18,7 @@ from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, QueueF
 from pagemill.producer.wire.schema.signing import OUTPUT_SEPARATOR, split_payload
 
 OPEN_AT_ONCE = 8
-"""Letters whose payloads are read in one call: a megabyte each at most. Those in a store are read one at a time."""
+"""Letters whose payloads are read in one call: up to a megabyte each. Those in a store are read one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class Replay:
     """The outcome of replaying dead jobs; each job's id is in exactly one of the three."""
 
     jobs: dict[str, str] = field(default_factory=dict)
-    """Dead job -> the new job."""
+    """Maps a dead job to the new job."""
     already: dict[str, str] = field(default_factory=dict)
-    """Dead job -> the job of its earlier replay, or the one that now has its idempotency key."""
+    """Maps a dead job to the job of its earlier replay, or to the one that now has its idempotency key."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Dead job -> the reason it cannot run again."""
+    """Maps a dead job to the reason why it cannot run again."""
 
 
 def letters(queue: str, error: str | None) -> Flow[None]:
-    """Emit DeadLetters, the latest death first."""
+    """Emit DeadLetters, the latest first."""
     reader = _Reader(queue)
     while (page := (yield from reader.next_page())) is not None:
         for letter in page:
@@ -100,7 +100,7 @@ def submitted_fields(payload: bytes, job_id: str) -> dict[str, Any] | None:
 
 
 def _choose(queue: str, job_ids: Sequence[str] | None, wanted: LetterFilter) -> Flow[list[str]]:
-    """Return the ids to act on, the oldest death first. All are read before any is changed."""
+    """Return the ids to process, the oldest death first. All are read before any is changed."""
     if job_ids is not None:
         return list(dict.fromkeys(job_ids))
     chosen: list[str] = []
@@ -111,7 +111,7 @@ def _choose(queue: str, job_ids: Sequence[str] | None, wanted: LetterFilter) -> 
 
 
 class _Reader:
-    """Reads the dead letters page by page, each once, although new deaths push letters onto the next page."""
+    """Reads the dead letters page by page, each once, although new ones shift letters to the next page."""
 
     def __init__(self, queue: str) -> None:
         self._queue = queue
@@ -132,7 +132,7 @@ class _Reader:
 def _prepared(
     preparer: Preparer, job_id: str, letter: OpenedLetter | None, done: Replay
 ) -> Flow[Submission | None]:
-    """Return the submission that replays a letter, read from its store where it lies there; None: it is refused."""
+    """Return the submission that replays a letter, read from its store if necessary; None if it is rejected."""
     if letter is None:
         done.refused[job_id] = "no dead job of that id"
         return None

@@ -1,8 +1,8 @@
 """The effects that a flow may request of its driver.
 
-A flow is a generator that implements one multi-step operation of the protocol: it yields effects, is sent
-their results, and returns a value. Producer drives flows with threads, AsyncProducer with asyncio; neither
-knows the protocol, and no flow does any I/O.
+A flow is a generator that implements one multi-step operation of the protocol: it yields effects, is sent their
+results, and returns a value. Producer drives flows with threads, AsyncProducer with asyncio; neither knows the
+protocol, and flows do no I/O.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Finish a call that was begun. Sent back: the parsed reply."""
+    """Finish a call that was started. Sent back: the parsed reply."""
 
     pending: Any
 
@@ -66,18 +66,17 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Keep news of the topic for the flow's next `Wait` for it, from now until the flow ends. Sent back: None."""
+    """Keep events of the topic for the flow's next `Wait` for it, from now until the flow ends. Sent back: None."""
 
     topic: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until the topic may have news, at most `timeout` seconds (None: no limit). Sent back: None.
+    """Wait until the topic may have an event, up to `timeout` seconds (None: no limit). Sent back: None.
 
-    Topics: a job id (it may have ended), `batch:<id>`, `feed:<job id>`. News may be missed or spurious, so
-    the flow checks for itself afterwards. `polled`: the driver polls for the end of a job, for all waits at
-    once.
+    Topics: a job id (it may have ended), `batch:<id>`, `feed:<job id>`. Events may be missed or spurious, so the flow
+    checks afterwards. `polled`: the driver polls for the end of a job, for all waits together.
     """
 
     topic: str
@@ -87,7 +86,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Yield an item to the caller that iterates. Sent back: None, when the next one is requested."""
+    """Yield an item to the caller that iterates. Sent back: None, when the next item is requested."""
 
     item: Any
 

@@ -1,4 +1,4 @@
-"""One reader's position in the feed of a streaming job: news become the events that bring the reader up to date."""
+"""One reader's position in the feed of a streaming job: converts new deltas to events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill.producer.wire.schema.text.parsed_text import ParsedText, begins_wi
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """How far a sample was."""
+    """The position in a sample."""
 
     tokens: int
     characters: int
@@ -22,7 +22,7 @@ class _Mark:
 
 @dataclass(slots=True)
 class _Sample:
-    """What a reader has of one sample."""
+    """The part of one sample that a reader has received."""
 
     index: int
     parsed: ParsedText | None = None
@@ -31,9 +31,9 @@ class _Sample:
     calls: tuple[ToolCall, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
-    """Of the tokens from `num_sent` on: those of a long output would take megabytes."""
+    """Of the tokens from `num_sent` on, since those of a long output would take megabytes."""
     num_sent: int = 0
-    """Tokens that events have returned."""
+    """Number of tokens that events have returned."""
 
     @classmethod
     def from_output(cls, output: Output) -> _Sample:
@@ -67,7 +67,7 @@ class _Sample:
             self.logprobs += delta.logprobs
 
     def forget(self) -> None:
-        """Drop what events have returned, and no later one repeats."""
+        """Drop data that events have returned and that later events do not repeat."""
         self.num_sent = len(self.token_ids)
         if self.logprobs is not None:
             self.logprobs = []
@@ -90,7 +90,7 @@ class _Sample:
         )
 
     def gain(self, attempt: int, since: _Mark) -> StreamEvent:
-        """Return a token event for what was added since the mark."""
+        """Return a token event for the additions since the mark."""
         return StreamEvent(
             type="token",
             attempt=attempt,
@@ -117,14 +117,14 @@ class _Sample:
 
 
 class FeedReader:
-    """Holds all that was read: a result or a restart is compared with it."""
+    """Stores everything that was read, to compare a result or a restart with it."""
 
     def __init__(self, job_id: str) -> None:
         self.epoch = 0
         self.position = 0
         self._job_id = job_id
         self._fresh = True
-        """Nothing of this epoch has been read yet: existing output is sent as snapshots."""
+        """No delta of this epoch has been read yet: existing output is sent as snapshots."""
         self._samples: dict[int, _Sample] = {}
         self._stale: set[int] = set()
         """Samples whose text was sent in an earlier epoch: a snapshot has to replace it."""
@@ -135,7 +135,7 @@ class FeedReader:
             self._stale |= set(self._samples)
             self._samples = {}
         before: dict[int, _Mark] = {}
-        """Of samples that have grown, in the order in which they did."""
+        """Of samples that have grown, in the order in which they grew."""
         as_a_whole: set[int] = set()
         for delta in feed.deltas:
             sample = self._samples.get(delta.index)
@@ -146,7 +146,7 @@ class FeedReader:
             elif delta.index not in before:
                 before[delta.index] = sample.mark()
             sample.grow(delta, self._job_id)
-        # Who reads late gets one event for several tokens, and so catches up.
+        # A slow reader gets one event for several tokens, and so catches up.
         events = [self._samples[index].gain(feed.attempt, mark) for index, mark in before.items()]
         events += [self._samples[index].snapshot(feed.attempt) for index in sorted(as_a_whole)]
         for index in before.keys() | as_a_whole:
@@ -159,7 +159,7 @@ class FeedReader:
         return events
 
     def _rest(self, attempt: int, whole: _Sample) -> list[StreamEvent]:
-        """Return events for what the result has beyond the feed, which is removed once the result exists."""
+        """Return events for the part of the result that is not in the feed, which is removed once the result exists."""
         seen = self._samples.get(whole.index) or _Sample(whole.index)
         self._samples[whole.index] = whole
         if whole.index in self._stale:

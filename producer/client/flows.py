@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 
 def call(effect: Call[T]) -> Flow[T]:
-    """One call as a flow."""
+    """Perform one call as a flow."""
     value: T = yield effect
     return value
 
 
 def outcome(queue: str, job_id: str) -> Flow[Outcome]:
-    """Return the end of a job, with its result wherever that lies. Raises StoreError."""
+    """Return the end of a job, with its result, from a store if necessary. Raises StoreError."""
     found: Outcome = yield reads.outcome(queue, job_id)
     return (yield from loaded(found))
 
@@ -59,7 +59,7 @@ def full_envelope(envelope: bytes) -> Flow[bytes]:
 
 
 def loaded(found: Outcome) -> Flow[Outcome]:
-    """Return an outcome with its result, from its store if it lies there. Raises StoreError."""
+    """Return an outcome with its result, from its store if necessary. Raises StoreError."""
     if found.stored is None:
         return found
     data: bytes = yield Read(found.stored.reference)
@@ -67,9 +67,9 @@ def loaded(found: Outcome) -> Flow[Outcome]:
 
 
 def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Flow[Page]:
-    """Return the next ends of a batch. One whose result its store has lost says so as its error.
+    """Return the next ended jobs of a batch. If the store has lost a result, the job has that error.
 
-    Raises StoreError where the store does not answer, or none is configured.
+    Raises StoreError if the store does not answer, or none is configured.
     """
     found: Page = yield batches.page(queue, batch_id, position, ordered=ordered)
     for at, end in found.stored.items():
@@ -100,7 +100,7 @@ def _patiently(step: Flow[T], pace: Backoff) -> Flow[T | None]:
 
 
 def statuses(queue: str, job_ids: Sequence[str]) -> Flow[list[JobStatus]]:
-    """Return one status per id. Raises JobNotFound for the first unknown one, InvalidJob for what is not text."""
+    """Return one status per id. Raises JobNotFound for the first unknown one, InvalidJob if an id is not text."""
     if odd := next((type(job_id).__name__ for job_id in job_ids if not isinstance(job_id, str)), None):
         raise InvalidJob(f"{keys.ID_RULE}, as text, not {odd}")
     found: list[JobStatus] = []
@@ -119,7 +119,7 @@ def status(queue: str, job_id: str) -> Flow[JobStatus]:
 
 
 def why(queue: str, job_id: str) -> Flow[JobAccount]:
-    """Return where a job's time went. Raises JobNotFound."""
+    """Return a breakdown of a job's time. Raises JobNotFound."""
     found: JobAccount | None = yield account.why(queue, job_id)
     if found is None:
         raise JobNotFound.for_job(job_id)
@@ -139,7 +139,7 @@ def served_model(queue: str) -> Flow[str]:
 
 
 def cancel(queue: str, job_id: str) -> Flow[bool]:
-    """Cancel a job. True: it has ended by this, or will. False: it had ended. Raises JobNotFound."""
+    """Cancel a job. True: it has ended, or will end, because of this. False: it had ended. Raises JobNotFound."""
     replies: list[str] = yield transitions.cancel(queue, [job_id])
     if replies[0] == "missing":
         raise JobNotFound.for_job(job_id)
@@ -147,7 +147,7 @@ def cancel(queue: str, job_id: str) -> Flow[bool]:
 
 
 def wait_result(queue: str, job_id: str, timeout: float | None) -> Flow[Result]:
-    """Return the job's result, or raise the error that stands for its end. Survives reconnects."""
+    """Return the job's result, or raise the error of its end. Survives reconnects."""
     pace = Backoff(jitter=0.0, timeout_s=timeout)
     while True:
         found = yield from _patiently(outcome(queue, job_id), pace)
@@ -161,7 +161,7 @@ def wait_result(queue: str, job_id: str, timeout: float | None) -> Flow[Result]:
 
 
 def _late(queue: str, job_id: str, message: str) -> Flow[ResultTimeout]:
-    """Return the error for a job that has not ended, with what it waits for."""
+    """Return the error for a job that has not ended, with the reason for its delay."""
     try:
         found = yield from status(queue, job_id)
         reason = found.error
@@ -190,7 +190,7 @@ def batch_counts(queue: str, batch_id: str) -> Flow[BatchCounts]:
 
 
 def batch_infos(queue: str) -> Flow[None]:
-    """Emit a BatchInfo for each batch of the queue, in pages; one that moves meanwhile may be missed."""
+    """Emit a BatchInfo for each batch of the queue, in pages; one whose order changes meanwhile may be missed."""
     start = 0
     while True:
         found: list[BatchInfo] = yield batches.listed(queue, start, batches.LIST_BATCHES)
@@ -220,9 +220,9 @@ def wait_batch(queue: str, batch_id: str, timeout: float | None) -> Flow[BatchCo
 def batch_results(
     queue: str, batch_id: str, *, ordered: bool, after: str | None, timeout: float | None = None
 ) -> Flow[None]:
-    """Emit a BatchItem for each end, from the cursor on, and return when all jobs have ended.
+    """Emit a BatchItem for each ended job, from the cursor on, and return when all jobs have ended.
 
-    After `timeout` seconds it emits what is there, and raises ResultTimeout instead of waiting for more.
+    After `timeout` seconds it emits the available items, and raises ResultTimeout instead of waiting for more.
     """
     position = 0
     if after is not None:

@@ -1,4 +1,4 @@
-"""Handles to a job, a batch and the dead letters. They hold an id and a Producer, so they cost nothing to keep."""
+"""Handles to a job, a batch and the dead letters. They only hold an id and a Producer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class JobHandle:
         self._producer = producer
         self.id = job_id
         self.estimate = estimate
-        """When it will probably end, if its submit asked."""
+        """The estimate of its end, if its submission requested one."""
         self.quota = quota
-        """What its tenant had left of its quotas at the submit; None if it has none."""
+        """The remaining quotas of its tenant at submission; None if it has none."""
 
     def __repr__(self) -> str:
         return f"JobHandle({self.id!r})"

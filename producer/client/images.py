@@ -1,4 +1,4 @@
-"""`images=` next to a prompt or messages: pictures of several kinds become parts of a message."""
+"""`images=` next to a prompt or messages: images in several forms become parts of a message."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SIGNATURES: Final = (
     (b"BM", "image/bmp"),
 )
 MAX_PATH: Final = 4096
-"""Characters; a longer text is not a path."""
+"""Maximum characters of a path."""
 FORMATS: Final = "PNG, JPEG, WebP, GIF or BMP"
 _PNG_MODES: Final = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"})
 
 
 class SavedImage(Protocol):
-    """A `PIL.Image.Image`, as far as it is used here."""
+    """The used part of `PIL.Image.Image`."""
 
     @property
     def mode(self) -> str: ...
@@ -40,7 +40,7 @@ class SavedImage(Protocol):
 
 
 Image: TypeAlias = bytes | bytearray | memoryview | os.PathLike[str] | str | SavedImage
-"""A picture's bytes, its file, a `PIL.Image`, or a `data:` or http(s) URL."""
+"""An image's bytes, its file, a `PIL.Image`, or a `data:` or http(s) URL."""
 
 
 def parse_job(fields: Mapping[str, Any]) -> Job:
@@ -51,10 +51,10 @@ def parse_job(fields: Mapping[str, Any]) -> Job:
 def with_images(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a job's fields with `images` as parts of the last user's message; a prompt becomes a chat.
 
-    The images stand before the text.
+    The images precede the text.
 
     Raises:
-        InvalidJob: there is no user's message, or an image cannot be read; the message names its number.
+        InvalidJob: there is no message of a user, or an image cannot be read; the message names its number.
     """
     rest = {name: value for name, value in fields.items() if name != "images"}
     given = fields["images"]
@@ -118,7 +118,7 @@ def content_of(image: Any) -> bytes:
 
 
 def read_image(path: Path) -> bytes:
-    """Return a picture's file, up to a byte over the limit. Raises InvalidJob."""
+    """Return the bytes of an image file, up to one byte over the limit. Raises InvalidJob."""
     try:
         is_file = stat.S_ISREG(path.stat().st_mode)  # a pipe would block
         content = b""
@@ -134,7 +134,7 @@ def read_image(path: Path) -> bytes:
 
 
 def data_url(content: bytes) -> str:
-    """Return the `data:` URL of a picture. Raises InvalidJob if its format is not known, or if it is too large."""
+    """Return the `data:` URL of an image. Raises InvalidJob if its format is unknown, or if it is too large."""
     if len(content) > MAX_IMAGE_BYTES:
         raise _invalid(f"the picture has more than the limit of {MAX_IMAGE_BYTES} bytes")
     if (kind := _mime_type(content)) is None:
@@ -143,7 +143,7 @@ def data_url(content: bytes) -> str:
 
 
 def base64_url(text: str) -> str | None:
-    """Return the `data:` URL of a picture in base64; None if the text is another one, such as a path."""
+    """Return the `data:` URL of an image in base64; None for other text, such as a path."""
     try:
         kind = _mime_type(binascii.a2b_base64(text[:16]))
         if len(text) < MAX_PATH:

@@ -1,6 +1,6 @@
 """Finding jobs by state, tenant, model, key and batch, as a flow (see effects.py).
 
-Every step looks at some hundred jobs, and a search makes a bounded number of them: then it returns where to continue.
+Every step reads some hundred jobs, and a search has a bounded number of steps: then it returns where to continue.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ MAX_LANE_PAGES = 20
 _LISTS = ("running", "delayed", "dead")
 _SEPARATOR = "~"
 _END = 2**53
-"""Behind the last job of any list: places are Lua's numbers."""
+"""A position after the last job of any list: positions are numbers of Lua."""
 _LARGEST_CURSOR = 2**64 - 1
 
 
 @dataclass(slots=True)
 class FoundJobs:
-    """Some jobs, about as many as were asked for. `after` is where to continue, '' at the end."""
+    """Some jobs, about as many as requested. `after` is where to continue, '' at the end."""
 
     jobs: list[JobLine] = field(default_factory=list)
     after: str = ""
     looked: int = 0
-    """Jobs that were looked at, or of a search through all of them, those seen in the part of the keyspace."""
+    """Number of jobs read, or for a search through all of them, those seen in the part of the keyspace."""
 
 
 def search(
@@ -39,8 +39,8 @@ def search(
 ) -> Flow[FoundJobs]:
     """Return jobs: of a batch in order of submission; waiting ones by class and lane; dead ones, the latest first.
 
-    Ended jobs of no batch are found by a walk through the keyspace, in no order; one that has the idempotency key
-    comes first. Raises InvalidJob for an `after` from elsewhere.
+    Ended jobs without a batch are found by a walk through the keyspace, in undefined order; one that has the
+    idempotency key comes first. Raises InvalidJob for an `after` of another search.
     """
     found = FoundJobs()
     if batch:
@@ -61,7 +61,7 @@ def search(
 
 
 def _walk(queue: str, source: str, place: str, wanted: JobFilter, limit: int, found: FoundJobs) -> Flow[int]:
-    """Read on until there are enough, or for `MAX_STEPS`; returns the steps."""
+    """Read until there are enough jobs, or for `MAX_STEPS`; returns the steps."""
     look = limit if source == "all" else job_lists.LOOK_JOBS
     steps = 0
     while steps < MAX_STEPS:
@@ -71,7 +71,7 @@ def _walk(queue: str, source: str, place: str, wanted: JobFilter, limit: int, fo
         found.jobs += page.jobs
         found.looked += page.looked
         found.after = place = page.place
-        # A walk cannot be cut in the middle of a step, so it begins with short ones.
+        # A walk cannot be interrupted in the middle of a step, so it starts with short ones.
         look = min(2 * look, job_lists.LOOK_JOBS)
         if not place or len(found.jobs) >= limit:
             break
@@ -79,7 +79,7 @@ def _walk(queue: str, source: str, place: str, wanted: JobFilter, limit: int, fo
 
 
 def _waiting(queue: str, wanted: JobFilter, after: str, limit: int, found: FoundJobs) -> Flow[None]:
-    """Read the lanes of the tenant and model, one after the other."""
+    """Read the lanes of the tenant and model sequentially."""
     place, _, first = after.partition(_SEPARATOR)
     place = _place(place)
     steps = 0

@@ -1,4 +1,4 @@
-"""One thread per Producer that listens for hints and polls for all waits together."""
+"""One thread per Producer that receives hints and polls for all waits together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECONNECT_PAUSE_S = 0.5
 
 
 class Watched:
-    """News of a topic, kept until a caller waits for them."""
+    """Events of a topic, kept until a caller waits for them."""
 
     def __init__(self, topic: str, room: WaitingRoom, ensure_listener: Callable[[], None]) -> None:
         self._room = room
@@ -35,7 +35,7 @@ class Watched:
         ensure_listener()
 
     def wait(self, timeout: float | None) -> None:
-        """Return when there has been news since the last wait, or after the timeout."""
+        """Return if there has been an event since the last wait, or after the timeout."""
         self._ensure_listener()
         self._news.wait(timeout)
         self._news.clear()
@@ -57,7 +57,7 @@ class Listener:
         self._closed = False
 
     def wait(self, topic: str, timeout: float | None, *, polled: bool) -> None:
-        """Return when the topic may have news, or after the timeout."""
+        """Return when the topic may have an event, or after the timeout."""
         event = threading.Event()
         waiter = self._room.enter(topic, event.set, polled=polled)
         try:
@@ -67,7 +67,7 @@ class Listener:
             self._room.leave(waiter)
 
     def watch(self, topic: str) -> Watched:
-        """Keep news of the topic."""
+        """Keep events of the topic."""
         return Watched(topic, self._room, self._ensure_thread)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Listener:
             self._room.call_all()
 
     def _has_ended(self) -> bool:
-        # Under the lock, so that a wait either keeps this thread or starts the next.
+        # Under the lock, so that a wait either keeps this thread or starts another.
         with self._lock:
             ended = self._closed or len(self._room) == 0
             if ended:
@@ -112,7 +112,7 @@ class Listener:
             return ended
 
     def _listen(self) -> None:
-        """Listen until there has been no wait for a while, or the connection is lost."""
+        """Receive hints until there has been no wait for a while, or the connection is lost."""
         with self._transport.client.pubsub(ignore_subscribe_messages=True) as pubsub:
             pubsub.subscribe(*self._channels.names)
             last_busy = time.monotonic()

@@ -46,10 +46,10 @@ OnInvalid: TypeAlias = Literal["record", "raise"]
 
 _SEED_HASH = hashlib.blake2b(digest_size=8, person=b"pagemill-seed")
 IDEMPOTENCY_CONFLICT = "idempotency_conflict"
-"""The code of an item whose key belongs to an earlier one with other work."""
+"""The code of an item whose key belongs to an earlier item with different work."""
 _SALT_CHARS = hashlib.blake2b.SALT_SIZE
 _MAX_REASON = 2000
-"""Characters of an error message that are stored with an invalid row."""
+"""Maximum characters of an error message that is stored with an invalid row."""
 
 
 def new_job_id() -> str:
@@ -62,17 +62,17 @@ def new_batch_id() -> str:
 
 
 def item_id(batch_id: str, key: str) -> str:
-    """Return the id of a batch's item, derived from batch and key, so that a second submit finds the job."""
+    """Return the id of a batch's item, derived from batch and key, so that submitting it again finds the job."""
     return hashlib.blake2b(f"{batch_id}\0{key}".encode(), digest_size=12).hexdigest()
 
 
 def check_id(name: str) -> str:
-    """Return the id of a job or batch. Raises InvalidJob, also for what is not text."""
+    """Return the id of a job or batch. Raises InvalidJob, also if it is not text."""
     return keys.check_name(keys.ID_PATTERN, keys.ID_RULE, name)
 
 
 def seed_of(job_id: str) -> int:
-    """Return the seed of a job without one, so that every execution of it draws the same noise.
+    """Return the seed of a job without one, so that all of its executions draw the same random numbers.
 
     It is derived from the id, so that submitting an id again submits the same job.
     """
@@ -87,7 +87,7 @@ def opened_envelope(envelope: bytes, job_id: str) -> bytes:
 
 
 def peeked(jobs: Iterable[JobLike]) -> tuple[Iterable[JobLike], object]:
-    """Return the same jobs, and the first of them: () if there is none."""
+    """Return the same jobs, and the first of them, or () if there is none."""
     iterator = iter(jobs)
     for first in iterator:
         return itertools.chain([first], iterator), first
@@ -95,7 +95,7 @@ def peeked(jobs: Iterable[JobLike]) -> tuple[Iterable[JobLike], object]:
 
 
 class Preparer:
-    """Makes the submissions of one producer."""
+    """Creates the submissions of one producer."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Preparer:
         """Payloads are encrypted, signed, or put into a store."""
 
     def lacks_model(self, job: object, fields: Mapping[str, Any] | None = None) -> bool:
-        """Return whether neither a job that is given as a mapping nor a default names its model."""
+        """Return whether neither a job in the form of a mapping nor a default names its model."""
         is_mapping = job is None or isinstance(job, Mapping)
         return is_mapping and not any("model" in (given or {}) for given in (job, fields, self._defaults))  # type: ignore[operator]
 
@@ -130,9 +130,9 @@ class Preparer:
         relay: str | None = None,
         waiter: str | None = None,
     ) -> Submission:
-        """Prepare one job, from a Job or a mapping with `fields` on top; `traceparent` replaces its own.
+        """Prepare one job, from a Job or a mapping with `fields` added; `traceparent` replaces its own.
 
-        `relay`: notified of its end through an outbox. `waiter`: waits for it, and may end it by leaving.
+        `relay` is notified of its end through an outbox. `waiter` waits for it, and may end it by leaving.
 
         Raises InvalidJob.
         """
@@ -147,7 +147,7 @@ class Preparer:
         return self._signed(item, built.tenant)
 
     def checked(self, payload: bytes, job_id: str, submitted_at: float) -> bytes:
-        """Return a payload's envelope, as it is stored. Raises InvalidJob if no known key has signed it."""
+        """Return a payload's envelope as it is stored. Raises InvalidJob if no known key has signed it."""
         parts = split_payload(payload)
         reference = read_payload_stub(parts.envelope)
         job = Job.from_payload(opened_envelope(parts.envelope, job_id)) if reference is None else reference
@@ -156,11 +156,11 @@ class Preparer:
         return parts.envelope
 
     def replay(self, payload: bytes, dead_id: str) -> Submission:
-        """Prepare a dead job's payload as a new job that may start at once. Raises InvalidJob."""
+        """Prepare a dead job's payload as a new job that may start immediately. Raises InvalidJob."""
         job = Job.from_payload(opened_envelope(split_payload(payload).envelope, dead_id), self.max_bytes)
         again = job.model_copy(update={"delay": None, "run_at": None, "deadline": None, "key": None})
         job_id = new_job_id()
-        # It was notified of the ends that it waited for.
+        # The dead job had received the ends that it waited for.
         outputs = split_payload(payload).outputs
         item = submissions.prepare(
             again, job_id, seed=seed_of(job_id), replay_of=dead_id, max_bytes=self.max_bytes
@@ -181,8 +181,8 @@ class Preparer:
     ) -> Iterator[Submission]:
         """Yield submissions for the items of a batch, lazily; `traceparent` is for items without one.
 
-        `compares_work`: other work under the key of an earlier item is a conflict. The key of an item without one is
-        its position or, in a batch that may be submitted again (`by_content`), the hash of its work and its number
+        `compares_work`: different work under the key of an earlier item is a conflict. The key of an item without one
+        is its position or, in a batch that may be submitted again (`by_content`), the hash of its work and its number
         among equal items. `model`: for items without one.
         """
         if model is not None:
@@ -274,7 +274,7 @@ class Preparer:
                 raise InvalidJob(message, "unsupported_feature", "when")
             item = self._with_sealed_metadata(item)
             item = replace(item, payload=self._keyring.seal(item.payload, "job", item.job_id))
-        # The outputs that a job waits for are put behind its envelope in Redis.
+        # The queue appends the outputs that a job waits for to its envelope in Redis.
         if self._store is not None and not item.is_linked and self._store.takes(len(item.payload)):
             item = _stored(item, self._store.new_uri(self._queue, "in", item.job_id), tenant)
         if not self._hmac_keys:
@@ -290,7 +290,7 @@ def _salted_digest(job: Job, salt: str) -> str:
 
 
 def _resolved(parents: Mapping[str, str], batch_id: str) -> dict[str, str]:
-    """Return the parents by their ids, those too that are named by their keys in the batch."""
+    """Return the parents by their ids, including those named by their keys in the batch."""
     return {
         name: item_id(batch_id, parent.removeprefix(ITEM_PREFIX))
         if parent.startswith(ITEM_PREFIX)
@@ -310,7 +310,7 @@ class _Names:
         self._hash = hashlib.blake2b(f"{batch_id}\0".encode(), digest_size=12)
 
     def of(self, digest: Callable[[], str]) -> str:
-        """Return the key of an item without one; `digest` gives that of its work."""
+        """Return the key of an item without one; `digest` returns the digest of its work."""
         if self._seen is None:
             return str(self.position)
         work = digest()
@@ -318,7 +318,8 @@ class _Names:
         return f"{work}-{self._seen[work]}"
 
     def work_of(self, job_id: str, digest: Callable[[str], str]) -> str | None:
-        """Return the hash by which the queue compares items of one key: salted, so that it shows no other equality."""
+        """Return the hash by which the queue compares items of one key: salted, so that it reveals no other equality.
+        """
         return digest(job_id[:_SALT_CHARS]) if self._compares_work else None
 
     def id_of(self, key: str) -> str:
@@ -329,7 +330,7 @@ class _Names:
 
 
 def _stored(item: Submission, uri: str, tenant: str) -> Submission:
-    """Return a submission whose payload goes to the store, and only its stub to Redis."""
+    """Return a submission whose payload is written to the store, and only its stub to Redis."""
     lane = re.sub(rb'"lane":"[^:]+', rb"\g<0>+%b" % STORE.encode(), item.header, count=1)
     header = b'%b,"stored":%b}' % (lane[:-1], json.dumps(uri).encode())
     stub = payload_stub(reference_to(uri, item.payload, tenant))
@@ -337,10 +338,10 @@ def _stored(item: Submission, uri: str, tenant: str) -> Submission:
 
 
 def record_invalid(item: Submission, error: InvalidJob) -> Submission:
-    """Return a submission that the queue refused as a failed item of its batch."""
+    """Return a submission that the queue rejected as a failed item of its batch."""
     header = json.loads(item.header)
     _, _, tenant, _ = keys.split_lane(header["lane"])
-    # Its own id belongs to the earlier item in case of a conflict; the same conflict has the same id again.
+    # In a conflict its id belongs to the earlier item; repeating the conflict results in the same new id.
     is_conflict = error.code == IDEMPOTENCY_CONFLICT
     work = header.get("work")
     job_id = item_id(item.job_id, work) if is_conflict else item.job_id

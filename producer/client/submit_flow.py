@@ -1,4 +1,4 @@
-"""Submitting as flows: cutting chunks, handling refusals, waiting for room."""
+"""Submission as flows: cutting chunks, handling rejections, waiting for capacity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OnFull: TypeAlias = Literal["block", "raise"]
 OnLate: TypeAlias = Literal["flag", "refuse"]
 
 FULL: frozenset[SubmitStatus] = frozenset({"full", "memory", "purging"})
-"""Refused for now: there may be room later."""
+"""Rejected for now: there may be capacity later."""
 CHUNK_JOBS = 250
 CHUNK_BYTES = 1 << 20
 OUT_OF_MEMORY = (
@@ -46,10 +46,10 @@ RETRY_PAUSES_S = (0.1, 0.3, 0.6)
 
 
 def upload(queue: str, items: Sequence[Submission]) -> Flow[None]:
-    """Write what of these jobs goes into the store. Raises StoreError."""
+    """Write the parts of these jobs that belong into the store. Raises StoreError."""
     uploads = [item.upload for item in items if item.upload is not None]
     if uploads:
-        # Announced first: what no job takes in the end is deleted again.
+        # Announced first, so that files without a job are deleted again.
         yield from send(stored.announce(queue, [each.uri for each in uploads]))
         yield Write(uploads)
 
@@ -99,9 +99,9 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[SubmitReply]:
 def submit_with_estimate(
     queue: str, item: Submission, on_full: OnFull, on_late: OnLate | None
 ) -> Flow[tuple[str, CompletionEstimate | None, TenantQuotas | None]]:
-    """Like `submit`, with the job's estimate, and with what its tenant has left of its quotas.
+    """Submit as `submit` does, and also return the job's estimate and its tenant's remaining quotas.
 
-    `on_late` says what becomes of a job that would miss its deadline; None: no estimate.
+    `on_late`: the treatment of a job that would miss its deadline; None: no estimate.
 
     There is none for an earlier job with its idempotency key. Raises DeadlineUnreachable.
     """
@@ -116,9 +116,9 @@ def submit_with_estimate(
 
 
 def with_estimate(item: Submission, seen: EstimateInputs) -> tuple[Submission, CompletionEstimate]:
-    """Return the estimate, and the job with it in its header, so that it can be scored."""
+    """Return the job with the estimate in its header, so that it can be scored, and the estimate."""
     asked = JobDemand.from_header(item.header, seen.now)
-    # When the jobs that it waits for will end is not known.
+    # The end of the jobs that it waits for is unknown.
     found = None if item.is_linked else estimated_end(seen, asked)
     if found is None:
         return item, CompletionEstimate(deadline=None if asked.deadline is None else asked.deadline / 1000)
@@ -127,7 +127,7 @@ def with_estimate(item: Submission, seen: EstimateInputs) -> tuple[Submission, C
 
 
 def refuse_late(estimate: CompletionEstimate) -> None:
-    """Raise DeadlineUnreachable if the job would more probably than not be expired."""
+    """Raise DeadlineUnreachable if the job will probably expire."""
     if estimate.misses_deadline:
         late_s = (estimate.p50 or 0.0) - (estimate.deadline or 0.0)
         message = f"the job would probably end {late_s:.1f} s after its deadline; it was not submitted"
@@ -149,7 +149,7 @@ def submit_many(
         try:
             chunk = next(chunks, None)
         except Exception:
-            # A bad row, or an error of the caller's iterable: earlier rows stay submitted.
+            # An invalid row, or an error of the caller's iterable: earlier rows stay submitted.
             if sent is not None:
                 yield from batch.complete(sent, pending)
             raise
@@ -160,11 +160,11 @@ def submit_many(
         yield from upload(queue, chunk)
         pending = yield Begin(batch.call(chunk))
         sent = chunk
-    yield Sync()  # once is enough: the server's file is sequential, and the last chunk comes last
+    yield Sync()  # once suffices: the server's file is sequential, and the last chunk comes last
 
 
 class _Batch:
-    """One bulk submit: sends chunks and handles the replies."""
+    """One bulk submission: sends chunks and handles the replies."""
 
     def __init__(self, queue: str, batch_id: str, on_full: OnFull, on_invalid: OnInvalid) -> None:
         self._queue = queue
@@ -183,7 +183,7 @@ class _Batch:
             try:
                 replies = yield from _repeated_if_lost(reply, self.call(chunk))
             except QueueFull:
-                # Out of memory: nothing of the chunk was stored.
+                # Out of memory: no job of the chunk was stored.
                 if self._on_full == "raise":
                     raise
             else:
@@ -201,7 +201,7 @@ class _Batch:
     def _to_resend(
         self, chunk: list[Submission], replies: list[SubmitReply]
     ) -> tuple[list[Submission], SubmitReply | None]:
-        """Return the items to send again, and a reply that refuses one for now.
+        """Return the items to send again, and a reply that rejects one for now.
 
         Raises InvalidJob and IdempotencyConflict.
         """
@@ -223,7 +223,7 @@ class _Batch:
 
 
 def _full(queue: str, item: Submission, reply: SubmitReply) -> Flow[QueueFull]:
-    """Return the error for a full queue, with its figures if the server still returns them."""
+    """Return the error for a full queue, with its counts if the server still returns them."""
     _, priority, tenant, model = keys.split_lane(json.loads(item.header)["lane"])
     lane = (priority, tenant, model)
     if reply.status == "memory":
@@ -243,7 +243,7 @@ def _full(queue: str, item: Submission, reply: SubmitReply) -> Flow[QueueFull]:
 
 
 def _refusal(queue: str, item: Submission, reply: SubmitReply) -> InvalidJob | None:
-    """Return the error of a job that the queue does not take, now or later."""
+    """Return the error of a job that the queue rejects permanently; otherwise None."""
     other = reply.job_id
     match reply.status:
         case "conflict":
@@ -284,7 +284,7 @@ def _received(pending: Any) -> Flow[list[SubmitReply]]:
 
 
 def cut_chunks(submissions: Iterator[Submission]) -> Iterator[list[Submission]]:
-    """Yield chunks of at most 250 jobs and 1 MiB, unless one job is larger; without jobs, one empty chunk."""
+    """Yield chunks of up to 250 jobs and 1 MiB, unless one job is larger; without jobs, one empty chunk."""
     chunk: list[Submission] = []
     size, chunks = 0, 0
     for item in submissions:

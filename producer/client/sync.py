@@ -53,7 +53,7 @@ T = TypeVar("T")
 class Producer(Driver):
     """Submits jobs to one queue and collects results. Thread-safe; connects on first use.
 
-    A forked child gets connections of its own. As a context manager it closes them at the end. Every method may raise
+    A forked child opens its own connections. A context manager, which closes them at the end. Every method may raise
     RedisUnavailable.
 
         with Producer() as producer:
@@ -347,7 +347,7 @@ class Producer(Driver):
 
     def run_flow(self, flow: Flow[T]) -> T:
         """Drive a flow that emits nothing, and return its value."""
-        self._connected()  # outside the loop: not finding a server is an error at once, not retried
+        self._connected()  # outside the loop, so that a server that is not found is an immediate error, without retries
         begun: list[Pending[Any]] = []
         try:
             effect = next(flow)

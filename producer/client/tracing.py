@@ -1,6 +1,6 @@
 """The producer's part in a trace: a `publish` span, whose context travels in the job as `traceparent`.
 
-Active only if the application has loaded OpenTelemetry and set up its SDK; others do not pay for the import.
+Active only if the application has loaded OpenTelemetry and set up its SDK; otherwise it is not imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill.producer.wire.schema.job import Job
 def publishing(
     queue: str, given: object = None, fields: Mapping[str, Any] | None = None
 ) -> Iterator[str | None]:
-    """Open a span around a submit; yields the traceparent for its jobs, None if there is no tracing.
+    """Open a span around a submission; yields the traceparent for its jobs, None if there is no tracing.
 
     The parent is the job's own traceparent (in `fields`, or in the Job or mapping that was `given`), or the
     application's current span. An error is recorded on the span.

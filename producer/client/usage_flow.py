@@ -1,4 +1,4 @@
-"""Reading the ledger, a day at a time."""
+"""Reads of the ledger, one day at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagemill.producer.wire.calls.metering.usage import UsageFilter, UsageRow, U
 
 
 def usage(queue: str, wanted: UsageFilter) -> Flow[list[UsageRow]]:
-    """Return what the jobs took that ended, summed as wanted. Raises InvalidJob for an unknown field."""
+    """Return the usage of ended jobs, summed as requested. Raises InvalidJob for an unknown field."""
     sums = UsageSums(wanted)
     known: list[date] = yield days(queue)
     for day in filter(wanted.has, known):

@@ -12,17 +12,17 @@ from pagemill.common.backoff import FIRST_S, Backoff
 from pagemill.producer.wire.schema import keys
 
 IDLE_TICK_S = 0.25
-"""Longest sleep of a listener, so that a new wait is polled soon."""
+"""Maximum sleep of a listener, so that a new wait is polled soon."""
 POLL_CHUNK = 500
 SWEEP_S = 1.0
 """Interval of sweeps while there are waits, so that deadlines pass even without a live worker."""
 LEASE_PATIENCE_MS = 10_000
-"""Lapsed leases are left to the workers this long: after an outage all have lapsed, and are renewed first."""
+"""Lapsed leases are left to the workers for this long: after an outage all have lapsed, and are renewed first."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One wait. `wake` is called from the listener, at most once; of a wait that stays, at all news."""
+    """One wait. `wake` is called from the listener: once, or for a lasting wait, at each event."""
 
     topic: str
     wake: Callable[[], None]
@@ -116,13 +116,13 @@ class WaitingRoom:
 
 
 class Channels:
-    """The channels with the hints of a queue, and how they are read."""
+    """The channels with the hints of a queue, and the parser of their messages."""
 
     def __init__(self, queue: str) -> None:
         self._feeds = frozenset((keys.feed_channel(queue), keys.feeds_channel(queue)))
         self.names = (keys.ended_channel(queue), *sorted(self._feeds))
 
     def topics(self, message: Mapping[str, Any]) -> list[str]:
-        """Return the topics of a hint, a message of the driver's."""
+        """Return the topics of a hint, which is a message of the driver."""
         words: list[str] = message["data"].decode().split(" ")
         return [f"feed:{word}" for word in words] if message["channel"].decode() in self._feeds else words

@@ -1,1 +1,1 @@
-"""Removing all that a queue has of one tenant, and the proof that nothing is left."""
+"""Removal of all data of a tenant from a queue, and the proof that none is left."""

@@ -1,7 +1,7 @@
-"""What else a queue keeps of a tenant, by parts of the code that know their own keys.
+"""Erasers of further data of a tenant, each for the keys of one part of the code.
 
-A part that keeps something under a tenant's name beyond its jobs adds itself to `ERASERS`. It is removed where that is
-asked for; otherwise the proof passes over its keys, and the report says that they were kept.
+A part that stores data under a tenant's name beyond its jobs adds itself to `ERASERS`. The data is removed on request;
+otherwise the proof skips its keys, and the report lists them as kept.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pagemill.producer.wire.server.scripts import Call
 
 @dataclass(frozen=True, slots=True)
 class Eraser:
-    """A part of what is kept of tenants."""
+    """One part of the data of tenants."""
 
     name: str
-    """What the report calls it, and the option that asks for it."""
+    """Its name in the report, and in the option that requests it."""
     kinds: frozenset[str]
-    """The first words of its keys, behind the queue's prefix."""
+    """The first words of its keys, after the queue's prefix."""
     erase: Callable[[str, str], Flow[int]]
-    """Removes what a queue has of a tenant; returns how much it was. May be run again."""
+    """Removes a tenant's data from a queue; returns the amount. Can be repeated."""
 
 
 def _settings(queue: str, tenant: str) -> Flow[int]:
@@ -35,7 +35,7 @@ def _settings(queue: str, tenant: str) -> Flow[int]:
 
 
 def _ledger(queue: str, tenant: str) -> Flow[int]:
-    """Remove the rows day by day, and at least what was spent: one script looks at a day's rows only."""
+    """Remove the rows day by day, and the spent quotas even without rows: one script only reads a day's rows."""
     removed = 0
     days: list[date] = yield usage.days(queue)
     for day in days or [date.min]:

@@ -1,12 +1,12 @@
-"""Removing a tenant from a queue, as a flow (see effects.py).
+"""Removal of a tenant from a queue, as a flow (see effects.py).
 
-    fence     nothing new of the tenant is taken; the fence falls by itself a minute after the last step
+    fence     new data of the tenant is rejected; the fence expires a minute after the last step
     look      a walk through the keyspace names its jobs, batches and files
-    jobs      batch by batch, then the others; those that run are asked to end and waited for
-    rest      files, names, places in sets, files of the store, and what erasers know of
+    jobs      batch by batch, then the others; running jobs are asked to end and waited for
+    rest      files, names, places in sets, files of the store, and the data of erasers
     prove     another walk through all names and contents (proof.py)
 
-A step removes all that is kept of what it names, so a purge that was killed is simply run again.
+A step removes all data of the jobs or names that it lists, so a killed purge can be run again.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ JOBS_AT_ONCE = 32
 NAMES_AT_ONCE = 250
 POLL_S = 0.2
 MAX_WALKS = 20
-"""Walks for jobs: a client that sets no fence, such as a third party's, may still submit."""
+"""Maximum number of walks for jobs: a client that ignores the fence, such as a third party's, may still submit."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """What is the tenant's, by the walks so far."""
+    """The tenant's data that walks have found so far."""
 
     states: dict[str, str] = field(default_factory=dict)
-    """Of each job the state in which it was first seen."""
+    """The state in which each job was first seen."""
     present: set[str] = field(default_factory=set)
-    """Jobs that are not gone, as far as is known."""
+    """Jobs that are known to still exist."""
     running: set[str] = field(default_factory=set)
     """Jobs that were asked to end."""
     batches: set[str] = field(default_factory=set)
-    """Batches with jobs that are not gone."""
+    """Batches with jobs that still exist."""
     all_batches: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
-    """Batches that went as a whole."""
+    """Batches that were removed as a whole."""
     files: set[str] = field(default_factory=set)
     api_batches: set[str] = field(default_factory=set)
 
     @property
     def ids(self) -> set[str]:
-        """What must not be found any more, beside the tenant's name."""
+        """Return the ids that must no longer be found, in addition to the tenant's name."""
         return self.states.keys() | self.dropped | self.files | self.api_batches
 
     def note(self, key: Key, tenant: str) -> None:
@@ -79,7 +79,7 @@ class _Found:
 
 
 def purge_tenant(queue: str, tenant: str, options: PurgeOptions, *, has_store: bool) -> Flow[None]:
-    """Remove a tenant; emits PurgeProgress, and at last a PurgeReport. Raises InvalidJob for bad options."""
+    """Remove a tenant; emits PurgeProgress, and finally a PurgeReport. Raises InvalidJob for invalid options."""
     keys.check_name(keys.TENANT_PATTERN, keys.TENANT_RULE, tenant)
     if unknown := options.also - {eraser.name for eraser in ERASERS}:
         raise InvalidJob(f"nothing that can be removed is called {', '.join(sorted(unknown))}")
@@ -100,7 +100,7 @@ class _Purge:
         self._give_up_at = time.monotonic() + options.wait_s
 
     def count(self) -> Flow[None]:
-        """Count what there is."""
+        """Count the tenant's data."""
         yield from self._walk(self._note)
         names = yield from self._items(f"files:{self._tenant}")
         self._found.files.update(names[::2])
@@ -109,7 +109,7 @@ class _Purge:
 
     def run(self) -> Flow[None]:
         for _ in range(MAX_WALKS):
-            # Before their jobs: the gateway that runs such a batch then submits no more of them.
+            # Before their jobs, so that the gateway that runs such a batch submits no more of them.
             yield from self._remove_files()
             yield from self._walk(self._note)
             if not self._found.present and not self._found.batches:
@@ -134,7 +134,7 @@ class _Purge:
         report.files, report.api_batches = len(found.files), len(found.api_batches)
 
     def _step(self, phase: Phase, done: int, total: int = 0) -> Flow[None]:
-        """Say how far it is, and keep the fence up."""
+        """Report the progress, and keep the fence up."""
         now = time.monotonic()
         if not self._options.dry_run and now >= self._fenced_at + FENCE_EVERY_S:
             yield purge.fence(self._queue, self._tenant, FENCE_MS)
@@ -144,7 +144,7 @@ class _Purge:
     def _walk(
         self, on_key: Callable[[Key], Flow[None]], phase: Phase = "look", *, others: bool = False
     ) -> Flow[int]:
-        """Hand every key of the queue to `on_key`; returns how many there were. Some may come twice."""
+        """Pass every key of the queue to `on_key`; returns their number. Some may be passed twice."""
         cursor, looked = "0", 0
         while True:
             yield from self._step(phase, looked)
@@ -156,7 +156,7 @@ class _Purge:
                 return looked
 
     def _items(self, name: str) -> Flow[list[str]]:
-        """Return all that a key holds."""
+        """Return all items of a key."""
         items: list[str] = []
         place = ""
         while True:
@@ -185,7 +185,7 @@ class _Purge:
         return time.monotonic() >= self._give_up_at
 
     def _remove_jobs(self) -> Flow[bool]:
-        """Remove what the walk saw; returns whether some run, and are to be waited for."""
+        """Remove the jobs that the walk found; returns whether some are running, and must be waited for."""
         self._found.running.clear()
         for batch_id in sorted(self._found.batches):
             yield from self._remove_batch(batch_id)
@@ -220,7 +220,7 @@ class _Purge:
                 found.batches.discard(batch_id)
 
     def _is_whole(self, batch_id: str) -> Flow[bool]:
-        """Return whether all jobs of a batch are the tenant's, as far as they have records."""
+        """Return whether all jobs of a batch with a record are the tenant's."""
         place = 0
         while True:
             owners: BatchOwners = yield purge.batch_owners(self._queue, batch_id, place)
@@ -248,7 +248,7 @@ class _Purge:
             removed: Removed = yield purge.jobs(self._queue, self._tenant, job_ids, by_force=by_force)
             self._count_removed(removed, by_force)
             job_ids = removed.left
-        # The others went by themselves.
+        # The others were already removed.
         self._found.present -= asked - self._found.running
 
     @property
@@ -258,14 +258,14 @@ class _Purge:
     def _count_removed(self, removed: Removed, by_force: bool) -> None:
         found = self._found
         for job_id in removed.gone:
-            found.states.setdefault(job_id, "queued")  # one that no walk has seen: a follower
+            found.states.setdefault(job_id, "queued")  # not found by a walk: a duplicate
         if by_force:
             self._report.forced += sum(found.states[job_id] == "running" for job_id in removed.gone)
         found.present.difference_update(removed.gone)
         found.running.update(removed.running)
 
     def _remove_names(self) -> Flow[None]:
-        """Remove keys, lanes and places that are left under the tenant's name, or under an id."""
+        """Remove keys, lanes and places that remain under the tenant's name, or under an id."""
         self._places = [("parked", "")]
         yield from self._walk(self._note_name, "rest")
         for name in ("lanes", "overtaken"):
@@ -286,14 +286,14 @@ class _Purge:
             if key.rest in found.dropped:
                 self._places.append(("key", key.name))
         elif key.kind in ("wait", "job"):
-            return  # of a job that came since: without its lane it would never run
+            return  # of a newer job: without its lane it would never run
         elif tenant_of_key(key.kind, key.rest) == self._tenant or (
             key.owner in ("orphan", "other") and id_of_key(key.kind, key.rest) in found.ids
         ):
             self._places.append(("key", key.name))
 
     def _remove_stored(self) -> Flow[None]:
-        """Delete the jobs' files; without a store here a worker does, and until then the proof finds their names."""
+        """Delete the jobs' files. Without a store here, a worker does; until then the proof finds their names."""
         uris = yield from self._items("stored")
         wanted = [uri for uri in uris if job_of_file(uri) in self._found.states]
         for start in range(0, len(wanted) if self._has_store else 0, JOBS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Whose a key is by its name, and which words a text has."""
+"""The tenant or id in a key's name, and the names that a text may contain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tenant_of_lane(lane: str) -> str | None:
 
 
 def tenant_of_key(kind: str, rest: str) -> str | None:
-    """Return the tenant whose name stands in a key's name; None where none does, or its place is not known."""
+    """Return the tenant in a key's name; None if it has none, or its position is unknown."""
     match kind:
         case "idem" | "twin":
             return rest.partition(":")[0]
@@ -35,7 +35,7 @@ def tenant_of_key(kind: str, rest: str) -> str | None:
 
 
 def id_of_key(kind: str, rest: str) -> str | None:
-    """Return the id of the job, batch or file that a key is about."""
+    """Return the id of the job, batch or file that a key belongs to."""
     if kind in ("end", "sharers", "file"):
         return rest.rpartition(":")[0].rpartition(":")[2]
     if kind in PER_JOB | PER_BATCH | {"abatch"}:
@@ -50,7 +50,7 @@ def job_of_file(uri: str) -> str | None:
 
 
 def candidate_names(text: bytes) -> Iterator[str]:
-    """Yield what could be a name or an id; a dot or dash at its end may be the sentence's."""
+    """Yield possible names and ids; a dot or dash at the end may belong to the sentence."""
     for found in _WORD.findall(text):
         word = found.decode()
         yield word

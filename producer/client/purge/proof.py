@@ -1,8 +1,7 @@
 """The proof of a purge: a walk through the names and contents of all keys of a queue, as a flow (see effects.py).
 
-A key is judged by what its kind may hold. What belongs to another tenant's job or file is that tenant's text, which
-may hold any word: there only ids of what was removed are looked for, where ids stand. Keys of kinds that are not
-listed here are searched for every word.
+A key is judged by its kind. Data of another tenant's job or file may contain any word: it is only searched for removed
+ids, in the positions of ids. Keys of kinds that are not listed here are searched for all words.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from pagemill.producer.wire.calls import purge
 from pagemill.producer.wire.calls.purge import Content, Key
 
 MAX_LEFTOVERS = 1000
-"""Most leftovers that are named; the search ends with them."""
+"""Maximum number of reported leftovers; the search then ends."""
 _SHORTEST_WORD = 8
-"""Shorter ids, which a caller chose, are looked for only where ids stand: `1` may be any number."""
+"""Shorter ids, chosen by callers, are only searched for in positions of ids: `1` may be any number."""
 
-# Kinds by what their members are; those of a hash come with their values.
+# Kinds by the type of their members; those of a hash include their values.
 _IDS = frozenset({
     "leases", "delayed", "retrying", "deadlines", "dead", "outbox", "awaited", "settling", "suspects",
     "children", "followers", "bjobs", "bfeed", "backed", "bexpiry", "stored", "wait", "fileuses", "ableases",
     "abatches", "chats", "files", "hooks", "sampled", "canary"
 })  # fmt: skip
 _FIELDS = frozenset({"files", "fileuses", "hooks", "overtaken", "started", "weights", "quotas", "abopen"})
-"""Hashes of which the fields are looked at, and not the values."""
+"""Hashes whose fields are searched, but not their values."""
 _LANES = frozenset({"lanes", "overtaken", "started"})
 _TENANTS = frozenset({"turns", "weights", "quotas", "parked", "abopen"})
-# Named by models and workers, which may be called as a tenant is.
+# Named by models and workers, which may have the same name as a tenant.
 _FLEET = frozenset({
     "bell", "serves", "served", "kept", "needs", "worker", "workers", "puller", "commands", "asked", "answers",
     "jobs_page", "alive", "spells", "counts", "synced", "meta", "batch", "rollouts", "rollout", "ran"
@@ -47,10 +46,10 @@ Search = Literal["ids", "lanes", "tenants", "ids in text", "all"]
 
 
 class Proof:
-    """Finds what still names a tenant, or one of the ids that were removed."""
+    """Finds references to a tenant, or to one of the removed ids."""
 
     def __init__(self, queue: str, tenant: str, ids: set[str], kept: frozenset[str]) -> None:
-        """`kept`: kinds of keys that are to stay, and are passed over."""
+        """`kept`: kinds of keys that are not removed, and are skipped."""
         self.leftovers: list[Leftover] = []
         self._queue = queue
         self._tenant = tenant
@@ -65,20 +64,20 @@ class Proof:
         return len(self.leftovers) >= MAX_LEFTOVERS
 
     def judge(self, key: Key) -> Flow[None]:
-        """Look at one key."""
+        """Check one key."""
         if key.kind in self._kept:
             return
         if (found := self._in_name(key)) is not None:
             self.leftovers.append(Leftover(key.name, "name", found))
         elif key.kind == "file":
-            self._chunks.append(key)  # its owner is in a list that may come later
+            self._chunks.append(key)  # its owner is in a list that may follow later
         elif key.values:
             yield from self._note(key, self._in_values(key))
         else:
             yield from self._search(key, _search_of(key))
 
     def judge_files(self) -> Flow[None]:
-        """Look at the chunks of files, once all lists of files were seen."""
+        """Check the chunks of files, after all lists of files."""
         for key in self._chunks:
             if id_of_key(key.kind, key.rest) not in self._others_files and not self.is_full:
                 yield from self._search(key, "all")
@@ -105,7 +104,7 @@ class Proof:
             yield from self._ids_in(value)
 
     def _ids_in(self, text: str) -> Iterator[str]:
-        """Ids in a value that holds some, separated by spaces, an end's name, or a file's."""
+        """Yield the ids in a value that contains some separated by spaces, the name of an end, or of a file."""
         for part in text.split():
             for name in (part, id_of_key("end", part), job_of_file(part)):
                 if name in self._ids:

@@ -1,4 +1,4 @@
-"""What a purge was asked, how far it is, and what it did."""
+"""The options of a purge, its progress, and its report."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class PurgeOptions:
     """Options of a purge."""
 
     wait_s: float = 30.0
-    """Patience with jobs that run, until their records go too and their workers are refused."""
+    """Seconds to wait for running jobs; after that their records are removed too, and their workers fenced."""
     also: frozenset[str] = frozenset()
-    """Names of erasers: what else is to go."""
+    """Names of erasers, for further data to remove."""
     dry_run: bool = False
-    """Count, and change nothing."""
+    """Count without changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PurgeProgress:
-    """How far a purge is; `total` is 0 where that is not known."""
+    """The progress of a purge; `total` is 0 if unknown."""
 
     phase: Phase
     done: int
@@ -31,38 +31,38 @@ class PurgeProgress:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something that still names the tenant, or one of its jobs, batches or files."""
+    """Data that still names the tenant, or one of its jobs, batches or files."""
 
     key: str
     where: Literal["name", "content"]
     names: str
-    """The tenant or the id that stands there."""
+    """The tenant or the id that it contains."""
 
 
 @dataclass(slots=True)
 class PurgeReport:
-    """What a purge removed, and what its proof found. `remains` is empty unless something is left."""
+    """The data that a purge removed, and the result of its proof. `remains` is empty if nothing is left."""
 
     queue: str
     tenant: str
     dry_run: bool = False
     jobs: dict[str, int] = field(default_factory=dict)
-    """Jobs by the state they were found in."""
+    """Jobs by the state in which they were found."""
     batches: int = 0
     api_batches: int = 0
     files: int = 0
     stored_files: int = 0
     """Payloads and results that were deleted from the store."""
     forced: int = 0
-    """Jobs that still ran when the patience was over: what their workers write is refused."""
+    """Jobs that were still running after the wait; later writes of their workers are fenced."""
     erased: dict[str, int] = field(default_factory=dict)
-    """What else was removed, by the name of its eraser."""
+    """Further removed data, by the name of its eraser."""
     kept: list[str] = field(default_factory=list)
-    """Erasers that were not asked for: the proof passed over their keys."""
+    """Erasers that were not requested: the proof skipped their keys."""
     keys_looked_at: int = 0
     remains: list[Leftover] = field(default_factory=list)
 
     @property
     def is_proven(self) -> bool:
-        """Whether the whole keyspace was searched and nothing was found."""
+        """True if the complete keyspace was searched and nothing was found."""
         return not self.dry_run and not self.remains

@@ -1,4 +1,4 @@
-"""Compares two results of one job: tokens, then what was read off them, then every number to its last bit."""
+"""Comparison of two results of one job: tokens, then derived values, then all numbers to the last bit."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import Any, Literal
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, Result, Rows, WireModel
 
 Exactness = Literal["bitwise", "token", "close", "neither"]
-"""bitwise: all that both record is equal. token: token ids, text and labels are, numbers differ. close: of vectors,
-labels or scores, numbers differ, but no row by more than `MAX_DISTANCE` of its length, nor its cosine from 1 by more
-than 1 - `MIN_COSINE`. neither: anything else."""
+"""bitwise: everything that both record is equal. token: token ids, text and labels are equal, numbers differ. close:
+numbers of vectors, labels or scores differ, but no row by more than `MAX_DISTANCE` of its length, nor its cosine from 1
+by more than 1 - `MIN_COSINE`. neither: anything else."""
 MIN_COSINE = 0.9999
 MAX_DISTANCE = 0.01
 _DISCRETE = ("text", "finish_reason", "reasoning", "label")
 
 
 class Difference(WireModel):
-    """The first place where the replay departs from the stored result."""
+    """The first position where the replay differs from the stored result."""
 
     what: str
     """token, text, finish_reason, reasoning, tool_calls, label, logprob, prompt_logprob, label_prob, row or shape."""
     output: int = 0
     """The sample, or the row."""
     position: int | None = None
-    """The token in its output or prompt, the character in its text, the number in its row."""
+    """The index of the token in its output or prompt, of the character in its text, of the number in its row."""
     stored: int | float | str | None = None
     """A token id, a number or a word; None: the stored result had ended before. Never text."""
     replayed: int | float | str | None = None
     stored_logprob: float | None = None
-    """Log-probability of the stored token, by who generated it; as scored on a live worker if it was not recorded."""
+    """Log-probability of the stored token by its worker; as scored on a live worker if it was not recorded."""
     replayed_logprob: float | None = None
     gap: float | None = None
-    """Both tokens scored by one worker after what they share: the distance of their log-probabilities."""
+    """The distance of both tokens' log-probabilities, scored by one worker after the common prefix."""
 
 
 class Comparison(WireModel):
-    """What two results have in common."""
+    """The equality of two results."""
 
     exactness: Exactness
     compared: tuple[str, ...]
-    """What both record."""
+    """The properties that both record."""
     difference: Difference | None = None
     max_logprob_difference: float | None = None
-    """Over the log-probabilities of the same tokens at the same places, if there are any."""
+    """Maximum over the log-probabilities of the same tokens at the same positions, if there are any."""
     min_cosine: float | None = None
-    """Over the rows of a job for vectors, labels or scores."""
+    """Minimum over the rows of a job for vectors, labels or scores."""
 
 
 def compare(stored: Result, replayed: Result) -> Comparison:
@@ -113,7 +113,7 @@ def _word_difference(name: str, index: int, one: str | None, other: str | None) 
 
 
 def _calls(output: Output) -> list[tuple[str, str]]:
-    """Return the tool calls without their ids, which are the job's own."""
+    """Return the tool calls without their ids, which depend on the job."""
     return [(call.function.name, call.function.arguments) for call in output.tool_calls]
 
 
@@ -154,10 +154,10 @@ def _logprob_pairs(
         ours = () if one is None else (one.chosen, *one.top)
         theirs = () if other is None else (other.chosen, *other.top)
         if ours and theirs and ours[0].token_id != theirs[0].token_id:
-            return  # what follows is after other tokens
+            return  # the tokens before the rest differ
         for left, right in zip_longest(ours, theirs):
             if left is None or right is None or left.token_id != right.token_id:
-                # The alternatives are others, or in another order: the numbers beside them moved.
+                # The alternatives differ, or have another order: their numbers changed.
                 yield Difference(
                     what=what,
                     output=index,
@@ -195,7 +195,7 @@ def _compare_rows(stored: Result, replayed: Result) -> Comparison:
 
 
 def _rows_apart(ours: Rows, theirs: Rows) -> tuple[float, float, Difference]:
-    """Return two rows' least cosine and largest distance by their length, and the first number that differs."""
+    """Return the minimum cosine and the maximum relative distance of two rows, and the first number that differs."""
     cosine, distance, first = 1.0, 0.0, Difference(what="row")
     for index, (one, other) in enumerate(zip(ours.to_lists(), theirs.to_lists(), strict=True)):
         if one == other:

@@ -1,4 +1,4 @@
-"""Replaying jobs as flows (see effects.py): read what was kept, run a copy, compare."""
+"""Replays of jobs as flows (see effects.py): read the stored job, run a copy, compare."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from pagemill.producer.wire.schema.signing import split_payload
 from pagemill.producer.wire.store.store import MAX_STORED_BYTES
 
 MAX_COPIES = 8
-"""Copies of a job at most, until one runs on a worker that computes what the original's did."""
+"""Maximum copies of a job, until one runs on a worker with the original's fingerprint."""
 AT_ONCE = 32
-"""Copies of a batch's jobs that run together."""
+"""Maximum concurrent copies of a batch's jobs."""
 _IDS_AT_ONCE = 200
 
 
 class Placement(TypedDict, total=False):
-    """Where copies run. `any_worker`: also on workers of another fingerprint, which promises nothing."""
+    """The workers for copies. `any_worker`: including those with another fingerprint, without a guarantee."""
 
     priority: Literal["high", "normal", "low"]
     any_worker: bool
@@ -48,9 +48,9 @@ class Placement(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """How copies run, and the seconds that each may take from submit to end.
+    """How copies run, and the maximum seconds of each from submission to end.
 
-    `revision`: on workers of that revision of the model, whatever computed the original. `is_counted`: in the tenant's
+    `revision`: on workers of that revision of the model, regardless of the original's. `is_counted`: in the tenant's
     ledger and quotas.
     """
 
@@ -62,7 +62,7 @@ class ReplayOptions:
 
     @property
     def is_anywhere(self) -> bool:
-        """True if a copy counts wherever it ran."""
+        """True if a copy counts regardless of its worker."""
         return self.any_worker or self.revision is not None
 
 
@@ -98,7 +98,7 @@ def verify_batch(
 def verify_each(
     queue: str, preparer: Preparer, ids: Sequence[str], options: ReplayOptions
 ) -> Flow[tuple[int, int]]:
-    """Emit a Verification for each job; returns how many agreed, of how many that were compared."""
+    """Emit a Verification for each job; returns the number that agreed, and the number compared."""
     agreed, compared = 0, 0
     waiting: deque[tuple[str, _Original | str]] = deque()
     for job_id in ids:
@@ -128,7 +128,7 @@ def _settled(
 
 
 def _begin(queue: str, preparer: Preparer, job_id: str, options: ReplayOptions) -> Flow[_Original]:
-    """Read the job, see that a worker can run it, and submit the first copy."""
+    """Read the job, check that a worker can run it, and submit the first copy."""
     found: Recorded = yield reads.recorded(queue, job_id)
     result = yield from stored_result(found, job_id)
     job = yield from submitted_job(found, preparer, job_id)
@@ -162,7 +162,7 @@ def stored_result(found: Recorded, job_id: str) -> Flow[Result]:
 
 
 def submitted_job(found: Recorded, preparer: Preparer, job_id: str) -> Flow[Job]:
-    """Return a job as it was submitted. Raises Unverifiable: its input is not there, or can't be read."""
+    """Return a job as it was submitted. Raises Unverifiable if its input does not exist, or cannot be read."""
     if not found.payload:
         raise Unverifiable(
             f"the input of job {job_id} was not kept: submit with keep_input=True what is to be verified"
@@ -180,7 +180,7 @@ def submitted_job(found: Recorded, preparer: Preparer, job_id: str) -> Flow[Job]
 
 
 def check_workers(queue: str, job: Job, result: Result, options: ReplayOptions) -> Flow[None]:
-    """Raise Unverifiable where no live worker could run the copy, or none that computes the same."""
+    """Raise Unverifiable if no live worker can run the copy, or none has the same fingerprint."""
     alive: list[WorkerInfo] = yield registry.workers(queue)
     serving = [worker for worker in alive if job.model in worker.models]
     name = job.model if job.adapter is None else f"{job.model} with adapter {job.adapter}"
@@ -189,7 +189,7 @@ def check_workers(queue: str, job: Job, result: Result, options: ReplayOptions) 
     if options.revision is not None and not any(worker.revision == options.revision for worker in serving):
         raise Unverifiable(f"no live worker of {name} announces revision {options.revision}")
     live = {worker.fingerprints.get(job.adapter or "", "") for worker in serving}
-    if options.is_anywhere or "" in live:  # of one that does not say
+    if options.is_anywhere or "" in live:  # of a worker that does not report it
         return
     if not any(may_continue(result.fingerprint, fingerprint) for fingerprint in live):
         raise Unverifiable(
@@ -199,7 +199,7 @@ def check_workers(queue: str, job: Job, result: Result, options: ReplayOptions) 
 
 
 def copy_of(job: Job, job_id: str, result: Result, options: ReplayOptions) -> Job:
-    """Return the job as it is to run again: the same work, without a schedule and without a dedupe key."""
+    """Return the job to run again: the same work, without a schedule and without a dedupe key."""
     changed: dict[str, object] = {
         "tenant": job.tenant,
         "priority": options.priority,
@@ -221,7 +221,7 @@ def copy_of(job: Job, job_id: str, result: Result, options: ReplayOptions) -> Jo
 def submit_copy(
     queue: str, preparer: Preparer, copy: Job, options: ReplayOptions, copy_id: str | None = None
 ) -> Flow[str]:
-    """Submit a copy, under an id of its own unless one is given. Raises Unverifiable."""
+    """Submit a copy, under a new id unless one is passed. Raises Unverifiable."""
     try:
         item = preparer.job(copy, {}, copy_id or new_job_id())
         if not options.is_counted:
@@ -235,7 +235,7 @@ def submit_copy(
 def _finish(
     queue: str, preparer: Preparer, original: _Original, options: ReplayOptions
 ) -> Flow[Verification]:
-    """Wait for the copy, submit another while it ran elsewhere than it was meant to, and compare."""
+    """Wait for the copy, submit another if it ran on a wrong worker, and compare."""
     stored, copy_id, copies = original.result, original.copy_id, 1
     elsewhere: set[str] = set()
     while True:
@@ -289,7 +289,7 @@ def end_of(queue: str, copy_id: str, options: ReplayOptions) -> Flow[Result]:
 
 @dataclass(frozen=True, slots=True)
 class _Scoring:
-    """A token at which the two results part."""
+    """A token at which the two results diverge."""
 
     original: _Original
     difference: Difference
@@ -305,7 +305,7 @@ class _Scoring:
         return [sample if len(sample) == length else None for sample in samples]
 
     def job(self) -> Job | None:
-        """Return a job that scores both after what they share; None if the prompt can't be had that way."""
+        """Return a job that scores both after the common prefix; None if the prompt is not available."""
         copy = self.original.copy
         if copy.task != "generate" or copy.is_parsed:
             return None
@@ -327,7 +327,7 @@ class _Scoring:
 
 
 def _scored(queue: str, preparer: Preparer, scoring: _Scoring, options: ReplayOptions) -> Flow[Difference]:
-    """Return the difference with the log-probabilities of both tokens, where the replay's worker can score them."""
+    """Return the difference with the log-probabilities of both tokens, if the replay's worker can score them."""
     difference = scoring.difference
     try:
         job = scoring.job()
@@ -336,7 +336,7 @@ def _scored(queue: str, preparer: Preparer, scoring: _Scoring, options: ReplayOp
         copy_id = yield from submit_copy(queue, preparer, job, options)
         scored = yield from end_of(queue, copy_id, options)
     except (Unverifiable, InvalidJob, ResultTimeout):
-        return difference  # it stands without
+        return difference  # the difference is reported without them
     if not may_continue(scored.fingerprint, scoring.results[1].fingerprint):
         return difference
     known = iter(scored.outputs)

@@ -1,7 +1,8 @@
-"""Recalls as flows (see effects.py): what a worker that deviates had committed runs again, and replaces its results.
+"""Recalls as flows (see effects.py): the committed jobs of a deviating worker run again, and the copies replace the
+results.
 
-Copies have ids that follow from the worker and the job, and jobs are settled in the order of the worker's list, so a
-recall that is killed, or run twice at once, continues where it was and replaces each result once.
+The ids of copies are derived from the worker and the job, and jobs are settled in the order of the worker's list, so a
+recall that is killed, or runs twice concurrently, continues and replaces each result once.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from pagemill.producer.wire.schema.outputs import Result, WireModel
 from pagemill.producer.wire.schema.sealing import ring
 
 AT_ONCE = 32
-"""Copies that run together."""
+"""Maximum concurrent copies."""
 MAX_RESULT_BYTES = 7 << 20
-"""Of a result that can replace another one."""
+"""Maximum size of a result that can replace another one."""
 
 
 class Recalled(WireModel):
-    """What became of one job of a recall."""
+    """The outcome of one job of a recall."""
 
     id: str
     outcome: Literal["superseded", "left", "gone"]
-    """left: its result stays, for the `reason`. gone: it has no result any more."""
+    """left: its result stays, because of `reason`. gone: it no longer has a result."""
     copy_id: str | None = None
     is_changed: bool = False
     """The result that replaced the first one has other tokens."""
@@ -52,7 +53,7 @@ class Recalled(WireModel):
 def run(queue: str, preparer: Preparer, worker_id: str, options: ReplayOptions) -> Flow[None]:
     """Emit a Recalled for each job of a worker's list, and end its recall.
 
-    Raises Unverifiable or ResultTimeout where a copy can't run now: what is left of the list stays.
+    Raises Unverifiable or ResultTimeout if a copy cannot run now: the rest of the list stays.
     """
     while True:
         ids: list[str] = yield audit.listed_jobs(queue, worker_id, AT_ONCE)
@@ -70,7 +71,7 @@ def run(queue: str, preparer: Preparer, worker_id: str, options: ReplayOptions) 
 
 
 def keep(queue: str, worker_id: str) -> Flow[bool]:
-    """Let what a worker committed stay, and the worker pull again. Returns False for one that is not accused."""
+    """Keep a worker's results, and let it pull again. Returns False if it is not accused."""
     reply = -1
     while reply < 0:
         reply = yield audit.close(queue, worker_id, keep=True)
@@ -89,7 +90,7 @@ class _Begun:
 def _begin(
     queue: str, preparer: Preparer, worker_id: str, job_id: str, options: ReplayOptions
 ) -> Flow[_Begun | str]:
-    """Submit the first copy. Returns the reason for a job that can't be copied."""
+    """Submit the first copy. Returns the reason if a job cannot be copied."""
     found: Recorded = yield reads.recorded(queue, job_id)
     try:
         result = yield from stored_result(found, job_id)
@@ -114,7 +115,7 @@ def _finish(
             yield from submit_copy(queue, preparer, begun.copy, options, copy_id)
         try:
             computed = yield from end_of(queue, copy_id, options)
-        except Unverifiable as error:  # perhaps an earlier run of the recall gave up waiting, and canceled it
+        except Unverifiable as error:  # an earlier run of the recall may have given up waiting, and canceled it
             reason = str(error)
             continue
         if options.any_worker or may_continue(begun.result.fingerprint, computed.fingerprint):

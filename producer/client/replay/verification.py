@@ -1,4 +1,4 @@
-"""The verdict on a replay: what the two fingerprints promise, what was found, and whether the one honours the other."""
+"""The verdict on a replay: the exactness that the two fingerprints guarantee, compared with the result."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Result, WireModel
 
 Promise = Literal["bitwise", "token", "nothing"]
-"""What docs/architecture.md, "Exactness", lets expect of a replay: `bitwise` and `token` only where both results have
-the same fingerprint and that tier; `nothing` otherwise."""
+"""The exactness of a replay that docs/architecture.md, "Exactness", guarantees: `bitwise` and `token` only if both
+results have the same fingerprint and that tier; otherwise `nothing`."""
 NEAR_TIE = 0.001
-"""The tier `token` gives the same tokens unless two candidates are closer than this."""
+"""The tier `token` guarantees the same tokens unless two candidates are closer than this."""
 _TIERS: tuple[Promise, ...] = ("nothing", "token", "bitwise")
 _RANKS = {"neither": 0, "close": 1, "token": 1, "bitwise": 2}
 KEEPS_ORDER = frozenset({
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
 })  # fmt: skip
-"""Sampling fields with which a greedy job still takes the candidate of the largest log-probability."""
+"""Sampling fields with which a greedy job still takes the candidate with the largest log-probability."""
 
 
 class Verification(WireModel):
-    """What `verify` found out about one job."""
+    """The result of `verify` for one job."""
 
     id: str
     exactness: Exactness | None = None
-    """None: there is no verdict, for the `reason`."""
+    """None: there is no verdict, because of `reason`."""
     promise: Promise = "nothing"
     honoured: bool | None = None
-    """Whether the replay is as exact as promised. None: nothing was promised, or it is unknown (`reason`)."""
+    """True if the replay is as exact as guaranteed. None: no guarantee, or unknown (`reason`)."""
     comparison: Comparison | None = None
     reason: str | None = None
     replayed_as: str | None = None
     """The copy that ran."""
     copies: int = 0
-    """Copies submitted until one ran where it was meant to."""
+    """Number of copies submitted until one ran on a suitable worker."""
     model: str = ""
     seed: int | None = None
-    """The seed of both, given or minted at submit."""
+    """The seed of both, set by the caller or generated at submission."""
     fingerprint: str = ""
     replayed_fingerprint: str = ""
     tier: str = ""
@@ -49,7 +49,7 @@ class Verification(WireModel):
 
     @property
     def is_reproduced(self) -> bool:
-        """True if the promise was honoured, or where nothing was promised, the tokens are the same."""
+        """True if the guarantee was met, or without one, the tokens are the same."""
         if self.honoured is None:
             return self.exactness not in (None, "neither")
         return self.honoured
@@ -58,7 +58,7 @@ class Verification(WireModel):
 def judge(
     job: Job, stored: Result, replayed: Result, found: Comparison
 ) -> tuple[Promise, bool | None, str | None]:
-    """Return the promise, whether it was honoured, and why that is unknown or a difference is within it."""
+    """Return the guarantee, whether it was met, and why that is unknown or why a difference is within it."""
     promise = promised(stored, replayed)
     if promise == "nothing":
         return promise, None, None
@@ -85,7 +85,7 @@ def judge(
 
 
 def promised(stored: Result, replayed: Result) -> Promise:
-    """Return how exactly a job must come out again, by fingerprints and tiers."""
+    """Return the exactness that fingerprints and tiers guarantee for a replay."""
     if not may_continue(stored.fingerprint, replayed.fingerprint):
         return "nothing"
     known = [_TIERS.index(tier) for tier in _TIERS if tier in (stored.tier, replayed.tier)]
@@ -95,7 +95,7 @@ def promised(stored: Result, replayed: Result) -> Promise:
 
 
 def has_plain_order(job: Job) -> bool:
-    """Return whether the job takes the token of the largest log-probability each time."""
+    """Return whether the job always takes the token with the largest log-probability."""
     changed = {
         name
         for name in job.model_fields_set & set(SAMPLING_FIELDS)

@@ -19,7 +19,7 @@ from pagemill.producer.wire.server.scripts import Call
 
 
 def start(queue: str, model: str, wanted: Rollout, *, force: bool = False) -> Flow[RolloutStatus]:
-    """Open a rollout. Raises RolloutRefused: no worker of the revision (unless `force`), or another rollout is on."""
+    """Open a rollout. Raises RolloutRefused: no worker has the revision (unless `force`), or another one is active."""
     if not 0 <= wanted.share <= 1 or not 0 <= wanted.margin <= 1:
         raise RolloutRefused("a share and a margin are fractions, from 0 to 1")
     if not 1 <= wanted.least <= MAX_LEAST:
@@ -38,7 +38,7 @@ def start(queue: str, model: str, wanted: Rollout, *, force: bool = False) -> Fl
 
 
 def set_share(queue: str, model: str, share: float) -> Flow[RolloutStatus]:
-    """Give the canary another share. Raises RolloutRefused."""
+    """Change the canary's share. Raises RolloutRefused."""
     if not 0 <= share <= 1:
         raise RolloutRefused("a share is a fraction, from 0 to 1")
     return (yield from _changed(queue, model, rollouts.set_share(queue, model, share)))
@@ -53,7 +53,7 @@ def roll_back(queue: str, model: str) -> Flow[RolloutStatus]:
 
 
 def finish(queue: str, model: str) -> Flow[None]:
-    """Make the sides one again, and forget the rollout.
+    """Merge the two sides, and delete the rollout.
 
     Raises RolloutRefused: there is no rollout, or another operator changed it meanwhile.
     """
@@ -69,7 +69,7 @@ def finish(queue: str, model: str) -> Flow[None]:
 
 
 def status(queue: str, model: str) -> Flow[RolloutStatus]:
-    """Return a rollout with what waits. Raises RolloutRefused."""
+    """Return a rollout with its waiting jobs. Raises RolloutRefused."""
     found: list[RolloutStatus] = yield rollouts.statuses(queue, (model,))
     if not found:
         raise RolloutRefused(f"{model} has no rollout")
@@ -84,8 +84,8 @@ def status(queue: str, model: str) -> Flow[RolloutStatus]:
 def compare(queue: str, preparer: Preparer, model: str, sample: int, options: ReplayOptions) -> Flow[None]:
     """Emit a Verification for each of up to `sample` jobs of the canary, run again on the stable revision.
 
-    That is `options.revision`, or the one that most live workers announce beside the canary's. The numbers are kept for
-    the status. Raises RolloutRefused: no rollout, or no worker of another revision.
+    That is `options.revision`, or the one that most live workers announce except the canary's. The counts are stored
+    for the status. Raises RolloutRefused: no rollout, or no worker of another revision.
     """
     found = yield from status(queue, model)
     revision = options.revision

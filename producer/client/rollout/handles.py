@@ -1,4 +1,4 @@
-"""A model's rollout, to be operated by a program; what `pagemill rollout` does."""
+"""Handles to a model's rollout; the programming interface of `pagemill rollout`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelRollout:
         return self._producer.run_flow(flow.start(self._producer.queue, self.model, wanted, force=force))
 
     def set_share(self, share: float) -> RolloutStatus:
-        """Give the canary another share; a halted rollout resumes.
+        """Change the canary's share; a halted rollout resumes.
 
         Args:
             share: fraction of the jobs, 0 to 1.
@@ -50,15 +50,15 @@ class ModelRollout:
         return self._producer.run_flow(flow.set_share(self._producer.queue, self.model, share))
 
     def halt(self) -> RolloutStatus:
-        """Give the canary no new jobs until its share is set again."""
+        """Send no new jobs to the canary until its share is set again."""
         return self._producer.run_flow(flow.halt(self._producer.queue, self.model))
 
     def roll_back(self) -> RolloutStatus:
-        """Give the canary no jobs any more."""
+        """Send no jobs to the canary."""
         return self._producer.run_flow(flow.roll_back(self._producer.queue, self.model))
 
     def finish(self) -> None:
-        """Let all workers take all jobs again, and forget the rollout."""
+        """Let all workers take all jobs again, and delete the rollout."""
         self._producer.run_flow(flow.finish(self._producer.queue, self.model))
 
     def status(self) -> RolloutStatus:
@@ -114,7 +114,7 @@ class AsyncModelRollout:
         )
 
     async def set_share(self, share: float) -> RolloutStatus:
-        """Give the canary another share; a halted rollout resumes.
+        """Change the canary's share; a halted rollout resumes.
 
         Args:
             share: fraction of the jobs, 0 to 1.
@@ -128,15 +128,15 @@ class AsyncModelRollout:
         return await self._producer.run_flow(flow.set_share(self._producer.queue, self.model, share))
 
     async def halt(self) -> RolloutStatus:
-        """Give the canary no new jobs until its share is set again."""
+        """Send no new jobs to the canary until its share is set again."""
         return await self._producer.run_flow(flow.halt(self._producer.queue, self.model))
 
     async def roll_back(self) -> RolloutStatus:
-        """Give the canary no jobs any more."""
+        """Send no jobs to the canary."""
         return await self._producer.run_flow(flow.roll_back(self._producer.queue, self.model))
 
     async def finish(self) -> None:
-        """Let all workers take all jobs again, and forget the rollout."""
+        """Let all workers take all jobs again, and delete the rollout."""
         await self._producer.run_flow(flow.finish(self._producer.queue, self.model))
 
     async def status(self) -> RolloutStatus:

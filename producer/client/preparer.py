@@ -318,8 +318,7 @@ class _Names:
         return f"{work}-{self._seen[work]}"
 
     def work_of(self, job_id: str, digest: Callable[[str], str]) -> str | None:
-        """Return the hash by which the queue compares items of one key: salted, so that it reveals no other equality.
-        """
+        """Return the hash by which the queue compares items of one key, salted to reveal no other equality."""
         return digest(job_id[:_SALT_CHARS]) if self._compares_work else None
 
     def id_of(self, key: str) -> str:

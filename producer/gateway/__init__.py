@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface in front of a queue. Parallel gateways share nothing but Redis."""
+"""OpenAI's HTTP interface in front of a queue. Parallel gateways only share Redis."""

@@ -51,7 +51,7 @@ def _check_url(url: str) -> str:
 
 
 class KeyFileError(Exception):
-    """The key file is invalid; the message says where."""
+    """The key file is invalid; the message contains the location."""
 
 
 class ApiKey(BaseModel):
@@ -64,14 +64,14 @@ class ApiKey(BaseModel):
     tenant: _Tenant = "default"
     priority: Literal["high", "normal", "low"] = "normal"
     rate: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] | None = None
-    """Requests per second, over all gateways; None: as many as the queue takes."""
+    """Requests per second, over all gateways; None: unlimited."""
     burst: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Requests allowed at once; None: one second's worth."""
+    """Maximum requests together; None: those of one second."""
     models: tuple[str, ...] | None = None
     """Models that the key may use; None: all."""
     disabled: bool = False
     operator: bool = False
-    """On the page of jobs, sees and stops the jobs of every tenant."""
+    """On the jobs page, can see and stop the jobs of every tenant."""
 
     def bucket(self) -> Rate | None:
         if self.rate is None:
@@ -96,11 +96,11 @@ Event = Literal[
     "batch.failed", "batch.expired",
 ]  # fmt: skip
 MAX_WEBHOOKS = 8
-"""Per tenant."""
+"""Maximum per tenant."""
 
 
 class Webhook(BaseModel):
-    """Where the events of a tenant's background responses and batches are sent."""
+    """The destination of events of a tenant's background responses and batches."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -138,7 +138,7 @@ class _KeyFile(BaseModel):
 
 
 def new_key() -> tuple[str, str]:
-    """Return a new key to hand out, and its hash for the file."""
+    """Return a new key to give out, and its hash for the file."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     return key, digest(key)
 
@@ -179,7 +179,7 @@ class ApiKeys:
 
     @property
     def is_open(self) -> bool:
-        """True if requests need no key."""
+        """True if requests do not need a key."""
         return self._path is None
 
     @property
@@ -188,7 +188,7 @@ class ApiKeys:
         return bool(self._file.webhooks)
 
     def webhooks(self, tenant: str, event: str | None = None) -> list[Webhook]:
-        """Return the tenant's webhooks: all, or those that want the event."""
+        """Return the tenant's webhooks: all, or those subscribed to the event."""
         return [
             webhook
             for webhook in self._file.webhooks
@@ -238,7 +238,7 @@ class ApiKeys:
 
 
 def add_key(path: Path, key: ApiKey) -> None:
-    """Add a key to a file; a new file is readable by its owner only. Raises KeyFileError."""
+    """Add a key to a file; a new file is readable only by its owner. Raises KeyFileError."""
     before = _read(path) if path.exists() else _KeyFile.model_validate({"keys": ()})
     try:
         after = _KeyFile.model_validate({"keys": (*before.keys, key), "webhooks": before.webhooks})

@@ -48,7 +48,7 @@ def build_app(
 ) -> RequestLimits:
     """Build the application; it connects on the first request. Raises KeyFileError.
 
-    Without `runs_batches`, it leaves the batches that it accepts, and events, to the gateways of the queue.
+    Without `runs_batches`, it leaves accepted batches and events to the other gateways of the queue.
     """
     gateway = Gateway(config, metrics or GatewayMetrics())
     webhooks = Webhooks(gateway)
@@ -180,7 +180,7 @@ def _model_routes(gateway: Gateway) -> list[Route]:
 
 
 def _operator_routes(gateway: Gateway) -> list[Route]:
-    """Routes for probes, scrapers and tools, without a key."""
+    """Return the routes for probes, scrapers and tools, which need no key."""
 
     async def healthy(request: Request) -> Response:
         return JsonResponse({"status": "alive"})
@@ -202,7 +202,7 @@ def _operator_routes(gateway: Gateway) -> list[Route]:
 
     return [
         Route("/healthz", healthy, methods=["GET"]),
-        Route("/health", healthy, methods=["GET"]),  # the name in other engines' servers
+        Route("/health", healthy, methods=["GET"]),  # the name used by other engines' servers
         Route("/readyz", ready, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", described, methods=["GET"]),

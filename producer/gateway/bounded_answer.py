@@ -1,4 +1,4 @@
-"""The time that Redis has to answer a request's calls."""
+"""A time limit for Redis to answer the calls of a request."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ANSWER_S = 4.0
 
 @contextlib.asynccontextmanager
 async def bounded_answer() -> AsyncIterator[Callable[[], None]]:
-    """Raise RedisUnavailable where the body, which calls Redis, takes longer than `ANSWER_S`.
+    """Raise RedisUnavailable if the body, which calls Redis, takes longer than `ANSWER_S`.
 
-    A body of many calls calls what it is given after each, and has that time again.
+    A body with many calls calls the yielded function after each, which restarts the time.
     """
     try:
         async with asyncio.timeout(ANSWER_S) as bound:
@@ -27,7 +27,7 @@ async def bounded_answer() -> AsyncIterator[Callable[[], None]]:
 
 
 def noting_answers(flow: Flow[T], answered: Callable[[], None]) -> Flow[T]:
-    """Return the flow as one that calls `answered` after each of its effects."""
+    """Return a flow that calls `answered` after each effect of the given flow."""
     try:
         effect = next(flow)
         while True:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions, /v1/completions and /v1/responses: submit, wait or stream, answer."""
+"""/v1/chat/completions, /v1/completions and /v1/responses: submit, wait or stream, respond."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def count_input(gateway: Gateway, request: Request) -> Response:
 
 
 async def prompt_tokens(gateway: Gateway, request: Request, url: str) -> tuple[int, dict[str, str]]:
-    """Return the tokens of a request's prompt, and headers of the answer.
+    """Return the tokens of a request's prompt, and headers of the response.
 
     A job generates one token: its usage is that of the real request.
 
@@ -92,7 +92,7 @@ async def _complete(gateway: Gateway, request: Request, ask: ParsedRequest, wait
 
 
 async def wait_for_all(request: Request, ask: ParsedRequest, waiter: Waiter) -> list[Result]:
-    """Return the results of a request's jobs; a hang-up or the first error leaves them."""
+    """Return the results of a request's jobs. A disconnection or the first error stops waiting for them."""
     handles = waiter.handles
     try:
         return await while_connected(
@@ -122,10 +122,10 @@ def _stream(ask: ParsedRequest, waiter: Waiter) -> CompletionStream:
 async def streamed(
     gateway: Gateway, request: Request, stream: CompletionStream, waiter: Waiter, started: float
 ) -> Response:
-    """Stream the answer. It starts with the first event, so that an earlier error has its own status.
+    """Stream the response. It starts with the first event, so that earlier errors have their own status.
 
     Args:
-        started: Monotonic seconds at which the request came.
+        started: Monotonic seconds at which the request arrived.
     """
     chunks = stream.chunks()
     try:

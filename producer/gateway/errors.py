@@ -51,7 +51,7 @@ _JOB_STATUS = {
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """An error answer. The message never quotes a prompt."""
+    """An error response. The message never quotes a prompt."""
 
     status: int
     message: str
@@ -96,7 +96,7 @@ def retry_later(status: int, message: str, code: str, wait_s: float = RETRY_AFTE
 
 
 def wait_headers(wait_s: float | None) -> dict[str, str]:
-    """Return the header with the seconds that a request is expected to wait; none if that is not known."""
+    """Return the header with the expected wait of a request in seconds; none if it is unknown."""
     return {} if wait_s is None else {"x-pagemill-queue-seconds": f"{wait_s:.3f}"}
 
 
@@ -116,7 +116,8 @@ _URLS_OF_TASKS = {
 
 
 def in_openai_words(code: str, message: str) -> tuple[str, str]:
-    """Return an error's code and message as OpenAI's clients recognize them: some shorten the prompt and try again."""
+    """Return an error's code and message in a form that OpenAI's clients recognize: some shorten the prompt and retry.
+    """
     if code == "prompt_too_long":
         return "context_length_exceeded", f"the model's maximum context length is exceeded: {message}"
     return code, _OTHER_TASK.sub(_with_urls, message)
@@ -133,7 +134,7 @@ def error_body(code: str, message: str) -> dict[str, str]:
 
 
 def as_api_error(error: PagemillError) -> ApiError:
-    """Return the error answer for an error of the queue."""
+    """Return the error response for an error of the queue."""
     match error:
         case InvalidJob():
             status = _JOB_STATUS.get(error.code, 400)
@@ -151,7 +152,7 @@ def as_api_error(error: PagemillError) -> ApiError:
         case StoreError(kind="away"):
             return retry_later(503, "the store of large requests is not reachable now", "store_unavailable")
         case RedisUnavailable() | AccessDenied():
-            # The address and the cause belong in the log, not in the answer.
+            # The address and the cause belong in the log, not in the response.
             return retry_later(503, "the queue is not reachable now", "queue_unavailable")
         case IdempotencyConflict():
             return ApiError(409, "the idempotency key belongs to another request", "idempotency_conflict")
@@ -173,7 +174,7 @@ def _as_ended(error: JobError) -> ApiError:
 
 
 def _named_field(message: str) -> str | None:
-    """Return the field of the request that a worker's message begins with; None if it does not name one."""
+    """Return the field of the request at the start of a worker's message; None if it does not name one."""
     name, colon, _ = message.partition(":")
     is_field = bool(colon) and name in (*Job.model_fields, "tokens")
     return "prompt" if name == "prompt_token_ids" else name if is_field else None

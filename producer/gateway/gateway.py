@@ -1,4 +1,4 @@
-"""The state that endpoints share: the queue, the API keys and their limits, the models."""
+"""The state shared by endpoints: the queue, the API keys and their limits, the models."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ class Gateway:
             raise error
 
     def identify(self, request: Request) -> ApiKey:
-        """Like `admit`, without counting."""
+        """Return the request's key as `admit` does, without counting."""
         if self.keys.is_open:
             if self.config.host in LOOPBACK:
                 check_host(request.headers)
             check_origin(request.method, request.headers)
         headers = request.headers
-        key = headers.get("x-api-key")  # as Anthropic's clients send it
+        key = headers.get("x-api-key")  # used by Anthropic's clients
         return self.keys.identify(headers.get("authorization") or (f"Bearer {key}" if key else None))
 
     async def run(self, call: Call[T]) -> T:
-        """Run a call that is not a method of any handle. Raises RedisUnavailable after `ANSWER_S`, too."""
+        """Run a call that is not a method of a handle. Also raises RedisUnavailable after `ANSWER_S`."""
         async with bounded_answer():
             return await self.producer.run_flow(flows.call(call))
 
@@ -117,7 +117,7 @@ class Gateway:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Return the work's value; the body must have been read. Raises ClientGone on an earlier hang-up."""
+    """Return the work's value; the body must have been read. Raises ClientGone if the client disconnects earlier."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request))
     try:

@@ -1,4 +1,4 @@
-"""The gateway's application without a server, for requests of the same process."""
+"""The gateway's application without a server, for requests from the same process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pagemill.producer.gateway.config import GatewayConfig
 T = TypeVar("T")
 
 _MAX_MESSAGES = 256
-"""Messages of an answer that wait for their reader, 3 at least; the rest of a stream stays in Redis."""
+"""Maximum messages of a response that wait for their reader, at least 3; the rest of a stream stays in Redis."""
 
 
 class InProcessGateway:
     """Runs the application, without batches, on a thread that starts with the first request.
 
-    Threads and event loops may share it. A forked child gets a thread of its own.
+    Threads and event loops may share it. A forked child starts its own thread.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -34,12 +34,12 @@ class InProcessGateway:
         self._running: _Running | None = None
 
     def send(self, scope: Scope, body: bytes, timeout_s: float | None) -> Future[Exchange]:
-        """Send a request. The future is an answer that has begun; it raises as `Exchange.piece` does."""
+        """Send a request. The future is a response that has started; it raises as `Exchange.piece` does."""
         running = self._started()
         return running.run(running.send(scope, body, timeout_s))
 
     def close(self) -> None:
-        """End all requests, with their jobs, and the thread. A later request starts another."""
+        """Stop all requests, with their jobs, and the thread. A later request starts another."""
         running, self._running = self._running, None
         if running is not None:
             running.close()
@@ -120,7 +120,7 @@ class _Running:
 
 
 class Exchange:
-    """One request and its answer. `piece` and `close` are for any thread, the rest for the gateway's."""
+    """One request and its response. `piece` and `close` are for any thread, the rest for the gateway's."""
 
     def __init__(self, running: _Running, app: ASGIApp, scope: Scope, body: bytes) -> None:
         self.status = 0
@@ -133,14 +133,15 @@ class Exchange:
         self.task = asyncio.create_task(self._answer(app, scope))
 
     def piece(self, timeout_s: float | None) -> Future[bytes | None]:
-        """Return the next part of the answer's body, None after the last.
+        """Return the next part of the response's body, None after the last.
 
-        The future raises TimeoutError after `timeout_s` without a part, ConnectionResetError if the answer ends early.
+        The future raises TimeoutError after `timeout_s` without a part, ConnectionResetError if the response ends
+        early.
         """
         return self._running.run(self._piece(timeout_s))
 
     def close(self) -> Future[None]:
-        """Hang up, unless the answer is complete, and wait until the application has noticed."""
+        """Disconnect, unless the response is complete, and wait until the application has noticed."""
         return self._running.run(self.hang_up())
 
     async def begin(self, timeout_s: float | None) -> None:
@@ -153,7 +154,7 @@ class Exchange:
 
     def disconnect(self) -> None:
         self._is_gone.set()
-        # Senders that wait for room (two at most: a stream and its comments) continue; their next message fails.
+        # Senders that wait for space (up to two: a stream and its comments) continue; their next message fails.
         while not self._messages.empty():
             self._messages.get_nowait()
         self._messages.put_nowait(None)
@@ -173,7 +174,7 @@ class Exchange:
         return message
 
     async def _answer(self, app: ASGIApp, scope: Scope) -> None:
-        with contextlib.suppress(Exception):  # logged, and answered by 500 unless the answer had begun
+        with contextlib.suppress(Exception):  # logged, and a 500 response unless one had started
             await app(scope, self._receive, self._send)
         if not self._is_gone.is_set():
             await self._messages.put(None)

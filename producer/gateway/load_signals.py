@@ -1,4 +1,4 @@
-"""How long a request would wait, and whether it should come back later instead."""
+"""The expected wait of a request, and whether to reject it for now."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ MAX_LANES = 256
 
 
 class LoadSignals:
-    """What the queue says about the wait in its lanes, asked at most every `FRESH_S` per lane."""
+    """The expected waits in the queue's lanes, read at most once per `FRESH_S` and lane."""
 
     def __init__(self, producer: AsyncProducer, metrics: GatewayMetrics) -> None:
         self._producer = producer
         self._metrics = metrics
         self.lanes: dict[str, tuple[float, EstimateInputs]] = {}
-        """Name -> when it was asked (monotonic), and the reply. The oldest are forgotten beyond `MAX_LANES`."""
+        """Maps a lane to the time of reading (monotonic) and the reply. Beyond `MAX_LANES` the oldest are dropped."""
 
     async def expect(
         self, job: Job, item: Submission, on_late: OnLate | None, *, has_client: bool
     ) -> tuple[Submission, CompletionEstimate]:
         """Return the job with its estimate in its header.
 
-        A job with an idempotency key is not refused for the load: it may have been submitted before.
+        A job with an idempotency key is not rejected for the load: it may have been submitted before.
 
         Args:
-            on_late: As AsyncProducer.submit's `estimate`; None: refuse it if it would start after its deadline.
+            on_late: As AsyncProducer.submit's `estimate`; None: reject it if it would start after its deadline.
             has_client: A client waits for it; otherwise it may wait for its tenant's quota.
 
         Raises ApiError (429), DeadlineUnreachable and RedisUnavailable.

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's interface on the same jobs."""
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's interface to the same jobs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def _count_tokens(gateway: Gateway, request: Request) -> Response:
 
 
 class MessageStream(CompletionStream):
-    """The events of one message. Its blocks open one after another: thinking, text, calls."""
+    """The events of one message. Its blocks open sequentially: reasoning, text, calls."""
 
     def __init__(self, ask: ParsedRequest, handle: AsyncJobHandle) -> None:
         super().__init__(ask, [handle])

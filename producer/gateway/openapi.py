@@ -248,7 +248,7 @@ class Error(BaseModel):
 
 
 def _request(name: str, url: str, base: type[_Request]) -> type[BaseModel]:
-    """Return a completion request's model: `base` with a job's fields. Null means unset, in any field."""
+    """Return a completion request's model: `base` with a job's fields, in any of which null means unset."""
     job = {field: info.rebuild_annotation() for field, info in Job.model_fields.items()}
     fields: dict[str, Any] = {field: job[field] for field in job if field in formats.FIELDS[url]}
     fields |= dict.fromkeys(formats.ANNOTATIONS, str)
@@ -284,7 +284,7 @@ _REFERRED_TO: tuple[type[BaseModel], ...] = (
 
 @cache
 def description() -> dict[str, Any]:
-    """Return the whole document."""
+    """Return the complete document."""
     _, schemas = models_json_schema(
         [(model, "validation") for model in _REFERRED_TO], ref_template=_REF + "{model}"
     )

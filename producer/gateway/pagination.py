@@ -33,7 +33,7 @@ def read_paging(request: Request, others: Collection[str] = (), *, longest: int 
 
 
 def after(rows: list[dict[str, Any]], paging: Paging) -> list[dict[str, Any]]:
-    """Return the rows behind that of the previous page's last id. Raises ApiError if that is unknown."""
+    """Return the rows after the previous page's last id. Raises ApiError if that is unknown."""
     if not paging.after:
         return rows
     places = [place for place, row in enumerate(rows) if row["id"] == paging.after]

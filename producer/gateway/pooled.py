@@ -1,4 +1,4 @@
-"""/v1/embeddings, /v1/rerank, /v1/score and /v1/classify: submit, wait, answer."""
+"""/v1/embeddings, /v1/rerank, /v1/score and /v1/classify: submit, wait, respond."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
         raise
     results = await wait_for_all(request, ask, waiter)
     gateway.metrics.tokens["prompt"] += total_usage(result.usage for result in results).prompt_tokens
-    body = await read_object(request)  # what it says about the answer
+    body = await read_object(request)  # fields for the form of the response
     answered = write_pooled(url, waiter.handles[0].id, int(time.time()), body, results)
     return JsonResponse(answered, headers=waiter.headers())

@@ -1,4 +1,4 @@
-"""Parsing of a request's body into the jobs it asks for."""
+"""Parsing of a request's body into the requested jobs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ESTIMATE_HEADER = "x-estimate"
 STORED_CHAT = "chat"
 """The entry of a job's metadata for a chat completion that can be retrieved later."""
 Conversation = Callable[[Any, ApiKey], Awaitable[list[dict[str, Any]]]]
-"""Returns the messages of the response with an id, for one that continues it."""
+"""Returns the messages of the response with an id, for a request that continues it."""
 _BASE64 = (string.ascii_letters + string.digits + "+/").encode()
 _STREAM_OPTIONS = {
     "include_usage": (True, False),
-    # vLLM's: usage so far in every chunk. Chunks before the last have null, since counts are known at the end.
+    # vLLM's field: usage so far in every chunk. Chunks before the last have null, since counts are known at the end.
     "continuous_usage_stats": (True, False),
     "include_obfuscation": (False,),
 }
@@ -48,17 +48,17 @@ class ParsedRequest:
     include_usage: bool
     timeout_s: float
     response: Mapping[str, Any] | None = None
-    """The body of a request for a response, which the chat in `jobs` stands for."""
+    """The body of a request for a response, which the chat in `jobs` represents."""
     on_late: OnLate | None = None
-    """Whether to estimate when the jobs will end, and what to do if that is after the deadline."""
+    """Whether to estimate when the jobs will end, and the action if that is after the deadline."""
 
     @property
     def model(self) -> str:
-        """What the request calls the model: its name, or its adapter's."""
+        """The request's name for the model, or for its adapter."""
         return self.jobs[0].adapter or self.jobs[0].model
 
     def of(self, fields: Mapping[str, str]) -> ParsedRequest:
-        """Return the same with other `model` and `adapter`."""
+        """Return a copy with other `model` and `adapter`."""
         return replace(self, jobs=tuple(job.model_copy(update=dict(fields)) for job in self.jobs))
 
     @property
@@ -67,12 +67,12 @@ class ParsedRequest:
 
     @property
     def is_background(self) -> bool:
-        """Whether the job runs without a client that waits for it."""
+        """True if the job runs without a client that waits for it."""
         return self.response is not None and self.response.get("background") is True
 
 
 def request_of(job: Job, timeout_s: float) -> ParsedRequest:
-    """Return the request for a chat that a job stands for."""
+    """Return the request for the chat that a job represents."""
     return ParsedRequest(CHAT_URL, (job,), stream=True, include_usage=False, timeout_s=timeout_s)
 
 
@@ -124,7 +124,7 @@ async def read_ask(
         if name is not None:
             own["idempotency_key"] = f"{name}/{position}" if position else name
         jobs.append(parse_job(fields | own))
-        size += len(jobs[-1].to_payload()) if len(rows) > 1 else 0  # one job has a limit of its own
+        size += len(jobs[-1].to_payload()) if len(rows) > 1 else 0  # a single job has its own limit
         if size > config.max_stored_bytes:
             # Shared settings are stored with every prompt, so a small body may need much storage.
             most = f"at most {config.max_stored_bytes} bytes are stored"
@@ -138,7 +138,7 @@ async def read_ask(
 
 
 def as_count(ask: ParsedRequest) -> ParsedRequest:
-    """Return a request for the prompt's length: one token, with nothing said of the output's form."""
+    """Return a request for the prompt's length: one token, without settings for the form of the output."""
     free = {
         "max_tokens": 1, "structured_outputs": None, "idempotency_key": None, "stream": False,
         "keep_input": False, "metadata": None,
@@ -152,7 +152,7 @@ async def read_object(request: Request, max_bytes: int | None = None) -> dict[st
     """Read the body, a JSON object.
 
     Args:
-        max_bytes: of all that is not a letter, a digit, + or /, of which images consist.
+        max_bytes: maximum of characters other than letters, digits, + and /, of which images consist.
 
     Raises:
         ApiError: the body is not a JSON object, or larger.
@@ -160,7 +160,7 @@ async def read_object(request: Request, max_bytes: int | None = None) -> dict[st
     check_json(request)
     content = await request.body()
     if max_bytes is not None and len(content) > max_bytes:
-        # Many small values would take long to parse, and block other requests; an image is a single string.
+        # Many small values would take long to parse and block other requests; an image is a single string.
         size = len(content.translate(None, _BASE64))
         if size > max_bytes:
             message = f"the request's body has more than {max_bytes} bytes without images"
@@ -236,7 +236,7 @@ def _read_on_late(request: Request) -> OnLate | None:
 
 
 def _read_idempotency_key(request: Request) -> str | None:
-    """Read the key; a request that is repeated under the same key gets the job it started before."""
+    """Read the key; a request that is repeated under the same key gets the job of the first one."""
     name = request.headers.get("idempotency-key")
     if name is not None and not (0 < len(name) <= MAX_KEY - 4 and name.isascii() and name.isprintable()):
         raise ApiError(400, "the idempotency key is too long, or no plain text", "invalid_idempotency_key")

@@ -15,7 +15,7 @@ from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs
 
 
 class ResponseStream(CompletionStream):
-    """The events of one response. Its items open one after another: thinking, text, calls."""
+    """The events of one response. Its items open sequentially: reasoning, text, calls."""
 
     def __init__(self, ask: ParsedRequest, handle: AsyncJobHandle, asked: Mapping[str, Any]) -> None:
         super().__init__(ask, [handle])

@@ -1,7 +1,7 @@
 """The available models: those that live workers serve, and those that the operator named.
 
-The queue also *knows* the models that a worker served within a day and those with waiting jobs. A request for such
-a model is answered 503 while no worker serves it, and a request for any other model 404.
+The queue also *knows* the models that a worker served within a day and those with waiting jobs. Requests for such a
+model get 503 while no worker serves it, and requests for other models 404.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pagemill.producer.wire.schema import keys
 
 FRESH_S = 1.0
 REMEMBERED_S = 60.0
-"""Enough to replace a worker; until then its model's jobs are accepted and wait."""
+"""Enough time to replace a worker; until then its model's jobs are accepted and wait."""
 KNOWN_FRESH_S = 2.0
 MAX_LANE_PAGES = 20
-"""Pages of a thousand lanes that are searched for models whose jobs wait."""
+"""Maximum pages of a thousand lanes that are searched for models with waiting jobs."""
 
 
 class Model(BaseModel):
-    """A model as clients see it."""
+    """The model object that clients receive."""
 
     id: str
     object: Literal["model"]
@@ -49,7 +49,7 @@ def _model(name: str, created: int) -> Model:
 
 
 class ServedModels:
-    """The models of a queue. Asks it at most once a second, and before it refuses a name."""
+    """The models of a queue. Reads it at most once per second, and before rejecting a name."""
 
     def __init__(self, producer: AsyncProducer, named: tuple[str, ...]) -> None:
         self._producer = producer
@@ -58,12 +58,12 @@ class ServedModels:
         self._seen: dict[str, tuple[Model, float]] = {}
         self._lengths: dict[str, int] = {}
         self._adapters: dict[str, tuple[str, Model, float]] = {}
-        """Name -> the model that workers have it for."""
+        """Maps a name to the model for which workers have the adapter."""
         self._are_loading = False
         self.has_ready_worker = False
         self._looked_at = -math.inf
         self._known: dict[str, dict[str, str]] = {}
-        """Names that the queue knows without a live worker -> the fields of a job for them."""
+        """Maps names without a live worker that the queue knows to the fields of a job for them."""
         self._known_until = 0.0
         self._lock = asyncio.Lock()
 
@@ -99,7 +99,7 @@ class ServedModels:
         return name in self._seen or name in self._adapters
 
     def max_model_len(self, name: str) -> int | None:
-        """Return the tokens that a model takes, as last seen; None: not known."""
+        """Return the maximum tokens of a model, as last seen; None: unknown."""
         return self._lengths.get(name)
 
     async def known(self, names: Collection[str]) -> dict[str, dict[str, str]]:
@@ -130,10 +130,10 @@ class ServedModels:
         raise ApiError(404, f"the model {name!a} does not exist", "model_not_found", "model")
 
     def _adapters_of(self, workers: list[WorkerInfo], now: float) -> dict[str, tuple[str, Model, float]]:
-        """Return the adapters of live workers; of one with several models, the first by name."""
+        """Return the adapters of live workers; if one has several models, those of the first by name."""
         kept = {name: seen for name, seen in self._adapters.items() if now - seen[2] < REMEMBERED_S}
         served = {model for worker in workers for model in worker.models}
-        # A live worker announces what it has; only the adapters of a model without workers are kept.
+        # A live worker announces its adapters; only the adapters of a model without workers are kept.
         found = {name: seen for name, seen in kept.items() if seen[0] not in served}
         for worker in sorted(workers, key=lambda worker: worker.models, reverse=True):
             if worker.models:
@@ -147,14 +147,14 @@ class ServedModels:
         return next((model for model in await self.all(caller) if model.id == name), None)
 
     async def _find(self, name: str) -> None:
-        """Ask the queue; once more if it does not have the model, whose worker may have registered since."""
+        """Read the queue; once more if it does not have the model, since its worker may have registered meanwhile."""
         arrived = time.monotonic()
         await self.refresh()
         if not self.is_served(name):
             await self.refresh(arrived)
 
     async def refresh(self, since: float | None = None) -> None:
-        """Ask the queue, unless it was asked after `since` (monotonic). Default: a moment ago."""
+        """Read the queue, unless it was read after `since` (monotonic). Default: a moment ago."""
         since = time.monotonic() - FRESH_S if since is None else since
         if self._looked_at >= since:
             return
@@ -179,7 +179,7 @@ class ServedModels:
             self._looked_at = began
 
     async def _refresh_known(self) -> None:
-        """Ask the queue which models were served lately or have waiting jobs, unless it was asked a moment ago."""
+        """Read which models were served recently or have waiting jobs, unless they were read a moment ago."""
         if time.monotonic() < self._known_until:
             return
         async with bounded_answer(), self._lock:
@@ -199,7 +199,8 @@ class ServedModels:
                 if cursor == "0":
                     break
             known: dict[str, dict[str, str]] = {}
-            # As among live workers: a model hides an adapter of its name, and the first model by name has an adapter.
+            # As for live workers: a model hides an adapter of its name, and an adapter belongs to the first model by
+            # name.
             for name in sorted(sorted(names, reverse=True), key=lambda name: "#" not in name):
                 model, _, adapter = name.partition("#")
                 known[adapter or model] = {"model": model} | ({"adapter": adapter} if adapter else {})

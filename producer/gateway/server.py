@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 TELL_S = 2.0
-"""Interval between the lines of a drain."""
+"""Interval between the log lines of a drain."""
 KEEP_ALIVE_S = 30
 _OTHER_FILES = 256
-"""File descriptors reserved for other uses than client connections."""
+"""File descriptors reserved for purposes other than client connections."""
 
 
 def build_server(config: GatewayConfig) -> uvicorn.Server:
-    """A server that `run()` starts and SIGTERM drains. Raises KeyFileError."""
+    """Return a server that `run()` starts and SIGTERM drains. Raises KeyFileError."""
     metrics = GatewayMetrics()
     limits = ConnectionLimits(
         min(config.max_connections, _raise_file_limit() - _OTHER_FILES), config.head_timeout_s, metrics
@@ -59,14 +59,14 @@ def build_server(config: GatewayConfig) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """Exits like a worker: a drain after a signal is a success, not a death by the signal."""
+    """Exits like a worker: a drain after a signal counts as success, not as being killed by the signal."""
 
     def __init__(self, config: uvicorn.Config, metrics: GatewayMetrics) -> None:
         super().__init__(config)
         self._metrics = metrics
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, and say how far that has come."""
+        """Drain, and log the progress."""
         telling = asyncio.create_task(self._report(), name="pagemill-drain")
         try:
             await super().shutdown(sockets)
@@ -86,7 +86,7 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         with super().capture_signals():
-            # uvicorn takes SIGTERM and SIGINT itself, and leaves SIGHUP to end the process.
+            # uvicorn handles SIGTERM and SIGINT itself, but SIGHUP would end the process.
             more = set(stop_signals()) - {signal.SIGTERM, signal.SIGINT}
             before = {number: signal.signal(number, self.handle_exit) for number in more if _is_main_thread()}
             try:
@@ -102,10 +102,10 @@ def _is_main_thread() -> bool:
 
 
 def bind(config: GatewayConfig) -> socket.socket:
-    """Return the listening socket, for `Server.run`. Raises OSError for a port that is taken."""
+    """Return the listening socket, for `Server.run`. Raises OSError for a port that is in use."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on a socket created with IPPROTO_TCP. Without it the end of each small
-    # answer waits 40 ms for the client to acknowledge its beginning.
+    # asyncio sets TCP_NODELAY only on a socket created with IPPROTO_TCP. Otherwise the end of each small response waits
+    # 40 ms for the client to acknowledge its start.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -125,7 +125,7 @@ def inherit(fd: int) -> socket.socket:
 
 
 def _raise_file_limit() -> int:
-    """Raise the limit of open files, at most to 65,536; returns the limit."""
+    """Raise the limit of open files, up to 65,536. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft < wanted:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions/{id}: chats with `store: true`. What is stored is the job's own record, with its lifetime."""
+"""/v1/chat/completions/{id}: chats with `store: true`. The job's own record is stored, with its lifetime."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from pagemill.producer.wire.schema.outputs import JobStatus
 from pagemill.producer.wire.schema.text.chat import Message
 
 _MAX_PAGE_BYTES = 8 << 20
-"""Bytes of a page of completions, the last one not counted; a page may have fewer rows than asked for."""
+"""Maximum bytes of a page of completions before its last one; a page may have fewer rows than requested."""
 _FILTER = "metadata["
 
 
 class StoredChats:
-    """Endpoints of stored chat completions. A key sees those of its tenant, whose model it may use."""
+    """Endpoints of stored chat completions. A key sees those of its tenant with models that it may use."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -86,7 +86,7 @@ class StoredChats:
         return JsonResponse(found)
 
     async def messages(self, request: Request) -> Response:
-        """Return a page of the messages that a chat completion answers."""
+        """Return a page of the messages that led to a chat completion."""
         name, caller = str(request.path_params["completion_id"]), await self._gateway.admit(request)
         paging = read_paging(request, {"order"})
         status, _ = await self._find(name, caller)
@@ -115,7 +115,7 @@ class StoredChats:
     async def _listed(
         self, caller: ApiKey, after_name: str, *, is_desc: bool
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yield the jobs of the caller's chats after one, with what was stored with them."""
+        """Yield the jobs of the caller's chats after one, with the data stored with them."""
         last = _job_id(after_name) if after_name else ""
         while last is not None:
             call = stored_chats.page(self._queue, caller.tenant, last, is_desc=is_desc)
@@ -127,7 +127,7 @@ class StoredChats:
             last = found.last or None
 
     async def _find(self, name: str, caller: ApiKey) -> tuple[JobStatus, dict[str, Any]]:
-        """Return a completion's job and what was stored with it. Any other looks like one that does not exist."""
+        """Return a completion's job and the data stored with it. Others' completions look nonexistent."""
         missing, job_id = not_found("completion", name), _job_id(name)
         if job_id is None:
             raise missing
@@ -166,7 +166,7 @@ def _parts(message: Message) -> dict[str, Any]:
 
 
 def _about(metadata: Mapping[str, Any] | None, caller: ApiKey) -> dict[str, Any] | None:
-    """Return what was stored with a chat; None for other jobs and models that the caller may not use."""
+    """Return the data stored with a chat; None for other jobs and models that the caller may not use."""
     about = (metadata or {}).get(STORED_CHAT)
     if not isinstance(about, Mapping) or not isinstance(model := about.get("model"), str):
         return None

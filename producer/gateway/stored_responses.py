@@ -1,7 +1,7 @@
 """/v1/responses/{id}: responses whose jobs run in the background, and stored ones.
 
-A background response is a job without a waiter: it does not depend on any connection or gateway. Everything that is
-read of it later comes from the job's record.
+A background response is a job without a waiter: it does not depend on any connection or gateway. All later reads use
+the job's record.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import JobStatus
 
 _CANCEL_S = 2.0
-"""Seconds that a cancellation waits for the worker, so that its answer shows the end."""
+"""Seconds that a cancellation waits for the worker, so that its response shows the end."""
 _STATUS: Mapping[str, str] = {
     "queued": "queued",
     "delayed": "queued",
@@ -46,7 +46,7 @@ _STATUS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored response: its job's record, and the request that the job stands for."""
+    """A stored response: its job's record, and the request that the job represents."""
 
     job: Job
     status: JobStatus
@@ -79,7 +79,7 @@ class Stored:
 
 
 class StoredResponses:
-    """Endpoints of stored responses. A key sees those of its tenant, whose model it may use."""
+    """Endpoints of stored responses. A key sees those of its tenant with models that it may use."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -97,7 +97,7 @@ class StoredResponses:
         return await stream(self._gateway, ask, handle, found.asked, int(found.status.created_at), after)
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel a background response; one that has ended stays as it is."""
+        """Cancel a background response; one that has ended is not changed."""
         caller = await self._gateway.admit(request)
         found = await self._find(str(request.path_params["response_id"]), caller)
         if not found.is_background:
@@ -112,7 +112,7 @@ class StoredResponses:
         return JsonResponse(found.body("cancelled"))
 
     async def delete(self, request: Request) -> Response:
-        """Delete a response with its job, whatever its state."""
+        """Delete a response with its job, in any state."""
         caller = await self._gateway.admit(request)
         found = await self._find(str(request.path_params["response_id"]), caller)
         call = purge.jobs(self._queue, found.status.tenant, [found.status.id], by_force=True)
@@ -129,7 +129,7 @@ class StoredResponses:
         return stored_responses.conversation(found.job, found.asked, found.outcome.result.outputs[0])
 
     async def _find(self, response_id: str, caller: ApiKey) -> Stored:
-        """Return a response of the caller's tenant. Any other looks like one that does not exist."""
+        """Return a response of the caller's tenant. Others' responses look nonexistent."""
         missing = not_found("response", response_id)
         job_id = responses.job_id_of(response_id)
         if not keys.ID_PATTERN.fullmatch(job_id):
@@ -164,7 +164,7 @@ async def read_recorded(gateway: Gateway, job_id: str) -> tuple[Job, Outcome]:
 
 
 async def begin(gateway: Gateway, ask: ParsedRequest, handle: AsyncJobHandle, created: int) -> Response:
-    """Answer the request that has submitted a background response."""
+    """Respond to the request that has submitted a background response."""
     assert ask.response is not None
     if ask.stream:
         return await stream(gateway, ask, handle, ask.response, created, after=-1)
@@ -193,10 +193,10 @@ async def stream(
 
 
 class BackgroundStream(ResponseStream):
-    """Events that can be read again from any of them on, on any gateway.
+    """Events that can be read again from any position, on any gateway.
 
-    Their numbers follow from the text alone: a delta counts once per character and has its last character's number,
-    any other event counts once. So it does not matter how the text was cut into deltas when it was first sent.
+    Their numbers only depend on the text: a delta counts once per character and has its last character's number, any
+    other event counts once. So the deltas of the first transmission do not matter.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class BackgroundStream(ResponseStream):
         self._error: JobError | None = None
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events to send; the first at once, so that the client has the response's id."""
+        """Yield the events to send; the first immediately, so that the client has the response's id."""
         body = self._response("queued")
         head = [self._event(f"response.{word}", response=body) for word in ("created", "queued")]
         yield b"".join(head) or b": continued\n\n"
@@ -231,7 +231,7 @@ class BackgroundStream(ResponseStream):
 
     def _open_item(self, news: TextDelta) -> list[bytes]:
         if news.part in self._texts:
-            # A reader who comes later sees each part whole, so its events would have other numbers.
+            # A later reader receives each part as a whole, so its events would have other numbers.
             raise diverged()
         return super()._open_item(news)
 

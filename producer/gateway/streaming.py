@@ -1,7 +1,7 @@
-"""Answers as server-sent events: a job's stream as OpenAI's chunks.
+"""Responses as server-sent events: a job's stream as OpenAI's chunks.
 
-Sent text cannot be taken back. When a job restarts after a retry, nothing is sent until it has new text; if
-its text differs from what was sent, the stream ends with an error.
+Sent text cannot be retracted. When a job restarts after a retry, nothing is sent until it has new text; if its text
+differs from what was sent, the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, Resu
 from pagemill.producer.wire.schema.text.chat import ToolCallDelta
 
 GRACE_S = 5.0
-"""Margin after the deadline, at which the queue itself ends a job, for a queue that does not."""
+"""Margin after the deadline, in case the queue itself does not end the job."""
 END_PATIENCE_S = 10.0
 """Timeout for the result, which normally exists once the stream has ended."""
 _DONE = b"data: [DONE]\n\n"
 _PING = b": waiting\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _MAX_POSITIONS = 64
-"""Of the log-probabilities in one chunk: formatting thousands would stop the event loop."""
+"""Maximum log-probabilities in one chunk: formatting thousands would block the event loop."""
 _MERGED_EVENTS = 64
 """Events of several jobs buffered for a slow client; the rest stays in Redis."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text of one sample: of its `content`, its `reasoning`, or the arguments of a call, named by its number."""
+    """New text of one sample: its `content`, its `reasoning`, or the arguments of a call, identified by its number."""
 
     part: str | int
     text: str
@@ -61,18 +61,18 @@ class TextDelta:
 
 @dataclass(slots=True)
 class _Sample:
-    """The text of one sample that was sent, by parts, and the text its job has generated in this run."""
+    """The sent text of one sample, by parts, and the text that its job has generated in this run."""
 
     sent: dict[str | int, str] = field(default_factory=dict)
     sent_positions: int = 0
     sent_characters: int = 0
-    """Of the text that the positions which were sent last end at."""
+    """Length of the text at the end of the last sent positions."""
     seen: dict[str | int, str] = field(default_factory=dict)
     calls: dict[int, ToolCallDelta] = field(default_factory=dict)
     has_begun: bool = False
 
     def check_end(self) -> None:
-        """Raise ApiError if the job has ended before it reached the text that was sent."""
+        """Raise ApiError if the job has ended before it reached the sent text."""
         if self.seen != self.sent:
             raise diverged()
 
@@ -101,7 +101,7 @@ class _Sample:
         return news, positions
 
     def _see(self, event: StreamEvent) -> dict[str | int, ToolCallDelta]:
-        """Take in an event's text; returns the calls that are new, by their numbers."""
+        """Add an event's text. Returns the new calls, by their numbers."""
         begun: dict[str | int, ToolCallDelta] = {}
         for part, text in (("reasoning", event.reasoning), ("content", event.text)):
             if text:
@@ -122,7 +122,7 @@ def diverged() -> ApiError:
 
 
 class CompletionStream:
-    """The chunks of one request's answer."""
+    """The chunks of one request's response."""
 
     def __init__(self, ask: ParsedRequest, handles: Sequence[AsyncJobHandle]) -> None:
         self._ask = ask
@@ -139,9 +139,9 @@ class CompletionStream:
             "model": ask.model,
         }
         self._head = _json(head)[:-1]
-        """What all chunks begin with."""
+        """The common start of all chunks."""
         self.has_failed = False
-        """A server error ended the stream after its head."""
+        """True if a server error ended the stream after its headers."""
 
     def unfinished(self) -> list[AsyncJobHandle]:
         """Return the jobs that have not ended."""
@@ -173,7 +173,7 @@ class CompletionStream:
             yield chunk
 
     def _closing(self) -> list[bytes]:
-        """Return the events after the last answer's end."""
+        """Return the events after the last sample's end."""
         usage = [self._chunk(b"[]", usage_body(self.usage()))] if self._ask.include_usage else []
         return [*usage, _DONE]
 
@@ -183,7 +183,7 @@ class CompletionStream:
     async def _timely(
         self, events: AsyncIterator[tuple[int, StreamEvent]]
     ) -> AsyncIterator[tuple[int, StreamEvent]]:
-        """Pass events on. Raises ResultTimeout if the queue has not ended the jobs at their deadline."""
+        """Forward events. Raises ResultTimeout if the queue has not ended the jobs at their deadline."""
         while True:
             try:
                 async with asyncio.timeout_at(self._ends_at):
@@ -247,7 +247,7 @@ class CompletionStream:
         return [self._chunk(choice)]
 
     def _begin(self, number: int, index: int) -> list[bytes]:
-        """Return a chat's first chunk, which holds the role, unless it was sent."""
+        """Return a chat's first chunk, which contains the role, unless it was sent."""
         sample = self._samples[number, index]
         if sample.has_begun or not is_chat(self._ask.url):
             return []
@@ -263,7 +263,7 @@ class CompletionStream:
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> bytes:
-        """Return the JSON of the one choice that a chunk has."""
+        """Return the JSON of the only choice in a chunk."""
         choice = {
             "index": number * self._ask.n + index,
             **body,
@@ -278,7 +278,7 @@ class CompletionStream:
 
 
 def _parts(event: StreamEvent) -> Iterator[StreamEvent]:
-    """Cut an event with many log-probabilities: the first part has all of the text."""
+    """Split an event with many log-probabilities: the first part has all of the text."""
     positions = event.logprobs
     if positions is None or len(positions) <= _MAX_POSITIONS:
         yield event
@@ -349,7 +349,7 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """A response of server-sent events. `closed` is called once, however it ends."""
+    """A response of server-sent events. `closed` is called once, whenever it ends."""
 
     media_type = "text/event-stream"
 
@@ -364,7 +364,7 @@ class EventStream(Response):
         self._closed = closed
         self._is_over = False
         self._sent_at = math.inf
-        """`time.monotonic()` when something was last sent; infinity while it is, and before."""
+        """`time.monotonic()` of the last transmission; infinity during and before it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -380,9 +380,9 @@ class EventStream(Response):
         except asyncio.CancelledError:
             if beside.done():
                 task.uncancel()
-                beside.result()  # raises what the client did to a comment
+                beside.result()  # raises the client's error from sending a comment
                 return
-            # The gateway is stopping: the client must know that its answer is incomplete.
+            # The gateway is stopping: the client must know that its response is incomplete.
             await send({"type": "http.response.body", "body": _event(stopping().body()), "more_body": False})
             raise
         finally:
@@ -397,7 +397,7 @@ class EventStream(Response):
         self._sent_at = time.monotonic()
 
     async def _attend(self, receive: Receive, send: Send) -> None:
-        """Send a comment whenever nothing else was sent for long; return when the client hangs up."""
+        """Send a comment after a long time without other data. Returns when the client disconnects."""
         while True:
             idle_s = time.monotonic() - self._sent_at
             if idle_s >= self._ping_s:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: submit a small job, wait, answer."""
+"""/tokenize and /detokenize: submit a small job, wait, respond."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill.producer.wire.schema.errors import JobFailed
 
 
 async def answer(gateway: Gateway, request: Request, url: str) -> Response:
-    """Answer one request; without a `model` it is for the only one. Raises ApiError, ClientGone and queue errors."""
+    """Respond to one request; without a `model` it uses the only one. Raises ApiError, ClientGone and queue errors."""
     caller = await gateway.admit(request)
     body = await read_object(request)
     models = [] if "model" in body else await gateway.models.all(caller)

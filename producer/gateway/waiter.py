@@ -1,4 +1,4 @@
-"""A request that waits for its jobs, counted together with the waiters on all other gateways."""
+"""A request that waits for its jobs, counted together with the waiters of all other gateways."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Waiter:
-    """Counted from the submit on. If a gateway dies its waiters stay counted: their jobs run to the end."""
+    """Counted from the submission on. If a gateway crashes, its waiters stay counted: their jobs run to the end."""
 
     def __init__(
         self, gateway: Gateway, caller: ApiKey, on_late: OnLate | None = None, *, is_counted: bool = True
@@ -44,9 +44,9 @@ class Waiter:
         self._on_late = on_late
         self._id = secrets.token_hex(6) if is_counted else None
         self._wait_s: float | None = None
-        """The longest that a job is expected to wait."""
+        """The longest expected wait of a job."""
         self._sending: asyncio.Task[None] | None = None
-        """The latest submit. It continues if the request that waits for it ends."""
+        """The latest submission. It continues if the request that waits for it ends."""
 
     async def submit(self, jobs: Iterable[Job]) -> None:
         """Submit all jobs; on an error leave those submitted before. Raises as AsyncProducer.submit does."""
@@ -58,11 +58,11 @@ class Waiter:
             raise
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of an answer with the estimates of its jobs, and what is left of quotas."""
+        """Return the headers of a response with the estimates of its jobs, and the remaining quotas."""
         return wait_headers(self._wait_s) | self._estimate_headers() | self._quota_headers()
 
     def _quota_headers(self) -> dict[str, str]:
-        """Return what the tenant has left of its quotas, in the names that OpenAI's clients know."""
+        """Return the tenant's remaining quotas under the names that OpenAI's clients know."""
         found = self.handles[-1].quota if self.handles else None
         if found is None:
             return {}
@@ -75,7 +75,7 @@ class Waiter:
         return headers
 
     def _estimate_headers(self) -> dict[str, str]:
-        """Return the headers that say when the last job was to end; none unless asked for and known."""
+        """Return headers with the estimated end of the last job; none unless requested and known."""
         estimates = [handle.estimate for handle in self.handles if handle.estimate and self._on_late]
         last = max(estimates, key=lambda estimate: estimate.p50 or 0.0, default=None)
         if last is None or last.p50 is None or last.p90 is None:
@@ -107,18 +107,18 @@ class Waiter:
             )
             if estimate.wait_s is not None:
                 self._wait_s = max(self._wait_s or 0.0, estimate.wait_s)
-            self.handles.append(handle)  # even if the reply is lost, the submit may have arrived
+            self.handles.append(handle)  # even if the reply is lost, the job may have been submitted
             flow = submit_flow.submit(producer.queue, item, "raise")
 
             async def send() -> None:
                 reply = await producer.run_flow(flow)
-                # Another id is that of an earlier job with the idempotency key.
+                # Another id is that of an earlier job with the same idempotency key.
                 handle.estimate = estimate if reply.job_id == handle.id else None
                 handle.id, handle.quota = reply.job_id, reply.left
 
             self._sending = asyncio.create_task(send())
             if item.upload is not None:
-                await asyncio.shield(self._sending)  # a store has a patience of its own
+                await asyncio.shield(self._sending)  # a store has its own timeout
                 return
             async with bounded_answer():
                 await asyncio.shield(self._sending)
@@ -126,7 +126,7 @@ class Waiter:
     async def _leave(self, handles: Sequence[AsyncJobHandle]) -> None:
         assert self._id is not None
         if self._sending is not None:
-            # After the submit, which continues: a hang-up that overtook it would not find the job.
+            # After the submission, which continues: an earlier disconnection would not find the job.
             await asyncio.gather(self._sending, return_exceptions=True)
         job_ids = [handle.id for handle in handles]
         call = waiters.hang_up(self._gateway.config.queue, self._id, job_ids)

@@ -1,4 +1,4 @@
-"""/v1/webhook_endpoints: webhooks that a tenant creates; the key file has others, which are not shown here."""
+"""/v1/webhook_endpoints: webhooks that a tenant creates; those in the key file are not shown here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from pagemill.producer.wire.webhooks.policy import Refused, Unresolved
 
 HOOK_ID = re.compile(r"we_[0-9a-f]{24}")
 RESOLVE_S = 4.0
-"""Seconds for the host's address. One that takes longer is checked at the first delivery, as every delivery is."""
+"""Seconds to resolve the host. If it takes longer, the address is checked at the first delivery, like every delivery.
+"""
 
 
 def _check_url(url: str) -> str:
@@ -42,7 +43,7 @@ class WebhookRequest(BaseModel):
 
 
 class WebhookEndpoint(BaseModel):
-    """A webhook as clients see it."""
+    """The webhook object that clients receive."""
 
     id: str
     object: Literal["webhook_endpoint"]
@@ -50,7 +51,7 @@ class WebhookEndpoint(BaseModel):
     url: str
     events: list[str]
     secret: str | None = None
-    """Only when it is created."""
+    """Only set when it is created."""
 
 
 class WebhookEndpoints:
@@ -61,7 +62,7 @@ class WebhookEndpoints:
         self._queue = gateway.config.queue
 
     async def create(self, request: Request) -> Response:
-        """Create a webhook; the answer is the only one with its secret."""
+        """Create a webhook; only this response contains its secret."""
         caller = await self._gateway.admit(request)
         asked = _read(await read_object(request))
         hook_id = f"we_{secrets.token_hex(12)}"
@@ -99,14 +100,14 @@ class WebhookEndpoints:
         return JsonResponse(_body(OwnWebhook.model_validate(found.values[hook_id])))
 
     async def delete(self, request: Request) -> Response:
-        """Delete a webhook; events that are not delivered yet are not sent to it any more."""
+        """Delete a webhook; pending events are no longer sent to it."""
         caller, hook_id = await self._gateway.admit(request), _id_of(request)
         if not (await self._gateway.run(hooks.remove(self._queue, caller.tenant, hook_id))).is_done:
             raise not_found("webhook", hook_id)
         return JsonResponse({"id": hook_id, "object": "webhook_endpoint", "deleted": True})
 
     async def _check_address(self, hook: OwnWebhook) -> None:
-        """Raise ApiError for a host with a private address; one that has none yet may get one."""
+        """Raise ApiError for a host with a private address; a host without an address may get one later."""
         policy = policy_of(hook, self._gateway.config)
         try:
             async with asyncio.timeout(RESOLVE_S):

@@ -1,8 +1,8 @@
 """Events of background responses and batches for webhooks, in OpenAI's and the Standard Webhooks format.
 
 Webhooks are in the key file, or were created by their tenants. The end of a background response is an entry in the
-outbox of a relay, written with the end itself; any gateway that claims it notifies the tenant's webhooks. A batch is
-notified by the gateway that runs it, under the batch's lease.
+outbox of a relay, written with the end itself; any gateway that claims it notifies the tenant's webhooks. For a batch,
+the gateway that runs it notifies the webhooks, under the batch's lease.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ logger.addFilter(RepeatedErrors())
 RELAY = "gateway"
 """The relay of jobs with webhooks of a key file, for gateways that have one."""
 OWN_RELAY = "hooks"
-"""The relay of jobs with none but those that their tenant has created: any gateway delivers these."""
+"""The relay of jobs with only webhooks that their tenant has created, which any gateway delivers."""
 LOOK_S = 1.0
 PAUSE_S = 0.05
-"""Between two readings, however many deliveries end."""
+"""Seconds between two reads, regardless of the number of deliveries that end."""
 LISTED = 200
-"""Due events that are read at a time."""
+"""Maximum number of due events per read."""
 POSTS_AT_ONCE = 128
 TENANT_POSTS = 8
-"""Of them, those of one tenant."""
+"""Maximum of those for one tenant."""
 CLAIM_MS = round(4000 * TIMEOUT_S)
 MAX_TRIES = 12
 LAST_RETRY_S = 600.0
 JITTER = 0.25
 _ENDS = {"succeeded": "completed", "cancelled": "cancelled"}
-"""Events by the job's state; of the others: failed."""
+"""Events by the job's state; for other states: failed."""
 
 
 class OwnWebhook(Webhook):
@@ -61,21 +61,21 @@ class OwnWebhook(Webhook):
 
 
 async def webhooks_of(gateway: Gateway, tenant: str, event: str | None = None) -> list[Webhook]:
-    """Return the tenant's webhooks: all, or those that want the event. Raises the queue's errors."""
+    """Return the tenant's webhooks: all, or those subscribed to the event. Raises the queue's errors."""
     found = await gateway.run(hooks.read(gateway.config.queue, tenant))
     own = (OwnWebhook.model_validate(value) for value in found.values.values())
     return [*gateway.keys.webhooks(tenant, event), *(one for one in own if event in (None, *one.events))]
 
 
 async def relay_of(gateway: Gateway, tenant: str) -> str | None:
-    """Return the relay of the tenant's background responses; None if nothing is to be notified of them."""
+    """Return the relay of the tenant's background responses; None if there are no webhooks for them."""
     if gateway.keys.webhooks(tenant):
         return RELAY
     return OWN_RELAY if await webhooks_of(gateway, tenant) else None
 
 
 def policy_of(webhook: Webhook, config: GatewayConfig) -> WebhookPolicy:
-    """Return the policy for the webhook's own host. Tenants don't choose private addresses; the key file may."""
+    """Return the policy for the webhook's own host. Only the key file, not tenants, may allow private addresses."""
     url = WebhookUrl.parse(webhook.url)
     host = f"[{url.host}]" if ":" in url.host else url.host
     is_own = isinstance(webhook, OwnWebhook)
@@ -91,13 +91,13 @@ class Webhooks:
         self._gateway = gateway
         self._receivers = Receivers(gateway.config.webhook_retry_s, receiver_of=Receiver)
         self._posts = ThreadPoolExecutor(POSTS_AT_ONCE, thread_name_prefix="pagemill-webhook")
-        """Of its own: a webhook that hangs must not hold threads that requests wait for."""
+        """A separate pool: a webhook that hangs must not occupy threads that requests need."""
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """By tenant."""
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        """Made for the first event: reading the certificates takes about 50 ms, which startup is spared."""
+        """Created for the first event, since reading the certificates takes about 50 ms."""
         return ssl.create_default_context()
 
     async def run(self) -> None:
@@ -165,21 +165,21 @@ class Webhooks:
             self._receivers.ended(outcome.job_id, is_sent)
 
     async def deliver(self, tenant: str, kind: str, subject: str, created: float, tries: int) -> float | None:
-        """Send an event to every webhook of the tenant that wants it.
+        """Send an event to every webhook of the tenant that subscribes to it.
 
         Args:
             subject: Id of the response or batch.
             created: Unix seconds of the event.
-            tries: Attempts, this one included.
+            tries: Attempts, including this one.
 
         Returns:
-            Seconds until all are to be tried again; None if there is no next attempt.
+            Seconds until all are retried; None if there is no next attempt.
         """
         is_sent = await self._send(tenant, kind, subject, created)
         return None if is_sent else self._again_s(kind, subject, tries)
 
     async def _send(self, tenant: str, kind: str, subject: str, created: float) -> bool:
-        """Send an event to every webhook that wants it. Returns False if all are to be tried again."""
+        """Send an event to every webhook that subscribes to it. Returns False if all must be retried."""
         event_id = f"evt_{subject}"
         event = {"id": event_id, "object": "event", "created_at": int(created), "type": kind}
         body = json.dumps(event | {"data": {"id": subject}}).encode()
@@ -200,7 +200,7 @@ class Webhooks:
         return pause_after(tries, self._gateway.config.webhook_retry_s, LAST_RETRY_S, JITTER)
 
     def _post(self, webhook: Webhook, event_id: str, body: bytes) -> bool:
-        """Send an event once. Returns False if it is to be tried again. Blocks."""
+        """Send an event once. Returns False if it must be retried. Blocks."""
         try:
             policy = policy_of(webhook, self._gateway.config)
             deliver(policy.resolve(webhook.url), event_id, body, [secret_bytes(webhook.secret)], self._tls)

@@ -115,7 +115,7 @@ def _finish(
             yield from submit_copy(queue, preparer, begun.copy, options, copy_id)
         try:
             computed = yield from end_of(queue, copy_id, options)
-        except Unverifiable as error:  # an earlier run of the recall may have given up waiting, and canceled it
+        except Unverifiable as error:  # an earlier recall may have given up waiting, and canceled it
             reason = str(error)
             continue
         if options.any_worker or may_continue(begun.result.fingerprint, computed.fingerprint):

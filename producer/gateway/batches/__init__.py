@@ -1,1 +1,1 @@
-"""Files, and batches of requests from them."""
+"""Files, and batches of the requests in them."""

@@ -1,6 +1,6 @@
-"""The answers to a batch's requests: two files that grow in the order in which the requests end.
+"""The responses to a batch's requests: two files that grow in the order in which the requests end.
 
-The queue keeps that order, so that a gateway that takes the batch over writes the same files.
+The queue keeps that order, so that a gateway that takes over the batch writes the same files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagemill.producer.wire.calls.gateway import stored_files
 from pagemill.producer.wire.schema.outputs import BatchItem
 
 GROW_S = 1.0
-"""Seconds between two looks for requests that have ended."""
+"""Seconds between two checks for requests that have ended."""
 _FULL = Failure("output_too_large", "the tenant's files leave no room for it: delete some, and send it again")
 
 
@@ -37,7 +37,7 @@ class GrowingAnswers:
         requests: BatchRequests,
         file_id: Callable[[str], str],
     ) -> None:
-        """`about`: what the batch's record says. `file_id`: returns the id of the `output` or the `error` file."""
+        """`about`: the batch's record. `file_id`: returns the id of the `output` or the `error` file."""
         self._gateway = gateway
         self._queue = gateway.config.queue
         self._tenant = tenant
@@ -66,7 +66,7 @@ class GrowingAnswers:
         self._errors.__exit__(kind, error, trace)
 
     async def resume(self) -> None:
-        """Begin with what an earlier run of the batch wrote."""
+        """Start with the output of an earlier run of the batch."""
         await self._output.resume()
 
     async def grow(self, *, at_once: bool = False) -> str | None:
@@ -87,7 +87,7 @@ class GrowingAnswers:
     async def finish(
         self, unsubmitted: Callable[[BatchRequest], Failure]
     ) -> tuple[BatchSummary, str | None, str | None]:
-        """Answer all other requests with `unsubmitted`; returns the counts and the ids of both files."""
+        """Respond to all other requests with `unsubmitted`; returns the counts and the ids of both files."""
         await self.grow(at_once=True)
         await asyncio.to_thread(self._add_unsubmitted, unsubmitted)
         ttl_s = float(self._about["output_ttl_s"])
@@ -111,7 +111,7 @@ class GrowingAnswers:
         self._is_answered[request.number - 1] = 1
 
     async def _read_room(self) -> int:
-        """Return the bytes the output may have: the tenant's files, it included, may take twice the quota."""
+        """Return the maximum bytes of the output: the tenant's files, including it, may have twice the quota."""
         files = await self._gateway.run(stored_files.find_all(self._queue, self._tenant))
         others = sum(file.size for file in files if file.id != self._output_id)
         return max(0, 2 * self._gateway.config.max_tenant_bytes - others)

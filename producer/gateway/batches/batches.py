@@ -43,7 +43,7 @@ class BatchRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     input_file_id: Annotated[str, Field(pattern=f"^{FILE_ID.pattern}$")] | None = None
     requests: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    """The lines of the input file, instead of one; `method` and `url` may be left out."""
+    """The lines of the input file, instead of one; `method` and `url` may be omitted."""
     endpoint: LineUrl
     completion_window: Annotated[str, Field(pattern="^[1-9][0-9]{0,2}h$"), AfterValidator(_check_window)]
     metadata: (
@@ -73,7 +73,7 @@ _REFUSALS = {
 
 
 class Batch(BaseModel):
-    """A batch as clients see it."""
+    """The batch object that clients receive."""
 
     id: str
     object: Literal["batch"]
@@ -103,7 +103,7 @@ def batch_body(batch: ApiBatch) -> dict[str, Any]:
     parsed = {name: json.loads(values.get(name, "null")) for name in ("errors", "usage")}
     counts = {name: values.get(name, 0) for name in ("total", "completed", "failed")}
     fields = json.loads(values["doc"]) | values | parsed
-    if isinstance(stored := fields["metadata"], str):  # not text: of a gateway that did not seal it
+    if isinstance(stored := fields["metadata"], str):  # not text if the gateway did not encrypt it
         fields["metadata"] = opened_metadata(stored.encode(), batch.id)
     return Batch(**fields | {"id": batch.id, "object": "batch", "request_counts": counts}).model_dump()
 
@@ -127,7 +127,7 @@ class BatchEndpoints:
             about["input_file_id"] = await self._store(caller.tenant, inline, about["endpoint"])
         batch_id = f"batch_{secrets.token_hex(12)}"
         queue, most = self._gateway.config.queue, self._gateway.config.max_tenant_batches
-        # Like the metadata of a job. Text in either case, so that there is one form to read.
+        # Like the metadata of a job. Text in both cases, so that there is one form to read.
         metadata = json.dumps(about["metadata"]).encode()
         about["metadata"] = ring().seal(metadata, "metadata", batch_id).decode()
         create = api_batches.create(

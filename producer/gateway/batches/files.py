@@ -1,6 +1,6 @@
 """/v1/files: uploads for batches and the outputs of batches, in Redis.
 
-An id is looked up only among the tenant's own files: it is never a path, and finds no other tenant's file.
+An id is only looked up among the tenant's own files: it is never a path, and never finds another tenant's file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIELDS = frozenset({"file", "purpose", "expires_after[anchor]", "expires_after[
 
 
 class File(BaseModel):
-    """A stored file as clients see it."""
+    """The file object that clients receive."""
 
     id: str
     object: Literal["file"]
@@ -66,7 +66,7 @@ class FileEndpoints:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._uploads: Counter[str] = Counter()
-        """In progress, by API key."""
+        """Number in progress, by API key."""
 
     async def create(self, request: Request) -> Response:
         caller = await self._gateway.admit(request)
@@ -101,7 +101,7 @@ class FileEndpoints:
 
     async def content(self, request: Request) -> Response:
         file = await self._find(request)
-        # The header uses our own file name: the original one is untrusted input.
+        # The header uses a generated file name, since the original one is untrusted input.
         headers = {
             "content-length": str(file.size),
             "content-disposition": f'attachment; filename="{file.id}.jsonl"',
@@ -160,7 +160,7 @@ class FileEndpoints:
         return found
 
     async def _chunks(self, file: StoredFile) -> AsyncIterator[bytes]:
-        left = file.size  # the last chunk of a file that grows may have more by now
+        left = file.size  # the last chunk of a growing file may have more by now
         for number in range(file.chunks):
             chunk = await self._gateway.run(stored_files.read(self._gateway.config.queue, file.id, number))
             if chunk is None:

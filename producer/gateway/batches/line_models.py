@@ -1,8 +1,8 @@
-"""The models of a batch's requests: which of them the queue knows, and what becomes of requests for the others.
+"""The models of a batch's requests: those that the queue knows, and the treatment of requests for others.
 
 Requests are submitted only for models that the queue knows. The others wait for their model. Once a worker has been
-ready for a grace period, the models that are still unknown fail their requests. Both decisions are saved in the
-batch's record before they take effect, so that a gateway that takes the batch over makes the same ones.
+ready for a grace period, the models that are still unknown fail their requests. Both decisions are saved in the batch's
+record before they take effect, so that a gateway that takes over the batch makes the same ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagemill.producer.openai.lines import BatchRequest
 from pagemill.producer.wire.schema.job import Job
 
 MAX_REPORTED = 20
-"""Models that the batch object names."""
+"""Maximum number of models that the batch object names."""
 
 
 class LineModels:
@@ -26,9 +26,9 @@ class LineModels:
 
     def __init__(self, served: ServedModels, record: dict[str, str], grace_s: float) -> None:
         self.accepted: set[str] = set(json.loads(record.get("accepted") or "[]"))
-        """Models whose requests are jobs of the queue, or become some."""
+        """Models whose requests are or become jobs of the queue."""
         self.is_final = record.get("is_final") == "1"
-        """True once no further model is accepted: requests for any other model fail."""
+        """True if no further model is accepted: requests for other models fail."""
         self._served = served
         self._grace_s = grace_s
         self._ready_since: float | None = None
@@ -41,11 +41,11 @@ class LineModels:
 
     @property
     def undecided(self) -> set[str]:
-        """The models whose requests wait to be submitted."""
+        """The models with requests that wait for submission."""
         return set() if self.is_final else self._lines.keys() - self.accepted
 
     async def read(self, requests: Iterable[BatchRequest]) -> None:
-        """Accept the models that these requests are the first to name, where the queue knows them."""
+        """Accept the models that these requests name for the first time, if the queue knows them."""
         new: set[str] = set()
         for request in requests:
             if isinstance(request.job, Job) and request.job.model not in self._lines:
@@ -54,9 +54,9 @@ class LineModels:
         await self._accept(new)
 
     async def refresh(self) -> set[str]:
-        """Return the models that are accepted now; after the grace period, the rest is final."""
+        """Return the accepted models; after the grace period, the rest is final."""
         await self._served.refresh()
-        # Read before the models are looked up, so that the models of any ready worker are found.
+        # Read before the lookup of models, so that the models of all ready workers are found.
         is_ready = self._served.has_ready_worker
         undecided = self.undecided
         found = await self._accept(undecided)
@@ -69,7 +69,7 @@ class LineModels:
         return found
 
     async def _accept(self, names: set[str]) -> set[str]:
-        """Accept those of these models that the queue knows; returns the new ones."""
+        """Accept those of these models that the queue knows. Returns the new ones."""
         undecided = set() if self.is_final else names - self.accepted
         found = set(await self._served.known(undecided)) if undecided else set()
         self.accepted |= found

@@ -1,9 +1,8 @@
 """Runs the open batches that this gateway holds a lease on.
 
-When a gateway dies its leases lapse, and another one, or the same one restarted, continues: it submits the
-file's requests again under the same names, which does not affect those already submitted, and writes the
-outcomes, which the queue keeps until the files are whole. File ids and contents are derived from the batch,
-so writing them is idempotent.
+When a gateway crashes, its leases lapse, and another or the restarted gateway continues: it submits the file's requests
+again under the same names, which does not affect those already submitted, and writes the outcomes, which the queue
+keeps until the files are complete. File ids and contents are derived from the batch, so writing them is idempotent.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class _Lost(Exception):
 
 
 class BatchRunner:
-    """Looks for batches without a holder, and runs a few at a time."""
+    """Polls for batches without a holder, and runs a few concurrently."""
 
     def __init__(self, gateway: Gateway, webhooks: Webhooks) -> None:
         self._gateway = gateway
@@ -61,10 +60,10 @@ class BatchRunner:
         self._news = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         self._is_blind = False
-        """True while the queue does not answer."""
+        """True while the queue does not respond."""
 
     def poll_now(self) -> None:
-        """Look for open batches now instead of at the next poll."""
+        """Poll for open batches now instead of at the next interval."""
         self._news.set()
 
     async def run(self) -> None:
@@ -90,7 +89,7 @@ class BatchRunner:
                     api_batches.claim(config.queue, int(1000 * config.batch_lease_s))
                 )
             except PagemillError as error:
-                if not self._is_blind:  # logged once, not at every try
+                if not self._is_blind:  # logged once, not at every attempt
                     logger.warning("open batches cannot be looked for now: %s", error)
                 self._is_blind = True
                 return
@@ -123,7 +122,7 @@ class BatchRun:
         self._lease_ms = int(1000 * gateway.config.batch_lease_s)
         self._pause_s = min(1.0, gateway.config.batch_lease_s / 5)
         self._shown: str | None = None
-        """The output file that the record names."""
+        """The output file in the record."""
         self._models = LineModels(gateway.models, claim.batch.values, gateway.config.unknown_model_s)
 
     async def run(self) -> None:
@@ -148,7 +147,7 @@ class BatchRun:
             await asyncio.gather(work, keeping, return_exceptions=True)
 
     async def _keep(self) -> None:
-        """Renew the lease and check for a cancel, independently of the work."""
+        """Renew the lease and check for a cancellation, independently of the work."""
         while True:
             await asyncio.sleep(self._pause_s)
             status = await self._save()
@@ -196,7 +195,7 @@ class BatchRun:
         return self._gateway.producer.batch(self._id)
 
     async def _fetch(self, path: Path) -> None:
-        """Copy the file's chunks to `path`. Raises RefusedFile when the file is gone."""
+        """Copy the file's chunks to `path`. Raises RefusedFile if the file no longer exists."""
         file_id = self._about["input_file_id"]
         file = await self._gateway.run(stored_files.find(self._queue, self._tenant, file_id))
         with path.open("wb") as copy:
@@ -209,10 +208,10 @@ class BatchRun:
     async def _submit(
         self, requests: BatchRequests, answers: GrowingAnswers, only: set[str] | None = None
     ) -> None:
-        """Submit the requests of accepted models, or of `only` some, in the file's order.
+        """Submit the requests of accepted models, or only of those in `only`, in the file's order.
 
-        Those already submitted are not duplicated. Jobs added to a batch after its cancel would run, so the status is
-        checked before each chunk.
+        Those already submitted are not duplicated. Jobs added to a batch after its cancellation would run, so the
+        status is checked before each chunk.
         """
         chunks = _chunks(map(self._checked, requests))
         while chunk := await asyncio.to_thread(next, chunks, None):
@@ -235,7 +234,7 @@ class BatchRun:
         return submit_flow.submit_many(self._queue, self._id, counted, "block", "record")
 
     def _checked(self, request: BatchRequest) -> BatchRequest:
-        """Return the request; one for a model that the API key may not use becomes a failure."""
+        """Return the request, or a failure if the API key may not use its model."""
         models = self._about["models"]
         if models is not None and isinstance(request.job, Job) and request.job.model not in models:
             return replace(request, job=Failure("model_not_allowed", "the API key may not use this model"))
@@ -249,13 +248,13 @@ class BatchRun:
         return job.model_copy(update=own | fields)
 
     async def _show(self, answers: GrowingAnswers) -> None:
-        """Let clients read the answers so far."""
+        """Publish the responses so far."""
         if (file_id := await answers.grow()) is not None and file_id != self._shown:
             await self._save(output_file_id=file_id)
             self._shown = file_id
 
     async def _wait(self, requests: BatchRequests, answers: GrowingAnswers) -> None:
-        """Wait until every job has ended and every model is decided on, and publish progress for clients."""
+        """Wait until every job has ended and every model is decided, and publish progress for clients."""
         while True:
             found = await self._models.refresh()
             counts = await self._counts()
@@ -275,7 +274,7 @@ class BatchRun:
             await asyncio.sleep(self._pause_s)
 
     async def _counts(self) -> BatchCounts:
-        """Return the counts of the jobs; all are 0 before the first submit."""
+        """Return the counts of the jobs; all are 0 before the first submission."""
         try:
             return await self._batch.counts()
         except JobNotFound:
@@ -327,7 +326,7 @@ class BatchRun:
         last = {"status": status, f"{status}_at": _now(), **values}
         event = f"batch.{status}"
         if await webhooks_of(self._gateway, self._tenant, event):
-            # It has ended for clients; the lease is kept until its webhooks know.
+            # For clients it has ended; the lease is kept until its webhooks are notified.
             at = _now()
             await self._save(**last, event=event, event_at=at, event_tries=1)
             await self._notify(event, at, 1)
@@ -340,11 +339,11 @@ class BatchRun:
 
         Args:
             at: Unix seconds of the event.
-            tries: Attempts, this one included.
+            tries: Attempts, including this one.
         """
         again_s = await self._webhooks.deliver(self._tenant, event, self._id, at, tries)
         if again_s is None:
-            # A cancellation that was too late is overwritten.
+            # This overwrites a cancellation that was too late.
             call = api_batches.end(self._queue, self._claim, {"status": event.removeprefix("batch.")})
         else:
             lease_ms = max(1, round(1000 * again_s))

@@ -1,4 +1,4 @@
-"""Lines of a stored file that grows; they are spooled to a temporary file, because the last chunk is written again."""
+"""Lines of a growing stored file, spooled to a temporary file because the last chunk is written again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IN_MEMORY = 1 << 20
 
 
 class StoredLines:
-    """JSON lines for the file `file_id` of a tenant. Writing the same lines again gives the same file."""
+    """JSON lines for the file `file_id` of a tenant. Writing the same lines again results in the same file."""
 
     def __init__(self, gateway: Gateway, tenant: str, file_id: str, filename: str) -> None:
         self._gateway = gateway
@@ -26,13 +26,13 @@ class StoredLines:
         self._file_id = file_id
         self._filename = filename
         self._shown = 0
-        """Bytes that can be read."""
+        """Number of readable bytes."""
         self._written = 0
-        """Bytes of them that this object has written; an earlier run may have written the others."""
+        """Number of those bytes written by this object; an earlier run may have written the others."""
         self._created_at = int(time.time())
         self._spool = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115  # closed by __exit__
         self.size = 0
-        """Bytes written so far."""
+        """Number of bytes written so far."""
 
     def __enter__(self) -> Self:
         return self
@@ -47,20 +47,20 @@ class StoredLines:
         self.size += self._spool.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     async def resume(self) -> None:
-        """Keep what an earlier run wrote: the file does not shrink while the same lines are written again."""
+        """Keep the output of an earlier run: the file does not shrink while the same lines are written again."""
         file = await self._gateway.run(
             stored_files.find(self._gateway.config.queue, self._tenant, self._file_id)
         )
         self._shown = 0 if file is None else file.size
 
     async def grow(self, until: float) -> str | None:
-        """Let the lines so far be read, until the unix time `until`. Returns the file's id, None if there are none."""
+        """Make the lines so far readable until the unix time `until`. Returns the file's id, None if there are none."""
         if self.size > self._shown:
             await self._write(round(1000 * (until - time.time())))
         return self._file_id if self._shown else None
 
     async def store(self, ttl_s: float) -> str | None:
-        """Store all lines; returns the file's id, None if there are none. Raises QueueFull if out of room."""
+        """Store all lines. Returns the file's id, None if there are none. Raises QueueFull if memory is used up."""
         if not self.size:
             return None
         await self._write(stored_files.UPLOAD_MS)
@@ -70,7 +70,7 @@ class StoredLines:
         return self._file_id
 
     async def _write(self, kept_ms: int) -> None:
-        """Write the chunks that are not whole in Redis yet, then their size."""
+        """Write the chunks that are incomplete in Redis, then their size."""
         queue, run = self._gateway.config.queue, self._gateway.run
         if not self._shown:
             await self._begin(kept_ms, is_readable=False)
@@ -92,7 +92,7 @@ class StoredLines:
             purpose=stored_files.OUTPUT_PURPOSE,
             created_at=self._created_at,
         )
-        # No quota here: the batch limits the size of its output.
+        # Without a quota: the batch limits the size of its output.
         begin = stored_files.begin(
             self._gateway.config.queue,
             self._tenant,

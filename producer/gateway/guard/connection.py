@@ -1,4 +1,4 @@
-"""Connections with a deadline for each request head; idle ones are closed to make room for new ones."""
+"""Connections with a deadline for each request's header; idle ones are closed to make room for new ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagemill.producer.gateway.metrics import GatewayMetrics
 
 
 class ConnectionLimits:
-    """State shared by one gateway's connections: those that wait for a request, the longest waiting first."""
+    """State shared by one gateway's connections: those that wait for a request, longest first."""
 
     def __init__(self, max_connections: int, head_timeout_s: float, metrics: GatewayMetrics) -> None:
         self.max_connections = max_connections
@@ -37,7 +37,7 @@ class ConnectionLimits:
 
 
 class GuardedConnection(H11Protocol):
-    """One connection. Its requests find `abort` in their scope's state, which ends it at once."""
+    """One connection. Its requests find `abort`, which closes it immediately, in their scope's state."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class GuardedConnection(H11Protocol):
         self._limits.metrics.connections = len(self.connections)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed HTTP in the same error format as everything else."""
+        """Respond to malformed HTTP in the common error format."""
         self._limits.metrics.finished("(malformed)", "?", 400, 0.0)
         body = json.dumps(ApiError(400, "the request is not valid HTTP", "invalid_http").body()).encode()
         headers = [
@@ -98,12 +98,12 @@ class GuardedConnection(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
         if is_in_body:
-            # The request has been answered by this, and must not begin an answer of its own.
+            # This was the response to the request, which must not start another one.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
     def abort(self) -> None:
-        """End the connection without sending pending data."""
+        """Close the connection without sending pending data."""
         self._limits.idle.pop(self, None)
         if self.transport is not None:
             self.transport.abort()
@@ -112,7 +112,7 @@ class GuardedConnection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_head(self) -> None:
-        """Start the timer for a head, unless it runs: further bytes do not extend it."""
+        """Start the timer for the request's header, unless it is running: further bytes do not extend it."""
         if self._head_timer is None:
             self._head_timer = self._later(self._limits.head_timeout_s, self._head_is_late)
 

@@ -1,6 +1,6 @@
 """Limits on concurrent requests and on the size and slowness of bodies, and the metrics of all requests.
 
-Plain ASGI around the application. A body is counted as it arrives, whatever its head declares.
+Plain ASGI around the application. A body is counted as it arrives, regardless of the declared length.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 << 10
 FORM_BYTES = 64 << 10
-"""Bytes that a form may have beside its file."""
+"""Maximum bytes of a form in addition to its file."""
 MAX_HELD_BYTES = 256 << 20
-"""Bytes of bodies in memory, over all requests. Uploads go to a temporary file."""
+"""Maximum bytes of bodies in memory, over all requests. Uploads are written to a temporary file."""
 TAKE_IMAGES = (CHAT_URL, RESPONSES_URL, MESSAGES_URL, COUNT_TOKENS_URL)
 LINGER_S = 5.0
 LINGER_BYTES = 256 << 20
-"""Bytes of a refused body that are still read, so that the client sees the answer."""
+"""Bytes of a rejected body that are still read, so that the client receives the response."""
 STATUS_CLIENT_GONE = 499
 
 
@@ -61,19 +61,20 @@ class RequestLimits:
         try:
             await self._answer(request, scope)
         except asyncio.CancelledError:
-            # A request is only cancelled at the end of the gateway's drain; the server would answer it 500.
+            # A request is only cancelled at the end of the gateway's drain; otherwise the server would respond with
+            # 500.
             if request.has_begun:
                 raise
             await stopping().response()(scope, request.receive, request.send)
         except Exception:
-            # No `except ClientGone`: the framework wraps what is raised after an answer has begun.
+            # No `except ClientGone`, since the framework wraps exceptions after the start of a response.
             if not request.is_gone:
                 logger.exception("a bug ended request %s", request.request_id)
                 raise
             request.status = STATUS_CLIENT_GONE
             if (abort := scope.get("state", {}).get("abort")) is not None:
                 abort()
-                # Lets the connection notice before the server checks for an answer.
+                # Lets the connection notice it before the server checks for a response.
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
         finally:
@@ -87,7 +88,7 @@ class RequestLimits:
 
     async def _answer(self, request: LimitedRequest, scope: Scope) -> None:
         try:
-            # Probes and metrics are answered even when the gateway is busy.
+            # Probes and metrics are served even when the gateway is busy.
             if self.metrics.in_flight > self.config.max_in_flight and scope["path"].startswith(
                 ("/v1/", "/jobs/api/")
             ):
@@ -101,7 +102,7 @@ class RequestLimits:
 
 
 def _log(request: LimitedRequest, method: str, route: str, seconds: float) -> None:
-    """Write the request's line: its route, never its path, body or answer."""
+    """Write the request's log line: its route, never its path, body or response."""
     level = logging.WARNING if request.status >= 500 else logging.INFO
     logger.log(
         level if route.startswith("/v1/") or route == "(none)" else logging.DEBUG,
@@ -120,13 +121,13 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 class LimitedRequest:
-    """One request and its answer."""
+    """One request and its response."""
 
     def __init__(self, limits: RequestLimits, scope: Scope, receive: Receive, send: Send) -> None:
         self.status = STATUS_CLIENT_GONE
         self.is_gone = False
         self.has_begun = False
-        """True once the answer has begun."""
+        """True once the response has started."""
         self._limits = limits
         self._config = limits.config
         self._receive = receive
@@ -137,7 +138,7 @@ class LimitedRequest:
         length = headers.get("content-length", "")
         self._length = int(length) if length.isdecimal() else 0
         self._is_complete = not (self._length or "transfer-encoding" in headers)
-        # A proxy may have gone by the other header and seen a different end of the body (request smuggling).
+        # A proxy may have used the other header and determined a different end of the body (request smuggling).
         self._is_ambiguous = "transfer-encoding" in headers and "content-length" in headers
         self._encoding = headers.get("content-encoding", "identity").strip().lower()
         self._is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == "/v1/files"
@@ -152,7 +153,7 @@ class LimitedRequest:
         self.request_id = f"req_{secrets.token_hex(12)}"
 
     def check_head(self) -> None:
-        """Reject a head that is too long, or that declares a body that is too long, compressed or has two lengths."""
+        """Reject headers that are too long, or that declare a body that is too long, compressed or has two lengths."""
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ApiError(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes", "head_too_large")
         if self._is_ambiguous:
@@ -180,7 +181,7 @@ class LimitedRequest:
         return message
 
     def _wants_body(self) -> bool:
-        """False once the answer has begun: a `receive` after that only waits for a hang-up."""
+        """False once the response has started: a later `receive` only waits for a disconnection."""
         return not (self._is_complete or self.has_begun)
 
     async def _receive_in_time(self) -> Message:
@@ -223,7 +224,7 @@ class LimitedRequest:
             raise ClientGone from None
 
     async def _linger(self) -> None:
-        """Read what the client is still sending: closing now would lose it the answer."""
+        """Read the rest of the client's data: closing now would lose the response."""
         taken = 0
         try:
             async with asyncio.timeout(LINGER_S):

@@ -1,7 +1,7 @@
 """Same-origin checks for a gateway without keys: pages of another origin may not use it.
 
-A gateway with keys does not need them: a browser adds no Authorization header by itself, and no answer of the
-gateway lets another origin's script add one.
+A gateway with keys does not need them: a browser does not add an Authorization header automatically, and no response of
+the gateway lets another origin's script add one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_host(headers: Headers) -> None:
-    """Refuse pages that reach this machine under their own name (DNS rebinding). Raises ApiError.
+    """Reject pages that reach this machine under their own name (DNS rebinding). Raises ApiError.
 
-    The whole header is compared: parsers differ on the name in `a@localhost` and `localhost#a`.
+    The complete header is compared, since parsers differ on the name in `a@localhost` and `localhost#a`.
     """
     if not _LOOPBACK_HOST.fullmatch(headers.get("host", "")):
         raise ApiError(403, "without API keys the gateway answers to localhost only", "host_not_allowed")
 
 
 def check_origin(method: str, headers: Headers) -> None:
-    """Refuse changes from cross-origin pages, though they could not read the answer. Raises ApiError.
+    """Reject changes from cross-origin pages, although they could not read the response. Raises ApiError.
 
-    As in Go's net/http.CrossOriginProtection: current browsers say whether the page is same-origin, older
-    ones name its origin, and other clients send neither header.
+    As in Go's net/http.CrossOriginProtection: current browsers report whether the page is same-origin, older ones send
+    its origin, and other clients send neither header.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:

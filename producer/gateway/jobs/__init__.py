@@ -1,1 +1,1 @@
-"""The page of jobs: what is in the queue, how it came there, and what an operator does about it."""
+"""The jobs page: the jobs in the queue, their history, and an operator's actions."""

@@ -1,6 +1,6 @@
-"""/jobs/api: what the page of jobs asks for. A key sees its own tenant's jobs; an operator's key sees all.
+"""/jobs/api: the data of the jobs page. A key sees its own tenant's jobs; an operator's key sees all.
 
-No prompt and no output is shown. Nothing here is an interface for other programs: it changes with the page.
+Prompts and outputs are not shown. This is not an interface for other programs: it changes with the page.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 PAGE_JOBS = 50
 LONGEST_KEY = 1024
 _READERS = 2
-"""Lists that one gateway reads at a time; each is a series of short calls."""
+"""Maximum concurrent lists of one gateway; each is a series of short calls."""
 _FILTERS = ("state", "tenant", "model", "key", "batch", "after")
 
 
 def job_routes(gateway: Gateway) -> list[Route]:
-    """Routes of the page of jobs."""
+    """Return the routes of the jobs page."""
     jobs = JobEndpoints(gateway)
     return [
         *page_routes(),
@@ -57,7 +57,7 @@ def job_routes(gateway: Gateway) -> list[Route]:
 
 
 class JobEndpoints:
-    """The page's requests. Every one is counted to the key's rate."""
+    """The page's requests. Each counts towards the key's rate."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -65,12 +65,12 @@ class JobEndpoints:
         self._turns = asyncio.Semaphore(_READERS)
 
     async def queue(self, request: Request) -> Response:
-        """The queue's figures; for a tenant's key its own waiting jobs alone."""
+        """Return the queue's statistics; for a tenant's key only its own waiting jobs."""
         _, tenant = await self._admit(request)
         return _answer(await self._read(overview.queue(self._queue, tenant)))
 
     async def list(self, request: Request) -> Response:
-        """Jobs of a state, tenant, model, key or batch."""
+        """Return jobs of a state, tenant, model, key or batch."""
         _, tenant = await self._admit(request)
         asked = _read_filters(request)
         wanted = JobFilter(
@@ -88,7 +88,7 @@ class JobEndpoints:
         return _answer({"jobs": jobs, "after": found.after, "looked": found.looked})
 
     async def batches(self, request: Request) -> Response:
-        """Batches with their progress, the one that was last added to or ended first."""
+        """Return batches with their progress, the most recently extended or ended one first."""
         _, tenant = await self._admit(request)
         after = request.query_params.get("after", "0")
         if not (after.isascii() and after.isdigit() and len(after) < 10):
@@ -96,7 +96,8 @@ class JobEndpoints:
         return _answer(await self._read(overview.batches(self._queue, tenant, int(after), PAGE_JOBS)))
 
     async def show(self, request: Request) -> Response:
-        """A job's record, its timeline and where its time went; not the jobs it waited behind, which are others'."""
+        """Return a job's record, its timeline and a breakdown of its time, without the jobs ahead, which are others'.
+        """
         _, tenant = await self._admit(request)
         job = await self._find(request, tenant)
         (status,) = await self._gateway.run(reads.statuses(self._queue, [job.id]))
@@ -116,7 +117,7 @@ class JobEndpoints:
         return _answer({"job": job.model_dump(), "timeline": events} | more)
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel a job: `cancelled`, `requested` (its worker will end it) or `done` (it had ended)."""
+        """Cancel a job: `cancelled`, `requested` (its worker will stop it) or `done` (it had ended)."""
         caller, tenant = await self._admit(request)
         job = await self._find(request, tenant)
         (outcome,) = await self._gateway.run(transitions.cancel(self._queue, [job.id]))
@@ -124,7 +125,7 @@ class JobEndpoints:
         return _answer({"id": job.id, "outcome": outcome})
 
     async def replay(self, request: Request) -> Response:
-        """Submit a dead job again, as a new one; once, however often this is asked."""
+        """Submit a dead job again as a new one; once, even if the request is repeated."""
         caller, tenant = await self._admit(request)
         job = await self._find(request, tenant)
         if not caller.allows(job.model):
@@ -148,7 +149,7 @@ class JobEndpoints:
         return _answer({"id": batch_id, "stopped": stopped})
 
     async def _read(self, flow: Flow[T]) -> T:
-        """Run a flow in its turn. Raises RedisUnavailable if a call is not answered for `ANSWER_S`."""
+        """Run a flow when a reader is free. Raises RedisUnavailable if a call is not answered for `ANSWER_S`."""
         async with bounded_answer() as answered, self._turns:
             return await self._gateway.producer.run_flow(noting_answers(flow, answered))
 
@@ -166,7 +167,7 @@ class JobEndpoints:
         return caller, ""
 
     async def _find(self, request: Request, tenant: str) -> JobHistory:
-        """Return the job of the path. Another tenant's counts as missing: both are answered alike."""
+        """Return the job of the path. The responses for another tenant's job and a missing one are the same."""
         job_id = str(request.path_params["job_id"])
         found = (
             await self._gateway.run(history(self._queue, job_id))
@@ -201,6 +202,6 @@ def _wrong(name: str) -> ApiError:
 
 
 def _log(action: str, caller: ApiKey, name: str, outcome: str) -> None:
-    """Who did what to which job."""
+    """Log which caller did what to which job."""
     fields = {"action": action, "key_name": caller.name, "id": name, "outcome": outcome}
     logger.info("page of jobs", extra=fields)

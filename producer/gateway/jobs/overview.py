@@ -1,4 +1,4 @@
-"""A queue's figures and batches for the page of jobs, as flows (see effects.py). Bounded, however large the queue."""
+"""A queue's statistics and batches for the jobs page, as bounded flows (see effects.py)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, BatchInfo
 MAX_PAGES = 20
 MAX_LANES = 100
 CANCEL_JOBS = 100
-"""Jobs of a batch that one call cancels; equal jobs may follow each of them."""
+"""Maximum jobs of a batch that one call cancels; each may have duplicates."""
 
 
 def queue(name: str, tenant: str) -> Flow[dict[str, Any]]:
-    """Return the queue's figures. A tenant ('' for all) gets its own lanes, and no figure of other tenants."""
+    """Return the queue's statistics. A tenant ('' for all) gets its own lanes, without data of other tenants."""
     page: StatsPage = yield registry.stats_page(name)
     totals, lanes = page.totals, dict(page.lanes)
     for _ in range(MAX_PAGES - 1):
@@ -48,7 +48,7 @@ def queue(name: str, tenant: str) -> Flow[dict[str, Any]]:
 def batches(name: str, tenant: str, after: int, limit: int) -> Flow[dict[str, Any]]:
     """Return batches of the tenant ('' for all), from the `after`-th of the queue on.
 
-    A batch with jobs of several tenants is shown to operators only, since its counts are of all its jobs.
+    A batch with jobs of several tenants is only shown to operators, since its counts include all its jobs.
     """
     shown: list[dict[str, Any]] = []
     for _ in range(MAX_PAGES):
@@ -65,9 +65,9 @@ def batches(name: str, tenant: str, after: int, limit: int) -> Flow[dict[str, An
 
 
 def cancel_batch(name: str, tenant: str, batch_id: str) -> Flow[int | None]:
-    """Cancel the tenant's jobs of a batch ('' for all); returns how many were stopped, None if there are none.
+    """Cancel the tenant's jobs of a batch ('' for all). Returns the number stopped, None if there are none.
 
-    A batch may have jobs of several tenants, so every job's own tenant counts.
+    A batch may have jobs of several tenants, so each job's tenant is checked.
     """
     owners: BatchOwners = yield purge.batch_owners(name, batch_id, 0)
     if tenant and owners.recorded not in ("", batch_calls.SEVERAL, tenant):

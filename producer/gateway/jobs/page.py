@@ -1,4 +1,4 @@
-"""The files of the page of jobs and of the playground. They hold nothing secret: requests carry the API key."""
+"""The files of the jobs page and of the playground. They contain no secrets: requests carry the API key."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pagemill.producer.wire.schema.errors import PagemillError
 ANNOUNCE_EVERY_S = 10.0
 ANNOUNCED_MS = 30_000
 _SHARED = ("page.css", "icon.svg", "rows.js", "theme.js")
-"""Files of the live page that these pages use too."""
+"""Files of the live page that these pages also use."""
 _OF_JOBS = ("jobs.css", "asking.js", "tables.js")
-"""Files of the page of jobs that the playground uses too."""
+"""Files of the jobs page that the playground also uses."""
 _POLICY = "Content-Security-Policy"
 _HEADERS = HEADERS | {
     _POLICY: f"{HEADERS[_POLICY]}; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -29,7 +29,7 @@ _HEADERS = HEADERS | {
 
 
 def page_routes() -> list[Route]:
-    """Routes of the page of jobs and of the playground, and of their files."""
+    """Return the routes of the jobs page and of the playground, and of their files."""
     shared = {name: assets()[name] for name in _SHARED}
     jobs, play = assets("jobs_page"), assets("play_page")
     return [

@@ -185,9 +185,7 @@ class EndpointHost(EngineHost):
             )
         ours = self._num_sequences()
         self._load = load = await self._read_load()
-        ours = min(
-            ours, self._num_sequences()
-        )  # requests added meanwhile might not be in the endpoint's metrics
+        ours = min(ours, self._num_sequences())  # newer requests might not be in the endpoint's metrics
         self._others.append(max(0, (load.running or 0) + (load.waiting or 0) - ours))
 
     async def _read_load(self) -> Load:

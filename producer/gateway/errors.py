@@ -116,8 +116,7 @@ _URLS_OF_TASKS = {
 
 
 def in_openai_words(code: str, message: str) -> tuple[str, str]:
-    """Return an error's code and message in a form that OpenAI's clients recognize: some shorten the prompt and retry.
-    """
+    """Return an error's code and message as OpenAI's clients recognize them: some shorten the prompt and retry."""
     if code == "prompt_too_long":
         return "context_length_exceeded", f"the model's maximum context length is exceeded: {message}"
     return code, _OTHER_TASK.sub(_with_urls, message)

@@ -96,8 +96,7 @@ class JobEndpoints:
         return _answer(await self._read(overview.batches(self._queue, tenant, int(after), PAGE_JOBS)))
 
     async def show(self, request: Request) -> Response:
-        """Return a job's record, its timeline and a breakdown of its time, without the jobs ahead, which are others'.
-        """
+        """Return a job's record, its timeline and a breakdown of its time, without the jobs ahead of it."""
         _, tenant = await self._admit(request)
         job = await self._find(request, tenant)
         (status,) = await self._gateway.run(reads.statuses(self._queue, [job.id]))

@@ -21,7 +21,7 @@ WASTE_METRIC = "pagemill_kv_cache_waste_ratio"
 
 
 class RunBar:
-    """Rows, rows/s, tokens/s, time left, KV blocks in use, errors. `total` None: not known yet."""
+    """Rows, rows/s, tokens/s, time left, KV blocks in use, errors. `total` None: unknown so far."""
 
     def __init__(self, total: int | None, metrics_url: str | None = None, *, is_quiet: bool = False) -> None:
         self._console = Console(stderr=True)
@@ -53,7 +53,7 @@ class RunBar:
         self._kv.stop()
 
     def kv_figures(self) -> tuple[Mean, Mean]:
-        """Return the KV utilisation and the waste (slots of blocks in use that hold no token) so far."""
+        """Return the KV utilization and the waste (slots without a token in blocks in use) so far."""
         return self._kv.mean(KV_METRIC), self._kv.mean(WASTE_METRIC)
 
     def update(self, tally: Tally) -> None:
@@ -88,7 +88,7 @@ class RunBar:
 
 
 class KvGauge:
-    """The KV utilisation and waste of one worker, scraped once a second on a thread; None if unknown."""
+    """The KV utilization and waste of one worker, scraped once per second on a thread; None if unknown."""
 
     def __init__(self, url: str | None) -> None:
         self.ratio: float | None = None

@@ -6,11 +6,11 @@ from pagemill.producer.wire.schema.base_error import PagemillError
 
 
 class DatasetError(PagemillError):
-    """The run cannot start or continue; the message says what to do."""
+    """The run cannot start or continue; the message contains a remedy."""
 
 
 class EmptyFile(DatasetError):
-    """The file has not even a header."""
+    """The file does not even have a header."""
 
 
 class DiskError(DatasetError):
@@ -18,4 +18,4 @@ class DiskError(DatasetError):
 
 
 class RunStopped(DatasetError):
-    """A run that has begun cannot continue; what is done is kept."""
+    """A run cannot continue after its start; finished work is kept."""

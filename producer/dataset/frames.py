@@ -1,4 +1,4 @@
-"""Data frames as rows, and back: pandas, polars, Arrow tables. None is imported unless the caller has one."""
+"""Conversion of data frames to rows and back: pandas, polars, Arrow. None is imported unless the caller has one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK_ROWS = 1_024
 
 
 class Frame(Protocol):
-    """One library's frame, by positions counted from 0."""
+    """One library's frame, with positions counted from 0."""
 
     def columns(self) -> list[Any]: ...
 
@@ -90,7 +90,7 @@ def source_of(rows: object) -> Source:
 
 
 def labelled(source: FrameSource, run: DatasetRun, outputs: Mapping[int, Mapping[str, Any]]) -> Any:
-    """Return a frame of the kind that was given, with the rows in `outputs`, by their numbers, and what they got."""
+    """Return a frame of the source's kind, with the rows in `outputs`, by their numbers, and their outputs."""
     numbers = sorted(outputs)
     names = [run.output_column, *run.more_columns]
     columns = {name: [outputs[number].get(name) for number in numbers] for name in names}
@@ -99,7 +99,7 @@ def labelled(source: FrameSource, run: DatasetRun, outputs: Mapping[int, Mapping
 
 def _conversion_error(error: BaseException) -> str:
     """Return the message of an error in a library's conversion; others are raised."""
-    # Polars panics, which is no Exception, for dates that Python does not have.
+    # Polars panics, which is not an Exception, for dates that Python does not support.
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return str(error) or type(error).__name__
     raise error
@@ -124,7 +124,7 @@ class _Pandas:
 
         taken = self._frame.iloc[positions]
         kind = None if positions else object
-        # By position: an index may hold a label twice.
+        # By position, since an index may contain a label twice.
         return taken.assign(
             **{name: pandas.Series(values, index=taken.index, dtype=kind) for name, values in columns.items()}
         )
@@ -201,7 +201,7 @@ def _frame(value: object) -> Frame | None:
 
 
 def _texts(values: Sequence[Any]) -> list[str | None]:
-    """Return values of different types as text, those that are none as JSON."""
+    """Return values of different types as text, in JSON if they are not text."""
     return [
         value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for value in values

@@ -1,7 +1,7 @@
-"""The state of a run, beside its output: one SQLite file that survives SIGKILL at any point.
+"""The state of a run, next to its output: one SQLite file that survives SIGKILL at any point.
 
-Outputs are stored together with the position read in the batch, in one synchronous transaction; only then is
-the server asked to free them. SQLite's exclusive lock prevents a second run.
+Outputs are stored together with the position read in the batch, in one synchronous transaction; only then is the server
+asked to free them. SQLite's exclusive lock prevents a second run.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Journal:
             try:
                 yield
             except BaseException:
-                if self._db.in_transaction:  # SQLite has rolled back by itself if the disk is full
+                if self._db.in_transaction:  # SQLite itself has rolled back if the disk is full
                     self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
@@ -128,7 +128,7 @@ class Journal:
         return int(found[0])
 
     def start_over(self) -> None:
-        """Forget everything but the run's name."""
+        """Delete everything except the run's name."""
         with self.transaction():
             for table in ("outputs", "failures", "pending"):
                 self._execute(f"DELETE FROM {table}")
@@ -139,17 +139,17 @@ class Journal:
         self._execute("DELETE FROM occurrences")
 
     def forget_pending(self) -> None:
-        """Forget all work in progress."""
+        """Delete all work in progress."""
         self._execute("DELETE FROM pending")
 
     def forget_retryable(self) -> int:
-        """Mark retryable failures to be tried again; returns their number."""
+        """Mark retryable failures for another attempt. Returns their number."""
         self._execute("UPDATE failures SET retryable = 2 WHERE retryable = 1")
         found = self._execute("SELECT count(*) FROM failures WHERE retryable = 2").fetchone()
         return int(found[0])
 
     def needs(self, key: str) -> str | None:
-        """Return the name to submit this work under; None if it is done, in progress, or has failed for good.
+        """Return the name to submit this work under; None if it is done, in progress, or has failed permanently.
 
         Work that is retried gets a new name, since the batch remembers the old one.
         """
@@ -193,7 +193,7 @@ class Journal:
         return None if found is None else Failure(found[0], found[1], bool(found[2]))
 
     def end(self, key: str) -> dict[str, Any] | Failure | None:
-        """Return the output or the failure of this work; None if it has not ended, or is to be tried again."""
+        """Return the output or the failure of this work; None if it has not ended, or will be retried."""
         if (kept := self.output(key)) is not None:
             return kept
         found = self._execute(

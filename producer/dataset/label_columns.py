@@ -14,9 +14,9 @@ from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.recipe import Recipe
 
 LABEL = "label"
-"""The output's column, unless the run names another: `label`, `label_prob`, `label_probs`."""
+"""The output's column, unless the run sets another name: `label`, `label_prob`, `label_probs`."""
 TEMPERATURE = "label_temperature"
-"""The field of a line's `_pagemill` that says by what its probabilities were scaled."""
+"""The field of a line's `_pagemill` with the temperature that scaled its probabilities."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 _Temperature: TypeAlias = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
 _Listed = BeforeValidator(
@@ -30,14 +30,14 @@ LabelTemperature: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class LabelColumns:
-    """`column` is the output's; `temperature` scales what is written, and never the choice."""
+    """`column` is the output's; `temperature` scales the written values, but never the choice."""
 
     column: str
     temperature: float = 1.0
 
     @property
     def types(self) -> dict[str, str]:
-        """The names of the columns beside the output's, and their types; "" for a mapping."""
+        """Return the names of the columns next to the output's, and their types; "" for a mapping."""
         return {f"{self.column}_prob": "probability", f"{self.column}_probs": ""}
 
     def scale(self, kept: Mapping[str, Any]) -> float:
@@ -45,7 +45,7 @@ class LabelColumns:
         return self.temperature
 
     def values(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a result as the journal keeps it."""
+        """Return the columns of a result in the form of the journal."""
         sample = kept["outputs"][0]
         if sample.get("label_probs") is None:
             return {f"{self.column}_prob": None, f"{self.column}_probs": None}
@@ -56,7 +56,7 @@ class LabelColumns:
         }
 
     def restore(self, kept: dict[str, Any], fields: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Add to a result what the columns of a written line contain, the probabilities without scaling."""
+        """Add the contents of a written line's columns to a result, the probabilities without scaling."""
         probs = fields.get(f"{self.column}_probs")
         if isinstance(probs, str):
             probs = json.loads(probs)
@@ -90,9 +90,9 @@ def label_columns(
 def scaled(probs: Mapping[str, float], temperature: float) -> dict[str, float]:
     """Return probabilities in proportion to p ** (1 / temperature).
 
-    Above 1 they become more alike, below 1 less; their order stays. Temperature scaling: Guo et al., "On Calibration of
-    Modern Neural Networks", 2017; p stands for the exponential of its logit, up to a factor. It is undone by 1 /
-    temperature, but for probabilities of 0.
+    Above 1 they become more similar, below 1 less; their order stays. Temperature scaling: Guo et al., "On Calibration
+    of Modern Neural Networks", 2017; p is the exponential of its logit, up to a factor. It is undone by 1 /
+    temperature, except for probabilities of 0.
     """
     if temperature == 1.0:
         return dict(probs)
@@ -104,7 +104,7 @@ def scaled(probs: Mapping[str, float], temperature: float) -> dict[str, float]:
 
 
 def by_label(probs: Mapping[str, float]) -> dict[str, float]:
-    """Return probabilities by their labels in the form used for comparison, in which two may be one."""
+    """Return probabilities by their labels in the form used for comparison, in which two labels may coincide."""
     found: dict[str, float] = {}
     for label, prob in probs.items():
         found[as_label(label)] = found.get(as_label(label), 0.0) + prob

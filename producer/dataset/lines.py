@@ -19,13 +19,13 @@ from pagemill.producer.dataset.tables.writers import META, TEXT_CELLS
 
 @dataclass(frozen=True, slots=True)
 class OutputLines:
-    """The lines of one run; a result is a dict as the journal keeps it."""
+    """The lines of one run; a result is a dict in the form of the journal."""
 
     recipe: Recipe
     column: str
     """The name of the output's column."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """The fields of the schema that have columns of their own, and their types."""
+    """The fields of the schema with separate columns, and their types."""
     labels: LabelColumns | None = None
     """The columns of a run with `label_probs`."""
 
@@ -54,7 +54,7 @@ class OutputLines:
     def _output_value(self, samples: list[dict[str, Any]]) -> Any:
         """Return the value of the row's output.
 
-        A text; the parsed value if a shape was asked for; text and calls if tools were called; a list for n > 1. For
+        A text; the parsed value if a shape was requested; text and calls if tools were called; a list for n > 1. For
         scores a log-probability, or one per continuation.
         """
         if self.recipe.is_scored:
@@ -67,7 +67,7 @@ class OutputLines:
         return values[0] if len(values) == 1 else values
 
     def read(self, fields: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]] | None:
-        """Return a line's name and its result as far as it can be reconstructed; None for no line of a run."""
+        """Return a line's name and its result as far as it can be reconstructed; None if it is not a line of a run."""
         meta = fields.get(META)
         if isinstance(meta, str):
             meta = _loaded(meta)

@@ -1,7 +1,7 @@
-"""Places in a template for the outputs of other steps: `{{ label.text }}`.
+"""Placeholders in a template for the outputs of other steps: `{{ label.text }}`.
 
-A template is rendered before those outputs are known. A place then prints a mark that no row can hold, and `fill` makes
-of the marks what the queue understands (docs/dependencies.md), or the outputs that are known by now.
+A template is rendered before those outputs are known. A placeholder then prints a mark that cannot occur in a row, and
+`fill` replaces the marks by the queue's placeholders (docs/dependencies.md), or by known outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK = re.compile(f"<{_NONCE}:([^>]*)>")
 
 
 class StepPlace:
-    """A step's name in a template. A field of it prints as a mark."""
+    """A step's name in a template. Its fields print as marks."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -39,10 +39,10 @@ class StepPlace:
 
 
 def placed(tree: nodes.Template, names: Collection[str]) -> frozenset[tuple[str, str]]:
-    """Return each of `names` that a template prints, and what of it.
+    """Return each of `names` that a template prints, with the printed field.
 
     Raises:
-        DatasetError: it does more with one than to print it, or there is no such field.
+        DatasetError: the template uses a name otherwise than to print it, or the field does not exist.
     """
     printed = dict(_printed(tree, names))
     for node in tree.find_all(nodes.Name):
@@ -61,7 +61,7 @@ def placed(tree: nodes.Template, names: Collection[str]) -> frozenset[tuple[str,
 
 
 def _printed(tree: nodes.Template, names: Collection[str]) -> Iterator[tuple[int, tuple[str, int]]]:
-    """Yield the node, and path and line, of each name that stands alone, with fields, in a pair of braces."""
+    """Yield the node, path and line of each name that is alone, with fields, in a pair of braces."""
     for output in tree.find_all(nodes.Output):
         for node in output.nodes:
             fields: list[str] = []
@@ -82,10 +82,10 @@ def fill(text: str, known: Mapping[str, ParentOutput], *, is_waiting: bool) -> s
     """Return a rendered text with the known outputs in it.
 
     Args:
-        is_waiting: The job waits for others: the marks left become places, and all else is text.
+        is_waiting: The job waits for others: remaining marks become placeholders, and the rest is text.
 
     Raises:
-        InvalidJob: a known output has no such field, or braces around a place make another of it.
+        InvalidJob: a known output does not have a field, or braces around a placeholder change it.
     """
     left: list[tuple[str, str]] = []
 

@@ -1,8 +1,8 @@
-"""What a run writes: one file, or a folder of files that appears complete.
+"""The output of a run: one file, or a folder of files that appears complete.
 
-A folder is written beside its place, as `.NAME.tmp`, and renamed at the end. So its place holds an earlier output, the
-whole new one, or, for the moment between two renames, nothing. `_SUCCESS` in it lists the files and their rows, as
-Spark's committers write it; tools that read folders leave it out.
+A folder is written as `.NAME.tmp` next to its final location, and renamed at the end. So the location has an earlier
+output, the complete new one, or, between two renames, none. `_SUCCESS` in it lists the files and their rows, like that
+of Spark's committers; tools that read folders ignore it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from pagemill.producer.dataset.tables.writers import (
 )
 
 PLACE = "{shard}"
-"""In the name of an output, the number of its file."""
+"""Placeholder for the number of the file in an output's name."""
 COMPLETE = "_SUCCESS"
 INCOMPLETE = "_INCOMPLETE"
-"""The list of files of an output that lacks rows."""
+"""The list of files of an output with missing rows."""
 
 _LONGEST_SUFFIX = "..errors.jsonl.4194304.tmp"
-"""What a run adds at most to the name of its output."""
+"""The longest suffix that a run adds to the name of its output."""
 
 
 class FileOutput:
@@ -51,11 +51,11 @@ class FileOutput:
         self.path = place.path
 
     def check(self) -> None:
-        """Raise DatasetError early for what could not be written at the end."""
+        """Raise DatasetError early for an output that could not be written at the end."""
         check_output(self.path, self.place.name)
 
     def lines(self) -> Iterator[tuple[Path, Row]]:
-        """Yield the lines of an earlier run, and the file of each."""
+        """Yield the lines of an earlier run, each with its file."""
         try:
             yield from ((self.path, row) for row in open_source(self.path).rows())
         except EmptyFile:
@@ -73,17 +73,17 @@ class _FileWriter:
         self.write = writer.write
 
     def reach(self, row: Row) -> None:
-        """Note that this row comes next, whether or not it has a line."""
+        """Note that this row is next, whether or not it has a line."""
 
     def end(self, summary: Summary, *, is_limited: bool) -> None:
         """Note that all lines are written."""
 
 
 class FolderOutput:
-    """An output of several files: one for each file of the source or, with `rows_per_file`, of that many rows each."""
+    """An output of several files: one per file of the source or, with `rows_per_file`, one per that many rows."""
 
     def __init__(self, folder: Path, name: str, source: Source, rows_per_file: int | None) -> None:
-        """`name`: the name of each file with `{shard}`; empty: as the source's files are called."""
+        """`name`: the name of each file with `{shard}`; empty: the names of the source's files."""
         self.place: Place = LocalPlace(folder.resolve() if folder.is_symlink() else folder)
         self.path = self.place.path
         self.source = source
@@ -104,7 +104,7 @@ class FolderOutput:
         return f"{stem}{suffix}{packed}"
 
     def check(self) -> None:
-        """Raise DatasetError early for what could not be written at the end."""
+        """Raise DatasetError early for an output that could not be written at the end."""
         check_output(
             self.path.with_name(PurePath(self.file_name(0)).name), str(self.path / self.file_name(0))
         )
@@ -122,7 +122,7 @@ class FolderOutput:
                     raise DatasetError(f"{file} was not written by a run; choose another --out")
 
     def lines(self) -> Iterator[tuple[Path, Row]]:
-        """Yield the lines of an earlier run, and the file of each."""
+        """Yield the lines of an earlier run, each with its file."""
         for name in self._listed():
             try:
                 yield from ((self.path / name, row) for row in open_source(self.path / name).rows())
@@ -134,7 +134,7 @@ class FolderOutput:
         """Replace the output at the end of the block. `form` is called with a file's name."""
         temporary = self._beside("tmp")
         with disk_errors(self.path):
-            shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
             temporary.mkdir()
             try:
                 with ExitStack() as stack:
@@ -150,7 +150,7 @@ class FolderOutput:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def _recover(self) -> None:
-        """Finish what a run left that was killed between the two renames."""
+        """Complete the renames of a run that was killed between them."""
         old = self._beside("old")
         if old.is_dir() and self.path.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -161,7 +161,7 @@ class FolderOutput:
         return self.path.with_name(f".{self.path.name}.{kind}")
 
     def _listed(self) -> list[str]:
-        """Return the files that the run which wrote the folder has listed."""
+        """Return the files in the list of the run that wrote the folder."""
         for name in (COMPLETE, INCOMPLETE):
             try:
                 listed = [file["name"] for file in json.loads((self.path / name).read_text("utf-8"))["files"]]
@@ -176,7 +176,7 @@ class FolderOutput:
 
 
 class _FolderWriter:
-    """Writes the files of a folder one after another."""
+    """Writes the files of a folder sequentially."""
 
     def __init__(self, output: FolderOutput, form: Form, folder: Path, stack: ExitStack) -> None:
         self._output = output
@@ -189,7 +189,7 @@ class _FolderWriter:
         self._read: Counter[int] = Counter()
 
     def reach(self, row: Row) -> None:
-        """Note that this row comes next, whether or not it has a line."""
+        """Note that this row is next, whether or not it has a line."""
         self._read[row.shard] += 1
         while not self._output.rows_per_file and len(self._files) <= row.shard:
             self._next()
@@ -203,7 +203,7 @@ class _FolderWriter:
         self._files[-1]["rows"] += 1
 
     def end(self, summary: Summary, *, is_limited: bool) -> None:
-        """Write the list of files. Raises DatasetError if the rows that were read and written do not add up.
+        """Write the list of files. Raises DatasetError if the numbers of rows read and written do not match.
 
         `is_limited`: further rows were not read, nor were the source's later files.
         """
@@ -232,7 +232,7 @@ class _FolderWriter:
             os.fsync(file.fileno())
 
     def _next(self) -> None:
-        """Begin the next file."""
+        """Start the next file."""
         self._open.close()
         name = self._output.file_name(len(self._files))
         path = self._folder / name
@@ -251,7 +251,7 @@ def no_lines() -> LineWriter:
 
 
 def base_of(out: str | Path) -> str | Path:
-    """Return the path that the files beside an output are named after: the folder's for `DIR/part-{shard}.jsonl`."""
+    """Return the path after which the files next to an output are named: the folder's for `DIR/part-{shard}.jsonl`."""
     return os.path.dirname(str(out)) or out if PLACE in os.path.basename(str(out)) else out
 
 
@@ -285,7 +285,7 @@ def output_of(out: str | Path, source: Source, rows_per_file: int | None = None)
 
 
 def _check_reachable(path: Path) -> None:
-    """Raise DatasetError for a path that the system rejects, by itself or as the name of a file that a run makes."""
+    """Raise DatasetError for a path that the system rejects, as it is or as the name of a file of the run."""
     try:
         os.lstat(f"{path}{_LONGEST_SUFFIX}")
     except (FileNotFoundError, NotADirectoryError):
@@ -295,7 +295,7 @@ def _check_reachable(path: Path) -> None:
 
 
 def _suffixes(name: str) -> tuple[str, str]:
-    """Return the suffix of an output like this input, and that of its compression."""
+    """Return the suffix of an output in the format of this input, and that of its compression."""
     path = PurePath(name)
     suffix = data_suffix(path)
     return ".parquet" if suffix == ".arrow" else suffix, compression(path) or ""

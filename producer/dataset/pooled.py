@@ -1,4 +1,4 @@
-"""Output of rows with vectors, labels or scores, written and read back by a run that continues."""
+"""Outputs with vectors, labels or scores, written and read back by a resumed run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.producer.wire.schema.outputs import Rows
 
 
 def output_of(kept: Mapping[str, Any], task: str) -> Any:
-    """Return a row's output: a vector, a score per document, or a number per label."""
+    """Return a row's output: a vector, a score per document, or a value per label."""
     rows = Rows.model_validate(kept["rows"]).to_lists()
     match task:
         case "embed":
@@ -23,7 +23,7 @@ def output_of(kept: Mapping[str, Any], task: str) -> Any:
 
 
 def kept_of(output: Any, task: str) -> dict[str, Any]:
-    """Return the journal's result of which `output_of` makes this output."""
+    """Return the journal's result from which `output_of` makes this output."""
     given = output if isinstance(output, list) else [output]
     if task == "classify":
         labels = list(given[0])

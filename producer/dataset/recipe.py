@@ -1,4 +1,4 @@
-"""Making a job of a row: template, system message, model, sampling, shape of the output."""
+"""Creation of a row's job: template, system message, model, sampling, shape of the output."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from pagemill.producer.wire.schema.tasks import POOLED_TASKS
 from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS
 
 OnRow: TypeAlias = Literal["fail", "skip", "label"]
-"""What becomes of a row: an error, left out, or a job like others."""
+"""The treatment of a row: an error, left out, or an ordinary job."""
 OnTruncated: TypeAlias = Literal["fail", "label"]
-"""What becomes of an output that ended at max_tokens: an error, or an output like others."""
+"""The treatment of an output that ended at max_tokens: an error, or an ordinary output."""
 NO_MODEL: Final = "-"
-"""The model until the run knows which is served."""
+"""The model until the run knows the served one."""
 PROMPT_COLUMNS = ("messages", "prompt", "prompt_token_ids")
 """Columns for the prompt without a template; the first one present is used."""
 NO_SETTINGS = frozenset(
     {"priority", "tenant", "deadline", "ttl", "delay", "run_at", "timeout", "max_attempts", "metadata"}
 )
-"""Fields of a job that change when it runs, and nothing in its output."""
+"""Fields of a job that affect when it runs, but not its output."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,21 @@ class Recipe:
     chat: bool = True
     fields: Mapping[str, Any] = field(default_factory=dict)
     on_null: OnRow = "fail"
-    """A row of which the template prints a null; `label` prints nothing."""
+    """The treatment of a row with a null that the template prints; `label` prints an empty text."""
     on_empty: OnRow = "fail"
-    """A row whose columns that the template names, or whose prompt, are all null or blank."""
+    """The treatment of a row whose columns in the template, or whose prompt, are all null or blank."""
     places: Mapping[str, object] = field(default_factory=dict)
-    """Names in the templates that stand for no column, and what is printed for them."""
+    """Names in the templates that are not columns, and the values to print for them."""
     image_column: str | None = None
-    """The column with the pictures, which the model sees before the prompt."""
+    """The column with the images, which the model sees before the prompt."""
     examples: tuple[Mapping[str, Any], ...] = ()
-    """Rows with an `output`, shown to the model as earlier turns of the chat."""
+    """Rows with an `output`, given to the model as earlier turns of the chat."""
 
     def __post_init__(self) -> None:
         if self.is_pooled:
             object.__setattr__(self, "chat", False)
         fields = dict(self.fields)
-        if self.is_scored or self.is_pooled:  # nothing is sampled
+        if self.is_scored or self.is_pooled:  # these tasks do not sample
             fields.pop("temperature", None)
         if is_model(fields.get("response_format")):
             fields["structured_outputs"] = fields.pop("response_format")
@@ -100,17 +100,17 @@ class Recipe:
 
     @property
     def has_shape(self) -> bool:
-        """True if the output has to be of a form, and not any text."""
+        """True if the output must have a certain form instead of arbitrary text."""
         return any(self.fields.get(name) is not None for name in ("structured_outputs", "response_format"))
 
     @property
     def wants_json(self) -> bool:
-        """True if the output is the JSON of a schema."""
+        """True if the output is JSON of a schema."""
         shape = self.fields.get("structured_outputs") or {}
         return "json" in shape or self.fields.get("response_format") is not None
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that an output depends on but its row."""
+        """Return everything that an output depends on except its row."""
         about: dict[str, Any] = {
             "model": self.model, "template": self.template, "system": self.system, "chat": self.chat
         }  # fmt: skip
@@ -122,7 +122,7 @@ class Recipe:
 
     @property
     def placed(self) -> frozenset[tuple[str, str]]:
-        """The places that the templates name, and what of each."""
+        """Return the placeholders that the templates name, with their fields."""
         made = (self._template, self._system)
         return frozenset().union(*(template.placed for template in made if template is not None))
 
@@ -141,7 +141,7 @@ class Recipe:
 
     @cached_property
     def _turns(self) -> list[dict[str, Any]]:
-        """The examples as turns of a chat. Raises DatasetError."""
+        """Return the examples as turns of a chat. Raises DatasetError."""
         turns = []
         for number, example in enumerate(self.examples, 1):
             if "output" not in example:
@@ -160,12 +160,12 @@ class Recipe:
 
     @cached_property
     def _is_repeatable(self) -> bool:
-        """True if equal jobs, perhaps of a resumed run, have equal outputs."""
+        """True if equal jobs, possibly of a resumed run, have equal outputs."""
         is_certain = self.is_scored or self.is_pooled or self.has_label_probs
         return is_certain or self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
 
     def check(self, first: Row | None) -> None:
-        """Raise DatasetError for a recipe with which no row can succeed, before anything is submitted."""
+        """Raise DatasetError for a recipe that no row can satisfy, before anything is submitted."""
         is_chat = not CHAT_FIELDS.isdisjoint(self.fields) and (self.chat or self.template is None)
         text: dict[str, Any] = (
             {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
@@ -197,7 +197,7 @@ class Recipe:
     def job(
         self, row: Row, finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda prompt: prompt
     ) -> Job | RowError:
-        """Return the job of a row, or the error that prevents it. `finish` makes the job's fields of its prompt's."""
+        """Return the job of a row, or the error that prevents it. `finish` converts prompt fields to job fields."""
         if row.error is not None:
             return row.error
         assert row.fields is not None
@@ -217,7 +217,7 @@ class Recipe:
             return RowError(error.code, str(error), raw_text(row.fields))
 
     def cut_off(self, kept: Mapping[str, Any], on_truncated: OnTruncated | None) -> Failure | None:
-        """Return the failure of a result that ended at max_tokens, if such are failures."""
+        """Return the failure of a result that ended at max_tokens, if that counts as a failure."""
         samples = kept["outputs"]
         choices = (self.fields.get("structured_outputs") or {}).get("choice") or ()
         is_cut = any(s.get("finish_reason") == "length" and s.get("text") not in choices for s in samples)
@@ -226,7 +226,7 @@ class Recipe:
         return Failure("output_cut_off", "the output was cut off at max_tokens; raise --max-tokens")
 
     def _images(self, row: Row) -> dict[str, Any]:
-        """Return the job's pictures. Raises NullRendered."""
+        """Return the job's images. Raises NullRendered."""
         if None in row.images and self.on_null != "label":
             raise NullRendered("the picture is null")
         images = [image for image in row.images if image is not None]

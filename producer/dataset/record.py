@@ -1,7 +1,7 @@
-"""The record of a run: the settings that made its output, and the time and KV use of all its starts.
+"""The record of a run: the settings of its output, and the time and KV use of all its starts.
 
-While the run lasts it is in the journal; beside a finished OUT it is OUT.run.json, so that a later run knows whether
-it asks for the same, and adds its own time.
+During the run it is in the journal; next to a finished OUT it is OUT.run.json, so that a later run can compare its
+settings and add its own time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill.producer.dataset.errors import DatasetError
 
 VERSION = 1
 MAX_SHOWN = 60
-"""Characters of a setting in a message."""
+"""Maximum characters of a setting in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over the starts of a run. Raises ValueError, TypeError or KeyError for what no run has written."""
+    """Sums over the starts of a run. Raises ValueError, TypeError or KeyError for data that no run has written."""
 
     seconds: float = 0.0
     starts: int = 0
     kv_utilization: Mean = Mean()
     kv_waste: Mean = Mean()
     untimed_rows: int = 0
-    """Rows taken from an output without a record: what they took is not known, so no rate counts them."""
+    """Rows taken from an output without a record: their time is unknown, so rates do not count them."""
     untimed_tokens: int = 0
 
     def to_json(self) -> str:
@@ -58,7 +58,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`settings`: everything that an output depends on but the rows. `rows`: how many the last run went over."""
+    """`settings`: everything that an output depends on except the rows. `rows`: the number in the last run."""
 
     settings: dict[str, Any]
     totals: Totals
@@ -66,7 +66,7 @@ class Record:
     version: int = field(default=VERSION, kw_only=True)
 
     def write(self, path: Path) -> None:
-        """Replace the file at once."""
+        """Replace the file atomically."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             temporary.write_text(
@@ -93,7 +93,7 @@ class Record:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return in words which settings differ; empty if none does."""
+    """Return a description of the settings that differ; empty if there are none."""
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return "; ".join(
         f"{name}: {_format(then.get(name))} then, {_format(now.get(name))} now" for name in names

@@ -1,7 +1,7 @@
-"""A cascade's last model behind another API: the run asks it itself, within a budget of tokens.
+"""A cascade's last model behind another API: the run itself sends requests, within a budget of tokens.
 
-What a request may cost at most is written to the journal before the request is sent, and replaced by what it did cost:
-a run that is killed, however often, does not exceed its budget. The key is in no job, journal, log or error.
+The maximum cost of a request is written to the journal before the request is sent, and later replaced by the actual
+cost: a run does not exceed its budget even if it is killed. Jobs, the journal, logs and errors do not contain the key.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from pagemill.producer.wire.schema.outputs import Output, Result, Timing, Usage
 PREFIX = "openai:"
 KEY_VARIABLE = "PAGEMILL_API_KEY"
 CONCURRENCY = 8
-"""Requests at once."""
+"""Maximum concurrent requests."""
 ANSWER_S = 120.0
-"""The longest that one request may take."""
+"""Maximum seconds of one request."""
 MAX_ANSWER_BYTES = 1 << 20
 MAX_TRIES = 6
-"""Requests of one row that the API does not accept at the moment."""
+"""Maximum requests for one row while the API temporarily does not accept them."""
 MAX_WAIT_S = 30.0
 _OVERHEAD_TOKENS = 64
-"""Allowed for what the API adds to a request: its chat template, and how it states the schema."""
+"""Allowance for the API's additions to a request: its chat template, and its form of the schema."""
 _TURN_TOKENS = 16
 BUDGET_EXHAUSTED = "budget_exhausted"
-"""The code of rows that the budget did not hold: they keep the answer of the stage before."""
+"""The code of rows that exceeded the budget: they keep the answer of the previous stage."""
 _SPENT = "api_tokens"
-"""The journal's fact: tokens that were used, and those that requests without an answer may have used."""
+"""The journal's entry for used tokens, and those that requests without a response may have used."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A model of an API. `name`: as given, `openai:https://host/v1/MODEL`."""
+    """A model of an API. `name`: as configured, `openai:https://host/v1/MODEL`."""
 
     name: str
     url: str
     model: str
     budget: int
-    """Most tokens, of prompts and outputs together, that a run may use."""
+    """Maximum tokens, of prompts and outputs together, that a run may use."""
     key_file: Path | None
 
     def key(self) -> str:
-        """Return the key, empty if none is set. Raises DatasetError, which does not quote it."""
+        """Return the key, empty if none is set. Raises DatasetError, whose message does not contain it."""
         if self.key_file is None:
             key = os.environ.get(KEY_VARIABLE, "")
             if key and not is_key(key):
@@ -98,7 +98,7 @@ def remote_model(
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Return an API's address, up to `/v1` if there is such a part, and the model's name, which may have slashes."""
+    """Return an API's address, up to `/v1` if it has such a part, and the model's name, which may contain slashes."""
     address = name.removeprefix(PREFIX)
     base, version, model = address.rpartition("/v1/")
     if not version:
@@ -115,7 +115,7 @@ def _parts(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a row's work. `tokens`: what it used, of the `reserved` ones."""
+    """The end of a row's work. `tokens`: the tokens used, out of the `reserved` ones."""
 
     name: str
     kept: dict[str, Any] | None
@@ -126,17 +126,17 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A request of one row."""
+    """The request for one row."""
 
     name: str
     body: dict[str, Any]
     choices: Mapping[str, str]
-    """The labels by how they are asked for."""
+    """Maps the labels in the request to those of the row."""
     most_tokens: int
 
 
 class Remote:
-    """Asks for the labels of rows with several threads. All methods are of one thread, the journal's."""
+    """Requests the labels of rows on several threads. All methods must be called on the journal's thread."""
 
     def __init__(self, model: RemoteModel, journal: Journal) -> None:
         self.model = model
@@ -149,7 +149,7 @@ class Remote:
         self._ended: SimpleQueue[Ended] = SimpleQueue()
         self._closing = threading.Event()
         self._over: Failure | None = None
-        """Why nothing more is asked."""
+        """Why no more requests are sent."""
         self._is_newer = False
         spent = journal.fact(_SPENT)
         self.spent = journal.tokens_of(model.name) if spent is None else int(spent)
@@ -159,18 +159,18 @@ class Remote:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Start no further request; those that run are abandoned."""
+        """Start no more requests; those in progress are abandoned."""
         self._closing.set()
         for _ in self._threads:
             self._asked.put(None)
 
     @property
     def in_flight(self) -> int:
-        """Rows that have not been collected."""
+        """Return the number of rows that have not been collected."""
         return len(self._waiting) + len(self._done) + self._running
 
     def send(self, jobs: Sequence[Job]) -> None:
-        """Take up the work of rows; the caller bounds their number."""
+        """Accept the work of rows; the caller limits their number."""
         for job in jobs:
             made = _request(self.model, job)
             if isinstance(made, Ended):
@@ -186,7 +186,7 @@ class Remote:
                 self._take(self._ended.get(timeout=seconds))
 
     def collect(self) -> list[Ended]:
-        """Return what has ended, to be recorded in the transaction around this call; `start` follows it."""
+        """Return ended work, to be recorded in the transaction around this call; call `start` afterwards."""
         with suppress(Empty):
             while True:
                 self._take(self._ended.get_nowait())
@@ -201,7 +201,7 @@ class Remote:
             self._over = ended.failure
 
     def start(self) -> None:
-        """Send what the budget allows. It is used up if it does not hold a row while nothing is to come back."""
+        """Send the requests that the budget allows. It is used up if a row does not fit and no tokens can come back."""
         while self._waiting and self._running < CONCURRENCY:
             request = self._waiting[0]
             if self._over is None and self.spent + request.most_tokens > self.model.budget:
@@ -225,7 +225,7 @@ class Remote:
             self._asked.put(request)
 
     def _book(self, tokens: int) -> None:
-        """Count tokens before they are used, or those that were not."""
+        """Count tokens before they are used, or uncount unused ones."""
         if not tokens:
             return
         self.spent += tokens
@@ -245,7 +245,7 @@ class Remote:
             self._ended.put(ended)
 
     def _answer_of(self, request: _Request) -> Any:
-        """Return the answer, after as many tries as it takes. Raises _Failed."""
+        """Return the response, after retries as needed. Raises _Failed."""
         backoff, is_newer = Backoff(0.5, MAX_WAIT_S), self._is_newer
         for left in reversed(range(MAX_TRIES)):
             try:
@@ -266,7 +266,7 @@ _FAILED = "api_error"
 
 
 class _Failed(Exception):
-    """A request without an answer. The message quotes neither the request nor the response."""
+    """A request without a response. The message quotes neither the request nor the response."""
 
     def __init__(
         self, message: str, status: int = 0, *, is_paid: bool = False, retry_after_s: float = 0.0
@@ -281,7 +281,7 @@ class _Failed(Exception):
 
 
 def _request(model: RemoteModel, job: Job) -> _Request | Ended:
-    """Return the request of a job, in OpenAI's form of a chat; its end if it cannot be one."""
+    """Return the request of a job, in OpenAI's form of a chat, or its end if it cannot be one."""
     name = job.key or ""
     messages = job.messages or ()
     turns = [
@@ -317,7 +317,7 @@ def _request(model: RemoteModel, job: Job) -> _Request | Ended:
 
 
 def _newer(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a request for models that reason, which OpenAI's API takes in another form."""
+    """Return a request for models that reason, for which OpenAI's API requires another form."""
     changed = {name: value for name, value in body.items() if name not in ("max_tokens", "temperature")}
     return changed | {"max_completion_tokens": body["max_tokens"]}
 
@@ -333,7 +333,7 @@ _opener = urllib.request.build_opener(_NoRedirects)
 
 
 def _post(url: str, key: str, body: dict[str, Any]) -> Any:
-    """Return the JSON that an API answers. Raises _Failed."""
+    """Return the JSON of an API's response. Raises _Failed."""
     headers = {"content-type": "application/json", "user-agent": "pagemill"}
     if key:
         headers["authorization"] = f"Bearer {key}"
@@ -359,7 +359,7 @@ def _post(url: str, key: str, body: dict[str, Any]) -> Any:
             retry_after_s=seconds,
         ) from None
     except urllib.error.URLError as error:
-        # Nothing was answered; unless it could not connect, the API may be at work on it.
+        # There was no response; unless the connection failed, the API may still be processing the request.
         is_refused = isinstance(error.reason, ConnectionRefusedError)
         raise _Failed("the API cannot be reached", is_paid=not is_refused) from None
     except (OSError, http.client.HTTPException, ValueError, RecursionError):
@@ -367,7 +367,7 @@ def _post(url: str, key: str, body: dict[str, Any]) -> Any:
 
 
 def _ended(request: _Request, model: str, answer: Any, seconds: float) -> Ended:
-    """Return what an answer says; its tokens are all that were reserved if it does not state them."""
+    """Return the end according to a response; all reserved tokens count as used if it does not report them."""
     prompt, completion = _count(answer, "prompt_tokens"), _count(answer, "completion_tokens")
     tokens = request.most_tokens if prompt is None or completion is None else prompt + completion
     label = request.choices.get(_label(answer))
@@ -392,7 +392,7 @@ def _count(answer: Any, name: str) -> int | None:
 
 
 def _label(answer: Any) -> str:
-    """Return the label in an answer: in JSON, or as its whole text where the API ignores the schema."""
+    """Return the label in a response: in JSON, or the complete text if the API ignores the schema."""
     try:
         text = answer["choices"][0]["message"]["content"].strip()
     except (KeyError, IndexError, TypeError, AttributeError):

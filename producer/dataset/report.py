@@ -122,7 +122,7 @@ def bars(counts: dict[str, int], block: str = "█") -> list[tuple[str, str, int
 
 
 def curve_rows(summary: Summary) -> list[list[str]]:
-    """Return some points of a cascade's curve as cells; none for a run of one model."""
+    """Return some points of a cascade's curve as cells; none for a run with one model."""
     if summary.stages is None:
         return []
     used = summary.stages.below
@@ -179,7 +179,7 @@ def _recipe_step(step: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _drawn(cascade: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the curve as points of a figure of 100 by 50; None without gold values, or where all costs are equal."""
+    """Return the curve as points of a figure of 100 by 50; None without gold values, or if all costs are equal."""
     points = [point for point in (cascade or {}).get("curve", []) if point["accuracy"] is not None]
     if len({point["tokens"] for point in points}) < 2:
         return None
@@ -214,7 +214,7 @@ def _matrix(summary: Summary) -> dict[str, Any] | None:
 
 
 def _calibration(facts: dict[str, Any]) -> str:
-    """Return the expected calibration error as written, and what a fitted temperature would make of it."""
+    """Return the expected calibration error as written, and that with a fitted temperature."""
     text = _percent(facts["expected_calibration_error"])
     if facts["temperature"] != 1.0:
         text += f" at temperature {facts['temperature']:g}"
@@ -225,7 +225,7 @@ def _calibration(facts: dict[str, Any]) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """Return an estimated time in the unit that fits: `36 seconds`, `12 minutes`, `3.4 hours`, `2.1 days`."""
+    """Return an estimated time in a suitable unit: `36 seconds`, `12 minutes`, `3.4 hours`, `2.1 days`."""
     if seconds < 90:
         return "a second" if seconds < 1.5 else f"{seconds:.0f} seconds"
     if seconds < 90 * 60:

@@ -1,4 +1,4 @@
-"""A row's line in the output, with what all its steps gave: made, and read back from a finished output."""
+"""A row's line in the output, with the results of all its steps: created, and read back from a finished output."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RowLines:
     path: Path
 
     def result(self, states: list[StepState]) -> dict[str, Any]:
-        """Return what the steps of a row gave as one result, with the tokens of all.
+        """Return the results of a row's steps as one result, with the tokens of all.
 
-        Of a recipe: all outputs, and the time of the last. Of a cascade: the answer that counts, and `answers`.
+        For a recipe: all outputs, and the time of the last. For a cascade: the final answer, and `answers`.
         """
         kept = [state.kept for state in states if state.kept is not None]
         if len(self.chain.steps) == 1 and not self.chain.is_recipe:
@@ -41,7 +41,7 @@ class RowLines:
         return {"outputs": outputs, "usage": usage, **timing}
 
     def make(self, row: Row, states: list[StepState], result: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the input's columns, those of the steps in order, and what is known of each step of a recipe."""
+        """Return the input's columns, those of the steps in order, and the data of each step of a recipe."""
         if not self.chain.is_recipe:
             first = states[0]
             digest = first.key.partition("-")[0]
@@ -68,7 +68,7 @@ class RowLines:
         return {**columns, **added, META: meta}
 
     def read(self, fields: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]] | None:
-        """Return the keys of the work in a line, and its results as far as known; None for no line of a run."""
+        """Return the keys of the work in a line, and its results as far as known; None if it is not a line of a run."""
         if not self.chain.is_recipe:
             line = self.chain.first.lines.read(fields, self.path)
             return None if line is None else list(_works(*line))

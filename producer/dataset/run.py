@@ -1,10 +1,10 @@
-"""A dataset run: it can be killed and restarted, ends with the same file, and computes nothing twice.
+"""A dataset run: it can be killed and restarted, produces the same file, and computes nothing twice.
 
-Every row goes through a chain of steps: one, those of a recipe, or the stages of a cascade.
-Work is identified by its content: the hash of prompt, model and sampling (and, where equal jobs give
-different outputs, the number of earlier equal ones), never by a row's number. During the run OUT.partial
-holds its state (journal.py). At the end the rows are read once more and written with their outputs, in order,
-to a temporary file that is renamed to OUT. A later run takes OUT as work done, and does only what is new.
+Every row goes through a chain of steps: one, those of a recipe, or the stages of a cascade. Work is identified by its
+content, never by a row's number: the hash of prompt, model and sampling (and if equal jobs have different outputs, the
+number of earlier equal ones). During the run OUT.partial holds its state (journal.py). At the end the rows are read
+once more and written with their outputs, in order, to a temporary file that is renamed to OUT. A later run treats OUT
+as finished work, and only does new work.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ NOT_FOR_RECIPES = {
     "api_budget": "its steps run in the queue",
     "api_key_file": "its steps run in the queue",
 }
-"""Options of a run that a recipe cannot have, and why."""
+"""Options of a run that a recipe does not support, with the reasons."""
 
 
 @dataclass
 class DatasetRun:
-    """One run. `limit`: at most this many rows, for a trial. `gold`: the column to compare outputs with."""
+    """One run. `limit`: maximum number of rows, for a trial. `gold`: the column to compare outputs with."""
 
     source: Source
     out: str | Path
-    """A path, or a URI that fsspec knows; then `path` is where it is made. A folder, or a name with `{shard}`, for an
-    output of several files."""
+    """A path, or a URI that fsspec supports; `path` is then where it is created. A folder, or a name with `{shard}`,
+    for an output of several files."""
     recipe: InitVar[Recipe | Chain]
-    """What becomes of each row; a chain is that of a recipe's steps."""
+    """The processing of each row; a chain consists of a recipe's steps."""
     limit: int | None = None
     gold: str | None = None
     max_errors: int | None = None
@@ -79,36 +79,37 @@ class DatasetRun:
     overwrite: bool = False
     price_per_hour: float | None = None
     is_trial: bool = False
-    """Write no output: what was done stays in the journal, and a later run takes it from there."""
+    """Write no output: results stay in the journal for a later run."""
     output_column: str = ""
     """The name of the output's column. Default: `label` with `label_probs`, otherwise `output`."""
     schema_columns: bool = False
-    """Also a column for each field of a JSON schema, named `output.FIELD`."""
+    """Add a column for each field of a JSON schema, named `output.FIELD`."""
     label_temperature: LabelTemperature = 1.0
-    """Scales the probabilities of labels as they are written; `fit`: as fits the gold values best."""
+    """Scales the probabilities of labels in the output; `fit`: as fits the gold values best."""
     escalate_below: float | None = None
-    """Rows whose label's probability is under this go on to the next model of `to`."""
+    """Rows whose label's probability is lower are passed on to the next model of `to`."""
     to: Sequence[str] | str = ()
     """The models of a cascade's later stages, in order."""
     api_budget: int | None = None
-    """Most tokens that the run may use at the API of a last model `openai:https://host/v1/NAME`; it needs one."""
+    """Maximum tokens to use at the API of a last model `openai:https://host/v1/NAME`, which requires it."""
     api_key_file: str | Path | None = None
     """The file with that API's key. Default: the variable PAGEMILL_API_KEY."""
     where: str | None = None
-    """The rows that are wanted, as an expression in Jinja2's syntax; `limit` counts these alone."""
+    """The rows to process, as an expression in Jinja2's syntax; `limit` only counts these."""
     image_column: str | None = None
-    """The column with each row's picture, or a list of them: a path, bytes, a URL or a Hugging Face struct."""
+    """The column with each row's image, or a list of images: a path, bytes, a URL or a Hugging Face struct."""
     on_null: OnRow = "fail"
     on_empty: OnRow = "fail"
     on_truncated: OnTruncated | None = None
-    """An output that ended at max_tokens. Default: `fail` with structured output, otherwise `label`."""
+    """The treatment of an output that ended at max_tokens. Default: `fail` with structured output; otherwise `label`.
+    """
     rows_per_file: int | None = None
-    """Rows of each file of an output that is a folder. Default: a file for each file of the source."""
+    """Rows per file of an output that is a folder. Default: a file for each file of the source."""
     on_news: Callable[[Tally], None] = field(default=lambda tally: None)
     on_notice: Notify = warn
-    """Called with what keeps the run waiting, and whether it cannot end by itself. Default: a warning in the log."""
+    """Called with the reason why the run waits, and whether it cannot continue without help. Default: a log warning."""
     kv: Callable[[], tuple[Mean, Mean]] = field(default=lambda: (Mean(), Mean()))
-    """Asked for the KV utilisation and waste of this start so far."""
+    """Returns the KV utilization and waste of this start so far."""
     on_row: Callable[[Mapping[str, Any]], None] = field(default=lambda line: None)
     """Called with every output line, in order, as the output is written."""
     on_end: Callable[[int, Mapping[str, Any]], None] = field(default=lambda number, columns: None)
@@ -144,7 +145,7 @@ class DatasetRun:
 
     @property
     def more_columns(self) -> dict[str, str]:
-        """The output's columns beside the first, and their types."""
+        """Return the output's columns except the first, and their types."""
         return {name: kind for name, kind in self.chain.columns.items() if name != self.output_column}
 
     @property
@@ -153,7 +154,7 @@ class DatasetRun:
 
     @property
     def outputs_name(self) -> str:
-        """The name of the file that holds the outputs at the end: OUT, or of a trial the journal."""
+        """Return the name of the file with the outputs at the end: OUT, or the journal for a trial."""
         return str(self.journal_path) if self.is_trial else self.place.name
 
     @property
@@ -169,7 +170,7 @@ class DatasetRun:
         return self.errors_path, self.path, self.record_path
 
     def count(self) -> int | None:
-        """Return the number of rows that are wanted, if it is cheap to determine; `limit` aside."""
+        """Return the number of rows to process, regardless of `limit`, if it is cheap to determine."""
         return self.source.count() if self._condition is None else None
 
     def execute(self, producer: Producer) -> Summary:
@@ -199,13 +200,13 @@ class DatasetRun:
             return self._finish(journal)
 
     def _noted(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yield the rows, and note the file that they are read from."""
+        """Yield the rows, and record the file that they are read from."""
         for row in rows:
             self._shard = row.shard
             yield row
 
     def _files_read(self) -> tuple[int, int] | None:
-        """Return the number of the file that is being read, and that of all."""
+        """Return the number of the file that is being read, and the total number."""
         return (self._shard + 1, len(self.source.shards)) if isinstance(self.source, ShardedSource) else None
 
     def _notice_joined(self) -> None:
@@ -230,7 +231,7 @@ class DatasetRun:
             return WorkLoop(producer, journal).cancel()
 
     def previews(self) -> Iterator[tuple[Row, str, Job | RowError]]:
-        """Yield the rows and the jobs of their steps, with places for what they take from others, without a server."""
+        """Yield the rows and their steps' jobs, with placeholders for outputs of other steps, without a server."""
         self._check_rows()
         for row in self._rows():
             for step in self.chain.at_once:
@@ -238,11 +239,11 @@ class DatasetRun:
 
     @property
     def models(self) -> list[str]:
-        """The models of the queue's jobs; NO_MODEL for what `use_model` will name."""
+        """Return the models of the queue's jobs; NO_MODEL for the one that `use_model` will set."""
         return [name for name in self.chain.models if self._remote is None or name != self._remote.name]
 
     def use_model(self, name: str) -> None:
-        """Take this model for the steps that name none."""
+        """Use this model for the steps that name none."""
         self.chain = self.chain.with_model(name)
 
     def _opened(self, producer: Producer) -> Journal:
@@ -281,7 +282,7 @@ class DatasetRun:
                 )
 
     def _check_jobs(self) -> None:
-        """Raise DatasetError if there are rows, and none of them makes a job of any step."""
+        """Raise DatasetError if there are rows, but no row makes a job of any step."""
         count, first = 0, None
         for row in self._rows():
             for step in self.chain.at_once:
@@ -294,7 +295,7 @@ class DatasetRun:
             raise DatasetError(f"none of the {count:,} rows makes a job; {first}")
 
     def _check_rows(self) -> None:
-        """Raise DatasetError if the columns are not those that the run needs, in any file."""
+        """Raise DatasetError if the columns of any file are not those that the run needs."""
         source = self.source
         if not isinstance(source, ShardedSource):
             self._check(_first_row(source.rows()))
@@ -319,7 +320,7 @@ class DatasetRun:
         return islice(rows if self._condition is None else _selected(rows, self._condition), self.limit)
 
     def _states(self, journal: Journal) -> Iterator[tuple[Row, list[StepState]]]:
-        """Yield every row, and the states of its steps: none for one that cannot be read."""
+        """Yield every row, and the states of its steps; none for an unreadable row."""
         walk = Walk(self.chain, journal, self.on_truncated)
         journal.start_reading()
         for row in self._rows():
@@ -380,7 +381,7 @@ class DatasetRun:
         )
 
     def _calibrate(self, journal: Journal, summary: Summary, step: Step, labels: LabelColumns) -> None:
-        """Fit a temperature on the rows with a gold value, and scale by it if that was asked for."""
+        """Fit a temperature on the rows with a gold value, and scale by it if requested."""
         sample = GoldSample()
         for row, (state, *_) in self._states(journal) if self.gold is not None else ():
             gold = (row.fields or {}).get(self.gold or "")
@@ -393,7 +394,7 @@ class DatasetRun:
         summary.calibration = Calibration(sample, fitted, labels.temperature)
 
     def _check_files(self, journal: Journal) -> None:
-        """Raise DatasetError if the source's files are not those that the run began with."""
+        """Raise DatasetError if the source's files are not those at the start of the run."""
         then = journal.fact("files")
         if then is None or not isinstance(self.source, ShardedSource):
             return
@@ -419,7 +420,7 @@ class DatasetRun:
     def _write_line(
         self, summary: Summary, output: LineWriter, errors: Writer, row: Row, states: list[StepState]
     ) -> None:
-        """Write what the steps gave; of a recipe also which of them failed."""
+        """Write the results of the steps; for a recipe also the failed steps."""
         lines = RowLines(self.chain, self.path)
         result = lines.result(states)
         line = lines.make(row, states, result)
@@ -443,7 +444,7 @@ class DatasetRun:
                 errors.write(about | {"code": state.failure.code, "message": state.failure.message})
 
     def _ended(self, row: Row, states: list[StepState]) -> RowError:
-        """Return the first step's failure, or why all were left out."""
+        """Return the first step's failure, or the reason why all were left out."""
         raw = raw_text(row.fields or {})
         for state in states:
             if state.failure is not None:
@@ -452,7 +453,7 @@ class DatasetRun:
         return RowError(states[0].skipped, "no step was to run", raw, True)
 
     def _write_error(self, summary: Summary, errors: Writer, row: Row, error: RowError) -> None:
-        """Count a row that has no line in the output."""
+        """Count a row without a line in the output."""
         self.on_end(row.number, {})
         if error.is_skipped:
             summary.add_skipped(error.code)
@@ -463,7 +464,7 @@ class DatasetRun:
         errors.write({**about, "raw": error.raw, "code": error.code, "message": error.message})
 
     def _about(self, row: Row) -> dict[str, Any]:
-        """Return a row's number and, in a source of several files, its file and its number there."""
+        """Return a row's number and, for a source of several files, its file and its number in it."""
         if not isinstance(self.source, ShardedSource):
             return {"row": row.number}
         return {"row": row.number, "file": self.source.shards[row.shard].name, "file_row": row.shard_row}
@@ -487,12 +488,12 @@ class DatasetRun:
             self._note_files(journal)
 
     def _note_files(self, journal: Journal) -> None:
-        """Record the files that the run goes over."""
+        """Record the files of the source."""
         if isinstance(self.source, ShardedSource):
             journal.set_facts(files=json.dumps(self.source.fingerprints()))
 
     def _adopt(self, journal: Journal) -> Totals:
-        """Record the rows of an existing output as work done; returns the time that they took."""
+        """Record the rows of an existing output as finished work. Returns the time that they took."""
         if next(self.output.lines(), None) is None:
             return Totals()
         record = Record.read(self.record_path)
@@ -521,7 +522,7 @@ class DatasetRun:
         return Totals(untimed_rows=rows, untimed_tokens=tokens) if record is None else record.totals
 
     def _take(self, journal: Journal, file: Path, fields: Mapping[str, Any]) -> int | None:
-        """Record a line's work as done, and return its output tokens; None for no line of a run."""
+        """Record a line's work as finished, and return its output tokens; None if it is not a line of a run."""
         works = RowLines(self.chain, file).read(fields)
         if works is None:
             return None
@@ -536,7 +537,7 @@ class DatasetRun:
         )
 
     def _continue(self, journal: Journal, producer: Producer) -> None:
-        """Check that the journal is of the same work; with `overwrite` other work is cancelled and forgotten."""
+        """Check that the journal is of the same work; with `overwrite` other work is cancelled and deleted."""
         then = json.loads(journal.fact("settings") or "null")
         if then is None:
             return
@@ -551,7 +552,7 @@ class DatasetRun:
         self._note_files(journal)
 
     def _check_same(self, then: dict[str, Any], name: object) -> None:
-        """Raise DatasetError for other settings. Steps may be added, and stages."""
+        """Raise DatasetError if the settings differ. Steps and stages may be added."""
         now = self._settings()
         stages = then.get("to") or []
         if (now.get("to") or [])[: len(stages)] == stages:
@@ -572,7 +573,7 @@ class DatasetRun:
                 )
 
     def _settings(self) -> dict[str, Any]:
-        """Return what the output depends on but the rows, as JSON."""
+        """Return everything that the output depends on except the rows, as JSON."""
         return self.chain.settings(self.where, schema_columns=self.schema_columns)
 
 
@@ -582,7 +583,7 @@ def _first_row(rows: Iterable[Row]) -> Row | None:
 
 @contextmanager
 def _begun() -> Iterator[None]:
-    """Raise RunStopped for a DatasetError of the block: something has been submitted by then."""
+    """Raise RunStopped for a DatasetError of the block, since jobs may have been submitted."""
     try:
         yield
     except (DiskError, RunStopped):
@@ -592,7 +593,7 @@ def _begun() -> Iterator[None]:
 
 
 def _without_columns(rows: Iterator[Row], columns: Mapping[str, str]) -> Iterator[Row]:
-    """Yield the rows, and those that have a column of the output already as errors: it would be overwritten."""
+    """Yield the rows, but as errors if they already have a column of the output, which would be overwritten."""
     for row in rows:
         if row.fields and (taken := columns.keys() & row.fields.keys()):
             reason = f"the row has a column {min(taken)!r} already; name the new one with --output-column"
@@ -602,7 +603,7 @@ def _without_columns(rows: Iterator[Row], columns: Mapping[str, str]) -> Iterato
 
 
 def _selected(rows: Iterator[Row], condition: Condition) -> Iterator[Row]:
-    """Yield the rows that the condition holds for, and those that it fails on as errors."""
+    """Yield the rows that meet the condition, and those for which it fails as errors."""
     for row in rows:
         try:
             if row.fields is None or condition.holds(row.fields):

@@ -1,4 +1,4 @@
-"""The fields of a JSON schema, as columns beside the output."""
+"""The fields of a JSON schema, as columns next to the output."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def schema_fields(text: str) -> dict[str, str]:
 
 
 def field_values(output: Any, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return an output's value of each field; None where it has none."""
+    """Return the output's value of each field; None for missing ones."""
     values = output if isinstance(output, dict) else {}
     return {name: values.get(name) for name in fields}
 
 
 def _resolved(schema: Any, root: Any) -> Any:
-    """Follow a reference to the root's own definitions, once."""
+    """Resolve a reference to the root's own definitions, once."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema

@@ -1,4 +1,4 @@
-"""The time of a run's start and its use of the KV cache, kept in the journal."""
+"""The time of a run's start and its use of the KV cache, stored in the journal."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Stopwatch:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(DiskError):  # a full disk is already being reported, or will be
+        with contextlib.suppress(DiskError):  # a full disk is reported elsewhere
             self._store()
 
     def tick(self) -> None:
-        """Store the totals, if that was long ago: a killed run loses no more than that."""
+        """Store the totals at intervals: a killed run loses only those since the last."""
         if time.monotonic() >= self._stored + STORE_INTERVAL_S:
             self._store()
 

@@ -75,7 +75,7 @@ class LabelCounts:
 
 @dataclass
 class Summary:
-    """The report's figures. rows = succeeded + failed + skipped + unfinished; failed = the sum of `error_codes`."""
+    """The report's counts. rows = succeeded + failed + skipped + unfinished; failed = the sum of `error_codes`."""
 
     rows: int = 0
     succeeded: int = 0
@@ -99,7 +99,7 @@ class Summary:
     price_per_hour: float | None = None
     error_codes: Counter[str] = field(default_factory=Counter)
     first_failure: str | None = None
-    """Row, code and reason of the first failure: often the cause of all."""
+    """Row, code and reason of the first failure, which is often the cause of all."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     labels: LabelCounts = field(default_factory=LabelCounts)
     confusion: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -108,11 +108,11 @@ class Summary:
     compared: int = 0
     agreed: int = 0
     calibration: Calibration | None = None
-    """Of a run with `label_probs` and one model; a cascade has one for each stage."""
+    """For a run with `label_probs` and one model; a cascade has one for each stage."""
     stages: StageFigures | None = None
-    """Of a cascade."""
+    """For a cascade."""
     steps: StepFigures | None = None
-    """Of a recipe."""
+    """For a recipe."""
     ttft_s: Distribution = field(default_factory=Distribution)
     e2e_s: Distribution = field(default_factory=Distribution)
     output_tokens: Distribution = field(default_factory=Distribution)
@@ -157,7 +157,7 @@ class Summary:
             self.calibration.bins.add(prob, is_right=as_label(gold) == as_label(label))
 
     def add_sample(self, row: Row, output: Any) -> None:
-        """Perhaps keep a row for the report, to be called before `add_success` (Vitter's algorithm R)."""
+        """Add a row to the report's sample at random, to be called before `add_success` (Vitter's algorithm R)."""
         place = self.succeeded
         if place >= SAMPLES and (place := self.draws.randrange(self.succeeded + 1)) >= SAMPLES:
             return
@@ -190,7 +190,7 @@ class Summary:
 
     @property
     def failed_steps(self) -> int:
-        """Rows of a recipe that have a line in the output, and of which a step has failed."""
+        """Return the number of a recipe's rows with a line in the output in which a step has failed."""
         return 0 if self.steps is None else self.steps.failed
 
     @property
@@ -209,17 +209,17 @@ class Summary:
 
     @property
     def kv_utilization(self) -> float | None:
-        """The mean share of the KV blocks in use, as far as observed."""
+        """Return the mean share of the KV blocks in use, as far as observed."""
         return self.totals.kv_utilization.value
 
     @property
     def kv_waste(self) -> float | None:
-        """The mean share of slots without a token in the blocks in use."""
+        """Return the mean share of slots without a token in the blocks in use."""
         return self.totals.kv_waste.value
 
     @property
     def timed(self) -> int:
-        """The rows done in the starts whose time is known: all, but for an output without a record."""
+        """Return the rows done in starts with known time: all, except for an output without a record."""
         return max(0, self.succeeded - self.totals.untimed_rows)
 
     @property

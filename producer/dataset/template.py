@@ -20,7 +20,7 @@ from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.output_places import placed
 
 ROW_NAME = "row"
-"""The whole row, for columns whose names are not identifiers: {{ row["review text"] }}."""
+"""The complete row, for columns whose names are not identifiers: {{ row["review text"] }}."""
 MAX_RENDERED_CHARACTERS = 1 << 20
 
 
@@ -28,7 +28,7 @@ _TEXT_FILTERS = (
     "capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "string", "striptags", "title",
     "trim", "truncate", "upper", "urlencode", "wordwrap",
 )  # fmt: skip
-"""Jinja2's filters that would make text of a null: "None"."""
+"""Jinja2's filters that would convert null to the text "None"."""
 
 
 class TemplateFailed(ValueError):
@@ -42,14 +42,14 @@ class NullRendered(TemplateFailed):
 class PromptTemplate:
     """A text with {{ column }} in it. Raises DatasetError if it is not a template.
 
-    A null that is printed is an empty text with `nulls_are_empty`, otherwise an error of the row; conditions, `default`
-    and `tojson` see it as it is.
+    A printed null is an empty text with `nulls_are_empty`, otherwise an error of the row; conditions, `default` and
+    `tojson` receive it unchanged.
     """
 
     def __init__(
         self, source: str, *, nulls_are_empty: bool = False, places: Mapping[str, object] | None = None
     ) -> None:
-        """`places`: names that stand for no column, and what `render` prints for them."""
+        """`places`: names that are not columns, and the values that `render` prints for them."""
         self.source = source
         self._places = places or {}
         environment = _environment(nulls_are_empty)
@@ -74,7 +74,7 @@ class PromptTemplate:
         return bool(names) and all(name in fields and is_blank(fields[name]) for name in names)
 
     def render(self, fields: Mapping[str, Any], places: Mapping[str, object] | None = None) -> str:
-        """Return the text for one row, perhaps with other values for the places. Raises TemplateFailed."""
+        """Return the text for one row, optionally with other values for the places. Raises TemplateFailed."""
         try:
             pieces, size = [], 0
             named = self._places if places is None else places
@@ -98,7 +98,7 @@ class PromptTemplate:
 class Condition:
     """An expression about a row, in Jinja2's syntax and sandbox: `stars >= 3 and lang in ("de", "fr")`.
 
-    Raises DatasetError if it is none.
+    Raises DatasetError if it is invalid.
     """
 
     def __init__(self, source: str) -> None:
@@ -116,7 +116,7 @@ class Condition:
         _check_columns("--where", self._names, columns, self._has_plain_row)
 
     def holds(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether the row is wanted. Raises TemplateFailed."""
+        """Return whether the row is selected. Raises TemplateFailed."""
         try:
             return bool(self._expression({**fields, ROW_NAME: fields}))
         except UndefinedError as error:
@@ -126,7 +126,7 @@ class Condition:
 
 
 def is_blank(value: Any) -> bool:
-    """Return whether a cell holds nothing: null, white space, or an empty list or object."""
+    """Return whether a cell is blank: null, white space, or an empty list or object."""
     return value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
 
 
@@ -145,7 +145,7 @@ def _failed(error: Exception) -> TemplateFailed:
 
 
 def _has_plain_row(tree: nodes.Template) -> bool:
-    """Return whether `row` stands alone, which is the row or a column of that name; `row["x"]` is the row's."""
+    """Return whether `row` occurs alone, as the row or a column of that name; `row["x"]` is the row's."""
     within = {id(node.node) for node in tree.find_all(nodes.Getattr)}
     within |= {id(node.node) for node in tree.find_all(nodes.Getitem)}
     names = (node for node in tree.find_all(nodes.Name) if node.name == ROW_NAME and node.ctx == "load")
@@ -166,14 +166,14 @@ def _check_columns(asking: str, names: Set[str], columns: Mapping[str, Any], has
 
 
 class _Missing(StrictUndefined):
-    """An error also inside a list or an object that is printed."""
+    """Undefined values also raise inside a list or an object that is printed."""
 
     __slots__ = ()
     __repr__ = StrictUndefined.__str__
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Takes `order.items` for a field of the row, whatever Python's own attributes are called.
+    """Interprets `order.items` as a field of the row, even if Python has an attribute of that name.
 
     `order.items()` calls the method, and without a field of that name `order.items` is undefined.
     """
@@ -190,11 +190,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 _ROW_TYPES = (Mapping, Sequence, int, float)
-"""The types of a row's values. None of them is called, so what can be is a method."""
+"""The types of a row's values. They are not callable, so callable values are methods."""
 
 
 def _by_key(node: nodes.Node, called: Set[int]) -> Any:
-    """Return the tree with `a.b` as `a["b"]`, which looks for keys first, but where a method is called."""
+    """Return the tree with `a.b` as `a["b"]`, which looks for keys first, except where a method is called."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, name, _by_key(value, called))
@@ -216,7 +216,7 @@ def _environment(nulls_are_empty: bool) -> ImmutableSandboxedEnvironment:
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.filters |= {name: _keeping_null(environment.filters[name]) for name in _TEXT_FILTERS}
-    environment.globals.pop("range", None)  # a typo must not loop for an hour
+    environment.globals.pop("range", None)  # a typo must not cause an hour-long loop
     return environment
 
 
@@ -242,7 +242,7 @@ def _refuse_null(value: Any) -> Any:
 
 
 def _printable(value: Any) -> Any:
-    """Return a value that is printed. Raises TemplateFailed for what prints as `<... object at 0x...>`."""
+    """Return a value to print. Raises TemplateFailed for values that print as `<... object at 0x...>`."""
     if isinstance(value, Undefined):  # it raises its own error
         return value
     if isinstance(value, Iterator):

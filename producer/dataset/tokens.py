@@ -1,4 +1,4 @@
-"""Token counts of prompts in the producer: exact where the model's own input processing is at hand."""
+"""Token counts of prompts in the producer: exact if the model's own input processing is available."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class TokenCounter:
     """Counts prompts' tokens."""
 
     def __init__(self, exact: Mapping[str, Callable[[Job], int]]) -> None:
-        """`exact` counts as a worker does, by the name that the model is served under; other models are estimated."""
+        """`exact` counts like a worker, by the served name of the model; other models are estimated."""
         self._exact = exact
 
     def count(self, job: Job, *, is_complete: bool = True) -> TokenCount:
         """Return the tokens of the job's prompt, after its own truncation.
 
         Args:
-            is_complete: the prompt lacks no output of another job.
+            is_complete: the prompt includes all outputs of other jobs.
 
         Raises:
             pagemill.engine.errors.InvalidRequest: a worker would reject the job.

@@ -1,4 +1,4 @@
-"""Reports what keeps a run waiting: Redis does not answer, or no live worker serves a model of its jobs."""
+"""Reports why a run waits: Redis does not answer, or no live worker serves a model of its jobs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.schema.job import Job
 
 LOOK_S = 5.0
-"""Seconds between two looks into the registry of workers."""
+"""Seconds between two reads of the registry of workers."""
 REPEAT_S = 300.0
 
 Notify: TypeAlias = Callable[[str, bool], None]
-"""Takes a message, and whether the run cannot end by itself."""
+"""Receives a message, and whether the run cannot continue without help."""
 
 
 class RunWatch:
-    """Knows the jobs in flight, and compares their models with those of the live workers. Not thread-safe."""
+    """Tracks the jobs in flight, and compares their models with those of the live workers. Not thread-safe."""
 
     def __init__(self, producer: Producer, notify: Notify) -> None:
         self._producer = producer
         self._notify = notify
         self._models: dict[str, str] = {}
-        """Key of a job in flight -> its model."""
+        """Maps the key of a job in flight to its model."""
         self._missing: dict[str, float] = {}
-        """Model without a live worker -> the time when that is reported again."""
+        """Maps a model without a live worker to the time of its next report."""
         self._lost_at: float | None = None
         self._is_full = False
         self._look_at = time.monotonic() + LOOK_S
@@ -41,7 +41,7 @@ class RunWatch:
         self._models.pop(key, None)
 
     def forget(self) -> None:
-        """Forget all jobs: the server has lost them."""
+        """Drop all jobs, since the server has lost them."""
         self._models.clear()
 
     def lost(self, error: Exception, patience_s: float) -> None:
@@ -51,7 +51,7 @@ class RunWatch:
             self._notify(f"lost Redis, waiting up to {patience_s:.0f} s for it: {error}", False)
 
     def full(self, error: Exception) -> None:
-        """Report, once until jobs are accepted again, that the queue takes no more."""
+        """Report, once until jobs are accepted again, that the queue accepts no more."""
         if not self._is_full:
             self._is_full = True
             self._notify(f"the queue is full, waiting for room: {error}", False)
@@ -67,7 +67,7 @@ class RunWatch:
             self._look_at = time.monotonic() + LOOK_S  # workers register again
 
     def check(self) -> None:
-        """Report the models in flight that no live worker serves, unless that was done a moment ago.
+        """Report the models in flight that no live worker serves, unless they were reported a moment ago.
 
         Raises RedisUnavailable.
         """

@@ -1,4 +1,4 @@
-"""The loop of a run: submit missing jobs, collect ended ones, with at most a window in flight."""
+"""The loop of a run: submit missing jobs, collect ended ones, with a bounded window in flight."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ logger = logging.getLogger(__name__)
 
 WINDOW = 20_000
 WINDOW_BYTES = 1 << 30
-"""Images of the jobs in the queue: with large ones, fewer jobs are in flight."""
+"""Maximum bytes of images of the jobs in the queue: with large ones, fewer jobs are in flight."""
 CHUNK = 1_000
 CHUNK_BYTES = 32 << 20
 WAIT_S = 0.5
 RUNS_PRIORITY: Final = "low"
 RUNS_TENANT: Final = "dataset-runs"
-"""Priority of jobs without one: behind those that a caller waits for, in a lane of their own. A producer
+"""Priority and tenant of jobs without one: they run after those that a caller waits for, in a separate lane. A producer
 with a tenant keeps it."""
 DEFAULT_TENANT: Final = "default"
 PATIENCE_S = 300.0
-"""Seconds that a server may be away in the middle of a run."""
+"""Seconds for which a server may be unavailable during a run."""
 LOST_AFTER_S = 10.0
-"""Seconds without news after which the server is asked whether it still knows the unfinished jobs."""
+"""Seconds without an event after which the run checks whether the server still knows the unfinished jobs."""
 
 
 CONDITION_FALSE: Final = "condition_false"
 PARENT_FAILED: Final = "parent_failed"
-"""The codes of jobs that ended by how another one ended, which has been counted."""
+"""The codes of jobs that ended because of another job's end, which has been counted."""
 _COUNTED_ELSEWHERE = (CONDITION_FALSE, PARENT_FAILED, BUDGET_EXHAUSTED)
 _NOT_KEPT: Any = {"id": True, "metadata": True, "fingerprint": True, "outputs": {"__all__": {"token_ids"}}}
 """Token ids are unused, and the largest part."""
@@ -56,14 +56,14 @@ def warn(message: str, is_endless: bool) -> None:
 
 
 class TooManyErrors(Exception):
-    """The run has more failures than allowed; the message says which."""
+    """The run has more failures than allowed; the message contains the limit."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """The run so far, as the progress bar shows it. `latest` is the last failure's message.
+    """The progress of a run for the progress bar. `latest` is the last failure's message.
 
-    `settled`: rows without a job in this start: done in an earlier one, served by an equal row's job, or bad.
+    `settled`: rows without a job in this start: done in an earlier one, served by an equal row's job, or invalid.
     """
 
     settled: int = 0
@@ -72,17 +72,17 @@ class Tally:
     succeeded: int = 0
     failed: int = 0
     skipped: int = 0
-    """Jobs that were not to run, by how an earlier step of their row ended."""
+    """Jobs that did not have to run, because of how an earlier step of their row ended."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     latest: str = ""
     codes: dict[str, int] = field(default_factory=dict)
     files: tuple[int, int] | None = None
-    """Of a source of several files, the number of the one that is being read, and of all."""
+    """For a source of several files, the number of the one being read, and the total."""
     stages: dict[str, Tally] = field(default_factory=dict)
     """The later stages of a cascade by their models, or the later steps of a recipe: jobs, not rows. Only `in_flight`
-    is of all together."""
+    counts all together."""
 
     @property
     def all_failed(self) -> int:
@@ -106,7 +106,7 @@ Follower: TypeAlias = Callable[[], Iterator[Work | None]]
 
 
 def stage_key(key: str, model: str) -> str:
-    """Return the key of the same work by the model of a cascade's later stage."""
+    """Return the key of the same work for the model of a cascade's later stage."""
     return f"{key}@{model}"
 
 
@@ -123,10 +123,10 @@ class WorkLoop:
         on_news: Callable[[Tally], None] = lambda tally: None,
         on_notice: Notify = warn,
     ) -> None:
-        """`on_notice` is called with what keeps the run waiting, and whether it can end without help."""
+        """`on_notice` is called with the reason why the run waits, and whether it cannot continue without help."""
         self.tally = Tally()
         self.complaint: Callable[[str, Mapping[str, Any]], Failure | None] = lambda key, kept: None
-        """Tells why a result, by its work's key and as the journal keeps it, counts as failed."""
+        """Returns the reason why a result counts as failed, given its work's key and its form in the journal."""
         self._producer = producer
         self._journal = journal
         self._most = window
@@ -141,7 +141,7 @@ class WorkLoop:
         self._reached = time.monotonic()
         self._following: list[Iterator[Work | None]] = []
         self.remote: Remote | None = None
-        """What does the work of a cascade's last stage, if that is not the queue."""
+        """The worker for a cascade's last stage, if it is not the queue."""
         own = producer.tenant if producer.tenant != DEFAULT_TENANT else RUNS_TENANT
         self._place = {"priority": RUNS_PRIORITY, "tenant": own}
 
@@ -152,7 +152,7 @@ class WorkLoop:
         *,
         collect: bool = True,
     ) -> None:
-        """Do everything `works` yields (None: a row without a job), and then `followers`, as outcomes come in.
+        """Do everything that `works` yields (None: a row without a job), and then `followers`, as outcomes arrive.
 
         All are called again if the server has lost jobs. `collect=False`: submit `works` only, to be collected later.
         Raises TooManyErrors and the producer's errors; everything collected by then is kept.
@@ -179,7 +179,7 @@ class WorkLoop:
             return 0
 
     def _attach(self) -> None:
-        """Resume the batch that the journal names, if the server still knows it."""
+        """Resume the batch in the journal, if the server still knows it."""
         self._batch_id = self._journal.fact("batch_id") or ""
         self._position = int(self._journal.fact("position") or 0)
         if not self._batch_id or self._is_forgotten():
@@ -225,7 +225,7 @@ class WorkLoop:
             self._on_news(self.tally)
 
     def _chunk(self, jobs: Iterator[Job]) -> list[Job]:
-        """Take the next jobs: few of them if their images are large."""
+        """Return the next jobs, only a few if their images are large."""
         chunk, size = [], 0
         for job in itertools.islice(jobs, CHUNK):
             chunk.append(job)
@@ -238,14 +238,14 @@ class WorkLoop:
 
     @property
     def _window(self) -> int:
-        """The most jobs in flight."""
+        """Return the maximum number of jobs in flight."""
         mean = self._images / max(1, self._chosen)
         return self._most if mean == 0 else min(self._most, max(1, int(WINDOW_BYTES / mean)))
 
     def _follow(self) -> int:
-        """Submit the work that has come to be known, as far as the window allows; returns the number of jobs."""
+        """Submit newly known work, as far as the window allows. Returns the number of jobs."""
         count = 0
-        for works in reversed(self._following):  # what is nearest to its end first
+        for works in reversed(self._following):  # the work nearest to its end first
             known = itertools.takewhile(lambda work: work is not None, works)
             jobs = (
                 job for job in (self._item(work) for work in known if work is not None) if job is not None
@@ -268,7 +268,7 @@ class WorkLoop:
             try:
                 self._submit_chunk(chunk)
             except QueueFull as error:
-                # What has ended is collected meanwhile: the run's own results may be what fills the server.
+                # Ended jobs are collected meanwhile: the run's own results may be what fills the server.
                 self._watch.full(error)
                 self._collect()
                 self._check_watch()
@@ -285,7 +285,7 @@ class WorkLoop:
     def _submit_chunk(self, chunk: list[Job]) -> None:
         """Submit jobs under their keys. An earlier start may have done so with another prompt for the same work.
 
-        A step's prompt has places for outputs that are not known yet, and later the outputs.
+        A step's prompt first has placeholders for unknown outputs, and later the outputs.
         """
         queue, preparer = self._producer.queue, self._producer.preparer
         with publishing(queue) as traceparent:
@@ -354,7 +354,7 @@ class WorkLoop:
             return collected
 
     def _collect_remote(self, *, wait: bool = False) -> int:
-        """Collect the work that the remote model has ended; returns its number."""
+        """Collect the work that the remote model has finished; returns the number of items."""
         if self.remote is None or not self.remote.in_flight:
             return 0
         if wait:
@@ -372,7 +372,7 @@ class WorkLoop:
             self._watch.check()
 
     def _wait_out(self, error: RedisUnavailable | StoreError) -> None:
-        """Wait a moment for a server or a store that does not answer."""
+        """Wait briefly for a server or a store that does not answer."""
         if isinstance(error, RedisUnavailable):
             self._watch.lost(error, PATIENCE_S)
         self._on_news(self.tally)

@@ -1,1 +1,1 @@
-"""Probabilities of labels in a dataset run: their columns, and how well they are calibrated."""
+"""Probabilities of labels in a dataset run: their columns, and their calibration."""

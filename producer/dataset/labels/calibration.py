@@ -1,4 +1,4 @@
-"""Agreement of label probabilities with gold values, in constant memory, and the temperature that calibrates them."""
+"""Agreement of label probabilities with gold values, in constant memory, and the calibrating temperature."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from pagemill.producer.dataset.label_columns import scaled
 
 BINS = 15
-"""As in Guo et al., 2017."""
+"""The number used by Guo et al., 2017."""
 MAX_ROWS = 10_000
-"""Rows that a temperature is fitted on, a uniform sample of all..."""
+"""Maximum number of rows to fit a temperature on, a uniform sample of all..."""
 MAX_NUMBERS = 400_000
-"""...and as many probabilities at most: the fit takes a second or two."""
+"""...with this maximum of probabilities: the fit takes one or two seconds."""
 COLDEST, HOTTEST = 0.05, 20.0
-"""The temperatures that a fit may return."""
+"""The range of temperatures that a fit can return."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Reliability:
 
     @property
     def error(self) -> float | None:
-        """The expected calibration error: the gap of accuracy and mean probability in a bin, averaged over rows."""
+        """Return the expected calibration error: the gap of accuracy and mean probability per bin, averaged."""
         total = sum(self.rows)
         gaps = (abs(right - sure) for right, sure in zip(self.right, self.confidence, strict=True))
         return math.fsum(gaps) / total if total else None
@@ -78,8 +78,8 @@ class GoldSample:
     def fit(self) -> float | None:
         """Return the temperature at which the gold labels are most probable; None without rows.
 
-        The mean log-loss is convex in 1 / temperature, so its minimum is where the slope changes its sign. Where it has
-        none between COLDEST and HOTTEST (every row is right, say), the nearer of the two is returned.
+        The mean log-loss is convex in 1 / temperature, so its minimum is where the slope changes its sign. If there is
+        none between COLDEST and HOTTEST (for example, every row is right), the nearer bound is returned.
         """
         if not self._rows:
             return None
@@ -111,16 +111,16 @@ class GoldSample:
 
 @dataclass(slots=True)
 class Calibration:
-    """A run's: `bins` are of the probabilities as they were written, at temperature `applied`."""
+    """The calibration of a run: `bins` are of the written probabilities, at temperature `applied`."""
 
     sample: GoldSample
     fitted: float | None
-    """The temperature that fits the gold values best; None without any."""
+    """The temperature that fits the gold values best; None without gold values."""
     applied: float
     bins: Reliability = field(default_factory=Reliability)
 
     def as_json(self) -> dict[str, Any] | None:
-        """Return None without gold values."""
+        """Return the calibration as JSON; None without gold values."""
         if self.fitted is None:
             return None
         return {
@@ -148,7 +148,7 @@ def macro_f1(confusion: Mapping[tuple[str, str], int]) -> float | None:
 
 
 def _logs(gold: str, probs: Mapping[str, float]) -> tuple[float, Sequence[float]]:
-    """Return the log of the gold label's probability, and of all; those of 0 as the least that a float holds."""
+    """Return the log of the gold label's probability, and of all; those of 0 as the smallest float."""
     logs = {label: math.log(max(p, 5e-324)) for label, p in probs.items()}
     return logs[gold], list(logs.values())
 

@@ -1,7 +1,7 @@
-"""A cascade: rows whose label a model is not sure of go on to the next model, in the same run.
+"""A cascade: rows with an uncertain label are passed on to the next model, in the same run.
 
-Its stages are the steps of a chain, each with a margin. Whether a row is passed on follows from the journal's answers
-alone: a run that is killed and started again takes the same way.
+Its stages are the steps of a chain, each with a margin. Whether a row is passed on only depends on the journal's
+answers: a killed and restarted run makes the same decisions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _model_name: TypeAdapter[str] = TypeAdapter(ModelName)
 
 
 class Answers:
-    """What the stages of a cascade made of one row; `states` are those of its steps.
+    """The answers of a cascade's stages for one row; `states` are those of its steps.
 
-    `path`: from the first stage to where it ended, a failure last of all. `beyond`: answers that an earlier start with
-    a higher margin has paid for; they decide nothing.
+    `path`: from the first stage to the last one reached, where a failure comes last. `beyond`: answers from an earlier
+    start with a higher margin, which have no effect.
     """
 
     def __init__(self, states: Iterable[StepState]) -> None:
@@ -45,7 +45,7 @@ class Answers:
 
     @property
     def stage(self) -> int:
-        """The index of the stage whose answer counts."""
+        """The index of the stage with the final answer."""
         return len(self.path) - 1 - (self.path[-1].failure is not None)
 
     @property
@@ -53,7 +53,7 @@ class Answers:
         return self.path[self.stage]
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Return all answers as a line has them. `probs` are the model's own, at temperature 1."""
+        """Return all answers in the form of a line. `probs` are the model's own, at temperature 1."""
         return [_as_json(state) for state in (*self.path, *self.beyond)]
 
 
@@ -69,7 +69,7 @@ def _as_json(state: StepState) -> dict[str, Any]:
 
 
 class CascadeColumns(LabelColumns):
-    """The columns of a cascade: those of the answer that counts, which it is, and all answers."""
+    """The columns of a cascade: those of the final answer, its stage, and all answers."""
 
     @property
     def types(self) -> dict[str, str]:
@@ -87,7 +87,7 @@ class CascadeColumns(LabelColumns):
         return super().values(kept) | {f"{self.column}_{name}": value for name, value in added.items()}
 
     def restore(self, kept: dict[str, Any], fields: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Take up the answers of a cascade's line; that of a run of one model is the first stage's."""
+        """Restore the answers of a cascade's line; that of a run with one model is the first stage's."""
         stored = fields.get(f"{self.column}_answers")
         stored = json.loads(stored) if isinstance(stored, str) else stored
         if not stored:
@@ -101,7 +101,7 @@ class CascadeColumns(LabelColumns):
 
 
 class _Run(Protocol):
-    """What the steps of a run without a recipe depend on."""
+    """The properties of a run that the steps without a recipe depend on."""
 
     output_column: str
     label_temperature: LabelTemperature
@@ -113,7 +113,7 @@ class _Run(Protocol):
 
 
 def chain_of(recipe: Recipe, run: _Run) -> Chain:
-    """Return the steps of a run without a recipe: one for each of its models. Raises DatasetError."""
+    """Return the steps of a run without a recipe, one per model. Raises DatasetError."""
     models = _later(run)
     column = run.output_column or (LABEL if recipe.has_label_probs else OUTPUT)
     scales = label_columns(recipe, column, run.label_temperature, run.gold, 1 + len(models))
@@ -126,7 +126,7 @@ def chain_of(recipe: Recipe, run: _Run) -> Chain:
         return Chain((first,))
     _check(run, models, has_labels=bool(scales))
     stages = [replace(first, labels=CascadeColumns(column, scales[0].temperature))]
-    # An adapter is made for one base model.
+    # An adapter belongs to one base model.
     fields = {name: value for name, value in recipe.fields.items() if name != "adapter"}
     for model, labels in zip(models, scales[1:], strict=True):
         later = replace(
@@ -142,7 +142,7 @@ def chain_of(recipe: Recipe, run: _Run) -> Chain:
 
 
 def remote_of(run: _Run) -> RemoteModel | None:
-    """Return the model of another API that the last stage asks. Raises DatasetError."""
+    """Return the model of another API for the last stage. Raises DatasetError."""
     return remote_model(_later(run), run.api_budget, run.api_key_file)
 
 
@@ -177,7 +177,7 @@ def _check(run: _Run, models: tuple[str, ...], *, has_labels: bool) -> None:
 
 
 def _journal_result(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the journal's result of which `_as_json` makes this entry; None for a failure."""
+    """Return the journal's result from which `_as_json` makes this entry; None for a failure."""
     if "label" not in entry:
         return None
     label = entry["label"]

@@ -1,4 +1,4 @@
-"""Accuracy against cost of a cascade at every margin, from one run at one margin, in constant memory."""
+"""Accuracy and cost of a cascade at every margin, from one run at one margin, in constant memory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _NAMES = ("known", "compared", "right", "tokens", "timed", "seconds")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One stage's answer to a row, and what it cost. `is_right` None: the row has no gold value."""
+    """One stage's answer to a row, and its cost. `is_right` None: the row has no gold value."""
 
     prob: float
     is_right: bool | None
     tokens: int
     seconds: float | None
-    """The time that its job ran; None if that is not known."""
+    """The run time of its job; None if unknown."""
 
 
 class Curve:
     """Sums over rows for margins of 0, 0.01, ... 1 and the one that was used.
 
     At a margin t a row's answer is that of the first stage whose probability is at least t, or of the last. Up to the
-    margin that was used this is known of every row. Above it a row that would be passed on, and was not, has no known
-    answer: it counts in nothing but `share`, and `covered` is the share that counts.
+    margin that was used, it is known for every row. Above it, a row that would be passed on, but was not, has no known
+    answer: it only counts in `share`, and `covered` is the share with an answer.
     """
 
     def __init__(self, used: float) -> None:
         self.used = used
         self._margins = sorted({step / STEPS for step in range(STEPS + 1)} | {used})
-        # What begins at a margin, minus what ends there: a row is added in time that does not depend on their number.
+        # Additions at a margin, minus removals there: adding a row takes time independent of the number of margins.
         self._changes = {name: [0.0] * (len(self._margins) + 1) for name in (*_NAMES, "passed")}
         self._rows = 0
 
@@ -70,8 +70,8 @@ class Curve:
     def points(self) -> list[dict[str, Any]]:
         """Return a point for each margin.
 
-        `share` of the rows are passed on from the first stage; `covered` is the share of rows whose answer is known. Of
-        these are `accuracy` (over rows with a gold value), and `tokens` and `seconds`, means per row.
+        `share` of the rows are passed on from the first stage; `covered` is the share of rows whose answer is known.
+        Over these rows are `accuracy` (with a gold value), and `tokens` and `seconds`, means per row.
         """
         sums = {name: list(accumulate(changes)) for name, changes in self._changes.items()}
         points = []

@@ -16,14 +16,14 @@ from pagemill.producer.dataset.steps.walk import StepState
 
 @dataclass
 class StageCounts:
-    """One stage. Tokens and seconds are of jobs, each counted once; all else is of rows."""
+    """One stage. Tokens and seconds are of jobs, each counted once; the other counts are of rows."""
 
     model: str
     temperature: float
     rows: int = 0
-    """Rows that came to this stage; without an answer: `failed`."""
+    """Rows that reached this stage; those without an answer are in `failed`."""
     final: int = 0
-    """Rows whose answer that counts is from here."""
+    """Rows whose final answer is from this stage."""
     failed: Counter[str] = field(default_factory=Counter)
     first_failure: str | None = None
     prompt_tokens: int = 0
@@ -32,11 +32,11 @@ class StageCounts:
     jobs: int = 0
     timed_jobs: int = 0
     seconds: float = 0.0
-    """From the start of a job to its end, summed: jobs that run side by side share a device."""
+    """Time from start to end of its jobs, summed: concurrent jobs share a device."""
     compared: Counter[bool] = field(default_factory=Counter)
-    """Rows with a gold value that have an answer from here, by whether that is the one that counts..."""
+    """Rows with a gold value and an answer from this stage, by whether it is the final one..."""
     right: Counter[bool] = field(default_factory=Counter)
-    """...and those where it is right."""
+    """...and those where it is correct."""
     sample: GoldSample = field(default_factory=GoldSample)
     calibration: Calibration = field(init=False)
 
@@ -44,7 +44,7 @@ class StageCounts:
         self.calibration = Calibration(self.sample, None, self.temperature)
 
     def add(self, answer: StepState, step: Step | None, *, is_final: bool, is_merged: bool) -> None:
-        """Add one row's answer; `step` is the same for the curve, None of a failure."""
+        """Add one row's answer; `step` is the same for the curve, None for a failure."""
         self.rows += 1
         self.final += is_final
         if answer.failure is not None:

@@ -1,1 +1,1 @@
-"""Runs of several steps a row: recipes, their jobs, and what they write."""
+"""Runs with several steps per row: recipes, their jobs, and their output."""

@@ -1,7 +1,7 @@
-"""The steps of a run, in an order in which each comes after those that it waits for.
+"""The steps of a run, ordered so that each follows those that it waits for.
 
-A recipe names its steps. A run without a recipe has one step without a name, and in a cascade one more for each later
-model, named after it.
+A recipe names its steps. A run without a recipe has one step without a name, and in a cascade another for each later
+model, with its name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Chain:
 
     @classmethod
     def from_steps(cls, given: Any) -> Chain:
-        """Return the steps that a recipe describes, as YAML gives it. Raises RecipeInvalid."""
+        """Return the steps of a recipe in YAML's form. Raises RecipeInvalid."""
         if not isinstance(given, Mapping):
             raise RecipeInvalid("a recipe is a mapping with steps")
         check_keys(given, {"model", "defaults", "steps"}, "the recipe")
@@ -63,7 +63,7 @@ class Chain:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns of all outputs, and their types."""
+        """Return the columns of all outputs, and their types."""
         return {name: kind for step in self.steps for name, kind in step.columns.items()}
 
     @property
@@ -72,7 +72,7 @@ class Chain:
 
     @property
     def at_once(self) -> tuple[Step, ...]:
-        """The steps whose jobs are submitted with the row's: all but the later stages of a cascade."""
+        """Return the steps whose jobs are submitted with the row's: all except the later stages of a cascade."""
         return tuple(step for step in self.steps if step.below is None)
 
     @property
@@ -80,7 +80,7 @@ class Chain:
         return list(dict.fromkeys(step.recipe.model for step in self.steps))
 
     def check(self, first: Row | None) -> None:
-        """Raise DatasetError for steps with which no row can succeed, before anything is submitted."""
+        """Raise DatasetError for steps that no row can satisfy, before anything is submitted."""
         for step in self.steps:
             try:
                 step.check(first)
@@ -91,7 +91,7 @@ class Chain:
             raise DatasetError(f"{twice} is a stage twice; every --to names another model")
 
     def settings(self, where: str | None, *, schema_columns: bool) -> dict[str, Any]:
-        """Return everything that an output depends on but its row, as JSON."""
+        """Return everything that an output depends on except its row, as JSON."""
         if self.is_recipe:
             steps = {step.name: step.settings() for step in self.steps}
             return {"where": where, "steps": steps} | ({"schema_columns": True} if schema_columns else {})
@@ -168,7 +168,7 @@ def _check_columns(steps: list[Step]) -> None:
 
 
 def _check_probabilities(steps: list[Step]) -> None:
-    """Raise RecipeInvalid where a probability is asked of a step that gives none."""
+    """Raise RecipeInvalid if a condition needs the probability of a step without probabilities."""
     known = {step.name for step in steps if step.recipe.has_label_probs}
     for index, step in enumerate(steps):
         asked = [(name, "prompt") for name, field in step.recipe.placed if field == "label_prob"]
@@ -197,7 +197,7 @@ def _ordered(steps: list[Step]) -> tuple[Step, ...]:
             f"steps wait for each other: {' waits for '.join(circle)}", "steps", place
         ) from None
     ordered: dict[str, Step] = {}
-    while len(ordered) < len(steps):  # in the recipe's order where that is one
+    while len(ordered) < len(steps):  # in the recipe's order if it is valid
         following = next(s for s in steps if s.name not in ordered and ordered.keys() >= set(s.after))
         ordered[following.name] = following
     return tuple(ordered.values())

@@ -1,4 +1,4 @@
-"""The report's figures of a recipe, by step."""
+"""The report's statistics of a recipe, by step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 @dataclass
 class StepCounts:
-    """One step. Tokens are of jobs, each counted once; all else is of rows."""
+    """One step. Tokens are of jobs, each counted once; the other counts are of rows."""
 
     step: Step
     rows: int = 0
@@ -64,7 +64,7 @@ class StepFigures:
     def __init__(self, chain: Chain) -> None:
         self.steps = {step.name: StepCounts(step) for step in chain.steps}
         self.failed = 0
-        """Rows with an output, of which a step has failed."""
+        """Rows with an output in which a step has failed."""
         self.first_failure: str | None = None
 
     def add(self, row: Row, states: list[StepState], line: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Recipes in files: YAML, with the line of what is wrong."""
+"""Recipes in YAML files, with the line numbers of errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_EXAMPLES = 256
 
 
 def read_recipe(path: Path) -> Chain:
-    """Return the steps of a recipe. Raises DatasetError with the line of what is wrong."""
+    """Return the steps of a recipe. Raises DatasetError with the line of the error."""
     try:
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_BYTES:
@@ -40,7 +40,7 @@ def read_recipe(path: Path) -> Chain:
 
 
 def _with_examples(given: Any, folder: Path) -> Any:
-    """Return a recipe with the rows of the files that its examples name, found from its folder."""
+    """Return a recipe with the rows of the example files that it names, relative to its folder."""
     steps = given.get("steps") if isinstance(given, Mapping) else None
     if not isinstance(steps, list):
         return given
@@ -63,7 +63,7 @@ def _loaded(step: Any, index: int, folder: Path) -> Any:
 
 
 def _check_repeated(node: yaml.Node | None, path: Path, depth: int = 0) -> None:
-    """Raise DatasetError for a key that a mapping has twice, of which YAML would take the last."""
+    """Raise DatasetError for a repeated key in a mapping, of which YAML would use the last."""
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, _ in node.value:
@@ -76,7 +76,7 @@ def _check_repeated(node: yaml.Node | None, path: Path, depth: int = 0) -> None:
 
 
 def _line(node: yaml.Node | None, place: tuple[str | int, ...]) -> int:
-    """Return the line of the innermost thing on the way to a place that the file has."""
+    """Return the line of the innermost existing node on the path to a place."""
     line = 1 if node is None else node.start_mark.line + 1
     for step in place:
         found = None

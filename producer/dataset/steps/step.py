@@ -1,4 +1,4 @@
-"""One step of a recipe: what it asks, when it runs, and where its output goes."""
+"""One step of a recipe: its request, its conditions, and the columns of its output."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ NOT_FOR_STEPS = frozenset(
     | {"idempotency_key", "key", "dedupe", "keep_input", "webhook", "traceparent", "tenant"}
     | {"n", "best_of", "beam_width"}
 )
-"""Fields of a job that a step cannot have: it generates one text, and its jobs are the run's own."""
+"""Fields of a job that a step does not support: it generates one text, and its jobs are the run's own."""
 JOB_KEYS = frozenset(RowFields.__annotations__) - NOT_FOR_STEPS | {"temperature"}
 SHAPES = {"choices": "choice", "json_schema": "json", "regex": "regex"}
 STEP_KEYS = JOB_KEYS | SHAPES.keys() | {"model", "system", "chat"}
-"""What `defaults` may hold as well."""
+"""Further keys that `defaults` may contain."""
 OWN_KEYS = frozenset({"name", "prompt", "column", "after", "when", "examples", "gold"})
 _conditions: TypeAdapter[Condition] = TypeAdapter(Condition)
 
 
 class RecipeInvalid(DatasetError):
-    """Something in a recipe is wrong. `place`: the keys and indexes that lead to it."""
+    """An error in a recipe. `place`: the keys and indexes that lead to it."""
 
     def __init__(self, message: str, *place: str | int) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class RecipeInvalid(DatasetError):
 
 @dataclass(frozen=True)
 class Step:
-    """`after`: the steps whose ends it waits for, by name; `when`: what their outputs must be."""
+    """`after`: the names of the steps whose ends it waits for; `when`: the conditions on their outputs."""
 
     name: str
     """Empty for the only step, or the first, of a run without a recipe."""
@@ -57,9 +57,9 @@ class Step:
     labels: LabelColumns | None = None
     """The columns of a step with `label_probs`."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """The fields of its JSON schema that have columns of their own, and their types."""
+    """The fields of its JSON schema with separate columns, and their types."""
     below: float | None = None
-    """Of a cascade's later stage: it runs if the label of the stage before is less probable than this. Decided in the
+    """Of a cascade's later stage: it runs if the label of the previous stage is less probable than this. Decided in the
     run, since the queue does not scale probabilities."""
 
     @cached_property
@@ -68,19 +68,19 @@ class Step:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns of its output, and their types."""
+        """Return the columns of its output, and their types."""
         fields = {f"{self.column}.{name}": kind for name, kind in self.fields.items()}
         return {self.column: "", **fields, **(self.labels.types if self.labels is not None else {})}
 
     def check(self, first: Row | None) -> None:
-        """Raise DatasetError for a step with which no row can succeed."""
+        """Raise DatasetError for a step that no row can satisfy."""
         self.recipe.check(first)
         columns = (first.fields if first else None) or {}
         if self.gold is not None and columns and self.gold not in columns:
             raise DatasetError(f"unknown column {self.gold!r}; the columns are: {', '.join(columns)}")
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that its output depends on but the row, as JSON."""
+        """Return everything that its output depends on except the row, as JSON."""
         when = {name: condition.model_dump(exclude_none=True) for name, condition in self.when.items()}
         about = {"column": self.column, "after": sorted(self.after), "when": when}
         settings: dict[str, Any] = json.loads(json.dumps(self.recipe.settings() | about, default=str))
@@ -140,7 +140,7 @@ def step_of(given: Mapping[str, Any], defaults: Mapping[str, Any], names: Collec
 
 
 def check_keys(given: Mapping[str, Any], known: Collection[str], what: str) -> None:
-    """Raise RecipeInvalid for a key that is none of the known."""
+    """Raise RecipeInvalid for an unknown key."""
     for key in given:
         if key not in known:
             alike = get_close_matches(str(key), sorted(known), 1)
@@ -158,7 +158,7 @@ def _after(given: Any, name: str, others: list[str]) -> list[str]:
 
 
 def _when(given: Any, name: str, others: list[str]) -> dict[str, Condition]:
-    """Return a step's conditions; a bare label, or a list of them, stands for {label: ...}."""
+    """Return a step's conditions; a bare label, or a list of them, means {label: ...}."""
     conditions = {}
     if given is not None and not isinstance(given, Mapping):
         raise RecipeInvalid(
@@ -185,7 +185,7 @@ def _when(given: Any, name: str, others: list[str]) -> dict[str, Condition]:
 
 
 def _examples(given: Any, others: Collection[str]) -> tuple[dict[str, Any], ...]:
-    """Return examples with the outputs of other steps as a template reads them."""
+    """Return examples with the outputs of other steps in the form that a template reads."""
     if given is None:
         return ()
     if not isinstance(given, list) or not all(isinstance(example, Mapping) for example in given):

@@ -1,8 +1,8 @@
-"""How far the steps of a row are, by what the journal has, and the jobs that are to come.
+"""The progress of a row's steps, according to the journal, and their remaining jobs.
 
-The jobs of all steps are submitted together, and wait for each other in the queue. Work is known by its content: a
-step's key is a hash of its own job, with places for the outputs that it takes, and of the keys of what it waits for.
-What the journal has an output of is put into the prompt here, as the server may have forgotten its job.
+The jobs of all steps are submitted together, and wait for each other in the queue. Work is identified by its content: a
+step's key is a hash of its own job, with placeholders for the outputs that it reads, and of the keys of the steps that
+it waits for. Outputs in the journal are inserted into the prompt here, since the server may have deleted their jobs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pagemill.producer.wire.schema.templates import ParentOutput
 class StepState:
     """One step of one row: ended with `kept` (as the journal keeps it) or `failure`, skipped, or with a `job` to do.
 
-    None of these: a later stage of a cascade, before the answer of the stage before it.
+    None of these: a later stage of a cascade, before the answer of the previous stage.
     """
 
     step: Step
@@ -38,15 +38,15 @@ class StepState:
     kept: dict[str, Any] | None = None
     failure: Failure | None = None
     skipped: str = ""
-    """The code of why it was not to run."""
+    """The code of the reason why it does not run."""
     job: Job | None = None
     is_merged: bool = False
-    """Done by the job of an equal row."""
+    """True if it was done by the job of an equal row."""
     is_repeatable: bool = True
     occurrence: int = 0
-    """The rows up to this one with the same work."""
+    """Number of rows up to this one with the same work."""
     beyond: dict[str, Any] | None = None
-    """The answer of a cascade's stage that was not to run, from an earlier start with a higher margin."""
+    """The answer of a cascade's stage that did not have to run, from an earlier start with a higher margin."""
 
     @property
     def is_open(self) -> bool:
@@ -55,26 +55,26 @@ class StepState:
 
     @property
     def sample(self) -> Mapping[str, Any]:
-        """Its first output."""
+        """Return its first output."""
         assert self.kept is not None
         sample: Mapping[str, Any] = self.kept["outputs"][0]
         return sample
 
     @property
     def temperature(self) -> float:
-        """The scale of its label's probabilities."""
+        """Return the scale of its label's probabilities."""
         return 1.0 if self.step.labels is None else self.step.labels.temperature
 
     @property
     def prob(self) -> float:
-        """The label's probability at the step's temperature; 1.0 from a model of another API, which gives none."""
+        """Return the label's probability at the step's temperature; 1.0 for a model of another API."""
         if self.sample.get("label_probs") is None:
             return 1.0
         return scaled(self.sample["label_probs"], self.temperature)[self.sample["label"]]
 
     @property
     def output(self) -> ParentOutput:
-        """What it gives to other steps."""
+        """Return its output for other steps."""
         label = self.sample.get("label")
         prob = None if label is None else (self.sample.get("label_probs") or {}).get(label)
         text = self.sample["text"]
@@ -83,18 +83,18 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Goes through the steps of rows. `on_truncated`: the run's."""
+    """Iterates over the steps of rows. `on_truncated`: the run's."""
 
     chain: Chain
     journal: Journal
     on_truncated: OnTruncated | None = None
 
     def works(self, rows: Iterable[Row]) -> Iterator[Work | None]:
-        """Yield the work of all steps but a cascade's later stages; None: a row without work in its first step."""
+        """Yield the work of all steps except a cascade's later stages; None: a row without work in its first step."""
         self.journal.start_reading()
         is_alone = len(self.chain.at_once) == 1
         for row in rows:
-            # The loop looks up the work of a lone step itself.
+            # The loop itself looks up the work of a single step.
             states = [self._state(row, self.chain.first, {}, is_new=True)] if is_alone else self.states(row)
             for index, state in enumerate(states):
                 if state.job is not None:
@@ -103,7 +103,7 @@ class Walk:
                     yield None
 
     def followers(self, rows: Callable[[], Iterable[Row]]) -> list[Follower]:
-        """Return what yields the work of each later stage of a cascade, as the answers of the stage before come in."""
+        """Return iterators over the work of each later stage of a cascade, as answers of the previous stage arrive."""
 
         def follower(index: int) -> Follower:
             return lambda: self._escalated(rows(), index)
@@ -119,7 +119,7 @@ class Walk:
                 yield None
 
     def states(self, row: Row) -> Iterator[StepState]:
-        """Yield each step's state; what comes after one is found when the next is asked for."""
+        """Yield each step's state; the next state is determined when it is requested."""
         known: dict[str, StepState] = {}
         for step in self.chain.steps:
             parents = {name: self._looked_up(known[name]) for name in step.after}
@@ -127,7 +127,7 @@ class Walk:
             yield state
 
     def _looked_up(self, state: StepState) -> StepState:
-        """Return a state as it is by now: between two steps of a row its job may have been collected, and forgotten."""
+        """Return the current state: meanwhile the job may have been collected, and its state dropped."""
         end = None if state.job is None else self.journal.end(state.key)
         return state if end is None else self._ended(replace(state, job=None), end)
 
@@ -139,7 +139,7 @@ class Walk:
         return replace(state, kept=None if failure else end, failure=failure)
 
     def _stage(self, row: Row, step: Step, before: StepState) -> StepState:
-        """Return the state of a cascade's later stage. It shares its key with the first, but for its model."""
+        """Return the state of a cascade's later stage. It has the key of the first, except for its model."""
         if before.is_open:
             return StepState(step)
         key = stage_key(before.key.partition("@")[0], step.name)
@@ -157,7 +157,7 @@ class Walk:
     def _state(
         self, row: Row, step: Step, parents: Mapping[str, StepState], *, is_new: bool = False
     ) -> StepState:
-        """Return the state of a step. `is_new`: without a look into the journal."""
+        """Return the state of a step. `is_new`: without reading the journal."""
         if step.below is not None:
             return self._stage(row, step, *parents.values())
         if (blocked := _blocked(step, parents)) is not None:
@@ -189,7 +189,7 @@ class Walk:
         return replace(state, job=job)
 
     def _job(self, row: Row, step: Step, parents: Mapping[str, StepState]) -> Job | RowError:
-        """Return the job of a step whose parents have not failed, with what is known of their outputs in its prompt."""
+        """Return the job of a step whose parents have not failed, with their known outputs in its prompt."""
         known = {name: parent.output for name, parent in parents.items() if parent.kept is not None}
         after = {
             name: ITEM_PREFIX + self.journal.name(parent.key)
@@ -206,14 +206,14 @@ class Walk:
 
 
 def plain_job(row: Row, step: Step) -> Job | RowError:
-    """Return the job of a step with places for all that it takes from others, and without `after`: its content."""
+    """Return the job of a step with placeholders for all outputs of others, and without `after`: its content."""
     if not step.recipe.places:
         return step.recipe.job(row)
     return step.recipe.job(row, lambda prompt: _filled(prompt, {}, is_waiting=True))
 
 
 def is_met(condition: Condition, given: ParentOutput) -> bool:
-    """Return whether an output is what a condition asks for, as the queue decides it (`features/dependents.lua`)."""
+    """Return whether an output meets a condition, by the rules of the queue (`features/dependents.lua`)."""
     label = (given.text if given.label is None else given.label).strip()
     return (
         (condition.label is None or label in condition.label)
@@ -257,7 +257,7 @@ def _digest(job: Job, parents: Mapping[str, StepState]) -> str:
 
 
 def _blocked(step: Step, parents: Mapping[str, StepState]) -> StepState | None:
-    """Return the state that follows from a step that was waited for, if it has failed or was skipped."""
+    """Return the resulting state if a step that was waited for has failed or was skipped."""
     for parent in parents.values():
         if parent.failure is not None:
             error = f"{parent.failure.code}: {parent.failure.message}"

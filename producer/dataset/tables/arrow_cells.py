@@ -1,4 +1,4 @@
-"""Rows of Arrow tables as Python values. A cell that has none costs its own row, and no other.
+"""Rows of Arrow tables as Python values. A cell without a Python value only affects its own row.
 
 `to_pylist` fails for a whole batch: for a date after the year 9999, text that is not UTF-8, and, without pandas, times
 with nanoseconds. Such batches are converted cell by cell.
@@ -17,7 +17,7 @@ from pagemill.producer.dataset.tables.values import plain_row
 
 @dataclass(frozen=True, slots=True)
 class BadCells:
-    """A row that has no Python values: the code of its error, the reason, and the cells that could be read."""
+    """A row without Python values: the code of its error, the reason, and the readable cells."""
 
     code: str
     message: str
@@ -28,7 +28,7 @@ def arrow_rows(table: Any) -> Iterator[dict[str, Any] | BadCells]:
     """Yield the rows of a record batch or a table."""
     try:
         found: list[dict[str, Any]] = table.to_pylist()
-    except Exception:  # of the type that Python's datetime, a codec or an extension type raises
+    except Exception:  # of any type that Python's datetime, a codec or an extension type raises
         yield from _cell_by_cell(table)
         return
     yield from found
@@ -71,7 +71,7 @@ def _checked(scalar: Any) -> Any:
 
 
 def _value(scalar: Any) -> Any:
-    """Return the value of a scalar. Times with nanoseconds are text, as pandas would write them."""
+    """Return the value of a scalar. Times with nanoseconds become text, as pandas would write them."""
     try:
         return scalar.as_py()
     except Exception:
@@ -85,7 +85,7 @@ def _value(scalar: Any) -> Any:
         if isinstance(scalar, pyarrow.StructScalar) and len(set(scalar.keys())) == len(scalar):
             return {name: _value(item) for name, item in scalar.items()}
         inner = getattr(scalar, "value", None)
-        if isinstance(inner, pyarrow.Scalar):  # of a dictionary, a run, a union or an extension
+        if isinstance(inner, pyarrow.Scalar):  # for a dictionary, a run, a union or an extension
             return _value(inner)
         if convert := _NANOSECONDS.get((type(scalar).__name__, getattr(kind, "unit", ""))):
             return convert(scalar)
@@ -105,7 +105,7 @@ def _timestamp(scalar: Any) -> str:
 
 
 def _time(scalar: Any) -> datetime.time:
-    """Return the time without nanoseconds, which Arrow drops with pandas as well."""
+    """Return the time without nanoseconds, which Arrow also drops with pandas."""
     import pyarrow
 
     found: datetime.time = pyarrow.scalar(scalar.value // 1_000, pyarrow.time64("us")).as_py()
@@ -117,7 +117,7 @@ _NANOSECONDS: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("Time64Scalar", "ns"): _time,
     ("DurationScalar", "ns"): lambda scalar: scalar.value / 1e9,
 }
-"""Conversions of scalars that only pandas has a Python type for, by the scalar's class and unit."""
+"""Conversions of scalars for which only pandas has a Python type, by the scalar's class and unit."""
 
 
 def _as_json(good: dict[str, Any]) -> str:

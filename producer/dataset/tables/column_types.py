@@ -1,7 +1,7 @@
 """The types of Parquet columns, found from JSON values: the narrowest that holds every value of the column.
 
-Arrow's own inference looks at values only as far as it must, so that a write fails later: after the work has been done.
-A column without a type that holds all its values is text, with values other than text as JSON.
+Arrow's own inference only reads as many values as necessary, so that a write can fail after the work has been done. A
+column without a type that holds all its values is text, with values other than text as JSON.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from itertools import chain
 from typing import Any
 
 MAX_DEPTH = 24
-"""Levels of lists and objects; Parquet's readers accept a schema of 100 levels, of which a list takes three."""
+"""Maximum levels of lists and objects; Parquet's readers accept a schema of 100 levels, of which a list takes three."""
 MAX_FIELDS = 1_000
-"""Fields of an object's type. One with more is a map, with keys that are data."""
+"""Maximum fields of an object's type. An object with more becomes a map, whose keys are data."""
 _EXACT = 1 << 53
-"""The largest number up to which a float64 holds every integer."""
+"""The largest value up to which a float64 represents every integer."""
 
 
 @dataclass(slots=True)
 class ColumnType:
-    """What is known of the values of a column, a list's items or an object's field."""
+    """The known properties of the values of a column, of a list's items or of an object's field."""
 
     kinds: set[type] = field(default_factory=set)
     low: int = 0
@@ -73,7 +73,7 @@ class ColumnType:
         return pyarrow.uint64() if self.low >= 0 and self.high < 1 << 64 else None
 
     def _object(self, depth: int) -> Any:
-        """Return a struct; Parquet has none without fields."""
+        """Return a struct; Parquet does not support structs without fields."""
         import pyarrow
 
         fields = {name: known.arrow(depth - 1) for name, known in self.fields.items()}
@@ -85,7 +85,7 @@ class ColumnType:
 def column_types(
     rows: Iterable[Mapping[str, Any]], left_out: Iterable[str], chunk_rows: int
 ) -> dict[str, Any]:
-    """Return the Arrow type of each column but those `left_out`, found by reading all rows; None for JSON text."""
+    """Return the Arrow type of each column except those `left_out`, by reading all rows; None for JSON text."""
     known: dict[str, ColumnType] = {}
     chunk: list[Mapping[str, Any]] = []
 

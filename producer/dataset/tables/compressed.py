@@ -32,7 +32,7 @@ def data_suffix(file: PurePath | Stream) -> str:
 
 
 def compression(file: PurePath | Stream) -> str | None:
-    """Return `.gz`, `.zst`, or None for what is not compressed."""
+    """Return `.gz`, `.zst`, or None for uncompressed files."""
     suffix = _path_of(file).suffix.lower()
     return suffix if suffix in COMPRESSED else None
 
@@ -42,13 +42,13 @@ def _path_of(file: PurePath | Stream) -> PurePath:
 
 
 def compression_of(start: bytes) -> tuple[str, str]:
-    """Return name and suffix of the compression of data that begins so; no suffix: not supported, no name: none."""
+    """Return name and suffix of the compression of data with this start; no suffix: not supported, no name: none."""
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), ("", ""))
 
 
 @contextmanager
 def reading(file: Path | Stream) -> Iterator[IO[bytes]]:
-    """Open a file for reading what it holds. Raises DatasetError if it cannot be decompressed."""
+    """Open a file to read its decompressed contents. Raises DatasetError if it cannot be decompressed."""
     kind = compression(file)
     with file.open("rb") as raw:
         if kind is None:
@@ -63,12 +63,12 @@ def reading(file: Path | Stream) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def writing(path: Path, kind: str | None) -> Iterator[IO[bytes]]:
-    """Open a file for writing, compressed as `kind` says; at the end it is on disk."""
+    """Open a file for writing, compressed according to `kind`; at the end it is on disk."""
     with path.open("wb") as raw:
         if kind is None:
             yield raw
         elif kind == ".gz":
-            # Without a name and a time, equal rows are equal files.
+            # Without a name and a time, equal rows result in equal files.
             with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
                 yield cast("IO[bytes]", file)
         else:

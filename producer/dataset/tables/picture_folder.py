@@ -1,4 +1,4 @@
-"""A folder of pictures as a source of rows."""
+"""A folder of images as a source of rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Final
 from pagemill.producer.dataset.tables.rows import Row
 
 COLUMN: Final = "image"
-"""The only column of a folder of pictures."""
+"""The only column of a folder of images."""
 SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"})
 
 
 class PictureFolder:
-    """A folder of pictures and its subfolders: a row for each file, with its path, in the order of their names."""
+    """A folder of images and its subfolders: a row for each file, with its path, in the order of their names."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
@@ -37,5 +37,5 @@ class PictureFolder:
 
 
 def is_picture(name: str) -> bool:
-    """Return whether a file is a picture by its name."""
+    """Return whether a file is an image, according to its name."""
     return not name.startswith((".", "_")) and os.path.splitext(name)[1].lower() in SUFFIXES

@@ -1,4 +1,4 @@
-"""Pictures of rows: a column of paths, bytes, URLs or Hugging Face's structs."""
+"""Images of rows: a column of paths, bytes, URLs or Hugging Face's structs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pagemill.producer.wire.schema.images import describe_image, is_fetched
 
 
 def with_pictures(rows: Iterator[Row], column: str, folders: Sequence[Path]) -> Iterator[Row]:
-    """Yield rows with the pictures of a column as `Row.images`, and in the column no more than their names.
+    """Yield rows with the images of a column as `Row.images`, and only their names in the column.
 
     Args:
-        rows: as a source yields them.
-        column: holds a picture or a list of pictures in every row.
-        folders: of each file of the source, what relative paths are relative to.
+        rows: the rows of a source.
+        column: has an image or a list of images in every row.
+        folders: for each file of the source, the base of relative paths.
     """
     for row in rows:
         if row.fields is None:
@@ -39,7 +39,7 @@ def with_pictures(rows: Iterator[Row], column: str, folders: Sequence[Path]) -> 
 
 
 def picture_folders(source: Source) -> tuple[Path, ...]:
-    """Return the folder of each file of a source. Relative paths of other sources are those of the process."""
+    """Return the folder of each file of a source. For other sources, paths are relative to the process's folder."""
     if isinstance(source, PictureFolder):
         return (source.folder,)
     if isinstance(source, ShardedSource):
@@ -49,7 +49,7 @@ def picture_folders(source: Source) -> tuple[Path, ...]:
 
 
 def _picture(value: Any, folder: Path) -> tuple[str | bytes | Path | None, Any]:
-    """Return a picture as a client takes it, and its name; None for a missing one."""
+    """Return an image in the form that clients accept, and its name; None for a missing one."""
     if isinstance(value, Mapping):
         path, content = value.get("path"), value.get("bytes")
         if not isinstance(content, str):

@@ -1,8 +1,8 @@
-"""Where inputs and outputs are: in files, or behind a URI (`s3://bucket/rows.jsonl`) by fsspec.
+"""Locations of inputs and outputs: files, or URIs (`s3://bucket/rows.jsonl`) by fsspec.
 
-An object store replaces an object at once and has neither appends nor renames. So a run's journal is a file on this
-machine, and its outputs are made here and copied when they are complete. An object beside OUT, `OUT.partial`, shows
-that a run is in progress, and where its journal is.
+An object store replaces objects atomically and does not support appends or renames. So a run's journal is a file on
+this machine, and its outputs are created here and copied when they are complete. An object next to OUT, `OUT.partial`,
+shows that a run is in progress, and where its journal is.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pagemill.producer.wire.server.discovery import state_dir
 _URI = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}")
 READ_AHEAD_BYTES = 8 * CHUNK_BYTES
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Extras of Pagemill by protocol; for others fsspec knows what to install."""
+"""Extras of Pagemill by protocol; for others fsspec reports the package to install."""
 
 
 def uri_of(given: str | Path) -> str | None:
-    """Return the URI, None for a path. One that was made a path, and so has a single slash left, is repaired."""
+    """Return the URI, None for a path. A URI with a single slash, from a conversion to a path, is repaired."""
     found = _URI.match(str(given))
     if found is None or os.path.lexists(given):
         return None
@@ -40,13 +40,13 @@ def uri_of(given: str | Path) -> str | None:
 
 
 def local_path(given: str | Path) -> Path:
-    """Return the path of what is no URI, or one of a file."""
+    """Return the path of a plain path or of a file URI."""
     found = re.fullmatch(r"file:/{1,3}(?=[^/])(.*)", str(given))
     return Path(given) if found is None else Path("/" + unquote(found[1]))
 
 
 def redacted(uri: str) -> str:
-    """Return a URI without what may be a secret: user, password, query."""
+    """Return a URI without possible secrets: user, password, query."""
     parts = urlsplit(uri)
     host = parts.netloc.rpartition("@")[2]
     secret = "***@" if "@" in parts.netloc else ""
@@ -75,26 +75,26 @@ class LocalPlace:
         self.name = str(path)
 
     def prepare(self) -> None:
-        """Make what has to be there before a run."""
+        """Create everything that a run requires."""
 
     def claim(self, run_id: str, *, overwrite: bool) -> None:
-        """Announce this run to others. Raises DatasetError if another is."""
+        """Announce this run to others. Raises DatasetError if another run is announced."""
 
     def fetch(self, paths: Iterable[Path]) -> None:
-        """Bring what an earlier run has written to where this one looks for it."""
+        """Copy the files of an earlier run to the paths where this one reads them."""
 
     def publish(self, paths: Iterable[Path], *, is_complete: bool = False) -> None:
-        """Copy finished files to where they belong; those that are not there are removed there."""
+        """Copy finished files to their destination; missing ones are removed there."""
 
     def leave(self, paths: Iterable[Path]) -> None:
-        """Remove the copies here."""
+        """Remove the local copies."""
 
 
 class RemotePlace:
-    """An output behind a URI. `path` is where it is made, beside the journal; nothing is left there at the end.
+    """An output behind a URI. It is created at `path`, next to the journal, and removed from there at the end.
 
-    On one machine the journal's lock keeps a second run away, on others the object `OUT.partial`: not, of two that
-    start in the same second.
+    On one machine the journal's lock prevents a second run, on others the object `OUT.partial` does, unless both start
+    in the same second.
     """
 
     def __init__(self, uri: str) -> None:
@@ -217,7 +217,7 @@ def _filesystem(uri: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _library_errors(what: str, kind: type[DatasetError] = DatasetError) -> Iterator[None]:
-    """Raise errors of the library as a DatasetError, without messages: these may hold a key or a signed address."""
+    """Raise errors of the library as a DatasetError, without messages, which may contain a key or a signed address."""
     try:
         yield
     except DatasetError:

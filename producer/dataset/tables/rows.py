@@ -1,6 +1,6 @@
 """Rows of a dataset, read one at a time: JSONL, CSV, Parquet, a Hugging Face dataset directory, any iterable.
 
-A row that cannot be read is a row with an error: it keeps its number and the run continues.
+An unreadable row becomes a row with an error: it keeps its number and the run continues.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pagemill.producer.dataset.tables.streams import Stream
 from pagemill.producer.dataset.tables.values import is_unicode, number_of, plain_row
 
 MAX_LINE_BYTES = 64 << 20
-"""Longest line; a longer one is skipped as one bad row, without being held in memory."""
+"""Maximum length of a line; a longer one is skipped as one bad row, without being held in memory."""
 MAX_RAW_CHARACTERS = 2_000
-"""Characters of a bad row that the errors file quotes."""
+"""Maximum characters of a bad row that the errors file quotes."""
 ARROW_BATCH_ROWS = 1_024
 ARROW_BATCH_BYTES = 16 << 20
-"""Rows with pictures are read in smaller batches."""
+"""Rows with images are read in smaller batches."""
 
 Format: TypeAlias = Literal["jsonl", "csv", "tsv", "parquet", "arrow"]
 Quoting: TypeAlias = Literal["standard", "none"]
@@ -53,7 +53,7 @@ SUFFIXES: dict[str, Format] = {
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """The reason that a row makes no job. `raw` is its text, truncated. `is_skipped`: it was not wanted."""
+    """The reason that a row makes no job. `raw` is its text, truncated. `is_skipped`: it was not selected."""
 
     code: str
     message: str
@@ -63,7 +63,7 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row. `number` counts from 1, bad rows included; exactly one of `fields` and `error` is set."""
+    """One row. `number` counts from 1, including bad rows; exactly one of `fields` and `error` is set."""
 
     number: int
     fields: dict[str, Any] | None = None
@@ -71,9 +71,9 @@ class Row:
     shard: int = 0
     """The index of its file in a source of several."""
     shard_row: int = 0
-    """Its number in that file; 0 where the source is one file."""
+    """Its number in that file; 0 if the source is one file."""
     images: tuple[Any, ...] = ()
-    """Its pictures, as a client takes them (pictures.py); None for a missing one."""
+    """Its images, in the form that clients accept (pictures.py); None for a missing one."""
 
 
 class Source(Protocol):
@@ -89,7 +89,7 @@ class Source(Protocol):
 
 
 class CsvOptions(TypedDict, total=False):
-    """How a CSV or TSV file is written. `quoting`: `none` takes quotes as text. None: the usual."""
+    """The format of a CSV or TSV file. `quoting`: `none` treats quotes as text. None: the default."""
 
     delimiter: str | None
     quoting: Quoting | None
@@ -104,7 +104,7 @@ def open_source(
             return ArrowSource(_dataset_files(path), str(path), _read_arrow_stream)
         if not path.exists():
             raise DatasetError(f"{path}: no such file")
-        if not path.is_file():  # a pipe has its rows only once
+        if not path.is_file():  # the rows of a pipe can be read only once
             raise DatasetError(
                 f"{path} is not a regular file; give - as the name and pipe the rows to standard input"
             )
@@ -129,12 +129,12 @@ def open_source(
 
 
 class JsonLinesSource:
-    """One JSON object a line. Blank lines are skipped and have no number."""
+    """One JSON object per line. Blank lines are skipped and have no number."""
 
     def __init__(
         self, path: Path | Stream, encoding: str = "utf-8", remedy: str = "name the file's --encoding"
     ) -> None:
-        """`remedy`: for text of another encoding."""
+        """`remedy`: advice for text in another encoding."""
         self.name = str(path)
         self._path = path
         self._encoding = encoding
@@ -176,7 +176,7 @@ class JsonLinesSource:
 class CsvSource:
     """Delimited values with a header line; every value is text.
 
-    A quoted field may hold line breaks. `joined` describes the rows of several lines, once all have been read.
+    A quoted field may hold line breaks. `joined` describes the rows with several lines, once all have been read.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class CsvSource:
 
     @contextmanager
     def _reader(self) -> Iterator[CsvLines]:
-        # Undecodable bytes become lone surrogates, so that only their own row is refused.
+        # Undecodable bytes become lone surrogates, so that only their own row is rejected.
         with reading(self._path) as raw:
             try:
                 file = io.TextIOWrapper(raw, self._encoding, errors="surrogateescape", newline="")
@@ -245,7 +245,7 @@ class CsvSource:
                 f"{self.name} has one column, {header[0]!r}: add --delimiter {other}, or if that is one name "
                 f"--delimiter {own}"
             )
-        # Excel writes further delimiters where a sheet has empty columns on the right.
+        # Excel writes further delimiters if a sheet has empty columns on the right.
         while len(header) > 1 and not header[-1]:
             header.pop()
         if unnamed := [str(place) for place, name in enumerate(header, 1) if not name][1:]:
@@ -278,14 +278,14 @@ _QUOTES_ARE_TEXT = "; if quotes are text, add --quoting none"
 
 
 def _holds_rows(value: str) -> bool:
-    """Return whether a field of a TSV file has tabs in all of its further lines: rows that a stray quote joined."""
+    """Return whether all further lines of a TSV field have tabs: they are rows that a stray quote joined."""
     _, *further = re.split(r"\r\n?|\n", value)
     return bool(further) and all("\t" in line for line in further)
 
 
 @dataclass(slots=True)
 class Joined:
-    """Rows of a CSV file that have several lines. `first` and `last`: the lines of the first of them."""
+    """Rows of a CSV file with several lines. `first` and `last`: the lines of the first of them."""
 
     count: int = 0
     first: int = 0
@@ -303,12 +303,12 @@ class Joined:
 
 
 class CsvLines:
-    """The lines of a CSV file as records, of which each knows its lines."""
+    """The lines of a CSV file as records with line numbers."""
 
     def __init__(self, file: Iterable[str], delimiter: str, *, has_quotes: bool) -> None:
         self._file = iter(file)
         self._again: list[str] = []
-        """Lines to read once more, the last first."""
+        """Lines to read again, the last first."""
         self.taken: list[str] = []
         """The lines of the current record."""
         self.number = 0
@@ -331,7 +331,7 @@ class CsvLines:
         return line
 
     def records(self) -> Iterator[list[str] | csv.Error]:
-        """Yield each record's values, or the error of one that has none."""
+        """Yield each record's values, or the error of an invalid record."""
         while True:
             self.taken = []
             try:
@@ -423,7 +423,7 @@ class ArrowSource:
 
 
 class MemorySource:
-    """Rows from Python, such as a list of dicts. An iterator is read once: the journal spools it."""
+    """Rows from Python, such as a list of dicts. An iterator is read only once: the journal spools it."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], name: str = "rows") -> None:
         self.name = name
@@ -449,7 +449,7 @@ def _where(error: json.JSONDecodeError) -> str:
 
 
 def checked_row(number: int, fields: Any) -> Row:
-    """Make a row of a mapping, with JSON values; see values.py."""
+    """Return a mapping as a row with JSON values; see values.py."""
     if isinstance(fields, BadCells):
         return Row(number, error=RowError(fields.code, fields.message, shorten(fields.raw)))
     if not isinstance(fields, Mapping):
@@ -458,21 +458,21 @@ def checked_row(number: int, fields: Any) -> Row:
         return Row(number, error=RowError("invalid_row", message, _repr_of(fields)))
     try:
         return Row(number, plain_row(fields))
-    except Exception as error:  # also of the types that data libraries raise in their conversions
+    except Exception as error:  # also of types that data libraries raise in their conversions
         message = str(error) or type(error).__name__
         return Row(number, error=RowError("invalid_row", message, _repr_of(fields)))
 
 
 def _repr_of(fields: Any) -> str:
-    """Return what Python prints for a row; of one that it cannot print, its type."""
+    """Return Python's representation of a row, or its type if there is none."""
     try:
         return shorten(repr(fields))
-    except Exception:  # of a number with too many digits, or of a foreign value
+    except Exception:  # for a number with too many digits, or a foreign value
         return f"<{type(fields).__name__}>"
 
 
 def _is_whole(path: Path | Stream) -> bool:
-    """Return whether counting would wait for nothing."""
+    """Return whether counting would not have to wait."""
     return isinstance(path, Path) or path.is_whole
 
 
@@ -545,7 +545,7 @@ def _dataset_files(directory: Path) -> list[Path]:
 
 
 def _check_names(name: str, columns: Sequence[str]) -> None:
-    """Raise DatasetError for columns that a row cannot hold both."""
+    """Raise DatasetError for columns that a row cannot have together."""
     if repeated := sorted(column for column, count in Counter(columns).items() if count > 1):
         raise DatasetError(f"{name}: columns appear twice: {', '.join(repeated)}")
 
@@ -559,13 +559,13 @@ def _read_parquet(path: Path | Stream) -> Iterator[Any]:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(_for_arrow(path), pre_buffer=False, buffer_size=1 << 20)
-    # Unbuffered, a whole row group would be read at once.
+    # Without buffering, a complete row group would be read at once.
     size = sum(file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups))
     yield from file.iter_batches(batch_size=_batch_rows(size, file.metadata.num_rows))
 
 
 def _batch_rows(num_bytes: int, num_rows: int) -> int:
-    """Return the rows to hold at once, of a file or batch of this size."""
+    """Return the number of rows of a file or batch of this size to hold together."""
     return max(1, min(ARROW_BATCH_ROWS, ARROW_BATCH_BYTES * max(1, num_rows) // max(1, num_bytes)))
 
 

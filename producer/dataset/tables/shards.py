@@ -1,6 +1,6 @@
 """Several files as one source of rows: a list of files, a directory, or a glob pattern.
 
-The files are read one after another, each row once. Their columns are compared before a run submits anything.
+The files are read sequentially, each row once. Their columns are compared before a run submits anything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAMPLED_ROWS = 100
 FINGERPRINT_BYTES = 64 << 10
 MAX_FILES = 100_000
 _DATASET_FILES = ("state.json", "dataset_dict.json")
-"""What `datasets` writes into a directory, which is then one data set."""
+"""Files that `datasets` writes into a directory, which is then one data set."""
 
 Columns = Mapping[str, frozenset[str]]
 """The columns of a file and the kinds of their values; none if all are null."""
@@ -61,7 +61,7 @@ class ShardedSource:
         self._given = given
 
     def covers(self, path: Path) -> bool:
-        """Return whether a path is one of the files, or a file there would be found as one of the source."""
+        """Return whether a path is one of the files, or would be found as one of the source's files."""
         name = os.path.abspath(path)
         return any(name == os.path.abspath(shard.path) for shard in self.shards) or any(
             os.path.commonpath([name, root := os.path.abspath(one)]) == root or fnmatch.fnmatch(name, root)
@@ -98,7 +98,7 @@ class ShardedSource:
     def check_columns(self) -> None:
         """Raise DatasetError, naming file and column, if two files differ in their columns or these columns' types.
 
-        Every file but JSONL has all columns of the others. JSONL objects may leave out a key, so only the kinds of
+        All files except JSONL must have the columns of the others. JSONL objects may omit a key, so only the kinds of
         values in the first rows are compared.
         """
         known: dict[str, tuple[str, frozenset[str]]] = {}
@@ -121,19 +121,19 @@ class ShardedSource:
             first = first or str(shard.path)
 
     def fingerprints(self) -> list[list[Any]]:
-        """Return each file's name, size, and a hash of its first and last 64 KiB, to find the ones that changed."""
+        """Return each file's name, size, and a hash of its first and last 64 KiB, to detect changed files."""
         return [[shard.name, *_fingerprint(shard.path)] for shard in self.shards]
 
 
 def joined_lines(source: Source) -> Iterator[str]:
-    """Yield what to know about each file that has been read and has rows of several lines."""
+    """Yield a notice about each file that has been read and has rows of several lines."""
     for one in [shard.source for shard in source.shards] if isinstance(source, ShardedSource) else [source]:
         if isinstance(one, CsvSource) and one.joined.count:
             yield f"{one.name}: {one.joined}"
 
 
 def changed_files(then: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> str:
-    """Return in words how two lists of fingerprints differ; empty if they are equal."""
+    """Return a description of the differences of two lists of fingerprints; empty if they are equal."""
     before, after = ({name: about for name, *about in each} for each in (then, now))
     groups = {
         "missing": [name for name in before if name not in after],
@@ -147,7 +147,7 @@ def changed_files(then: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -
 
 
 def is_glob(path: str | Path) -> bool:
-    """Return whether a path is a pattern, and not the name of an existing file."""
+    """Return whether a path is a pattern instead of the name of an existing file."""
     return glob.has_magic(str(path)) and not os.path.lexists(path)
 
 
@@ -183,7 +183,7 @@ def open_shards(
 
     Args:
         paths: Read in this order; the files of a directory (searched with its folders) or a pattern by name.
-        kind: The format of all files; by default their suffixes determine it.
+        kind: The format of all files; by default determined by their suffixes.
         encoding: Of text files.
         **options: Of CSV and TSV files.
 
@@ -212,7 +212,7 @@ def open_shards(
 
 
 def is_picture_folder(path: Path) -> bool:
-    """Return whether a directory holds pictures, and no files of rows."""
+    """Return whether a directory contains images, and no files of rows."""
     if not path.is_dir():
         return False
     names = [name for _, _, files in os.walk(path) for name in files if not _is_hidden(Path(name))]
@@ -244,7 +244,7 @@ def _expanded(given: str | Path, kind: Format | None) -> list[Path]:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Return whether tools that read directories leave a file out, as Spark's `_SUCCESS`."""
+    """Return whether tools that read directories ignore a file, such as Spark's `_SUCCESS`."""
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
@@ -281,7 +281,7 @@ def _json_kinds(value: Any) -> frozenset[str]:
 
 
 def _arrow_kinds(kind: Any) -> frozenset[str]:
-    """Return the kind of a column as rows have its values: of any width and encoding."""
+    """Return the kind of a column's values in rows, regardless of width and encoding."""
     from pyarrow import types
 
     if types.is_null(kind):

@@ -1,4 +1,4 @@
-"""A stream that can be read from its start again and again: what has been read is kept in a temporary file."""
+"""A stream that can be read repeatedly from its start: the parts read so far are kept in a temporary file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ CHUNK_BYTES = 1 << 20
 
 
 class Stream:
-    """Input without a file of its own: standard input, or what a server sends.
+    """Input without a file: standard input, or data from a server.
 
-    It is read as far as requested, so work begins with its first rows; memory does not grow with it. The file has
-    no name, and goes with the process.
+    It is read as far as requested, so work starts with its first rows; memory does not grow with it. The file has no
+    name, and disappears with the process.
     """
 
     def __init__(self, source: IO[bytes], path: PurePath, name: str, start: bytes = b"") -> None:
-        """`path` names the format and compression, `name` is for messages, `start` has been read from it already."""
+        """`path` determines the format and compression, `name` is for messages, `start` has already been read."""
         self.path = path
         self.name = name
         self.is_whole = False
-        # Of a pipe, what is there; a read would wait for all that it asks for.
+        # For a pipe, returns the available bytes; a read would wait for the requested number.
         self._read: Callable[[int], bytes] = getattr(source, "read1", source.read)
         self._kept = tempfile.TemporaryFile(prefix="pagemill-rows-")  # noqa: SIM115
         self._size = self._kept.write(start)
@@ -34,22 +34,22 @@ class Stream:
         return self.name
 
     def open(self, mode: str = "rb") -> IO[bytes]:
-        """Return a reader of its own, at the start. Reads raise DiskError if the stream breaks off."""
+        """Return a separate reader, at the start. Reads raise DiskError if the stream is interrupted."""
         return io.BufferedReader(_Reader(self), CHUNK_BYTES)
 
     def close(self) -> None:
-        """Forget what was read; the source stays open."""
+        """Delete the data read so far; the source stays open."""
         self._kept.close()
 
     def read_at(self, position: int, count: int) -> bytes:
-        """Return at most `count` bytes; none at the end."""
+        """Return up to `count` bytes; none at the end."""
         while position >= self._size and not self.is_whole:
             self._read_on()
         self._kept.seek(position)
         return self._kept.read(count)
 
     def size(self) -> int:
-        """Read all that is left; returns the number of bytes."""
+        """Read the rest; returns the number of bytes."""
         while not self.is_whole:
             self._read_on()
         return self._size
@@ -58,7 +58,7 @@ class Stream:
         again = "run the same command again; nothing that was done is lost"
         try:
             data = self._read(CHUNK_BYTES)
-        except Exception as error:  # of whatever library reads it; its message may hold a secret
+        except Exception as error:  # of any library that reads it; its message may contain a secret
             kind = type(error).__name__
             raise DiskError(f"{self.name} broke off after {self._size:,} bytes ({kind}): {again}") from None
         try:

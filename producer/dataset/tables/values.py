@@ -1,4 +1,4 @@
-"""JSON values of a row's cells, from what data libraries put there.
+"""JSON values of a row's cells, from the values of data libraries.
 
 Dates and times become ISO text, durations seconds, decimals and UUIDs text, bytes base64, arrays lists; NaN, NaT, NA
 and infinities become null. Nothing is imported: values of numpy, pandas, polars and pyarrow are recognized by shape.
@@ -16,9 +16,9 @@ from typing import Any
 
 MAX_DEPTH = 64
 MAX_INTEGER_BITS = 14_000
-"""Python writes no number of more than 4,300 digits as text."""
+"""Python does not convert numbers of more than 4,300 digits to text."""
 _MISSING_TYPES = frozenset({"NAType", "NaTType"})
-"""pandas' classes of a missing value; NaT would pass for a datetime."""
+"""pandas' classes of missing values; NaT would otherwise count as a datetime."""
 
 
 def plain_row(fields: Mapping[Any, Any]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def plain_row(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def number_of(text: str) -> float | str:
-    """Return the float of a JSON literal; its text if it is beyond 64 bits, so that no field takes it for a number."""
+    """Return the float of a JSON literal; its text if it exceeds 64 bits, so that no field treats it as a number."""
     number = float(text)
     return number if math.isfinite(number) else text
 
@@ -64,7 +64,7 @@ def _plain(value: Any, depth: int) -> Any:
         case str():
             if not is_unicode(value):
                 raise ValueError("text with lone surrogates")
-            return str.__str__(value)  # of an enumeration, the value
+            return str.__str__(value)  # for an enumeration, the value
         case float():
             return float(value) if math.isfinite(value) else None
         case Mapping():
@@ -95,7 +95,7 @@ def _plain_foreign(value: Any, depth: int) -> Any:
         if value != value:
             return None
         return str(value) if kind == "M" else int(value.astype("timedelta64[ns]").astype("int64")) / 1e9
-    for name in ("to_list", "to_pylist", "as_py", "item"):  # of polars; of Arrow, twice; a scalar of numpy
+    for name in ("to_list", "to_pylist", "as_py", "item"):  # polars; Arrow, twice; a scalar of numpy
         if callable(method := getattr(value, name, None)):
             return _plain(method(), depth - 1)
     raise ValueError(f"a value of type {type(value).__name__} is not JSON")

@@ -1,4 +1,4 @@
-"""Writing a run's output: a temporary file beside it, renamed when it is complete."""
+"""Writing a run's output: a temporary file next to it, renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PARQUET_ROWS = 4_096
 OUTPUT = "output"
 META = "_pagemill"
 STEPS = "steps"
-"""The field of `_pagemill` with what is known of each step of a recipe; JSON text in Parquet."""
+"""The field of `_pagemill` with the data of each step of a recipe; JSON text in Parquet."""
 TEXT_CELLS = (".csv", ".tsv", ".parquet")
-"""File types whose cells hold values other than text as JSON text."""
+"""File types whose cells contain values other than text as JSON text."""
 _VECTOR = "vector"
 """The type of a column of lists of numbers."""
 
@@ -35,7 +35,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the lines of an output are written, to one file or to several alike."""
+    """The form in which the lines of an output are written, to one file or to several."""
 
     suffix: str
     compression: str | None
@@ -44,7 +44,7 @@ class Form:
     schema: Any = None
     """For Parquet, the type of every column."""
     texts: Sequence[str] = ()
-    """For Parquet, the input's columns that hold values of several types, as JSON text."""
+    """For Parquet, the input's columns with values of several types, as JSON text."""
     heading: Sequence[str] = ()
     """For CSV, the columns of all rows."""
 
@@ -63,12 +63,12 @@ class Form:
 
         Args:
             path: Its suffix determines the format.
-            samples: Every input row: for Parquet, to find the columns' types, for CSV, their names. Rows may differ in
-                their columns, and a column in its values' types.
+            samples: Every input row: for Parquet, to determine the columns' types, for CSV, their names. Rows may
+                differ in their columns, and the values of a column in their types.
             output_column: The name of the output's column.
             fields: Further columns of the output, and their types.
             gives_vectors: Outputs are lists of numbers, in Parquet a column of lists of float32.
-            more_meta: What `_pagemill` has beside the usual, for Parquet.
+            more_meta: Additional fields of `_pagemill`, for Parquet.
         """
         columns = {output_column: _VECTOR if gives_vectors else "", **(fields or {})}
         suffix = data_suffix(path)
@@ -125,7 +125,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def check_output(path: Path, name: str) -> None:
-    """Raise DatasetError early for an output that could not be written at the end. `name`: what people call it."""
+    """Raise DatasetError early for an output that could not be written at the end. `name`: its name in messages."""
     if data_suffix(path) not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"):
         raise DatasetError(
             f"{name}: the output's name must end with .jsonl, .csv, .tsv (perhaps with .gz or .zst) or .parquet"
@@ -140,7 +140,7 @@ def check_output(path: Path, name: str) -> None:
 
 
 class NoWriter:
-    """The output of a trial, of which only figures are wanted."""
+    """The output of a trial, which only needs statistics."""
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Drop the row."""
@@ -185,7 +185,7 @@ class ParquetWriter:
 
     def write(self, line: Mapping[str, Any]) -> None:
         added = {name: _text(line.get(name)) for name in self._texts}
-        # A model that is not bound to its schema may give other values; the output's column has them.
+        # A model without a constraint to its schema may return other values; the output's column has them.
         added |= {name: fitted(line[name], kind) for name, kind in self._typed.items()}
         if STEPS in line[META]:
             added[META] = line[META] | {STEPS: _text(line[META][STEPS])}
@@ -227,7 +227,7 @@ def _heading(samples: Iterable[Mapping[str, Any]], added: Iterable[str]) -> list
 def _schema(
     samples: Iterable[Mapping[str, Any]], added: Mapping[str, str], more_meta: Collection[str]
 ) -> tuple[Any, list[str]]:
-    """Return every column's type, and the input's columns of which values are written as JSON text.
+    """Return every column's type, and the input's columns whose values are written as JSON text.
 
     `added`: the output's columns and their types in a JSON schema; "" for values as JSON text.
     """
@@ -276,7 +276,7 @@ def _text(value: Any) -> str | None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Sync the directory: only then is a rename durable."""
+    """Sync the directory, without which a rename is not durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -111,7 +111,7 @@ OVERVIEW_BOARD = board("overview", "overview", "Is work done, how fast, and what
         lines("Why no jobs are pulled", RATIO,
             "Share of time in which a worker could not pull, by what stood in the way, summed over workers.",
             rate_by("reason", "admission_blocked_seconds_total"), stacked=True, width=12),
-        lines("Time of jobs", COUNT, "Jobs at once, by what their time went to; `pagemill why` has it of one job.",
+        lines("Time of jobs", COUNT, "Average number of jobs, by the cause of their time; for one job: `pagemill why`.",
             rate_by("cause", "job_seconds_total"), stacked=True, width=12),
         lines("Workers by state", COUNT, "As the workers report it.", gauge_by("state", "worker_state"),
             stacked=True, width=12),
@@ -238,7 +238,7 @@ QUEUE_BOARD = board("queue", "queue", "What waits, for how long, and what become
             Query(f"sum by (code) ({rate('job_failures_total')}) > 0", "{{code}}")),
         lines("Webhooks", COUNT,
             "To be delivered. later: after a failure, or by another worker. Paused receivers failed repeatedly; the"
-            " workers' logs say why.",
+            " workers' logs have the reason.",
             Query(f"max by (state) ({series('webhooks_pending')})", "{{state}}"),
             Query(f"max({series('webhook_receivers_paused')})", "receivers paused")),
     ]),

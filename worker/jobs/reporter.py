@@ -46,7 +46,7 @@ MAX_WRITES = 500
 """Maximum number of writes in one round trip."""
 MAX_UNSAVED_LOGPROBS = 16_384
 """Maximum per round trip of checkpoints, during which they are objects. A single job may exceed it."""
-TOO_LARGE = f"its result has more than {MAX_RESULT_BYTES >> 20} MiB: ask for less of n, max_tokens or logprobs at once"
+TOO_LARGE = f"its result has more than {MAX_RESULT_BYTES >> 20} MiB: reduce n, max_tokens or logprobs"
 CANCELLED = Ending(Outcome.CANCELLED, ErrorInfo(code="cancelled", message="the job was cancelled"))
 
 

@@ -248,18 +248,21 @@ class JobQueue:
 
 
 class ServerClock:
-    """The server's clock, as an offset from the local one: job deadlines and timings use it."""
+    """The server's clock: job deadlines and timings use it.
+
+    An offset from the monotonic clock: a step of the local wall clock would end jobs with a deadline.
+    """
 
     def __init__(self) -> None:
-        self._offset = 0.0
+        self._offset = time.time() - time.monotonic()
 
     def set(self, server_time: float) -> float:
         """Adopt the server's clock. Returns how far it is ahead of the local clock."""
-        self._offset = server_time - time.time()
-        return self._offset
+        self._offset = server_time - time.monotonic()
+        return server_time - time.time()
 
     def now(self) -> float:
-        return time.time() + self._offset
+        return time.monotonic() + self._offset
 
 
 def warn_about_server(info: dict[str, Any]) -> None:

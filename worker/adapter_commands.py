@@ -77,7 +77,10 @@ class WorkerCommands(BackgroundThread):
         error: str | None = None
         pool = self._engine.engine.adapters
         if self._keys and abs(self._clock.now() - command.sent_at) > _MAX_SKEW_S:
-            return AdapterAnswer(error="the command was signed at another time")
+            return AdapterAnswer(
+                error=f"the command's signature: its time is more than {_MAX_SKEW_S:.0f} s from the server's; "
+                "synchronize the clocks of sender and Redis server (NTP)"
+            )
         if command.action in ("drain", "pause", "resume"):
             self._pulling.decide(command.action)
             self._changed()

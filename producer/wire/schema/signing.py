@@ -109,7 +109,11 @@ class Keys:
         if not self._is_valid(payload.mac, b"job", *names, body=payload.envelope):
             raise InvalidJob("the job's signature is not by a key that this worker knows", "unsigned")
         if abs(payload.signed_at_ms / 1000 - submitted_at) > MAX_SKEW_S:
-            raise InvalidJob("the job was signed at another time than it was submitted", "unsigned")
+            raise InvalidJob(
+                f"the job's signature: its time is more than {MAX_SKEW_S:.0f} s from the submission's; "
+                "synchronize the clocks of producer and Redis server (NTP)",
+                "unsigned",
+            )
 
     def sign_entry(self, entry: bytes, *, queue: str, job_id: str, fingerprint: str) -> bytes:
         """Return a checkpoint entry in its stored form; unchanged without a key."""

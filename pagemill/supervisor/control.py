@@ -26,7 +26,7 @@ TIMEOUT_S = 10.0
 
 
 class NotRunning(Exception):
-    """No supervisor has this run directory."""
+    """No supervisor has this run directory, or this user may not reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,4 +113,9 @@ def _read(replies: BinaryIO, directory: Path) -> bytes:
 
 
 def _not_running(directory: Path, error: OSError) -> NotRunning:
-    return NotRunning(f"no pagemill up runs with {directory} ({error.strerror or error})")
+    if isinstance(error, PermissionError):
+        return NotRunning(f"{directory}: permission denied; run the command as the user of pagemill up")
+    reason = error.strerror or error
+    return NotRunning(
+        f"no pagemill up runs with {directory} ({reason}); start one: pagemill up --model smollm2"
+    )

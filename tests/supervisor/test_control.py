@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -27,3 +28,12 @@ def test_one_that_ends_with_a_command_unread_does_not_run(tmp_path: Path) -> Non
         connection.close()
         with pytest.raises(NotRunning, match="no pagemill up runs"):
             replies.result()
+
+
+def test_another_users_is_not_reported_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: socket.socket, address: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(NotRunning, match=f"^{tmp_path}: permission denied; run the command as the user"):
+        list(send_command(tmp_path, command="status"))

@@ -243,5 +243,5 @@ def _send(run_dir: Path | None, **command: Any) -> Iterator[dict[str, Any]]:
     try:
         yield from send_command(run_dir or state_dir() / "up", **command)
     except NotRunning as error:
-        print_stderr(f"{error}; start one: pagemill up --model smollm2")
+        print_stderr(str(error))
         raise typer.Exit(EXIT_NOT_SUCCEEDED) from None

@@ -54,11 +54,18 @@ def with_credentials(url: str) -> str:
 
 
 def _embedded_url(directory: Path) -> str | None:
-    """Return the running embedded server's address: its unix socket, if it has one."""
+    """Return the running embedded server's address: its unix socket, if it has one.
+
+    Raises RedisUnavailable if another user's directory hides it.
+    """
     try:
         record = json.loads((directory / SERVER_FILE).read_text(encoding="utf-8"))
         pid, url = int(record["pid"]), str(record["url"])
         unix_socket = record.get("unix_socket") or record.get("socket")
+    except PermissionError:
+        raise RedisUnavailable(
+            f"state directory {directory}: permission denied; run as its owner, or set {URL_VARIABLE}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if not _lives(pid):

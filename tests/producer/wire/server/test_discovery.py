@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -48,6 +49,15 @@ def test_the_state_directory_follows_the_xdg_specification(
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", ignored)
         assert discovery.state_dir() == Path.home() / ".local/state/pagemill"
+
+
+def test_a_directory_of_another_user_is_named(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(RedisUnavailable, match=f"^state directory {state_dir}: permission denied; run as"):
+        find_redis()
 
 
 def test_the_unix_socket_is_preferred_while_it_is_there(state_dir: Path) -> None:

@@ -103,6 +103,8 @@ def deliver(
         raise DeliveryFailed(f"{type(error).__name__}: {error}") from error
     finally:
         connection.close()
+    if connection.was_cut:  # http.client takes the end of the connection for that of the headers
+        raise DeliveryFailed(f"no answer within {TIMEOUT_S:g} s")
     if not 200 <= status < 300:
         raise DeliveryFailed(
             f"the receiver answered {status}",

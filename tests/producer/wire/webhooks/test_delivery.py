@@ -65,7 +65,8 @@ def call(receiver: Receiver, certificates: Certificates, body: bytes = b"{}") ->
     [
         pytest.param(byte_by_byte(b"HTTP/1.1 200 " + b"o" * 1000), True, "no answer within", id="status"),
         pytest.param(
-            byte_by_byte(b"HTTP/1.1 200 OK\r\n" + b"x-y: z\r\n" * 200), True, "no answer within", id="headers",
+            lambda: itertools.chain([b"HTTP/1.1 200 OK\r\n"], itertools.repeat(b"x-y: z\r\n")), True,
+            "no answer within", id="headers",
         ),
         pytest.param(
             lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"), True, "no answer within", id="continue",

@@ -36,7 +36,7 @@ from pagemill.cli.processes import celery, exporter, gateway, up, worker  # noqa
 def main() -> None:
     """The console script."""
     drop_service_links()
-    fill_closed_stdout()
+    fill_closed_streams()
     escape_unencodable()
     app(prog_name="pagemill")
 
@@ -48,10 +48,17 @@ def drop_service_links() -> None:
             del os.environ[name]
 
 
-def fill_closed_stdout() -> None:
-    """Replace a stdout that was closed before the start by one whose writes fail: no output is lost unnoticed."""
+def fill_closed_streams() -> None:
+    """Replace streams that were closed before the start.
+
+    Writes to stdout fail: no output is lost unnoticed. Those to stderr are dropped, as the logs of a daemon.
+    """
     if sys.stdout is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    if sys.stderr is None:
+        # Descriptor 2, so that no socket gets the number to which libraries write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.stderr = os.fdopen(2, "w")
 
 
 def escape_unencodable() -> None:

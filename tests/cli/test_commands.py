@@ -356,3 +356,14 @@ def test_an_unusable_stdout_is_one_line(
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, f"standard output cannot be written: {reason}\n")
+
+
+def test_a_closed_stderr_is_replaced_under_its_number() -> None:
+    """A worker without it logs to nowhere, and none of its sockets gets what libraries write there."""
+    script = (
+        "import sys; from pagemill.__main__ import fill_closed_streams; fill_closed_streams();"
+        "from pagemill.monitoring.logging import configure_logging; configure_logging();"
+        "import logging; logging.warning('dropped'); print(sys.stderr.fileno())"
+    )
+    arguments = ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, script]
+    assert subprocess.run(arguments, capture_output=True, text=True, check=True).stdout == "2\n"

@@ -216,7 +216,8 @@ class BatchRun:
         chunks = _chunks(map(self._checked, requests))
         while chunk := await asyncio.to_thread(next, chunks, None):
             await self._models.read(chunk)
-            if await self._save(**self._models.record()) == "cancelling":
+            status, _ = await self._save_counts(**self._models.record())
+            if status == "cancelling":
                 return
             wanted = self._models.accepted if only is None else only
             fields = await self._gateway.models.known(wanted)
@@ -257,10 +258,8 @@ class BatchRun:
         """Wait until every job has ended and every model is decided, and publish progress for clients."""
         while True:
             found = await self._models.refresh()
-            counts = await self._counts()
-            failed = counts.ended - counts.succeeded
             values = self._models.record() | {"errors": self._models.waiting()}
-            status = await self._save(completed=counts.succeeded, failed=failed, **values)
+            status, counts = await self._save_counts(**values)
             if status == "cancelling":
                 await self._batch.cancel()
             elif found:
@@ -272,6 +271,12 @@ class BatchRun:
             if counts.done and (has_ended or not self._models.undecided):
                 return
             await asyncio.sleep(self._pause_s)
+
+    async def _save_counts(self, **values: Any) -> tuple[str, BatchCounts]:
+        """Save values with the counts of the jobs; returns the status and the counts."""
+        counts = await self._counts()
+        failed = counts.ended - counts.succeeded
+        return await self._save(completed=counts.succeeded, failed=failed, **values), counts
 
     async def _counts(self) -> BatchCounts:
         """Return the counts of the jobs; all are 0 before the first submission."""

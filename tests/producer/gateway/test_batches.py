@@ -18,8 +18,10 @@ from openai import OpenAI
 from openai.types import Batch, Completion
 from openai.types.responses import Response
 
+from pagemill.producer.gateway.batches import runner
 from pagemill.producer.gateway.batches.files import SHORTEST_TTL_S
 from pagemill.producer.wire.calls.gateway import api_batches, stored_files
+from pagemill.producer.wire.calls.limits import QueueLimits, set_limits
 from tests.producer.driving import Queue, open_queue
 from tests.producer.gateway.serving import Served, gateway, gateway_process, write_keys
 from tests.producer.scripted_worker import scripted_worker
@@ -459,3 +461,20 @@ def test_running_requests_of_a_cancelled_batch_end(valkey_url: str, queue_name: 
         queue.transport.close()
         errors = rows_of(client, client.batches.retrieve(batch.id).error_file_id)
         assert [row["error"]["code"] for row in errors] == ["batch_cancelled"] * 4
+
+
+def test_the_counts_grow_while_a_full_queue_holds_the_submission(
+    valkey_url: str, queue_name: str, valkey_queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "CHUNK", 1)
+    valkey_queue.transport.run(set_limits(queue_name, QueueLimits(jobs=1)))
+    rows = lines(6)
+    for row in rows[-2:]:  # no worker runs them: the last one is never submitted
+        row["body"]["model"] = "late"
+    with batching(valkey_url, queue_name, models=("m", "late"), batch_poll_s=0.1) as (_, client):
+        batch = start(client, rows)
+        counts = eventually(
+            lambda: (found := client.batches.retrieve(batch.id).request_counts) and found.completed and found,
+            "completed requests",
+        )
+        assert counts.total == 6

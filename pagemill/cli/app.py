@@ -51,7 +51,12 @@ from pagemill.producer.wire.schema.errors import (
     ResultTimeout,
 )
 from pagemill.producer.wire.server.clients import ServerAddress, has_password, open_client
-from pagemill.producer.wire.server.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis
+from pagemill.producer.wire.server.discovery import (
+    PASSWORD_VARIABLE,
+    URL_VARIABLE,
+    USERNAME_VARIABLE,
+    find_redis,
+)
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.server.transport import SyncTransport
 
@@ -143,7 +148,14 @@ def exit_code(error: PagemillError) -> int:
 def describe(error: PagemillError) -> str:
     """Return the error's message, with the command to type next if there is one."""
     match error:
-        case RedisUnavailable() if _is_answer(error):
+        case RedisUnavailable() if _is_caused_by(error, exceptions.AuthenticationError):
+            return (
+                f"{error}\nSet {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or give both in {URL_VARIABLE}."
+            )
+        case RedisUnavailable() if _is_caused_by(
+            error, exceptions.ResponseError, exceptions.BusyLoadingError
+        ):
+            # A server rejected the call, as opposed to one that cannot be reached.
             return (
                 f"{error}\nThe server is running, but does not accept this now. To see why: pagemill doctor"
             )
@@ -170,9 +182,9 @@ def describe(error: PagemillError) -> str:
     return str(error)
 
 
-def _is_answer(error: BaseException | None) -> bool:
-    """Return whether a server rejected the call, as opposed to one that cannot be reached."""
-    while error is not None and not isinstance(error, exceptions.ResponseError | exceptions.BusyLoadingError):
+def _is_caused_by(error: BaseException | None, *kinds: type[Exception]) -> bool:
+    """Return whether the driver's error is one of these."""
+    while error is not None and not isinstance(error, kinds):
         error = error.__cause__
     return error is not None
 

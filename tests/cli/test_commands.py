@@ -358,6 +358,13 @@ def test_an_unusable_stdout_is_one_line(
     assert (done.returncode, done.stderr) == (1, f"standard output cannot be written: {reason}\n")
 
 
+def test_a_refused_password_names_the_variables(pagemill: Pagemill, valkey_url: str) -> None:
+    wrong = pagemill("queue", "stats", "--redis-url", valkey_url.replace("://", "://nobody:hunter2@"))
+    assert wrong.exit_code == 3
+    assert "Set PAGEMILL_REDIS_USERNAME and PAGEMILL_REDIS_PASSWORD" in wrong.stderr
+    assert "Is the server running" not in wrong.stderr
+
+
 def test_a_closed_stderr_is_replaced_under_its_number() -> None:
     """A worker without it logs to nowhere, and none of its sockets gets what libraries write there."""
     script = (

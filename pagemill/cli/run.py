@@ -157,7 +157,7 @@ def run(flags: RunOptions) -> None:
     check_options(flags.worker_option)
     out = base_of(uri_of(flags.out) or flags.out)
     page = place_of(flags.report_file or f"{out}.report.html")
-    with reported(place_of(out).path), contextlib.ExitStack() as inputs:
+    with reported(place_of(out).path, is_dry=flags.dry_run), contextlib.ExitStack() as inputs:
         dataset = _dataset(flags, inputs)
         if flags.dry_run:
             models, worker_options = _models(flags, dataset), flags.worker_option or []
@@ -315,8 +315,11 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reported(out: Path) -> Any:
-    """Report an early stop: the cause, that nothing is lost, and the command to type."""
+def reported(out: Path, *, is_dry: bool = False) -> Any:
+    """Report an early stop: the cause, that nothing is lost, and the command to type.
+
+    `is_dry`: nothing is submitted.
+    """
     again = "run the same command again to continue; all finished work is kept"
     has_begun = out.with_name(out.name + ".partial").exists
     try:
@@ -336,9 +339,8 @@ def reported(out: Path) -> Any:
         print_stderr(describe(error) + (f"\n{again}" if has_begun() else ""))
         raise typer.Exit(exit_code(error)) from None
     except KeyboardInterrupt:
-        print_stderr(
-            f"\nstopped; submitted jobs still run where a worker serves them (--cancel ends them)\n{again}"
-        )
+        kept = f"; submitted jobs still run where a worker serves them (--cancel ends them)\n{again}"
+        print_stderr("\nstopped" + ("" if is_dry else kept))
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

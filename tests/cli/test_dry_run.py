@@ -199,6 +199,15 @@ def test_the_known_limits_are_the_models_own() -> None:
     assert limits == KNOWN_LIMITS
 
 
+def test_ctrl_c_names_no_submitted_jobs(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object, **options: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pagemill.cli.run.preview", stop)
+    done = dry_run(rows, "--model", "echo", state=tmp_path)
+    assert (done.exit_code, done.stderr) == (130, "\nstopped\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_rows_come_from_standard_input(compress: Any, tmp_path: Path) -> None:

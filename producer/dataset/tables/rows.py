@@ -225,7 +225,7 @@ class CsvSource:
             if (found := wide_encoding(start)) and b"\0" not in "\n".encode(self._encoding):
                 raise DatasetError(f"{self.name} is {found} text: add --encoding {found}")
             try:
-                yield CsvLines(file, self._delimiter, has_quotes=self._has_quotes)
+                yield CsvLines(_text_lines(file), self._delimiter, has_quotes=self._has_quotes)
             except UnicodeError as error:
                 raise DatasetError(f"{self.name} is not {self._encoding} text: {error}") from None
 
@@ -257,7 +257,8 @@ class CsvSource:
         if isinstance(values, csv.Error):
             is_open = len(lines.taken) > 1 or str(values) == "unexpected end of data"
             reason = "a quote that opens here is not closed" if is_open else str(values)
-            return lines.bad(number, "invalid_csv", reason + (_QUOTES_ARE_TEXT if self._has_quotes else ""))
+            remedy = _QUOTES_ARE_TEXT if self._has_quotes and reason != _LONG_LINE else ""
+            return lines.bad(number, "invalid_csv", reason + remedy)
         surplus = values[len(header) :]
         if len(values) < len(header) or any(surplus):
             message = f"the row has {len(values)} fields, the header {len(header)}"
@@ -275,6 +276,7 @@ class CsvSource:
 
 
 _QUOTES_ARE_TEXT = "; if quotes are text, add --quoting none"
+_LONG_LINE = f"the line is longer than {MAX_LINE_BYTES >> 20} MiB"
 
 
 def _holds_rows(value: str) -> bool:
@@ -328,6 +330,8 @@ class CsvLines:
         line = self._again.pop() if self._again else next(self._file)
         self.taken.append(line)
         self.number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise csv.Error(_LONG_LINE)
         return line
 
     def records(self) -> Iterator[list[str] | csv.Error]:
@@ -495,11 +499,20 @@ def _lines(path: Path | Stream) -> Iterator[bytes | None]:
                 yield line
 
 
+def _text_lines(file: io.TextIOWrapper) -> Iterator[str]:
+    """Yield the lines of a text file; of one that is too long, one character more than allowed."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        rest = line
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(("\n", "\r")):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+        yield line
+
+
 def _parse_line(
     line: bytes | None, encoding: str, remedy: str
 ) -> tuple[dict[str, Any] | None, RowError | None]:
     if line is None:
-        return None, RowError("payload_too_large", f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+        return None, RowError("payload_too_large", _LONG_LINE)
     try:
         text = line.decode(encoding)
     except UnicodeDecodeError as error:

@@ -76,6 +76,22 @@ def test_a_line_that_is_too_long_is_skipped(tmp_path: Path, monkeypatch: pytest.
     assert open_source(path).count() == 3
 
 
+def test_a_csv_line_that_is_too_long_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never read as a whole. One within quotes is a row of its own, as all lines after an open quote."""
+    monkeypatch.setattr(rows_module, "MAX_LINE_BYTES", 64)
+    long = "b," * 500 + "\r\n"
+    path = write(tmp_path / "in.csv", f'a,b\r\n1,2\r\n{long}"3\r\n{long}4,5\r\n')
+    rows = read(path)
+    assert codes(rows) == [None, "invalid_csv", "invalid_csv", "invalid_csv", None]
+    messages = [row.error.message for row in rows if row.error is not None]
+    assert messages == [
+        "line 3: the line is longer than 64 MiB",
+        "line 4: a quote that opens here is not closed; if quotes are text, add --quoting none",
+        "line 5: the line is longer than 64 MiB",
+    ]
+    assert rows[-1].fields == {"a": "4", "b": "5"}
+
+
 def test_other_encodings(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", json.dumps({"a": "café"}, ensure_ascii=False).encode("latin-1"))
     assert codes(read(path)) == ["invalid_encoding"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -33,6 +32,8 @@ from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.openai.batch_file import BatchFile
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES
+from pagemill.producer.wire.server.clients import open_client
+from pagemill.producer.wire.server.transport import wrap_errors
 
 _STATES = (*ACTIVE_STATES, *END_STATES)
 
@@ -75,12 +76,14 @@ def batch_run(
     with run.reported(target), contextlib.ExitStack() as stack:
         batch = BatchFile(source, target, served_name(model) if model else None)
         count = batch.check()
-        if within is not None:
-            batch.deadline = time.time() + 3600 * within
         wanted = model or next(iter(sorted(batch.models())), None)
         serving = run.server(stack, at.redis_url, at.queue, wanted, worker_option or [], quiet)
         if wanted is None:
             batch.model = default_model(serving.url, at.queue)
+        if within is not None:
+            # By the server's clock, which expires the jobs.
+            with wrap_errors(), open_client(serving.url, at.queue) as client:
+                batch.deadline = client.time()[0] + 3600 * within
         producer = stack.enter_context(Producer(serving.url, queue=at.queue))
         if cancel:
             print_stderr(f"{batch.cancel(producer):,} requests cancelled")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,6 +15,7 @@ from pagemill.__main__ import app
 from pagemill.producer.wire.calls import batches
 from pagemill.producer.wire.server.discovery import URL_VARIABLE
 from tests.producer.driving import Queue
+from tests.producer.scripted_worker import scripted_worker
 
 Pagemill = Callable[..., Result]
 
@@ -105,3 +108,16 @@ def test_acknowledged_results_are_freed(queue: Queue, producer: Producer, pagemi
     assert pagemill("results", "read", "--timeout", "0").stdout == ""
     assert json.loads(pagemill("status", "read", "--json").stdout)["queued"] == 1
     assert pagemill("ack", "unknown").exit_code == 1
+
+
+def test_the_completion_window_is_by_the_servers_clock(
+    queue: Queue, pagemill: Pagemill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"model": "m", "prompt": "p"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() - 7200)
+    with scripted_worker(queue.url, queue.name):
+        done = pagemill("run", str(tmp_path / "in.jsonl"), "--within", "1", "--json")
+    assert json.loads(done.stdout)["completed"] == 1

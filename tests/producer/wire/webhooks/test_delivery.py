@@ -91,6 +91,15 @@ def test_an_answer_that_never_ends_is_cut_off(
         receiver.close()
 
 
+def test_a_connection_that_closes_within_the_headers_is_no_answer(certificates: Certificates) -> None:
+    receiver = Receiver(lambda: iter([b"HTTP/1.1 200 OK\r\nx-y: z"]), certificates.server_context())
+    try:
+        with pytest.raises(DeliveryFailed, match="EOF"):
+            call(receiver, certificates)
+    finally:
+        receiver.close()
+
+
 def test_a_body_is_not_waited_for(certificates: Certificates) -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000000\r\n\r\n"
     receiver = Receiver(

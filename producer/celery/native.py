@@ -1,4 +1,4 @@
-"""Celery as a producer: a task whose `.delay()` submits straight to the native queue, with its guarantees.
+"""Celery as a producer: a task whose `.delay()` submits directly to the native queue, with its guarantees.
 
     from pagemill.producer.celery import generation_task
 
@@ -6,9 +6,9 @@
     generate = generation_task(app, model="smollm2")
     generate.delay(prompt="The capital of France is", max_tokens=20).get()
 
-No Celery worker holds the job while it waits and runs. The script that ends the job also writes an entry into
-an outbox; a relay (`pagemill celery-relay --celery-app shop:app`) hands it to Celery's own tracer, at least
-once. So results, links, chains, groups and chords are Celery's, and a generation is committed exactly once.
+No Celery worker holds the job while it waits and runs. The script that ends the job also writes an entry into an
+outbox; a relay (`pagemill celery-relay --celery-app shop:app`) passes it to Celery's own tracer, at least once. So
+results, links, chains, groups and chords are Celery's, and a generation is committed exactly once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GenerationTask(NativeTask):
 
     abstract = True
     others: dict[str, Producer]
-    """Of the queues that `apply_async(queue=...)` has named."""
+    """Producers of the queues that `apply_async(queue=...)` has named."""
     url: str | None = None
 
     def apply_async(
@@ -111,7 +111,7 @@ class GenerationTask(NativeTask):
             return self.others[name]
 
     def _message(self, task_id: str, args: Any, kwargs: Any, options: Mapping[str, Any]) -> TaskMessage:
-        """Return the message that Celery would have sent; it holds the links, the chain and the chord."""
+        """Return the message that Celery would have sent; it contains the links, the chain and the chord."""
         parent = current_task.request if current_task else None
         known = {name: options[name] for name in _MESSAGE_OPTIONS if options.get(name) is not None}
         known.setdefault("root_id", (parent.root_id or parent.id) if parent else task_id)
@@ -129,7 +129,7 @@ class GenerationTask(NativeTask):
             expires=options.get("expires"),
             time_limit=hard,
             soft_time_limit=soft,
-            argsrepr="()",  # the job holds the prompt, and a log may show these
+            argsrepr="()",  # the job contains the prompt, and a log may show these
             kwargsrepr="{}",
             **known,
         )
@@ -149,7 +149,7 @@ class GenerationTask(NativeTask):
 
     def _times(self, options: Mapping[str, Any]) -> dict[str, Any]:
         times: dict[str, Any] = {}
-        if not (countdown := options.get("countdown") or 0) <= 0:  # as in Celery, the past is now
+        if not (countdown := options.get("countdown") or 0) <= 0:  # as in Celery, the past means now
             times["delay"] = float(countdown)
         if options.get("eta") is not None:
             times["run_at"] = maybe_make_aware(options["eta"], tz=self.app.timezone).timestamp()

@@ -1,4 +1,4 @@
-"""The pool of `pagemill celery-worker`: Celery's threads, which a signal can stop at any moment."""
+"""The pool of `pagemill celery-worker`: Celery's threads, which a signal can stop at any time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class TaskPool(thread.TaskPool):  # type: ignore[misc]  # Celery has no types
     """Celery's pool of threads.
 
     On SIGQUIT, Celery stops its pool within the signal handler and waits for all tasks there. The main thread may have
-    been interrupted while it held a lock that this needs, such as the executor's own when it submits a task, or a
-    logger's: then both wait forever. Here the handler returns, and the worker waits for the tasks as it terminates.
+    been interrupted while it held a lock that this needs, such as that of the executor or of a logger, which would be a
+    deadlock. Here the handler returns, and the worker waits for the tasks when it terminates.
     """
 
     def on_stop(self) -> None:
@@ -26,18 +26,18 @@ class TaskPool(thread.TaskPool):  # type: ignore[misc]  # Celery has no types
         self.executor.shutdown(cancel_futures=True)
 
     def grow(self, n: int) -> NoReturn:
-        """Refuse `pool_grow` of Celery's remote control. Raises NotImplementedError, which is its answer."""
+        """Reject `pool_grow` of Celery's remote control. Raises NotImplementedError, which is its reply."""
         raise NotImplementedError(
             "pool_grow is not supported: start celery-worker with another --concurrency"
         )
 
     def shrink(self, n: int) -> NoReturn:
-        """Refuse `pool_shrink` of Celery's remote control. Raises NotImplementedError, which is its answer."""
+        """Reject `pool_shrink` of Celery's remote control. Raises NotImplementedError, which is its reply."""
         raise NotImplementedError(
             "pool_shrink is not supported: start celery-worker with another --concurrency"
         )
 
 
 def use_task_pool() -> None:
-    """Make this the pool that Celery's `-P threads` means in this process."""
+    """Use this pool for Celery's `-P threads` in this process."""
     ALIASES["threads"] = f"{TaskPool.__module__}:{TaskPool.__name__}"

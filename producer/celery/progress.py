@@ -1,4 +1,4 @@
-"""PROGRESS for native tasks: the state that Celery's backend shows while their jobs run."""
+"""PROGRESS for native tasks: the state in Celery's backend while their jobs run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class ProgressWriter:
         self._queue = queue
         self._transport = transport
         self._told: dict[str, int] = {}
-        """Generated tokens as last written, of the tasks that run."""
+        """Generated tokens of running tasks as last written."""
 
     def write(self) -> None:
-        """Look at every running task once."""
+        """Check every running task once."""
         running = self._running()
         self._told = {job_id: self._told.get(job_id, 0) for job_id in running}
         for found in reads.status_pages(self._transport.run, self._queue, running):
             self.store([status for status in found if status is not None])
 
     def store(self, statuses: Sequence[JobStatus]) -> None:
-        """Store what is new in `statuses`, which may be of a moment ago: an end is not written over."""
+        """Store changes in `statuses`, which may be slightly outdated: an end is not overwritten."""
         written = {}
         for status in statuses:
             tokens = status.progress.generated_tokens
@@ -63,7 +63,7 @@ class ProgressWriter:
                 return list(dict.fromkeys(running))
 
     def _restore(self, written: dict[str, TaskMessage]) -> None:
-        """Store the end again of tasks that ended meanwhile: another relay may have written it before us."""
+        """Store the end again of tasks that ended meanwhile: another relay may have written it earlier."""
         job_ids = list(written)
         if not job_ids:
             return
@@ -75,7 +75,7 @@ class ProgressWriter:
             try:
                 end = written[job_id].end(with_result(outcome))
             except StoreError:
-                continue  # the relay that wrote it has the end, or tries again
+                continue  # the relay that wrote it has the end, or will retry
             if isinstance(end, TaskRevokedError):
                 state = states.REVOKED
             else:

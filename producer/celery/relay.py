@@ -1,8 +1,8 @@
-"""Passes the ends of jobs that Celery tasks submitted to Celery's tracer: results, links, chains, chords. On the way
-it writes PROGRESS, and revocations become cancels.
+"""Passes the ends of jobs that Celery tasks submitted to Celery's tracer: results, links, chains, chords. It also
+writes PROGRESS, and converts revocations to cancellations.
 
-Entries are claimed from the outbox and settled after the tracer has run. If a relay dies in between, the next
-one takes them over, so a link may run twice; writing a result is idempotent.
+Entries are claimed from the outbox and settled after the tracer has run. If a relay crashes in between, the next one
+takes over, so a link may run twice; writing a result is idempotent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_TRIES = 20
 
 
 class Relay:
-    """One relay of one queue and one app; several may run side by side."""
+    """One relay of one queue and one app; several may run in parallel."""
 
     def __init__(self, app: Celery, url: str, queue: str) -> None:
         self._app = app
@@ -77,11 +77,11 @@ class Relay:
         self._stop.set()
 
     def revoke(self, task_ids: Sequence[str], terminate: bool) -> None:
-        """Cancel the jobs of these tasks; without `terminate` only those that wait. Safe from any thread."""
+        """Cancel the jobs of these tasks; without `terminate` only waiting ones. Safe from any thread."""
         revoke_jobs(self.queue, self._transport, task_ids, terminate)
 
     def relay(self) -> int:
-        """Check the outbox once; returns the number of ends taken."""
+        """Check the outbox once; returns the number of claimed ends."""
         notices = self._transport.run(outbox.claim(self.queue, AT_ONCE, CLAIM_MS, relay=RELAY))
         for notice in notices:
             again_ms = self._try(notice)
@@ -133,12 +133,12 @@ class Relay:
         return self._tracers[name]
 
     def _clock(self) -> float:
-        """Return the time, but the start of the job to a tracer's first reading: so it reports the job's runtime."""
+        """Return the time; for a tracer's first reading the start of the job, so that it reports the job's runtime."""
         started_at, self._started_at = self._started_at, None
         return time.monotonic() if started_at is None else started_at
 
     def _announce_revoked(self, job_id: str, message: TaskMessage, reason: str) -> None:
-        """Do what a Celery worker does for a task that was revoked, or has expired."""
+        """Perform the actions of a Celery worker for a task that was revoked, or has expired."""
         task = self._app.tasks[message.headers["task"]]
         request = Context(message.request(job_id))
         is_expired = reason == "expired"

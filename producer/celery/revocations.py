@@ -1,4 +1,4 @@
-"""Celery's `revoke` for native tasks: heard on Celery's own control channel, done as a cancel of the job."""
+"""Celery's `revoke` for native tasks: received on Celery's control channel, performed as a cancellation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AWAY_S = 1.0
 
 
 class Revocations:
-    """Listens for revocations on a thread and hands their task ids to `revoke(ids, terminate)`."""
+    """Listens for revocations on a thread and passes their task ids to `revoke(ids, terminate)`."""
 
     def __init__(self, app: Celery, revoke: Callable[[Sequence[str], bool], None]) -> None:
         self._app = app
@@ -70,7 +70,7 @@ class Revocations:
 
 
 def revoke_jobs(queue: str, transport: SyncTransport, task_ids: Sequence[str], terminate: bool) -> None:
-    """Cancel the jobs of native tasks. Without `terminate` only those that wait, as Celery does."""
+    """Cancel the jobs of native tasks. Without `terminate` only waiting ones, like Celery."""
     found = [
         status.id
         for page in reads.status_pages(transport.run, queue, task_ids)

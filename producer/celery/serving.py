@@ -1,4 +1,4 @@
-"""What `pagemill celery-worker` adds to Celery's worker: `pagemill.generate`, its revocation, and early redelivery."""
+"""Additions of `pagemill celery-worker` to Celery's worker: `pagemill.generate`, revocation, early redelivery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VISIBILITY_S = 30
 """Seconds without a refresh after which a message is delivered again."""
 REFRESH_S = 5.0
 TRANSPORT_OPTIONS: dict[str, Any] = {
-    # Separate keys: on the shared ones a short timeout would make other workers' long tasks run twice.
+    # Separate keys: on the shared ones a short timeout would run other workers' long tasks twice.
     "unacked_key": "pagemill:celery:unacked",
     "unacked_index_key": "pagemill:celery:unacked_index",
     "unacked_mutex_key": "pagemill:celery:unacked_mutex",
@@ -32,7 +32,7 @@ TRANSPORT_OPTIONS: dict[str, Any] = {
 class GenerationRequest(Request):  # type: ignore[misc]
     """A generation that `revoke(terminate=True)` can stop, although threads cannot be terminated.
 
-    It does not start after its expiry, which Celery checks only before a task waits for a thread. The thread of the
+    It does not start after its expiry, which Celery only checks before a task waits for a thread. The thread of the
     task ends it and announces the end, so that PROGRESS is never stored after REVOKED.
     """
 
@@ -58,9 +58,9 @@ class GenerationRequest(Request):  # type: ignore[misc]
         return super().on_failure(exc_info, *args, **options)
 
     def _check(self) -> None:
-        """Raise Ignore after a revocation or an expiry, and WorkerTerminate if the message is to be delivered again.
+        """Raise Ignore after a revocation or an expiry, and WorkerTerminate if the message must be delivered again.
 
-        That is so where the worker exits without waiting for tasks: the next delivery finds the job by its id.
+        That is the case if the worker exits without waiting for tasks: the next delivery finds the job by its id.
         """
         if not self._has_begun:
             self._has_begun = True
@@ -73,7 +73,7 @@ class GenerationRequest(Request):  # type: ignore[misc]
 
 
 class VisibilityRefresher(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Keeps the messages that this worker holds from being delivered again."""
+    """Prevents redelivery of the messages that this worker holds."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
@@ -95,7 +95,7 @@ class VisibilityRefresher(bootsteps.StartStopStep):  # type: ignore[misc]
 def serve_task(app: Celery, url: str, queue: str, model: str, celery_queue: str) -> None:
     """Register `pagemill.generate` for a native queue, unless the app has a task of that name.
 
-    `celery_queue`: for generations that other tasks send from here.
+    `celery_queue`: for generations that other tasks send from this worker.
     """
     if TASK_NAME not in app.tasks:
         fields = {

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 TASK_NAME = "pagemill.generate"
 NO_RESULT = 0
-"""`resultrepr_maxsize`: Celery writes up to that many characters of a result to logs and events. Generated text must
-not appear there."""
+"""`resultrepr_maxsize`: the maximum characters of a result that Celery writes to logs and events, which must not
+contain generated text."""
 PROGRESS = "PROGRESS"
 PROGRESS_S = 1.0
 RETRY_S = 0.5
@@ -59,7 +59,7 @@ class NativeTask(Task):  # type: ignore[misc]
     reject_on_worker_lost = True
     resultrepr_maxsize = NO_RESULT
     producer: Producer
-    """Of the task's native queue."""
+    """The producer of the task's native queue."""
     model: str | None = None
 
     def run(self, *args: Any, **fields: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class NativeTask(Task):  # type: ignore[misc]
             raise plain_error(error) from None
 
     def limits(self, hard: float | None, soft: float | None) -> Limits:
-        """Return the limits of a call, or those of the task or the app where it has none."""
+        """Return the limits of a call, or those of the task or the app if it has none."""
         conf = self.app.conf
         return (
             hard or self.time_limit or conf.task_time_limit,
@@ -92,7 +92,7 @@ class NativeTask(Task):  # type: ignore[misc]
         )
 
     def _generate(self, job_id: str, fields: dict[str, Any]) -> Result:
-        """Return the job's result, however often the server is unavailable or the queue is full."""
+        """Return the job's result, even if the server is repeatedly unavailable or the queue is full."""
         limits = self.limits(*(self.request.timelimit or (None, None)))
         give_up = time.monotonic() + shortest(limits)
         handle: JobHandle | None = None
@@ -148,7 +148,7 @@ def _next_status(queue: str, job_id: str, timeout: float) -> Flow[JobStatus]:
 
 
 def job_fields(args: Any, kwargs: Mapping[str, Any], model: str | None) -> dict[str, Any]:
-    """Return the fields of the job that a task's arguments ask for. Raises InvalidJob.
+    """Return the fields of the job that a task's arguments describe. Raises InvalidJob.
 
     A chain passes the previous task's result as the positional argument.
     """
@@ -176,7 +176,7 @@ def limit_error(limits: Limits) -> Exception:
 
 
 def plain_result(result: Result) -> dict[str, Any]:
-    """Return a Result as plain JSON values, with the first text in front, or the label and all probabilities."""
+    """Return a Result as plain JSON values, with the first text at the top, or the label and all probabilities."""
     labels = {} if result.label is None else {"label": result.label, "label_probs": result.label_probs}
     return {"text": result.text, **labels, **result.model_dump(mode="json")}
 

@@ -1,4 +1,4 @@
-"""The Celery message that a native job carries in its metadata, and the job's end as that task's end."""
+"""The Celery message in a native job's metadata, and the job's end as the task's end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METADATA = "celery"
 
 
 def with_result(outcome: Outcome) -> Outcome:
-    """Return an outcome with its result, from the store of PAGEMILL_STORE_URL if it lies there. Raises StoreError."""
+    """Return an outcome with its result, from the store of PAGEMILL_STORE_URL if necessary. Raises StoreError."""
     if outcome.stored is None:
         return outcome
     store = Store.from_environment()
@@ -52,7 +52,7 @@ class TaskMessage:
         return not self.headers.get("ignore_result")
 
     def request(self, task_id: str, end: dict[str, Any] | BaseException | None = None) -> dict[str, Any]:
-        """Return what Celery's tracer takes as the request of a task with this end."""
+        """Return the request of a task with this end, in the form of Celery's tracer."""
         return {
             **self.headers,
             **self.embed,

@@ -1,6 +1,7 @@
-"""Anthropic's Messages API: a request read as a chat's, results written as messages.
+"""Anthropic's Messages API: requests converted to chats, results written as messages.
 
-Format: the API's reference, "Messages". Thinking has no signature: clients send it back as it is, and any is accepted.
+Format: the API's reference, "Messages". Thinking blocks have no signature: clients return them unchanged, and any
+signature is accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pagemill.producer.wire.schema.outputs import Output, Result, Usage
 MESSAGES_URL = "/v1/messages"
 COUNT_TOKENS_URL = "/v1/messages/count_tokens"
 MAX_BLOCKS = 1024
-"""Content blocks of one message."""
+"""Maximum content blocks of one message."""
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _READ = frozenset(
     {
@@ -35,7 +36,7 @@ _READ = frozenset(
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
-    # Thinking of earlier turns is what the client sends.
+    # The client decides which reasoning of earlier turns it sends.
     "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 }
 _WITHOUT_EFFECT = frozenset({"cache_control"})
@@ -44,7 +45,7 @@ _EFFORTS = {"max": "xhigh"}
 
 
 def read_message(body: Mapping[str, Any], *, is_count: bool = False) -> dict[str, Any]:
-    """Return the body of the chat completion that a request for a message stands for. Raises InvalidJob.
+    """Return the body of the chat completion for a message request. Raises InvalidJob.
 
     Args:
         is_count: The request counts tokens; it has no `max_tokens`.
@@ -128,7 +129,7 @@ def _refused_block(block: Mapping[str, Any], place: str) -> InvalidJob:
 
 
 def _image(source: Any) -> dict[str, Any] | None:
-    """Return the source of an image as a job's part; None for another kind of source."""
+    """Return the source of an image as a job's part; None for other kinds of sources."""
     match source:
         case {"type": "base64", "media_type": str(kind), "data": str(data)}:
             return image_part(f"data:{kind};base64,{data}")
@@ -138,7 +139,7 @@ def _image(source: Any) -> dict[str, Any] | None:
 
 
 def _turns(role: str, content: Any, place: str) -> Iterator[dict[str, Any]]:
-    """Yield the results of tools as turns of their own, before and after the user's texts and images."""
+    """Yield the results of tools as separate turns, before and after the user's texts and images."""
     parts: list[dict[str, Any]] = []
     for number, block in enumerate(_blocks(content, place)):
         match block:
@@ -242,7 +243,7 @@ def _output_config(config: Any) -> dict[str, Any]:
 
 
 _UNUSED_USAGE = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use")
-"""Members that Anthropic's schema requires, null here."""
+"""Members that Anthropic's schema requires; null here."""
 
 
 def message_id(job_id: str) -> str:
@@ -250,7 +251,7 @@ def message_id(job_id: str) -> str:
 
 
 def message(model: str, job_id: str, result: Result | None = None) -> dict[str, Any]:
-    """Return the message of a job, or without its result that with which a stream starts."""
+    """Return the message of a job, or without its result the message at the start of a stream."""
     output = None if result is None else result.outputs[0]
     return {
         "id": message_id(job_id),
@@ -286,7 +287,7 @@ def block(part: str | int, call_id: str = "", name: str = "") -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments. Only a forced or strict call is sure to have an object; others give what they say."""
+    """Return a call's arguments; only forced and strict calls certainly have an object, others are wrapped."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -301,7 +302,7 @@ def stop_reason(output: Output) -> str:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Return the tokens; unlike OpenAI's, input tokens are without those from the cache."""
+    """Return the tokens. Unlike OpenAI's, input tokens do not include those from the cache."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "output_tokens": usage.completion_tokens,

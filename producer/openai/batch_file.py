@@ -1,6 +1,6 @@
 """Batch files of OpenAI's Batch API: input files run unchanged, and the output has the same format.
 
-lines.py handles lines and answers; this module handles the file on disk, with a journal beside it.
+lines.py handles lines and responses; this module handles the file on disk, with a journal next to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagemill.producer.wire.schema.job import Job
 
 @dataclass
 class BatchFile:
-    """One batch file. `model`: used instead of the lines' own, for files written for a model that is not here."""
+    """One batch file. `model`: replaces the lines' models, for files written for a model not served here."""
 
     path: Path
     out: Path
@@ -59,7 +59,7 @@ class BatchFile:
         on_news: Callable[[Tally], None] = lambda tally: None,
         on_notice: Notify = warn,
     ) -> BatchSummary:
-        """Run to the end and write both files. Call again after any interruption. `on_notice`: as of a DatasetRun."""
+        """Run to the end and write both files. Call again after any interruption. `on_notice`: as for a DatasetRun."""
         self.check()
         with Journal(self.journal_path) as journal:
             journal.forget_retryable()

@@ -1,7 +1,7 @@
-"""OpenAI's formats: a request's body read as jobs, results written as completions.
+"""OpenAI's formats: request bodies converted to jobs, results written as completions.
 
-Only supported fields are accepted. Any other is refused by name, unless its value has no effect. Formats: the
-API's reference, "Chat completions" and "Completions".
+Only supported fields are accepted. Any other fails with an error that names it, unless its value has no effect.
+Formats: the API's reference, "Chat completions" and "Completions".
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Url = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"
 ]
 URLS: tuple[str, ...] = get_args(Url)
-"""Those that a batch's lines may have."""
+"""The URLs that a batch's lines may have."""
 CHAT_URL, COMPLETIONS_URL = URLS[:2]
 
 _SPELLED = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 MAX_PROMPTS = 128
-"""Prompts in one request for completions."""
+"""Maximum prompts in one request for completions."""
 _MAX_WHOLE = 2**53
 """Floats are exact up to this number."""
 _SEEDS = 2**63
 _MAX_SHOWN = 64
-"""Characters of an unknown field's name that an error quotes."""
+"""Maximum characters of an unknown field's name that an error quotes."""
 
 _SAMPLING = frozenset(SAMPLING_FIELDS) - {"prompt_logprobs", *CHAT_FIELDS}
 STRUCTURES: Mapping[str, str] = {
@@ -42,7 +42,7 @@ STRUCTURES: Mapping[str, str] = {
 }
 """Other names of a member of `structured_outputs`: vLLM's earlier ones, and SGLang's."""
 OPEN_TURNS = ("add_generation_prompt", "continue_final_message")
-"""vLLM's fields for what a chat's prompt ends with: a new turn of the assistant, or its last message."""
+"""vLLM's fields for the end of a chat's prompt: a new turn of the assistant, or its last message."""
 _COMMON = _SAMPLING | {"model", "response_format"} | STRUCTURES.keys()
 ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Text fields that do not affect the output."""
@@ -76,7 +76,7 @@ _INSTEAD: Mapping[str, str] = {
     "json_schema": "use response_format",
     "web_search_options": "offer a function in tools",
 }
-"""What to use instead of some."""
+"""Replacements for some of them."""
 FIELDS: Mapping[str, frozenset[str]] = {
     CHAT_URL: _COMMON | CHAT_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", *OPEN_TURNS},
     COMPLETIONS_URL: _COMMON | {"prompt", "echo"},
@@ -111,7 +111,7 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_seed(fields: dict[str, Any]) -> None:
-    """Read OpenAI's range of seeds, which has negative ones. Of them -1 is random, as in other servers."""
+    """Read OpenAI's range of seeds, which has negative ones. Of these -1 means random, as in other servers."""
     seed = fields.get("seed")
     if type(seed) is int and -_SEEDS <= seed < 0:
         fields["seed"] = seed + _SEEDS
@@ -120,7 +120,7 @@ def _read_seed(fields: dict[str, Any]) -> None:
 
 
 def read_bound(fields: dict[str, Any], name: str) -> int | None:
-    """Take OpenAI's other name of `max_tokens` from the fields. Raises InvalidJob under that name."""
+    """Remove OpenAI's other name of `max_tokens` from the fields. Raises InvalidJob under that name."""
     value = _as_integer(fields.pop(name, None))
     if value is not None and (type(value) is not int or value < 1):
         raise InvalidJob(f"{name}: Input should be an integer of 1 or more", param=name)
@@ -128,7 +128,7 @@ def read_bound(fields: dict[str, Any], name: str) -> int | None:
 
 
 def _as_integer(value: Any, depth: int = 2) -> Any:
-    """Return whole floats as integers, also in lists: some languages and libraries have only floats."""
+    """Return integral floats as integers, also in lists, since some languages and libraries only have floats."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) <= _MAX_WHOLE else value
     if depth and isinstance(value, list) and any(isinstance(item, float | list) for item in value):
@@ -137,7 +137,7 @@ def _as_integer(value: Any, depth: int = 2) -> Any:
 
 
 def _read_structures(fields: dict[str, Any]) -> dict[str, Any]:
-    """Read the other names of structured outputs. Raises InvalidJob for several."""
+    """Read the other names of structured outputs. Raises InvalidJob if there are several."""
     given = [name for name in STRUCTURES if name in fields]
     if not given:
         return fields
@@ -211,7 +211,7 @@ def _prompts(given: Any) -> list[dict[str, Any]]:
 
 
 def _read_echo(fields: dict[str, Any]) -> dict[str, Any]:
-    """Read `echo`: the prompt is before the output. With `max_tokens=0` it is scored, without sampling."""
+    """Read `echo`: the prompt precedes the output. With `max_tokens=0` it is scored, without sampling."""
     is_wanted = fields.pop("echo", False)
     if not isinstance(is_wanted, bool):
         raise InvalidJob("echo: Input should be a valid boolean", param="echo")
@@ -234,7 +234,7 @@ def _read_chat_logprobs(fields: dict[str, Any]) -> None:
 
 
 def _read_tools(fields: dict[str, Any]) -> None:
-    """Drop what asks for nothing: no tools, and choices among none."""
+    """Drop fields without effect: no tools, and choices among none."""
     if fields.get("tools") == []:
         del fields["tools"]
     if "tools" in fields:
@@ -246,7 +246,7 @@ def _read_tools(fields: dict[str, Any]) -> None:
 
 
 def _read_open_turns(fields: dict[str, Any]) -> None:
-    """Read how the prompt ends as variables of the chat template, which others than the default are."""
+    """Convert fields for the end of the prompt, if they are not the default, to variables of the chat template."""
     given = {name: fields.pop(name) for name in OPEN_TURNS if name in fields}
     for name, value in given.items():
         if not isinstance(value, bool):
@@ -260,19 +260,19 @@ def _read_open_turns(fields: dict[str, Any]) -> None:
 
 
 def _message(number: int, message: Any) -> Any:
-    """Join text parts, and read the role `developer` as `system`. Parts other than texts and images are refused."""
+    """Join text parts, and treat the role `developer` as `system`. Parts other than texts and images are rejected."""
     if not isinstance(message, Mapping):
         return message
-    # Clients send earlier answers back unchanged, with their empty fields.
+    # Clients return earlier answers unchanged, with their empty fields.
     cleaned = {name: value for name, value in message.items() if value not in (None, [])}
     if cleaned.get("role") == "assistant":
         cleaned = _without(cleaned, _ANSWER_MEMBERS)
         if isinstance(calls := cleaned.get("tool_calls"), list):
             cleaned["tool_calls"] = [_call(call) for call in calls]
         if isinstance(cleaned.get("refusal"), str):
-            cleaned.setdefault("content", cleaned.pop("refusal"))  # it is what the assistant answered
+            cleaned.setdefault("content", cleaned.pop("refusal"))  # it is the assistant's answer
         if cleaned.get("content") is None and "tool_calls" not in cleaned:
-            cleaned["content"] = ""  # an answer that was all reasoning
+            cleaned["content"] = ""  # an answer with only reasoning
     if cleaned.get("role") == "developer":
         cleaned["role"] = "system"
     if "reasoning_content" in cleaned:
@@ -283,7 +283,7 @@ def _message(number: int, message: Any) -> Any:
 
 
 def _call(call: Any) -> Any:
-    """Return a tool call of an earlier answer without the members of answers that calls in requests lack."""
+    """Return a tool call of an earlier answer without members that calls in requests do not have."""
     if not isinstance(call, Mapping):
         return call
     cleaned = _without(call, _CALL_MEMBERS)
@@ -297,7 +297,7 @@ def _without(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
 
 
 _ANSWER_MEMBERS = ("parsed", "id", "annotations", "weight")
-"""Members of an assistant's message that do not affect the output; `parsed` is what openai's helpers read in it."""
+"""Members of an assistant's message that do not affect the output; `parsed` is added by openai's helpers."""
 _CALL_MEMBERS = ("index",)
 _FUNCTION_MEMBERS = ("parsed_arguments",)
 
@@ -328,7 +328,7 @@ _PART_MEMBERS = ("cache_control", "prompt_cache_breakpoint")
 
 
 def check_members(rest: Mapping[Any, Any], known: Collection[str], place: str) -> None:
-    """Check the members of an object. Raises InvalidJob for one that is set and not known."""
+    """Check the members of an object. Raises InvalidJob for an unknown member that is set."""
     for name, value in rest.items():
         if value is not None and name not in known:
             shown = f"{place}.{str(name)[:_MAX_SHOWN]}"
@@ -351,11 +351,11 @@ _MEDIA = {
     "file": "a file",
     "input_file": "a file",
 }
-"""Types of the parts of a message that no model reads."""
+"""Types of a message's parts that no model reads."""
 
 
 def not_supported(parts: Any, supported: str = "texts and images are") -> str:
-    """Return why a message's content is not supported, by the type of the first part of a kind that is not."""
+    """Return why a message's content is not supported, by the type of the first unsupported part."""
     kinds = (
         (part.get("type") for part in parts if isinstance(part, Mapping)) if isinstance(parts, list) else ()
     )
@@ -376,7 +376,7 @@ def completion_id(url: str, name: str) -> str:
 def completion(
     url: str, name: str, *, created: int, model: str, choices: Sequence[dict[str, Any]], usage: Usage
 ) -> dict[str, Any]:
-    """Return the whole answer to a request."""
+    """Return the complete response to a request."""
     return {
         "id": completion_id(url, name),
         "object": "chat.completion" if is_chat(url) else "text_completion",
@@ -415,9 +415,9 @@ def _known(usages: list[Usage]) -> list[int]:
 
 
 def choices(url: str, result: Result, prompt: str | None = None, first: int = 0) -> list[dict[str, Any]]:
-    """Return the samples of a whole answer, numbered from `first`.
+    """Return the samples of a complete response, numbered from `first`.
 
-    The prompt is before each if the result has log-probabilities of it, as with `echo`. `prompt`: its text, if known.
+    The prompt precedes each if the result has its log-probabilities, as with `echo`. `prompt`: its text, if known.
     """
     made = [_choice(url, sample, first + sample.index) for sample in result.outputs]
     if result.prompt_logprobs is None or is_chat(url):
@@ -443,19 +443,19 @@ def _choice(url: str, sample: Output, index: int) -> dict[str, Any]:
 
 
 def is_scored(sample: Output) -> bool:
-    """Return True for given tokens, as `echo` with `max_tokens` 0 returns them."""
+    """Return True for scored tokens, as `echo` with `max_tokens` 0 returns them."""
     return sample.logprob is not None and sample.label is None
 
 
 def finish_reason(sample: Output) -> str:
-    """Return OpenAI's reason; that of an answer with calls is `tool_calls`, also when the call was forced."""
+    """Return OpenAI's reason; for an answer with calls it is `tool_calls`, even if the call was forced."""
     if sample.tool_calls and sample.finish_reason == "stop":
         return "tool_calls"
     return sample.finish_reason or "stop"
 
 
 def _answer(sample: Output) -> dict[str, Any]:
-    """Return the message of a sample. The thinking is in both of the fields that clients of vLLM read."""
+    """Return the message of a sample. The reasoning is in both fields that clients of vLLM read."""
     message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
     if sample.tool_calls:
         message["content"] = sample.text or None
@@ -488,7 +488,7 @@ def logprobs_body(
 
 
 def _offsets(tokens: list[bytes], at: int) -> list[int]:
-    """Return each token's start in characters; a token that completes a character starts where it does."""
+    """Return each token's start in characters; a token that completes a character has the same start as it."""
     offsets, decoder = [], getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         offsets.append(at)
@@ -501,19 +501,19 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
 
 
 def is_part_of_character(token: TokenLogprob) -> bool:
-    """Return whether the token's text spells bytes."""
+    """Return whether the token's text represents bytes."""
     return _SPELLED.fullmatch(token.text) is not None
 
 
 def token_bytes(token: TokenLogprob) -> bytes:
-    """Return a token's bytes: its text's, or those that the text spells if it is part of a character."""
+    """Return a token's bytes: its text's, or those that the text represents if it is part of a character."""
     if is_part_of_character(token):
         return bytes.fromhex(token.text.removeprefix("bytes:").replace("\\x", ""))
     return token.text.encode()
 
 
 def joined_text(positions: Iterable[PositionLogprobs]) -> str:
-    """Return the text of successive tokens, special ones included."""
+    """Return the text of successive tokens, including special ones."""
     return b"".join(token_bytes(position.chosen) for position in positions).decode(errors="replace")
 
 

@@ -1,8 +1,8 @@
-"""Request lines of OpenAI's Batch API, and the lines that answer them.
+"""Request lines of OpenAI's Batch API, and their response lines.
 
 A line is `{"custom_id", "method": "POST", "url", "body"}`, its url /v1/chat/completions, /v1/completions,
-/v1/embeddings, /v1/rerank, /v1/score, /v1/classify or /v1/responses. A request that succeeded is answered in the
-output file, any other in the error file. Format: the API's reference, "Batch".
+/v1/embeddings, /v1/rerank, /v1/score, /v1/classify or /v1/responses. The response to a request that succeeded is in the
+output file, otherwise it is in the error file. Format: the API's reference, "Batch".
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BatchSummary:
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line: the job it asks for, or the reason it is invalid."""
+    """One line: the requested job, or the reason why it is invalid."""
 
     number: int
     custom_id: str
@@ -84,7 +84,7 @@ class RefusedFile(DatasetError):
 class BatchRequests:
     """The requests of one file, read again by each iteration.
 
-    `model`: replaces the lines' own, for files written for a model not served here. `deadline`: unix seconds.
+    `model`: replaces the lines' models, for files written for a model not served here. `deadline`: unix seconds.
     """
 
     def __init__(self, path: Path, model: str | None = None, deadline: float | None = None) -> None:
@@ -94,9 +94,9 @@ class BatchRequests:
         self._source = JsonLinesSource(path, remedy="convert the file to UTF-8")
 
     def check(self, *, max_requests: int | None = None, url: str | None = None) -> int:
-        """Check the file before anything runs: like the API, refuse missing or repeated ids.
+        """Check the file before anything runs: like the API, reject missing or repeated ids.
 
-        `url`: the one that every line must have. Returns the number of requests. Raises RefusedFile.
+        `url`: the required URL of every line. Returns the number of requests. Raises RefusedFile.
         """
         seen: dict[bytes, int] = {}
         count = 0
@@ -145,7 +145,7 @@ class BatchRequests:
             yield self._request(row.number, row.fields)
 
     def places(self) -> array[int]:
-        """Return the byte at which each request's line begins, for `at`."""
+        """Return the byte at which each request's line starts, for `at`."""
         found = array("q")
         with self._path.open("rb") as file:
             start = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
@@ -157,7 +157,7 @@ class BatchRequests:
         return found
 
     def at(self, place: int, number: int) -> BatchRequest:
-        """Return the request `number`, whose line begins at the byte `place`."""
+        """Return the request `number`, whose line starts at the byte `place`."""
         with self._path.open("rb") as file:
             file.seek(place)
             return self._request(number, json.loads(file.readline(), parse_float=number_of))
@@ -188,7 +188,7 @@ class BatchAnswers:
         self._errors = errors
 
     def add(self, request: BatchRequest, key: str, end: Mapping[str, Any] | Failure) -> None:
-        """Answer one request. `key` names its answer; `end` is the result as `success_line` wants it."""
+        """Add the response to one request. `key` is its name; `end` is the result in the form of `success_line`."""
         summary = self.summary
         summary.total += 1
         if isinstance(end, Failure):
@@ -204,7 +204,7 @@ class BatchAnswers:
 
 
 def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | None = None) -> Job:
-    """Return the job that a request line asks for. Raises InvalidJob for an unsupported field."""
+    """Return the job that a request line describes. Raises InvalidJob for an unsupported field."""
     url = url_of(line)
     if str(line.get("method")).upper() != "POST" or url not in LINE_URLS:
         raise InvalidJob(f"only POST to {' and '.join(LINE_URLS)} is supported", "unsupported_feature")
@@ -217,7 +217,7 @@ def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | 
 
 
 def url_of(line: Mapping[str, Any]) -> str:
-    """Return a request line's URL; of files for Azure OpenAI, which leave `/v1` out, OpenAI's."""
+    """Return a request line's URL; for files for Azure OpenAI, which omit `/v1`, OpenAI's."""
     url = str(line.get("url"))
     return f"/v1{url}" if f"/v1{url}" in LINE_URLS else url
 

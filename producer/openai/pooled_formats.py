@@ -1,7 +1,7 @@
-"""Requests for vectors, labels and scores, read as jobs, and their answers.
+"""Requests for vectors, labels and scores, converted to jobs, and their responses.
 
-/v1/embeddings is OpenAI's; /v1/rerank takes Cohere's and Jina's form (/v2/rerank is Cohere's newer path for the same),
-/v1/score and /v1/classify are vLLM's. As elsewhere, a field that is not supported is refused by name.
+/v1/embeddings is OpenAI's; /v1/rerank accepts Cohere's and Jina's form (/v2/rerank is Cohere's newer path for the
+same), /v1/score and /v1/classify are vLLM's. Unsupported fields fail with an error that names them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pagemill.producer.wire.schema.outputs import Result, Rows
 POOLED_URLS = tuple(POOLED_OPERATIONS)
 _OF_A_JOB = ("model", "truncate", "dimensions", "prompt_name")
 _MAX_PAIRED = 128
-"""Texts of text_1, if it is a list: each is a job."""
+"""Maximum texts of text_1, if it is a list: each is a job."""
 
 
 def read_pooled(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the jobs' fields. Raises InvalidJob; `Job.parse` checks the values that are a job's own."""
+    """Return the jobs' fields. Raises InvalidJob; `Job.parse` checks the values of a job's own fields."""
     given = {name: value for name, value in body.items() if value is not None}
     for name in given.keys() - POOLED_OPERATIONS[url][0].model_fields.keys():
         raise InvalidJob(f"parameter {name[:64]} is not supported", "unsupported_feature", name[:64])
@@ -50,7 +50,7 @@ def read_pooled(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def write_pooled(
     url: str, name: str, created: int, body: Mapping[str, Any], results: Sequence[Result]
 ) -> dict[str, Any]:
-    """Return the answer to a request; `body`: the request's, for what is said about its answer."""
+    """Return the response to a request; `body`: the request's, for its settings of the response."""
     tokens = sum(result.usage.prompt_tokens for result in results)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     first = results[0]
@@ -80,7 +80,7 @@ def write_pooled(
 
 
 def encoding_of(body: Mapping[str, Any]) -> str:
-    """Return how vectors are written: float or base64. Raises InvalidJob."""
+    """Return the encoding of vectors: float or base64. Raises InvalidJob."""
     encoding = body.get("encoding_format") or "float"
     if encoding not in ("float", "base64"):
         raise InvalidJob("encoding_format is float or base64", param="encoding_format")
@@ -116,7 +116,7 @@ def _inputs(body: Mapping[str, Any]) -> list[Any]:
 
 
 def _pairs(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Read one text with one or several, or several with as many."""
+    """Read pairs of one text with one or several, or of two lists of equal length."""
     if body.get("encoding_format") not in (None, "float"):
         raise InvalidJob("encoding_format is float", "unsupported_feature", "encoding_format")
     firsts, seconds = _texts(body, "text_1"), _texts(body, "text_2")
@@ -167,7 +167,7 @@ def _embeddings(result: Result, encoding: str) -> list[dict[str, Any]]:
 
 
 def _raw_rows(rows: Rows) -> list[bytes]:
-    """Return each row's float32 numbers as bytes."""
+    """Return each row's float32 values as bytes."""
     assert rows.dtype == "float32", "the jobs asked for float32"
     size = 4 * rows.shape[1]
     return [rows.raw[size * row : size * (row + 1)] for row in range(rows.shape[0])]

@@ -1,4 +1,4 @@
-"""The fields of the requests and answers of /v1/embeddings, /v1/rerank, /v1/score and /v1/classify."""
+"""The fields of the requests and responses of /v1/embeddings, /v1/rerank, /v1/score and /v1/classify."""
 
 from __future__ import annotations
 
@@ -120,4 +120,4 @@ POOLED_OPERATIONS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
     SCORE_URL: (ScoreRequest, ScoreList),
     CLASSIFY_URL: (ClassifyRequest, ClassificationList),
 }
-"""The request's and the answer's model, by URL."""
+"""The request's and the response's model, by URL."""

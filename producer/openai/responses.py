@@ -1,6 +1,6 @@
-"""OpenAI's Responses API: a request read as a chat's, results written as responses.
+"""OpenAI's Responses API: requests converted to chats, results written as responses.
 
-Format: the API's reference, "Responses". A response is stored only if its request says so (`store`, `background`).
+Format: the API's reference, "Responses". A response is stored only if its request sets `store` or `background`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READ = frozenset(
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (True, False),
     "background": (True, False),
-    # Reasoning comes as text, which clients may send back as it is: there is nothing to encrypt.
+    # Reasoning is plain text, which clients may return unchanged: there is nothing to encrypt.
     "include": ([], ["reasoning.encrypted_content"]),
     "truncation": ("disabled",),
     "service_tier": ("auto", "default", "flex"),
@@ -56,14 +56,14 @@ _INSTEAD: Mapping[str, str] = {
     "stream_options": "usage is in the last event",
 }
 _ITEM = ("id", "status")
-"""Members of an item that do not affect the output: clients send items of earlier answers back as they came."""
+"""Members of an item that do not affect the output: clients return items of earlier responses unchanged."""
 _PART = ("annotations", "logprobs", "parsed", "cache_control", "prompt_cache_breakpoint")
-"""Likewise of a part of a message."""
+"""The same for a part of a message."""
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def read_response(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Return the body of the chat completion that a request for a response stands for. Raises InvalidJob.
+    """Return the body of the chat completion for a response request. Raises InvalidJob.
 
     Args:
         earlier: messages of the conversation that `previous_response_id` continues.
@@ -86,7 +86,7 @@ def read_response(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] 
         chat["tool_choice"] = _choice(given["tool_choice"])
     is_forced = chat.get("tool_choice") not in (None, "none", "auto")
     if (form := _format(given.get("text"))) is not None and not is_forced:
-        # Some clients send the format of an answer next to a call that is forced. There is no answer then.
+        # Some clients send the format of an answer in addition to a forced call, which has no answer.
         chat["response_format"] = form
     if (effort := _effort(given.get("reasoning"))) is not None:
         chat["reasoning_effort"] = effort
@@ -111,7 +111,7 @@ def _messages(given: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) ->
 
 
 def _add(messages: list[dict[str, Any]], place: str, item: Any) -> None:
-    """Add an item to the messages; those that make up one turn of the assistant become one message."""
+    """Add an item to the messages; items of one turn of the assistant become one message."""
     match item:
         case {
             "type": "function_call",
@@ -154,7 +154,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: Any) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
-    """Return the assistant's turn that an item's part belongs to: the last message, or a new one."""
+    """Return the assistant's turn to which an item's part belongs: the last message, or a new one."""
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and part not in last
     if is_open and not (part in ("reasoning", "content") and "tool_calls" in last):
@@ -200,7 +200,7 @@ def _content(content: Any, place: str) -> str | list[dict[str, Any]]:
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
-    """Read the flat form of functions. Calls are strict unless it says otherwise."""
+    """Read the flat form of functions. Calls are strict unless it sets otherwise."""
     if not isinstance(tools, list):
         raise InvalidJob("tools: Input should be a list", param="tools")
     found = []
@@ -218,7 +218,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function with all fields that the specification has, whether or not the request had them."""
+    """Return a function with all fields of the specification, even if the request omitted some."""
     return {"type": "function", "description": None, "parameters": None, "strict": True} | {
         name: value for name, value in tool.items() if value is not None
     }
@@ -279,12 +279,12 @@ def response_id(job_id: str) -> str:
 
 
 def job_id_of(response_id: str) -> str:
-    """Return the id of a response's job; without the prefix of responses, one that no job has."""
+    """Return the id of a response's job; without the prefix of responses, an id that no job has."""
     return response_id.removeprefix(_PREFIX) if response_id.startswith(_PREFIX) else ""
 
 
 def items(job_id: str, output: Output) -> list[dict[str, Any]]:
-    """Return the output items of a sample: its thinking, its text, and its calls."""
+    """Return the output items of a sample: its reasoning, its text, and its calls."""
     status = "incomplete" if output.finish_reason == "length" else "completed"
     found: list[dict[str, Any]] = []
     if output.reasoning is not None:

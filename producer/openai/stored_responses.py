@@ -1,6 +1,6 @@
-"""What a stored response keeps of its request, and the request from that.
+"""The stored parts of a response's request, and the reconstruction of the request.
 
-The job holds input, instructions and tools (`keep_input`), its metadata the rest, so a response has no key of its own
+The job contains input, instructions and tools (`keep_input`), its metadata the rest, so a response has no separate key
 in Redis and disappears with its job.
 """
 
@@ -18,7 +18,7 @@ from pagemill.producer.wire.schema.outputs import Output
 _MARK = "response"
 _IN_JOB = frozenset({"input", "instructions", "tools", "stream"})
 _MAX_SCHEMA = 4096
-"""Characters of a JSON schema in the metadata; a larger one is read back from the job."""
+"""Maximum characters of a JSON schema in the metadata; a larger one is read from the job."""
 
 
 def metadata_of(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def metadata_of(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request_of(job: Job, metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the request, without its input, that a job and its metadata stand for; None: not a response's job."""
+    """Return the request, without its input, for a job and its metadata; None if it is not a response's job."""
     kept = (metadata or {}).get(_MARK)
     if not isinstance(kept, Mapping) or not job.messages:
         return None
@@ -56,7 +56,7 @@ def request_of(job: Job, metadata: Mapping[str, Any] | None) -> dict[str, Any] |
 
 
 def conversation(job: Job, asked: Mapping[str, Any], output: Output) -> list[dict[str, Any]]:
-    """Return the messages of a finished response, with its answer, for one that continues it.
+    """Return the messages of a finished response, with its output, for a response that continues it.
 
     As in the API, the instructions of the earlier response are left out.
     """

@@ -1,7 +1,7 @@
-"""/tokenize and /detokenize in vLLM's format, as jobs that compute next to nothing.
+"""/tokenize and /detokenize in vLLM's format, as jobs that need almost no computation.
 
 Only a worker has the tokenizer. A prompt's tokens are those of its log-probabilities; a text without special tokens,
-and tokens without a text, are a continuation that is scored.
+and tokens without a text, are a scored continuation.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ TOKEN_OPERATIONS: Mapping[str, tuple[type[BaseModel], type[BaseModel]]] = {
     TOKENIZE_URL: (TokenizeRequest, TokenizeAnswer),
     DETOKENIZE_URL: (DetokenizeRequest, DetokenizeAnswer),
 }
-"""What a request and its answer look like, by URL."""
+"""The models of a request and its response, by URL."""
 
 
 def read_tokens(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the job that answers a request. Raises InvalidJob."""
+    """Return the fields of the job for a request. Raises InvalidJob."""
     given = {name: value for name, value in body.items() if value is not None}
     if url == DETOKENIZE_URL:
         kind = "tokens"
@@ -109,7 +109,7 @@ def _chat(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokens_body(result: Result, max_model_len: int | None, *, has_texts: bool) -> dict[str, Any]:
-    """Return the answer of /tokenize. `has_texts`: with each token's text."""
+    """Return the response of /tokenize. `has_texts`: with each token's text."""
     positions: tuple[PositionLogprobs | None, ...] = (
         result.prompt_logprobs or result.outputs[0].logprobs or ()
     )
@@ -123,5 +123,5 @@ def tokens_body(result: Result, max_model_len: int | None, *, has_texts: bool) -
 
 
 def text_body(result: Result) -> dict[str, Any]:
-    """Return the answer of /detokenize, with the special tokens that the output's own text leaves out."""
+    """Return the response of /detokenize, with the special tokens that the output's own text omits."""
     return {"prompt": joined_text(result.outputs[0].logprobs or ())}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["ok", "note", "warning", "error"]
-"""note: a fact without a verdict, or a check that could not run. error: jobs get lost, or don't run."""
+"""note: a fact without a verdict, or a check that could not run. error: jobs are lost, or do not run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def gpu() -> Finding:
 
 
 def http_port(port: int) -> Finding:
-    """Check the worker's default port. A port in use is not an error: a worker takes the next free one."""
+    """Check the worker's default port. A port in use is not an error: a worker uses the next free one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""Check of the server's memory: is there room for jobs, and if not, what holds it?"""
+"""Check of the server's memory: the free memory for jobs, and the kinds of data that use it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def memory_finding(client: redis.Redis, queue: str, info: Mapping[str, Any]) -> 
         use = run(registry.stats_page(queue)).totals.memory
         shares = memory.shares(run, queue) if use.is_near else {}
     except (AccessDenied, QueueFull, RedisRefused, RedisUnavailable):
-        client.ping()  # a server that has gone away did not refuse the scripts
+        client.ping()  # a server that has disconnected did not reject the scripts
         return Finding("memory", "note", "the server does not report what holds its memory")
     message = in_words(use)
     if not use.is_near:
@@ -39,7 +39,7 @@ def memory_finding(client: redis.Redis, queue: str, info: Mapping[str, Any]) -> 
 
 
 def held_by(shares: Mapping[Kind, float]) -> str:
-    """Return which kinds of data hold most of the memory, in words."""
+    """Return a description of the kinds of data that use most of the memory."""
     most = sorted(shares, key=lambda kind: -shares[kind])[:3]
     named = ", ".join(
         f"{kind.replace('_', ' ')} {shares[kind]:.0%}" for kind in most if shares[kind] >= 0.005
@@ -48,13 +48,13 @@ def held_by(shares: Mapping[Kind, float]) -> str:
 
 
 def remedy(queue: str, shares: Mapping[Kind, float]) -> str:
-    """Return the command to type next."""
+    """Return the suggested command."""
     kind = memory.largest(shares)
     return memory.REMEDIES[kind].format(queue=queue) if kind else "redis-cli --memkeys"
 
 
 def in_words(use: MemoryUse) -> str:
-    """Return one line about the memory in use; of a server without a limit too."""
+    """Return one line about the memory in use, also for a server without a limit."""
     if not use.most:
         return "no maxmemory"
     taken = f"jobs are taken up to {use.share:.0%}" + ("; new jobs are rejected" if use.is_refusing else "")

@@ -1,4 +1,4 @@
-"""Checks of the queue: are the jobs that wait in it being served?"""
+"""Checks of the queue: whether its waiting jobs are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the Redis server: does it keep its data, and does it support our commands?"""
+"""Checks of the Redis server: whether it keeps its data, and supports the required commands."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SLOW_ROUND_TRIP_S = 0.05
 SLOW_WRITE_S = 0.5
 
 CHECKED_REPLAY = {"redis": ((7, 0), (8, 6)), "valkey": ((7, 2), (9, 1, 2))}
-"""The first version that checks permissions when it replays an append-only file, and the first that does not again."""
+"""The first version that checks permissions when it replays an append-only file, and the first that no longer does."""
 REPLAYED_COMMANDS = (
     "DEL", "HDEL", "HINCRBY", "HSET", "HSETNX", "LPUSH", "LREM", "LSET", "LTRIM", "MSET", "PEXPIRE", "PEXPIREAT",
     "RPUSH", "SADD", "SELECT", "SET", "SPOP", "SREM", "UNLINK", "ZADD", "ZINCRBY", "ZREM", "ZREMRANGEBYSCORE",
 )  # fmt: skip
-"""What the scripts' transactions in an append-only file consist of."""
+"""The commands in the scripts' transactions in an append-only file."""
 LOCKED_DEFAULT_USER = "off ~* &* +@all"
 """This user cannot log in, and the server replays every transaction."""
 
@@ -153,10 +153,10 @@ def append_only_file(info: Info) -> Finding:
 
 
 def default_user(client: redis.Redis, queue: str, info: Info) -> Finding:
-    """Check that a restart restores the queue, whatever the permissions of the default user.
+    """Check that a restart restores the queue, regardless of the default user's permissions.
 
     In an append-only file the writes of a script are a transaction. Some versions replay transactions with the
-    permissions of the default user, and drop the commands that it may not run.
+    permissions of the default user, and drop the commands that it must not run.
     """
     kind, name, numbers = _server(info)
     if info.get("aof_enabled") == 0:
@@ -184,7 +184,7 @@ def default_user(client: redis.Redis, queue: str, info: Info) -> Finding:
 
 
 def _default_user_may(client: redis.Redis, command: str, queue: str) -> bool:
-    """Ask the server whether the default user may run a command on the queue's keys; runs nothing."""
+    """Check on the server, without running it, whether the default user may run a command on the queue's keys."""
     key = f"{keys.prefix(queue)}doctor"
     arguments = ("0",) if command == "SELECT" else (key, key, key)
     return client.execute_command("ACL", "DRYRUN", "default", command, *arguments) in (b"OK", "OK")
@@ -209,7 +209,7 @@ def fsync(info: Info, policy: str | None) -> Finding:
 
 
 def clock_skew(client: redis.Redis) -> Finding:
-    """Compare clocks. Leases use the server's alone; deadlines that producers give in unix time do not."""
+    """Compare clocks. Leases only use the server's clock; deadlines of producers in unix time do not."""
     best: tuple[float, float] | None = None
     for _ in range(5):
         sent = time.time()
@@ -237,10 +237,10 @@ def clock_skew(client: redis.Redis) -> Finding:
 
 
 def write_latency(client: redis.Redis, queue: str) -> Finding:
-    """Time three writes of a key that expires at once.
+    """Time three writes of a key that expires immediately.
 
-    Under `appendfsync always` the server answers after the fsync. Its count of late fsyncs stays 0 there, however slow
-    the disk is.
+    Under `appendfsync always` the server answers after the fsync. Its count of late fsyncs then stays 0, even if the
+    disk is slow.
     """
     slowest = 0.0
     try:
@@ -277,7 +277,7 @@ def scripts_run(client: redis.Redis, queue: str) -> Finding:
     try:
         SyncTransport(client).run(registry.stats_page(queue))
     except (exceptions.ResponseError, AccessDenied, RedisUnavailable) as error:
-        client.ping()  # a server that has gone away did not refuse the scripts
+        client.ping()  # a server that has disconnected did not reject the scripts
         return Finding(
             "scripts", "error", f"the server rejects Pagemill's scripts: {error}",
             "the user needs EVALSHA and SCRIPT LOAD on the keys of its queues",
@@ -286,7 +286,7 @@ def scripts_run(client: redis.Redis, queue: str) -> Finding:
 
 
 def _config(client: redis.Redis, name: str) -> str | None:
-    """Return a setting; None where CONFIG is refused, as on managed servers."""
+    """Return a setting; None if CONFIG is not permitted, as on managed servers."""
     try:
         value = client.config_get(name).get(name)
     except exceptions.ResponseError:

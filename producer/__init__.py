@@ -1,6 +1,6 @@
 """The producer: submit generation jobs to Pagemill and collect their results.
 
-Importing it is cheap. Names load on first use, and import redis and pydantic only.
+Importing it is cheap. Names load on first use, and only import redis and pydantic.
 """
 
 from __future__ import annotations

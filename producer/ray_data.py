@@ -40,7 +40,7 @@ OUTPUT_COLUMNS = ("output", "finish_reason", "error", "prompt_tokens", "completi
 WINDOW = 256
 BATCH_ROWS = 1024
 SUBMISSIONS = 3
-"""Submissions of a job that the server has lost, before that is an error."""
+"""Maximum submissions of a job that the server has lost; further losses are an error."""
 
 
 def through_queue(
@@ -67,7 +67,7 @@ def through_queue(
         tenant: owner of the jobs.
         actors: number of actors. `actors` times `window` should be twice the jobs that the workers run together.
         window: maximum jobs of an actor in the queue.
-        batch_rows: rows that Ray repeats at most.
+        batch_rows: maximum rows that Ray repeats.
         num_cpus: CPUs that an actor reserves.
 
     Returns:
@@ -95,7 +95,7 @@ def through_queue(
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row's job, under the id that every actor gives it; or the error code of an invalid row."""
+    """A row's job, with the same id on every actor; or the error code of an invalid row."""
 
     job_id: str
     job: Job | None
@@ -145,8 +145,8 @@ class QueueActor:
                 given = parse_job({"tenant": self._tenant, **given})
             elif "tenant" not in given.model_fields_set:
                 given = given.model_copy(update={"tenant": self._tenant})
-            # Equal work of a tenant is one job, in whichever batches Ray puts its rows; a key alone does not make work
-            # equal. Hashed, since a key may be as long as keys can be.
+            # Equal work of a tenant is one job, regardless of Ray's batches; a key alone does not make work equal.
+            # Hashed, since a key may have the maximum length.
             work = f"{given.tenant}\0{given.key or ''}\0{given.digest()}"
             key = hashlib.blake2b(work.encode(), digest_size=16).hexdigest()
             keyed = given.model_copy(update={"key": key})
@@ -156,7 +156,7 @@ class QueueActor:
         return _Row(preparer.item_id(self._run, key), keyed)
 
     def _ends(self, jobs: Mapping[str, Job]) -> Iterator[tuple[str, Result | str]]:
-        """Yield each job's result or error code, with at most a window of unfinished jobs."""
+        """Yield each job's result or error code, with up to a window of unfinished jobs."""
         ids = list(jobs)
         step = max(1, self._window // 4)
         sent = 0
@@ -177,14 +177,14 @@ class QueueActor:
             except JobError as error:
                 return error.code or error.state
             except (JobNotFound, ResultExpired):
-                self._submit([job])  # no effect if the batch remembers that this job was freed
+                self._submit([job])  # no effect if the batch still knows that this job was freed
         raise JobNotFound(
             f"job {job_id} of run {self._run} was done before, and its result has been removed: name another run"
         )
 
 
 def forget(run: str, url: str | None = None, *, queue: str = "default") -> int:
-    """Free the results of a run on the server, once the dataset is stored elsewhere.
+    """Free the results of a run on the server, once the dataset is stored.
 
     Otherwise they are kept for 7 days. Waits for jobs that have not ended. The run's name cannot be used again.
 

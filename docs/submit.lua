@@ -448,8 +448,7 @@ do
     end
     local decides = (rollout.by == 'tenant' and tenant) or (rollout.by == 'batch' and batch) or job.id
     local point = tonumber(string.sub(redis.sha1hex(rollout.to .. ' ' .. decides), 1, 8), 16) % SHARES
-    -- Jobs that only the canary's workers know, for example because of a new field, are its own regardless of the
-    -- share.
+    -- Jobs that only the canary's workers know, for example with a new field, are its own regardless of the share.
     if point < rollout.share
       or (not rollouts.is_able(rollout, job.lane, name, 'stable') and rollouts.num_stable(rollout, name) > 0) then
       job.side, job.lane = 'canary', job.lane .. '~' .. rollout.to
@@ -459,8 +458,8 @@ do
 end
 
 -- Tenants whose jobs and files are being removed (purge_fence.lua): meanwhile new ones are rejected. The field
--- `purging` of `meta` has their names, each with the time at which its fence ends. A time further ahead than the
--- longest fence was left by a clock that was set back.
+-- `purging` of `meta` has their names, each with the time at which its fence ends. Times beyond the longest fence mean
+-- that the clock was set back.
 local LONGEST_FENCE = 600000
 local function purged_tenants(text)
   local found = {}
@@ -723,8 +722,7 @@ local function class(lane)
   return string.match(lane, ':(%w)')
 end
 
--- The equal job that this one may wait for: it must be at least as urgent, or running. Without one, this job is the
--- primary job.
+-- The equal job that this one may wait for: at least as urgent, or running. Without one, this is the primary job.
 local function leader_of(job)
   local twin = P .. 'twin:' .. job.twin
   local leader = redis.call('GET', twin)

@@ -6,9 +6,8 @@ from __future__ import annotations
 class DeviceTime:
     """Gives each request an equal share of every step between its start and its end.
 
-    The shares add up to the time of all steps with requests. One running sum of shares is kept, so the cost
-    of a step does not depend on the number of requests (virtual time, as in fair queueing: Parekh and
-    Gallager, 1993).
+    The shares add up to the time of all steps with requests. One running sum of shares is kept, so the cost of a step
+    does not depend on the number of requests (virtual time, as in fair queueing: Parekh and Gallager, 1993).
     """
 
     def __init__(self) -> None:

@@ -59,8 +59,7 @@ class ServerRecord:
 
 
 class EmbeddedServer:
-    """A running server, which this process owns or is attached to. A context manager; `close` stops an owned
-    server.
+    """A running server, which this process owns or is attached to. A context manager; `close` stops an owned server.
 
     Start it on a thread that lives as long as the server should: Linux ties the server to that thread.
     """

@@ -90,9 +90,7 @@ def _exit_code(error: Exception) -> int:
 
 
 def _embedded_server(config: WorkerConfig) -> EmbeddedServer:
-    """Start or attach to the server. Raises EmbeddedServerError, EngineError; ConfigError for a configured
-    directory.
-    """
+    """Start or attach to the server. Raises EmbeddedServerError, ConfigError (configured directory), EngineError."""
     directory = config.state_dir or discovery.state_dir()
     try:
         return EmbeddedServer.open(directory)

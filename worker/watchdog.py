@@ -17,10 +17,9 @@ MARGIN_S = 2.0
 class Watchdog:
     """Once armed, the process exits when its threads have not run for `limit_s` and a margin.
 
-    Arm it after the model is loaded, since native code that loads and compiles may hold the GIL for long, and
-    before the first job is pulled, since no thread could arm it while that job holds the GIL. A process that
-    was stopped for as long (SIGSTOP, a frozen machine) exits when it is resumed, since other workers have its
-    jobs by then.
+    Arm it after the model is loaded, since native code that loads and compiles may hold the GIL for long, and before
+    the first job is pulled, since no thread could arm it while that job holds the GIL. A process that was stopped for
+    as long (SIGSTOP, a frozen machine) exits when it is resumed, since other workers have its jobs by then.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -140,8 +140,7 @@ class Worker:
     def start(self) -> None:
         """Check the server, open the status port, start to load the model.
 
-        Raises RedisUnavailable, or OSError (`pagemill.worker.status.server.PortTaken`) if the port is
-        unavailable.
+        Raises RedisUnavailable, or OSError (`pagemill.worker.status.server.PortTaken`) if the port is unavailable.
         """
         probe = self._new_queue()
         warn_about_server(probe.server_info())

@@ -1,7 +1,6 @@
 """Anthropic's Messages API: requests converted to chats, results written as messages.
 
-Format: the API's reference, "Messages". Thinking blocks have no signature: clients return them unchanged, and any
-signature is accepted.
+Format: the API's reference, "Messages". Thinking has no signature: clients return it unchanged, and any is accepted.
 """
 
 from __future__ import annotations

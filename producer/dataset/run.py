@@ -101,8 +101,7 @@ class DatasetRun:
     on_null: OnRow = "fail"
     on_empty: OnRow = "fail"
     on_truncated: OnTruncated | None = None
-    """The treatment of an output that ended at max_tokens. Default: `fail` with structured output; otherwise `label`.
-    """
+    """The treatment of an output that ended at max_tokens. Default: `fail` if it is structured; otherwise `label`."""
     rows_per_file: int | None = None
     """Rows per file of an output that is a folder. Default: a file for each file of the source."""
     on_news: Callable[[Tally], None] = field(default=lambda tally: None)

@@ -135,8 +135,7 @@ class Exchange:
     def piece(self, timeout_s: float | None) -> Future[bytes | None]:
         """Return the next part of the response's body, None after the last.
 
-        The future raises TimeoutError after `timeout_s` without a part, ConnectionResetError if the response ends
-        early.
+        Raises TimeoutError after `timeout_s` without a part, ConnectionResetError if the response ends early.
         """
         return self._running.run(self._piece(timeout_s))
 

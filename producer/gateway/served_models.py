@@ -199,8 +199,7 @@ class ServedModels:
                 if cursor == "0":
                     break
             known: dict[str, dict[str, str]] = {}
-            # As for live workers: a model hides an adapter of its name, and an adapter belongs to the first model by
-            # name.
+            # As for live workers: a model hides an adapter of its name; an adapter belongs to the first model by name.
             for name in sorted(sorted(names, reverse=True), key=lambda name: "#" not in name):
                 model, _, adapter = name.partition("#")
                 known[adapter or model] = {"model": model} | ({"adapter": adapter} if adapter else {})

@@ -25,8 +25,7 @@ from pagemill.producer.wire.webhooks.policy import Refused, Unresolved
 
 HOOK_ID = re.compile(r"we_[0-9a-f]{24}")
 RESOLVE_S = 4.0
-"""Seconds to resolve the host. If it takes longer, the address is checked at the first delivery, like every delivery.
-"""
+"""Seconds to resolve the host. If it takes longer, the address is checked at the first delivery, as at others."""
 
 
 def _check_url(url: str) -> str:

@@ -73,8 +73,7 @@ def rendered(job: Job, stored: Sequence[bytes], keyring: KeyRing | None = None) 
         keyring: the keys to decrypt outputs; None: those of the environment.
 
     Raises:
-        InvalidJob: an output is missing, can't be read or lacks a field, or the prompt becomes empty or too
-            large.
+        InvalidJob: an output is missing, can't be read or lacks a field, or the prompt becomes empty or too large.
     """
     found: dict[str, ParentOutput] = {}
     keyring = ring() if keyring is None else keyring

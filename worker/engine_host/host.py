@@ -86,8 +86,7 @@ class EngineFace(Protocol):
 class EngineHost(ABC):
     """Runs an engine. `deliver` is called on a thread of the host and must not block.
 
-    A request that the engine rejects is delivered as a finished output with an error code; `add` itself never
-    fails.
+    A request that the engine rejects is delivered as a finished output with an error code; `add` itself never fails.
     """
 
     def __init__(self, deliver: Deliver) -> None:

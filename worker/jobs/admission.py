@@ -310,8 +310,7 @@ class Admission:
         elif reply.queued and reply.limited_ms is not None:
             self._blocked_for("rate", min(DOORBELL_S, reply.limited_ms / 1000))
         elif reply.queued and len(self._table):
-            # They need more capacity than there is, or wait for a suspect to end: the wake-up key would not
-            # help.
+            # They need more capacity than there is, or wait for a suspect to end: the wake-up key would not help.
             self._blocked_for("kv", BLOCKED_POLL_S)
         else:
             self.blocked = None

@@ -1,8 +1,7 @@
-"""The reporter: takes the engine's outputs, writes progress and checkpoints, and commits jobs that have
-ended.
+"""The reporter: takes the engine's outputs, writes progress and checkpoints, and commits jobs that have ended.
 
-One thread and one connection. Writes are coalesced per job and sent in one round trip for all jobs. During a
-Redis outage outputs are still received and ends are held; if they are too many, the engine stops stepping.
+One thread and one connection. Writes are coalesced per job and sent in one round trip for all jobs. During a Redis
+outage outputs are still received and ends are held; if they are too many, the engine stops stepping.
 """
 
 from __future__ import annotations
@@ -374,8 +373,7 @@ class ProgressReporter:
         job = self._table.by_job(job_id)
         if not self._table.release(job_id, token):
             return
-        # Its commit may have succeeded although the reply was lost; an unused file is deleted within the
-        # hour.
+        # Its commit may have succeeded although the reply was lost; an unused file is deleted within the hour.
         self._ended.pop(f"{job_id}#{token}", None)
         if job is not None and self._engine is not None:
             self._engine.abort(job.request_id)

@@ -228,8 +228,7 @@ class WebhookSender(BackgroundThread):
 def body_of(queue: str, notice: Notice) -> bytes:
     """Return the event: the job's end, with its result or its error.
 
-    Raises DeliveryFailed for a result that this worker cannot open: another, or later this one, may have the
-    key.
+    Raises DeliveryFailed for a result that this worker cannot open: another, or later this one, may have the key.
     """
     outcome = notice.outcome
     if outcome.state == "succeeded" and outcome.error is not None:

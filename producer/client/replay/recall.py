@@ -1,5 +1,4 @@
-"""Recalls as flows (see effects.py): the committed jobs of a deviating worker run again, and the copies replace the
-results.
+"""Recalls as flows (see effects.py): the jobs of a deviating worker run again, and the copies' results replace theirs.
 
 The ids of copies are derived from the worker and the job, and jobs are settled in the order of the worker's list, so a
 recall that is killed, or runs twice concurrently, continues and replaces each result once.

@@ -61,8 +61,7 @@ class RequestLimits:
         try:
             await self._answer(request, scope)
         except asyncio.CancelledError:
-            # A request is only cancelled at the end of the gateway's drain; otherwise the server would respond with
-            # 500.
+            # A request is only cancelled at the end of the gateway's drain; the server would respond with 500.
             if request.has_begun:
                 raise
             await stopping().response()(scope, request.receive, request.send)

@@ -1,7 +1,6 @@
 """Commands to live workers, about adapters or pulling, and the replies, as transitions.
 
-Each worker takes commands from its own list one by one; replies are collected by the command's id. Both
-expire.
+Each worker takes commands from its own list one by one; replies are collected by the command's id. Both expire.
 """
 
 from __future__ import annotations

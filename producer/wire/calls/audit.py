@@ -51,8 +51,7 @@ def vote(
     Args:
         answer: its own, or the earlier one that it agrees with.
         num_answers: the number of answers it was compared with.
-        position: the one that `view` returned before the canary. If the worker is clean, so are its jobs up
-            to it.
+        position: the one that `view` returned before the canary. If the worker is clean, so are its jobs up to it.
     """
     args = (worker_id, what, answer, num_answers, position)
     return Call("audit_vote", (keys.prefix(queue),), args, _verdict)

@@ -22,9 +22,8 @@ Place = Literal["key", "lane", "started", "turn", "parked", "settings"]
 class Key:
     """A key of the queue, its name without the queue's prefix.
 
-    `owner`: `ours`, it belongs to a job or a batch of the tenant; `theirs`, to another tenant's; `orphan`, to
-    a job without a record; `other`: determined by its name or content. `values` are described in
-    purge_look.lua.
+    `owner`: `ours`, it belongs to a job or a batch of the tenant; `theirs`, to another tenant's; `orphan`, to a job
+    without a record; `other`: determined by its name or content. `values` are described in purge_look.lua.
     """
 
     name: str

@@ -87,8 +87,7 @@ class RolloutStatus:
 def start(queue: str, model: str, rollout: Rollout) -> Call[ChangeReply]:
     """Open a rollout.
 
-    busy: one to another revision or with another `by` is open or halted, or the last canary's jobs still
-    wait.
+    busy: one to another revision or with another `by` is open or halted, or the last canary's jobs still wait.
     """
     shares = _shares(rollout.share), rollout.to, rollout.by, _shares(rollout.margin), rollout.least
     return _change(queue, model, "start", *shares)

@@ -1,8 +1,8 @@
--- Canaries: prompts whose output all workers of a kind must agree on. `agreed:<what>` holds the answers of workers with
--- the same computation: `answers` (their number), `a<n>`, the number of each worker's answer as `w:<worker>`, and
--- `agreed` once two workers gave the same answer. `audit:<worker>` holds the state of a worker, and `did:<worker>` the
--- jobs that it committed since the canary before its last clean one (features/trails.lua). `accused` holds the workers
--- that deviate or disagree, by time.
+-- Canaries: prompts on whose output workers agree. `agreed:<what>` holds the answers of workers with the same
+-- computation: `answers` (their number), `a<n>`, each worker's `<n>` as `w:<worker>`, and `agreed` once two workers
+-- gave the same answer. `audit:<worker>` holds the state of a worker, and `did:<worker>` the jobs that it committed
+-- since the canary before its last clean one (features/trails.lua). `accused` holds the workers that deviate or
+-- disagree, by time.
 local audits = {}
 do
   local AGREED_TTL = 30 * 86400000

@@ -1,12 +1,11 @@
--- Return the data that predicts when a job submitted to a lane now would end. Reads a bounded part of the queue,
--- without writing.
+-- Return data to predict when a job submitted to a lane now ends. Only reads, and a bounded part of the queue.
 -- KEYS[1] prefix
 -- ARGV[1] the lane
 -- Returns names and values: now (ms), paused (0 or 1), rate (the limit in jobs per second, or ''), running (jobs),
 --   lanes ({class, tenant, weight, jobs that wait, costs of an evenly spaced sample of them} per lane of the model with
---   the same or a higher class), workers (the report of each live worker of the model, as JSON), kept_now (accuracy of
---   past estimates for jobs that start immediately), kept_later (the same for jobs that wait), quotas (the tenant's
---   line as submit returns it, or '')
+--   the same or a higher class), workers (reports of the model's live workers, as JSON), kept_now (accuracy of
+--   estimates for jobs that start immediately), kept_later (the same for jobs that wait), quotas (the tenant's line as
+--   submit returns it, or '')
 -- @include features/quotas
 local MAX_LANES, MAX_WORKERS, PER_LANE = 256, 64, 16
 local samples = 512

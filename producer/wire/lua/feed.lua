@@ -1,7 +1,7 @@
 -- Return the tokens of jobs from a position on. The checkpoint is the feed.
 -- KEYS[1] prefix
--- ARGV per job the number of arguments that follow, and [1] id  [2] epoch last seen  [3] entries seen  [4] maximum
---   number of entries
+-- ARGV per job the number of arguments, and [1] id  [2] epoch last seen  [3] entries seen  [4] maximum number of
+--   entries
 -- Returns per job names and values: state (none: unknown job), epoch, attempt, entries, outcome (if it has ended),
 --   leader (the job whose end it shares). A different epoch means that the job restarted from its prompt: the entries
 --   then count from 0.

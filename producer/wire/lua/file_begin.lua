@@ -1,5 +1,4 @@
--- Reserve space for a file of a tenant. An unfinished file is deleted after a time. Another call for the same file may
--- enlarge it.
+-- Reserve space for a file of a tenant. An unfinished file is deleted later. A repeated call may enlarge it.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id  [3] bytes  [4] chunks  [5] JSON that describes it  [6] ms for the upload
 --   [7] files and [8] bytes that the tenant may have, including this one  [9] 1: may be rejected if memory runs out

@@ -2,8 +2,8 @@
 -- KEYS[1] prefix
 -- ARGV[1] cursor, '0' for the start  [2] keys to read  [3] tenant  [4] 1: also data of other tenants
 -- Returns {cursor, '0' at the end, {name without the prefix, ours | theirs | orphan (of a job without a record) |
---   other, values}...}. Values: of the tenant's job its state and batch, of another tenant's job the fields that may
---   name jobs; of `idem` and `twin` the id, of `bowner` the tenant
+--   other, values}...}. Values: of the tenant's job its state and batch, of another's job fields that may name jobs; of
+--   `idem` and `twin` the id, of `bowner` the tenant
 local PER_JOB = {
   job = true, ['in'] = true, out = true, ckpt = true, md = true, history = true, followers = true, children = true,
   output = true, settling = true, ['end'] = true, sharers = true

@@ -1,8 +1,7 @@
 -- Remove remaining data under a tenant's name: keys, lanes, and places in sets.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] and on: pairs of a word and a name: key <name>, lane <lane>, turn <needs>:<class>:<model>,
---   started <minute>, parked '' (over a quota), settings '' (its weight and quotas). Lanes and places with waiting jobs
---   stay.
+--   started <minute>, parked '' (over a quota), settings '' (its weight and quotas). Those with waiting jobs stay.
 -- Returns the number removed
 local removed = 0
 local REMOVE = {

@@ -1,8 +1,7 @@
 -- Return a part of a key's contents, of any type, without scores.
 -- KEYS[1] prefix
 -- ARGV[1] name without the prefix  [2] where to continue, '' for the start  [3] number of items  [4] bytes of a string
--- Returns {where to continue, '' at the end, items}. Parts of a string overlap, so that every word is complete in one
---   of them
+-- Returns {where to continue, '' at the end, items}. Parts of a string overlap, so that no word is split
 local OVERLAP = 256
 local key, from, most = P .. ARGV[1], ARGV[2], tonumber(ARGV[3])
 local kind = redis.call('TYPE', key)['ok']
@@ -36,8 +35,7 @@ elseif kind == 'stream' then
       items[#items + 1] = value
     end
   end
-  -- An entry is returned twice, at the end of a part and at the start of the next; a part with a single entry is the
-  -- last.
+  -- An entry is returned twice, at the end of a part and at the start of the next; a single entry is the last.
   return {(last ~= from and last) or '', items}
 elseif kind == 'hash' then
   return scanned('HSCAN')

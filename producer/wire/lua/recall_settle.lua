@@ -1,8 +1,8 @@
 -- Replace a result of an accused worker by that of a copy, or leave it, and remove the job from the worker's list. Jobs
 -- are settled in the order of the list, so a repeated call changes nothing.
 -- KEYS[1] prefix
--- ARGV[1] worker  [2] the first id of its list  [3] the copy's id, or '' to leave the result  [4] the copy's result, in
---   the form of the job's result
+-- ARGV[1] worker  [2] the first id of its list  [3] the copy's id, or '' to leave the result  [4] the copy's result, to
+--   store
 -- Returns superseded | left | gone (the job has no result any more) | already_done (it is not the first)
 -- @include core/states
 -- @include trails

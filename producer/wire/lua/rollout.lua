@@ -1,15 +1,12 @@
 -- Change a model's rollout. Repeating a change has no further effect.
 -- KEYS[1] prefix
 -- ARGV[1] model  [2] start | raise | halt | back | end | forget
--- Of start: [3] share of 10,000  [4] the canary's revision  [5] the value that decides a job's side: id, tenant or
--- batch
---   [6] margin of 10,000 by which the canary may fail more often  [7] minimum executions of the canary before it is
---   halted
--- Of raise: [3] share of 10,000; the rollout is open again if it was halted Of forget: [3] time of its last change, in
--- ms
+-- Of start: [3] share of 10,000  [4] the canary's revision  [5] what decides a job's side: id, tenant or batch
+--   [6] margin of 10,000 by which the canary may fail more often  [7] executions of the canary before a halt
+-- Of raise: [3] share of 10,000; the rollout is open again if it was halted
+-- Of forget: [3] time of its last change, in ms
 -- Returns ok | none (there is no rollout to change) | busy (another one is open or halted, or jobs of the last canary
---   are to be moved back first, see rollout_back.lua; of forget also: it was changed since) | over (it was taken back,
---   or ended)
+--   must be moved back first, see rollout_back.lua; of forget also: it was changed since) | over (taken back, or ended)
 -- @include features/rollouts
 local model, action = ARGV[1], ARGV[2]
 local key = P .. 'rollout:' .. model

@@ -1,6 +1,5 @@
 -- Spells: periods in which a cause kept jobs from starting, so that `why` can name it. Each cause has a list, newest
--- first, with `<from> <to>` of each spell, and `<from> -` of one that has not ended. Written when a cause starts and
--- ends, never per job.
+-- first, with `<from> <to>` of each spell, and `<from> -` of one that has not ended. Written per cause, never per job.
 local MAX_SPELLS = 64
 local SPELLS_TTL = 604800000
 local JOINED = 1000 -- ms between two spells that count as one, since causes are checked only periodically
@@ -16,8 +15,7 @@ local function save_spell(key, from, to, instead)
   redis.call('PEXPIRE', key, SPELLS_TTL)
 end
 
--- Record a spell from one time to another, `to` nil if it has not ended; it extends the last spell if that ended just
--- before.
+-- Record a spell from one time to another, `to` nil if it has not ended; it extends one that ended just before.
 local function note_spell(key, from, to)
   local start, stop = last_spell(key)
   if stop == '-' and not to then

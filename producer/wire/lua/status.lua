@@ -5,7 +5,7 @@
 --   position (jobs before it in its lane), live_workers (for its model), error (the first 4 KiB of the last one),
 --   metadata, waits (ids of jobs it still waits for), revisions (the served ones, if it names one that is not), unmet
 --   (1 if none of its live workers knows all that it needs), held (`quota` or `running`: its tenant has used up a
---   quota, or has reached its limit of running jobs)
+--   quota, or its limit of running jobs)
 -- @include core/states
 -- @include records
 -- @include revisions

@@ -1,5 +1,4 @@
--- Claim files of the store that are due for deletion. Those that are not settled become due again when the claim
--- lapses.
+-- Claim files of the store that are due for deletion. Unsettled ones become due again when the claim lapses.
 -- KEYS[1] prefix
 -- ARGV[1] maximum number  [2] claim in ms
 -- Returns their URIs

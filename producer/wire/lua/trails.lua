@@ -26,8 +26,7 @@ do
     redis.call('HINCRBY', P .. 'audit:' .. worker, 'held', int(0 - held))
   end
 
-  -- Delete entries that a clean canary cleared. Returns the position after the last entry, and whether there are more
-  -- to delete.
+  -- Delete entries that a clean canary cleared. Returns the position after the last entry, and whether more are left.
   function trails.trim(worker)
     local found = redis.call('HMGET', P .. 'audit:' .. worker, 'base', 'clean_to', 'lost_to')
     local base, clean_to = tonumber(found[1] or 0), tonumber(found[2] or 0)

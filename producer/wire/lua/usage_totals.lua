@@ -1,7 +1,6 @@
 -- Return the usage of all jobs that ended today. Reads only, since an exporter's user must not write.
 -- KEYS[1] prefix
--- Returns {jobs, prompt tokens, of them cached, generated tokens, ms of the device, number of tenants whose jobs wait
---   for a quota}
+-- Returns {jobs, prompt tokens, of them cached, generated tokens, ms of the device, tenants that wait for a quota}
 local day, sums = math.floor(NOW / 86400000), {0, 0, 0, 0, 0}
 local function add(numbers)
   local i = 1

@@ -4,8 +4,8 @@
 -- Returns nothing for an unknown job, or names and values: job (as `history`), now (ms), paused, rate_limited and
 --   over_quota (spells of the pause, of the rate limit, of its tenant's quotas), served (per set of words that workers
 --   know: {1 if they include all that the job needs, `<last heartbeat> <until>`, spells without such a worker}),
---   started (pairs of a lane of its model and the number of its jobs that started while the job last waited); spells
---   are `<from> <to>`, newest first
+--   started (pairs of a lane of its model and the jobs started from it during the last wait); spells are `<from> <to>`,
+--   newest first
 -- @include core/knowing
 -- @include executions
 local MAX_MINUTES = 61

@@ -21,7 +21,6 @@ os.execv(sys.argv[2], sys.argv[2:])
 def dependent(command: Sequence[str]) -> list[str]:
     """Return a command line that runs `command`, which gets SIGTERM once the starting thread has ended.
 
-    Start it on a thread that lives as long as the child should. Linux only: elsewhere the child keeps
-    running.
+    Start it on a thread that lives as long as the child should. Linux only: elsewhere the child keeps running.
     """
     return [sys.executable, "-I", "-S", "-c", _ASK, str(os.getpid()), *command]

@@ -1,8 +1,7 @@
 """An engine host for an endpoint that another program serves, next to those for a thread and a process.
 
-One thread with an event loop. Each request has a task and a connection for its stream. Another task monitors
-the endpoint: while it does not answer, no jobs are pulled; if it returns with another model, the device is
-lost.
+One thread with an event loop. Each request has a task and a connection for its stream. Another task monitors the
+endpoint: while it does not answer, no jobs are pulled; if it returns with another model, the device is lost.
 """
 
 from __future__ import annotations

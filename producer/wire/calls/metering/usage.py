@@ -1,7 +1,6 @@
 """The ledger: usage of ended jobs, by day, tenant, model and API key.
 
-A job is counted once, in the script that ends it (`producer/wire/lua/features/ledger.lua`); docs/usage.md has
-the rule.
+A job is counted once, in the script that ends it (`producer/wire/lua/features/ledger.lua`); docs/usage.md has the rule.
 """
 
 from __future__ import annotations

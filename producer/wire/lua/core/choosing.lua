@@ -22,8 +22,8 @@ local worker = ARGV[1]
 local PULLER = P .. 'puller:' .. worker
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
 -- Each worker counts its own turns: with a common count, one of two workers that pull alternately would get every
--- second turn. A new worker starts where the last new one was after its first pull, so that many that pull once each
--- also take turns.
+-- second turn. A new worker starts where the last new one was after its first pull, so that one-time pullers take
+-- turns.
 local own = redis.call('HMGET', PULLER, 'turn', 'cursor', 'changes', 'vain')
 local is_new = not own[1]
 local first_turn = tonumber(own[1] or meta[1] or 0)
@@ -250,8 +250,7 @@ local function overtakes(lane)
 end
 
 -- The affinity that the worker prefers in a lane next: that of the last job it took there, whose prefix is in its
--- cache. (Tenants do not share cached blocks, so neither do lanes.) Write a value there to make a worker take certain
--- jobs first.
+-- cache. (Tenants do not share cached blocks, so neither do lanes.) Write there to prefer certain jobs.
 local wanted, changed = {}, {}
 local function wanted_of(lane)
   if wanted[lane] == nil then
@@ -302,8 +301,7 @@ end
 local near = near_name(worker)
 
 -- How many jobs the worker has taken since one shared a prefix with the job before it. If there were many, the next
--- jobs are likely to differ too. The index is then read and extended only occasionally, and when one of the next few
--- jobs matches.
+-- jobs are likely to differ too. The index is then only used occasionally, or when one of the next few jobs matches.
 local MAX_VAIN, PROBED = 64, 2048
 local vain = tonumber(own[4] or 0)
 local function may_be_alike(lane, affinity)
@@ -322,8 +320,7 @@ local function may_be_alike(lane, affinity)
 end
 
 -- The name, rank, id and affinity of the job to take from a lane: its oldest, or the first whose parent ran here, or
--- the first with the preferred affinity. The oldest is overtaken at most 64 times, and only by jobs submitted within
--- REACH behind it.
+-- the first with the preferred affinity. The oldest is overtaken up to 64 times, by jobs within REACH behind it.
 local function candidate(lane, in_order)
   local name, rank = oldest(lane)
   local id, own = split_member(name)
@@ -349,8 +346,7 @@ local function candidate(lane, in_order)
   return name, rank, id, own
 end
 
--- The named job has left the lane. If it was taken because it had waited longest, its affinity does not become
--- preferred.
+-- The named job has left the lane. If it was taken because it had waited longest, its affinity is not preferred next.
 local function note_taken(lane, name, affinity, in_order)
   local times = name == oldest(lane) and 0 or overtakes(lane) + 1
   touched[lane] = touched[lane] or times ~= overtakes(lane)

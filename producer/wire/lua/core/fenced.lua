@@ -4,8 +4,7 @@
 local id, token, job
 local MAX_SPENT = 64 -- bytes: the server packs records whose values are not longer
 
--- Load the job whose id is the first argument and whose token is the second; argument `spent` has the execution's
--- times.
+-- Load the job whose id and token are the first two arguments; argument `spent` has the execution's times.
 local function take_up(args, spent)
   id, token = args[1], args[2]
   job = load(id)

@@ -1,7 +1,6 @@
 -- Sweep, then lease waiting jobs to a worker: reading and accepting are one step.
 -- KEYS[1] prefix
--- ARGV[1] worker id  [2] lease in ms  [3] maximum number of jobs  [4] maximum cost, in tokens  [5] jobs the worker
---   holds
+-- ARGV[1] worker id  [2] lease in ms  [3] maximum number of jobs  [4] maximum cost (tokens)  [5] jobs it holds
 -- ARGV[6] maximum tokens of a sequence  [7] the words it knows: 1 and its words, joined by +
 -- ARGV[8] classes to pull from: 012, or 0 if it has capacity for urgent jobs only  [9] and on: the models it serves
 -- Returns names and values: jobs, swept (as `sweep`), paused (0 or 1), queued (jobs waiting in lanes; 0 if this worker
@@ -138,8 +137,7 @@ local function reserve(lane)
   return true
 end
 
--- The number of jobs that the queue's rate limit lets start now (a bucket that fills at `rate` per second up to
--- `burst`).
+-- The number of jobs that the rate limit lets start now (a bucket that fills at `rate` per second up to `burst`).
 local rate = tonumber(meta[3])
 local function level()
   local burst = tonumber(meta[4] or 1)

@@ -1,6 +1,6 @@
 -- Tenants whose jobs and files are being removed (purge_fence.lua): meanwhile new ones are rejected. The field
--- `purging` of `meta` has their names, each with the time at which its fence ends. A time further ahead than the
--- longest fence was left by a clock that was set back.
+-- `purging` of `meta` has their names, each with the time at which its fence ends. Times beyond the longest fence mean
+-- that the clock was set back.
 local LONGEST_FENCE = 600000
 local function purged_tenants(text)
   local found = {}

@@ -1,8 +1,7 @@
 -- Requeue a running job at its earlier rank, without counting an attempt.
 -- KEYS[1] prefix
 -- ARGV[1] id  [2] token  [3] words that the next worker must know as well, joined by +, or ''  [4] optional, its time
---   per phase, as in commit.lua
---   [5] optional, 1: drop the checkpoint, which is wrong
+--   per phase, as in commit.lua  [5] optional, 1: drop the checkpoint, which is wrong
 -- Returns released | already_done (this call arrived before) | fenced | cancelled | expired
 -- @include core/states
 -- @include core/fenced

@@ -2,17 +2,14 @@
 -- @include core/hooks
 -- Transitions of jobs between states. Invariants of all scripts:
 -- * Checks come before the first write, since Lua has no rollback; and the first write is a removal. A server at
---   maxmemory rejects a script whose first write adds data, and accepts all its writes after a removal. Only
---   submissions may be rejected.
+--   maxmemory rejects a script whose first write adds data, but not after a removal. Only submissions may be rejected.
 -- * detach() is the only way out of queued, delayed and running: it removes a job from every set that its state keeps
 --   it in. Only pull removes jobs from lanes without it.
--- * The end of a job is final: finish() is called for jobs in one of ACTIVE's states, and writes the complete end in
---   one call.
+-- * The end of a job is final: finish() is called for jobs in one of ACTIVE's states, and writes all of the end.
 -- * Only the holder of a job's latest token changes it while it runs (fenced.lua); other scripts request its end, or
 --   wait until its lease has lapsed.
 -- * A pull writes its leases, counts and turns at its end, for all jobs together.
--- * `charged` is written only once: a job counts when it first starts, regardless of how often it is pulled, and is
---   settled at its end.
+-- * `charged` is written only once: a job counts when it first starts, not at later pulls, and is settled at its end.
 -- * No call ends more than MAX_ENDS jobs or takes more than a few milliseconds: the rest waits for the next call.
 local DAY = 86400000
 local BATCH_TTL = 7 * DAY
@@ -314,8 +311,8 @@ local function settle_idempotency(id, job, state)
 end
 
 -- Tokens and device time of the last execution, as reported by its worker in the commit (`job.used`). If no worker
--- wrote the end, or the values are implausible, the values of its status, up to the same limits. A duplicate used
--- nothing itself.
+-- wrote the end, or the values are implausible, the values of its status, up to the same limits. Duplicates use
+-- nothing.
 local MAX_USED_TOKENS = 100000000
 local MAX_USED_MS = 10000000000 -- of all devices together: 116 days
 local function used_by(job)
@@ -335,8 +332,7 @@ local function used_by(job)
     math.min(tonumber(output or 0), MAX_USED_TOKENS))
 end
 
--- Add a pending notification of the end. Ids that no client claims outlive their records, so each call removes up to
--- two of them.
+-- Add a pending notification of the end. Ids that no client claims outlive their records, so each call removes two.
 local function owe_notice(box, id)
   redis.call('ZADD', box, int(NOW), id)
   for _, old in ipairs(redis.call('ZRANGEBYSCORE', box, '-inf', int(NOW - DEAD_TTL), 'LIMIT', 0, 2)) do

@@ -239,8 +239,7 @@ local function class(lane)
   return string.match(lane, ':(%w)')
 end
 
--- The equal job that this one may wait for: it must be at least as urgent, or running. Without one, this job is the
--- primary job.
+-- The equal job that this one may wait for: at least as urgent, or running. Without one, this is the primary job.
 local function leader_of(job)
   local twin = P .. 'twin:' .. job.twin
   local leader = redis.call('GET', twin)

@@ -3,8 +3,7 @@
 -- ARGV[1] maximum number of each  [2] ms since a lease must have lapsed
 -- Returns names and values, without those that are 0 or empty: reclaimed, dead, cancelled, expired, promoted, next_due
 --   (ms until the next delayed job is due, if there is one), buried ({id, crashes} of each that became dead), lapsed
---   ({id, worker} of each whose lease lapsed), memory (1: the server is near the queue's limit, 2: at the limit, so
---   that new jobs are rejected)
+--   ({id, worker} of each whose lease lapsed), memory (1: near the queue's limit, 2: at it; new jobs are rejected)
 -- @include core/sweeping
 -- @include core/memory
 -- The queue warns from this share of maxmemory below the limit on.

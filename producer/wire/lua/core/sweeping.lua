@@ -4,8 +4,7 @@
 -- @hooks on_sweep
 -- Transitions caused by time. Any client or worker may run them, so nothing waits for a worker that no longer exists.
 
--- Losing the lease of a job that had entered a step without making progress counts as a crash; any other loss is not
--- counted.
+-- Losing the lease of a job that had entered a step without making progress counts as a crash; other losses do not.
 local function reclaim(id, job)
   local crashes = tonumber(job.crashes or 0)
   if job.stepped and not job.advanced then
@@ -21,8 +20,7 @@ local function reclaim(id, job)
     finish(id, job, 'dead', CRASHED)
     return 'dead', crashes
   end
-  -- The suspects' record is stored under the worker, so detach needs the earlier job; the lane is that of the changed
-  -- job.
+  -- The suspects' record is stored under the worker, so detach needs the earlier job, and the lane the changed one.
   detach(id, job)
   job.crashes = crashes
   enqueue(id, job)

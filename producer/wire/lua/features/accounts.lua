@@ -1,7 +1,7 @@
 -- @include core/hooks
 -- @include spells
--- The queue data that `why` reads: the number of jobs of each lane started per second, for an hour; and the times when
--- the rate limit held all jobs.
+-- The data that `why` reads: the jobs of each lane started per second, for an hour, and when the rate limit held all
+-- jobs.
 -- @hook on_pull
 do
   local STARTED_TTL = 3600000

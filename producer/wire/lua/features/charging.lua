@@ -1,8 +1,7 @@
 -- @include features/quotas
 -- @include spells
--- Enforcement of quotas. A lane whose next job exceeds its tenant's quota is parked: it is removed from the turns, so
--- that it costs pulls nothing, until the quota has capacity. `parked` has the tenants by that time, `parked:<tenant>`
--- their lanes.
+-- Enforcement of quotas. A lane whose next job exceeds its tenant's quota is parked: removed from the turns, so that
+-- pulls skip it, until the quota has capacity. `parked` has the tenants by that time, `parked:<tenant>` their lanes.
 local charging_of_call
 local function charging()
   if charging_of_call then
@@ -51,8 +50,7 @@ local function charging()
     end
   end
 
-  -- Return lanes whose pause has ended to the turns, a limited number per call. A longer pause means that the clock was
-  -- set back.
+  -- Return lanes whose pause has ended to the turns, some per call. A longer pause means that the clock was set back.
   function quotas.unpark()
     local left = MAX_UNPARKED
     for _, range in ipairs({{'-inf', int(NOW)}, {int(NOW + MAX_PAUSE + 1), '+inf'}}) do
@@ -96,8 +94,7 @@ local function charging()
     return not job.charged and not job.uncounted and quotas.of(tenant)
   end
 
-  -- Return in how many ms the job may start; 0: now. A tenant at its limit of running jobs is checked again when one of
-  -- them stops.
+  -- Return in how many ms the job may start; 0: now. A tenant at its limit is checked again when one of its jobs stops.
   function quotas.pause_of(job, lane, cost)
     local _, _, tenant = split_lane(lane)
     if quotas.is_full(tenant) then

@@ -68,8 +68,7 @@ local function is_one_of(values, text)
   return false
 end
 
--- Whether a condition holds: label and text (lists; for a job without label, its text is compared), prob_at_least,
--- prob_below.
+-- Whether a condition holds: label and text (lists; without label, the text is compared), prob_at_least, prob_below.
 local function is_met(condition, given)
   local prob = tonumber(given.prob)
   return given.state == 'succeeded' and not given.unreadable
@@ -127,8 +126,7 @@ local function is_owned_by(name, tenant)
 end
 
 -- Store the output of a job once for all of its children: from then on `output:<id>` has its name instead of the text,
--- and keeps a share of it until all children are notified. Children that are submitted later find the name in the job's
--- record.
+-- and keeps a share of it until all children are notified. Later children find the name in the job's record.
 local function store_output(given, tenant)
   local key = P .. 'job:' .. given.id
   local name = redis.call('HGET', key, 'gave')

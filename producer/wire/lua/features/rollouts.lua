@@ -108,8 +108,7 @@ do
     end
     local decides = (rollout.by == 'tenant' and tenant) or (rollout.by == 'batch' and batch) or job.id
     local point = tonumber(string.sub(redis.sha1hex(rollout.to .. ' ' .. decides), 1, 8), 16) % SHARES
-    -- Jobs that only the canary's workers know, for example because of a new field, are its own regardless of the
-    -- share.
+    -- Jobs that only the canary's workers know, for example with a new field, are its own regardless of the share.
     if point < rollout.share
       or (not rollouts.is_able(rollout, job.lane, name, 'stable') and rollouts.num_stable(rollout, name) > 0) then
       job.side, job.lane = 'canary', job.lane .. '~' .. rollout.to
@@ -247,8 +246,7 @@ do
     end
   end
 
-  -- Keep the input of some of the canary's jobs, so that the stable side can run the same input. Returns whether it is
-  -- kept.
+  -- Keep the input of some of the canary's jobs, for the stable side to run again. Returns whether it is kept.
   local function keep_sample(id, rollout)
     local key = P .. 'sampled:' .. rollout.model
     if redis.call('LLEN', key) >= SAMPLED or redis.call('STRLEN', P .. 'in:' .. id) > SAMPLED_BYTES then

@@ -184,7 +184,7 @@ def _process_id(url: str) -> int | None:
     """Return the id of the process that serves `url`; None if none answers or it is still loading."""
     try:
         with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=None) as client:
-            client.ping()  # refused while the server loads, unlike INFO
+            client.ping()  # rejected while the server loads, unlike INFO
             return int(client.info("server")["process_id"])
     except redis.RedisError:
         return None

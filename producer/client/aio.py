@@ -197,7 +197,7 @@ class AsyncProducer(AsyncDriver):
         return self.iterate_flow(flows.batch_infos(self.queue))
 
     async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """Return the status of many jobs at once.
+        """Return the status of many jobs in one call.
 
         Args:
             job_ids: the jobs' ids.

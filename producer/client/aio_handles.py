@@ -63,7 +63,7 @@ class AsyncJobHandle:
             The result of the job.
 
         Raises:
-            JobFailed: the job ended with an error of its own.
+            JobFailed: the job ended with its own error.
             JobDead: the job used up its attempts or crashed its workers.
             JobCancelled: the job was cancelled.
             JobExpired: the deadline passed.

@@ -195,7 +195,7 @@ class Producer(Driver):
         return self.iterate_flow(flows.batch_infos(self.queue))
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """Return the status of many jobs at once.
+        """Return the status of many jobs in one call.
 
         Args:
             job_ids: the jobs' ids.

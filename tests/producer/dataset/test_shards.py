@@ -421,7 +421,7 @@ def test_what_cannot_be_the_output(producer: Producer, tmp_path: Path, out: Path
         (source / "out.jsonl", {}, "would be among the files"),
         (tmp_path / "precious", {}, "notes.txt was not written by a run"),
         (tmp_path / "one.jsonl", {"rows_per_file": 3}, "name a folder"),
-        ("p-{shard}.jsonl", {}, "need a folder of their own"),
+        ("p-{shard}.jsonl", {}, "need a separate folder"),
         (tmp_path / "{shard}" / "p-{shard}.jsonl", {}, "only the last part"),
         (out / "p-{shard}.xyz", {}, "must end with .jsonl"),
         ("s3://bucket/out", {}, "local folder only"),

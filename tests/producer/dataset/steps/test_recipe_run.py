@@ -238,7 +238,7 @@ def test_a_failed_step_fails_the_later_ones_and_is_tried_again(
         ({"gold": "g"}, "gold is not for a recipe: each step names"),
         ({"output_column": "o"}, "output_column is not for a recipe: each step names"),
         ({"label_temperature": 2.0}, "label_temperature is not for a recipe: the queue"),
-        ({"escalate_below": 1.0}, "escalate_below is not for a recipe: `when` says"),
+        ({"escalate_below": 1.0}, "escalate_below is not for a recipe: `when` selects"),
         ({"to": "big"}, "to is not for a recipe: each step names"),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_replica_and_a_full_memory(own_valkey: RedisServer, queue_name: str) -
         all_are(submitted(own_valkey.url, queue_name), QueueFull, "maxmemory")
         admin.config_set("maxmemory", 0)
         admin.replicaof("127.0.0.1", "1")
-        all_are(submitted(own_valkey.url, queue_name, bulk=False), RedisUnavailable, "refuses calls now")
+        all_are(submitted(own_valkey.url, queue_name, bulk=False), RedisUnavailable, "rejects calls now")
 
 
 def test_a_disk_that_takes_nothing(tmp_path: Path, queue_name: str) -> None:
@@ -241,7 +241,7 @@ def test_a_disk_that_takes_nothing(tmp_path: Path, queue_name: str) -> None:
             eventually(
                 lambda: admin.info("persistence")["rdb_last_bgsave_status"] == "err", "the snapshot to fail"
             )
-        all_are(submitted(server.url, queue_name, bulk=False), RedisUnavailable, "refuses calls now")
+        all_are(submitted(server.url, queue_name, bulk=False), RedisUnavailable, "rejects calls now")
     finally:
         server.kill()
 

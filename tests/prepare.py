@@ -1,6 +1,6 @@
-"""`python -m tests.prepare`: make once what every test process would make for itself on a clean checkout.
+"""`python -m tests.prepare`: create once the files that every test process would otherwise create on a clean checkout.
 
-That is the packaged model in the form that is served, and the machine code of the CPU operators.
+These are the packaged model in the served form, and the machine code of the CPU operators.
 """
 
 from __future__ import annotations

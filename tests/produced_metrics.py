@@ -1,8 +1,8 @@
-"""A plugin: every metric child that a worker exports from its first scrape on was produced in a run of all tests.
+"""A plugin: check that a run of all tests produced every metric child that workers export from their first scrape.
 
-A child is a series: a metric, or a metric and a label value. The workers of all tests are asked for their
-exposition at each scrape and before they close. A run appends what it saw to the file that PAGEMILL_PRODUCED_METRICS
-names; once all parts of `make check-all` have run, a child that never was above 0 fails it.
+A child is a series: a metric, or a metric and a label value. The plugin reads the exposition of all tests' workers at
+each scrape and before they close. A run appends the observed children to the file in PAGEMILL_PRODUCED_METRICS; once
+all parts of `make check-all` have run, a child that never was above 0 fails it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pagemill.monitoring.metrics.exporter import NOT_LOADED, WorkerMetrics
 from pagemill.monitoring.metrics.metric import Encode
 from pagemill.worker.worker import Worker
 
-# Names of what runs, not of what happens.
+# These label values name components, not events.
 IDENTITIES = {"worker", "queue", "model", "version", "device", "tier", "fingerprint", "dtype"}
 NEEDS_A_CARD = re.compile(r"engine_graph_steps_total.*graph|engine_replaced_kernels|device_memory_bytes")
-"""Produced in tests/engine by a driver of the tests' own, and by a card."""
+"""Produced in tests/engine by the tests' driver, and by a GPU."""
 _produced: set[str] = set()
 
 
@@ -64,7 +64,7 @@ Worker.close = _record_and_close  # type: ignore[method-assign]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over what another process of this run has seen."""
+    """Merge the children that another process of this run has seen."""
     _produced.update(getattr(node, "workeroutput", {}).get("produced_metrics", ()))
 
 
@@ -79,6 +79,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def never_produced(path: Path) -> list[str]:
-    """Return the children that are in no line of the file that the parts of a run have written."""
+    """Return the children that occur in no line of the file that the parts of a run have written."""
     produced = path.read_text().splitlines() if path.is_file() else []
     return sorted(expected() - set(produced))

@@ -25,13 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 QUICK = "not slow"
 ALL = "slow or not slow"
 ATTEMPTS = 2
-"""Of a failed test by itself."""
+"""Timeout of a failed test that runs alone."""
 MAX_RETRIED = 12
-"""More failures than this are no coincidence, and running them again would take long."""
+"""More failures than this are not a coincidence, and rerunning them would take long."""
 TESTS_FAILED = 1
-"""Exit code of pytest. Others mean that it could not run the tests."""
+"""Exit codes of pytest. Other codes mean that it could not run the tests."""
 CRASHED = 70
-"""In place of exit code 0 if a test ended the process."""
+"""Replaces exit code 0 if a test ended the process."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("tests/engine",),
@@ -49,14 +49,14 @@ PARTS: dict[str, tuple[str, ...]] = {
     "adversarial": ("tests/adversarial",),
     "project": ("tests",),
 }
-"""The paths of each part; a path that is named nearer to a test decides."""
+"""The paths of each part; the most specific path of a test decides."""
 MADE = ("oldest-triton", "oldest-transformers", "compiled-ir")
-"""Parts that make runs: they need another version of a library."""
+"""Parts that `make` runs: they need another version of a library."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run of pytest came to, with its failures run again."""
+    """The result of a pytest run, including the reruns of its failures."""
 
     name: str
     seconds: float = 0.0
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def paths_of(part: str) -> list[str]:
-    """Return pytest's arguments that choose the tests of a part."""
+    """Return pytest's arguments that select the tests of a part."""
     own = PARTS[part]
     others = [path for paths in PARTS.values() for path in paths if path not in own]
     nested = [path for path in others if any(path.startswith(f"{one}/") for one in own)]
@@ -76,7 +76,7 @@ def paths_of(part: str) -> list[str]:
 def run(
     name: str, arguments: Sequence[str], processes: int, environment: Mapping[str, str] | None = None
 ) -> Outcome:
-    """Run pytest, then its failures alone."""
+    """Run pytest, then only its failures."""
     outcome, start = Outcome(name), time.monotonic()
     command = f"-n {processes} --dist loadfile --no-loadscope-reorder --durations 20".split()
     outcome.code, failures = _pytest([*command, *arguments], environment or {})
@@ -107,7 +107,7 @@ def _pytest(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[i
     """Return pytest's exit code, and the traceback of each test that failed."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "failures.jsonl"
-        # One thread per process: several of each would fight over the cores.
+        # One thread per process: several threads per process would compete for the cores.
         own = {"OMP_NUM_THREADS": "1", "PAGEMILL_TEST_FAILURES": str(path)}
         command = [sys.executable, "-m", "pytest", "-p", "tests.failures", *arguments]
         code = subprocess.run(command, cwd=ROOT, env=os.environ | environment | own, check=False).returncode
@@ -122,8 +122,8 @@ def _pytest(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[i
 
 
 def run_parts(parts: Sequence[str], processes: int) -> list[Outcome]:
-    """Run each part, whatever became of those before it."""
-    from tests.produced_metrics import never_produced  # imports a worker: the quick tier needs none here
+    """Run each part, regardless of the results of earlier parts."""
+    from tests.produced_metrics import never_produced  # imports a worker: not needed for the quick tier
 
     outcomes = []
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Processes whose wall clock the test sets, by a library that is preloaded into them (shifted_clock.c)."""
+"""Processes whose wall clock the test sets, with a library that is preloaded into them (shifted_clock.c)."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class ClockedServer:
         return self.server.url
 
     def start(self) -> None:
-        """Also again, after a kill: at the time that was set last."""
+        """Also restarts it after a kill, at the time that was set last."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LD_PRELOAD", str(self.library))
             patch.setenv("CLOCK_FILE", str(self.file))
             self.server.start()
 
     def set(self, offset_s: int) -> None:
-        """Seconds ahead of the machine's own clock, and going on as that does."""
+        """Set the clock this many seconds ahead of the machine's clock; it keeps running."""
         self._write(offset_s, 0, lambda now: abs(now - time.time() - offset_s) <= 2)
 
     def stop_at(self, unix_s: int) -> None:
-        """It is that time until another is set: nothing depends on how long anything takes."""
+        """Stop the clock at that time until another is set: the test does not depend on durations."""
         self._write(0, unix_s, lambda now: now == unix_s)
 
     def _write(self, offset_s: int, stopped_at: int, is_seen: Callable[[int], bool]) -> None:
-        """Scripts take the time that the server has read last, often before the command came."""
+        """Scripts use the time that the server has read last, often before the command arrived."""
         with self.file.open("r+b") as file:
             file.write(struct.pack("=qq", offset_s, stopped_at))
         give_up = time.monotonic() + 60
@@ -67,7 +67,7 @@ class ClockedServer:
 def clocked_server(
     directory: Path, binary: str = "valkey-server", options: tuple[str, ...] = ()
 ) -> Iterator[ClockedServer]:
-    """Skips the test where there is no C compiler."""
+    """Skips the test if there is no C compiler."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
         library = build_library(directory)

@@ -28,16 +28,16 @@ from tests.server_clock import build_library
 
 TESTS = (".venv/bin/python", "-m", "tests.run", "--processes", "3")
 CLONE_LENGTH = 120
-"""Characters in the path of a checkout."""
+"""Number of characters in the path of a checkout."""
 
 
 class UnavailableError(Exception):
-    """This machine cannot be brought into a condition."""
+    """This machine does not support a condition."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How the tests are run under a condition."""
+    """How the tests run under a condition."""
 
     command: tuple[str, ...] = TESTS
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -49,7 +49,7 @@ Condition = Callable[[], contextlib.AbstractContextManager[Setup]]
 
 @contextlib.contextmanager
 def busy() -> Iterator[Setup]:
-    """Two processes that compute all the time, and end with this one."""
+    """Two processes that compute all the time, and stop with this one."""
     program = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
     loops = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
     try:
@@ -68,7 +68,7 @@ def one_core() -> Iterator[Setup]:
 
 
 def uptime(seconds: int) -> Condition:
-    """A monotonic clock this far ahead: in a time namespace, for all processes alike."""
+    """A monotonic clock this far ahead: in a time namespace, the same for all processes."""
 
     @contextlib.contextmanager
     def condition() -> Iterator[Setup]:
@@ -85,7 +85,7 @@ def uptime(seconds: int) -> Condition:
 
 
 def date(ahead: Callable[[], int]) -> Condition:
-    """A wall clock this many seconds ahead, in all processes that use the C library; the monotonic clock stays."""
+    """A wall clock this many seconds ahead, in all processes that use the C library; not the monotonic clock."""
 
     @contextlib.contextmanager
     def condition() -> Iterator[Setup]:
@@ -105,7 +105,7 @@ def _to_leap_day() -> int:
 
 @contextlib.contextmanager
 def long_path() -> Iterator[Setup]:
-    """A clone of HEAD with an environment of its own, in a path of 120 characters with a space, outside /tmp."""
+    """A clone of HEAD with a separate environment, in a path of 120 characters with a space, outside /tmp."""
     with tempfile.TemporaryDirectory(prefix="pagemill ", dir="/var/tmp") as parent:
         name = "a checkout ".ljust(CLONE_LENGTH - len(parent) - 1, "x")
         clone = Path(parent) / name
@@ -122,7 +122,7 @@ def locale() -> Iterator[Setup]:
 
 @contextlib.contextmanager
 def empty_home() -> Iterator[Setup]:
-    """No caches, no settings of the user."""
+    """No caches, no user settings."""
     with tempfile.TemporaryDirectory() as home:
         environment = {"HOME": home, "XDG_CACHE_HOME": "", "PAGEMILL_CACHE_DIR": ""}
         yield Setup(("make", "--no-print-directory", "test"), environment)
@@ -163,7 +163,7 @@ def _program(name: str, package: str) -> str:
 
 
 def run(name: str) -> tuple[str, float]:
-    """Return what became of the tests under a condition, and the seconds that they took."""
+    """Return the result of the tests under a condition, and their duration in seconds."""
     start = time.monotonic()
     print(f"==> {name}", flush=True)
     try:

@@ -1,4 +1,4 @@
-"""Which checkpoints an engine may continue."""
+"""The checkpoints that an engine may resume."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FIRST, SECOND = "a" * 40, "b" * 40
 @pytest.mark.parametrize(
     ("stored", "own", "may"),
     [
-        (None, None, True),  # a folder's, as ever
-        (None, FIRST, True),  # a copy of a hub's files, and the hub's
+        (None, None, True),  # a folder's, unchanged
+        (None, FIRST, True),  # a copy of a hub's files, and the hub's files
         (FIRST, None, True),
         (FIRST, FIRST, True),
-        (FIRST, SECOND, False),  # the digest samples weights, and may miss what a commit changed
+        (FIRST, SECOND, False),  # the digest samples weights, and may miss changes of a commit
     ],
 )
 def test_equal_digests(stored: str | None, own: str | None, may: bool) -> None:

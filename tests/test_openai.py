@@ -26,12 +26,12 @@ from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_wo
 CHAT: list[Any] = [{"role": "user", "content": "hello there"}]
 _TEXT = random.Random(0).randbytes(2000).hex()  # unpredictable: drafts would shorten the job
 LONG: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": _TEXT}], "max_tokens": 4000}
-"""A job of more than a minute, to be ended early."""
+"""A job of more than a minute, to be stopped early."""
 
 
 @pytest.fixture(scope="module")
 def queue(valkey_url: str) -> Iterator[str]:
-    """A queue with a worker that echoes 20 ms a token."""
+    """A queue with a worker that echoes one token per 20 ms."""
     name = f"q-{uuid.uuid4().hex[:12]}"
     with running_worker(worker_config(valkey_url, name, model="echo:20", max_num_seqs=64)):
         yield name
@@ -175,7 +175,7 @@ if child := os.fork():
     sys.exit(status)
 print(client.completions.create(model="echo", prompt="of a child", max_tokens=10).choices[0].text, flush=True)
 """
-    environment = os.environ | {"PYTHONWARNINGS": "ignore::DeprecationWarning"}  # of a fork beside a thread
+    environment = os.environ | {"PYTHONWARNINGS": "ignore::DeprecationWarning"}  # of a fork next to a thread
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True

@@ -1,4 +1,4 @@
-"""Servers in company: behind TLS, with users, watched by Sentinel, sharded as a Cluster."""
+"""Server deployments: with TLS, with users, watched by Sentinel, sharded as a Cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 120.0
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    """Poll until `condition()` is true; an answer that a server refuses to give is no answer."""
+    """Poll until `condition()` is true; an error reply of a server counts as false."""
     give_up = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -37,7 +37,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def redis7_binary() -> Path:
-    """Debian's Redis 7.0; skips the test where there is none."""
+    """Debian's Redis 7.0; skips the test if it is not installed."""
     found = shutil.which("redis-server")
     if found is None:
         pytest.skip("no redis-server on this machine: apt-get install redis-server")
@@ -49,7 +49,7 @@ def redis7_binary() -> Path:
 
 @dataclass
 class Certificates:
-    """A certificate for 127.0.0.1 and localhost, and whom to trust for it."""
+    """A certificate for 127.0.0.1 and localhost, and the authority that clients trust for it."""
 
     directory: Path
     ca: trustme.CA = field(default_factory=trustme.CA)
@@ -72,7 +72,7 @@ class Certificates:
 
 @contextmanager
 def tls_server(directory: Path, certificates: Certificates) -> Iterator[str]:
-    """A Redis 7 that speaks TLS at the port of the URL, which says whom to trust."""
+    """A Redis 7 with TLS at the port of the URL, which names the trusted authority."""
     port = _free_port()
     options = (
         "--tls-port", str(port), "--tls-cert-file", str(certificates.cert_file),
@@ -89,7 +89,7 @@ def tls_server(directory: Path, certificates: Certificates) -> Iterator[str]:
 
 @dataclass
 class SentinelSetup:
-    """A master, a replica, and Sentinels that make the one into the other within about a second."""
+    """A master, a replica, and Sentinels that promote the replica within about a second."""
 
     master: RedisServer
     replica: RedisServer
@@ -187,14 +187,14 @@ class ClusterSetup:
         return next(name for name in (f"q-{i}" for i in range(10_000)) if self.owner(name) == index)
 
     def begin_move(self, queue: str, target: int) -> None:
-        """Begin to migrate the slot: the owner answers ASK for keys that it has not got."""
+        """Start to migrate the slot: the owner replies ASK for keys that it does not have."""
         slot, source = key_slot(keys.prefix(queue).encode()), self.owner(queue)
         ids = [self.client(i).execute_command("CLUSTER", "MYID").decode() for i in (source, target)]
         self.client(target).execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
         self.client(source).execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
 
     def finish_move(self, queue: str, target: int) -> None:
-        """Move the slot's keys and tell everybody."""
+        """Move the slot's keys and notify all nodes."""
         slot, source = key_slot(keys.prefix(queue).encode()), self.owner(queue)
         target_id = self.client(target).execute_command("CLUSTER", "MYID").decode()
         while names := self.client(source).execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
@@ -218,7 +218,7 @@ def _slots(client: redis.Redis) -> list[Any]:
 def cluster_setup(directory: Path) -> Iterator[ClusterSetup]:
     nodes = []
     for index in range(3):
-        # The bus port is named because the default, 10,000 above, is often past the last port there is.
+        # The bus port is named because the default, 10,000 above, is often above the last valid port.
         options = (
             "--cluster-enabled", "yes", "--cluster-port", str(_free_port()), "--cluster-node-timeout", "3000",
         )  # fmt: skip
@@ -260,7 +260,7 @@ KINDS = ("one server", "TLS", "Sentinel", "Cluster")
 
 @contextmanager
 def any_server(kind: str, directory: Path) -> Iterator[str]:
-    """The URL of a new one of `KINDS`."""
+    """The URL of a new deployment of one of the `KINDS`."""
     directory.mkdir(parents=True)
     with ExitStack() as stack:
         match kind:

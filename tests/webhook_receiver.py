@@ -1,4 +1,4 @@
-"""An https server that webhooks are sent to."""
+"""An https server that receives webhooks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.topologies import Certificates
 
 @dataclass
 class Receiver:
-    """An https server that keeps what it was sent; `answers` are statuses, the last one for ever."""
+    """An https server that keeps its requests; `answers` are statuses, and the last one repeats."""
 
     certificates: Certificates
     answers: list[int] = field(default_factory=lambda: [204])
     headers: dict[str, str] = field(default_factory=dict)
     hang: threading.Event = field(default_factory=threading.Event)
-    """Answers wait for it, up to `hang_s`."""
+    """Responses wait for it, up to `hang_s`."""
     hang_s: float = 20.0
     received: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
 

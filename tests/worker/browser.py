@@ -1,4 +1,4 @@
-"""A headless Chromium for the live page's tests; they are skipped, with the reason, where there is none."""
+"""A headless Chromium for the live page's tests; they are skipped, with the reason, if there is none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DESKTOP = (1360, 900)
 
 
 def missing() -> str | None:
-    """Why no browser can be had; None if one can."""
+    """Why no browser is available; None if one is."""
     for names in (("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)):
         if not any(shutil.which(name) for name in names):
             return f"no {names[0]} on this machine (Debian: apt-get install chromium chromium-driver)"
@@ -34,7 +34,7 @@ class Browser:
         self.driver = driver
 
     def view(self, size: tuple[int, int], *, dark: bool = False, scale: float = 1.0) -> None:
-        """As a window of that size, or a phone; in the system's light or dark colours."""
+        """With a window of that size, or as a phone; in the system's light or dark colors."""
         width, height = size
         screen = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
@@ -53,7 +53,7 @@ class Browser:
         return str(self.run(f"const found = {found}; return found?.checkVisibility() ? found.innerText : ''"))
 
     def check_fits(self, *, dark: bool) -> None:
-        """Check that nothing is wider than the window, and that the text is the brighter part if it is dark."""
+        """Check that nothing is wider than the window, and that the text is brighter than the page in dark mode."""
         width, visible = self.run("return [document.documentElement.scrollWidth, innerWidth]")
         assert width <= visible, "nothing to scroll sideways"
         page, text = self.run(
@@ -70,7 +70,7 @@ class Browser:
         return rows
 
     def complaints(self) -> list[str]:
-        """The errors on the browser's console; what the page's policy forbade is among them."""
+        """The errors on the browser's console, including violations of the page's policy."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
     def screenshot(self, path: Path, *, whole_page: bool = False) -> None:
@@ -88,7 +88,7 @@ def open_browser() -> Iterator[Browser]:
     options.binary_location = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
     )
-    # Root has no sandbox; the page is ours.
+    # Root does not have a sandbox; the page is our own.
     for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars"):
         options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -100,8 +100,8 @@ def open_browser() -> Iterator[Browser]:
 
 
 def _started(options: Any) -> Any:
-    """A driver with its browser. A busy machine may start one too late for the driver; one that has never started
-    within a few tries does not run here."""
+    """A driver with its browser. On a busy machine the browser may start too late for the driver; a browser
+    that has not started within a few tries does not run here."""
     from selenium import webdriver
     from selenium.common.exceptions import WebDriverException
 

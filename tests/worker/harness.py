@@ -1,4 +1,4 @@
-"""Shared by the worker's tests: a bare queue client, and workers in this process and in their own."""
+"""Shared by the worker's tests: a bare queue client, and workers in this process and in separate processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pagemill.worker.signal_flag import SignalFlag
 from pagemill.worker.worker import Worker
 
 PATIENCE_S = 120.0
-"""The longest a test waits for anything; generous, since the machine may be busy."""
+"""The longest wait of a test; generous, since the machine may be busy."""
 
 RUN_WORKER = """
 import json, sys
@@ -52,7 +52,7 @@ def eventually(condition: Callable[[], Any], what: str, patience_s: float = PATI
 
 
 class QueueClient:
-    """Talks to a queue by the wire's transitions, as any producer does; a context manager that closes it."""
+    """A client that uses the wire's transitions, as any producer does; a context manager that closes it."""
 
     def __init__(self, url: str, queue: str) -> None:
         self.url = url
@@ -67,7 +67,7 @@ class QueueClient:
         self.redis.close()
 
     def run(self, call: Call[Any]) -> Any:
-        """Run a call, as often as it takes: servers die here, and transitions may be sent twice."""
+        """Repeat a call until it succeeds: servers crash here, and transitions may be sent twice."""
         give_up = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -83,7 +83,7 @@ class QueueClient:
         return self._submit(items, batch_id)
 
     def submit_raw(self, payload: bytes, model: str = "echo", needs: str = "1") -> str:
-        """Submit whatever bytes, past all validation."""
+        """Submit arbitrary bytes, without validation."""
         job_id = uuid.uuid4().hex
         lane = keys.lane(needs, "normal", "default", model)
         header = json.dumps({"id": job_id, "lane": lane, "cost": 1}).encode()
@@ -104,7 +104,7 @@ class QueueClient:
         return outcome
 
     def wait(self, job_ids: Sequence[str], patience_s: float = PATIENCE_S) -> list[Outcome]:
-        """Wait until all have ended."""
+        """Wait until all have finished."""
 
         def all_ended() -> bool:
             return all(self.run(reads.ends(self.queue, job_ids)))
@@ -140,12 +140,12 @@ class QueueClient:
         self.run(set_paused(self.queue, paused))
 
     def generated(self, job_id: str) -> int:
-        """Tokens that the job's checkpoint says were generated."""
+        """The number of generated tokens in the job's checkpoint."""
         return self.status(job_id).progress.generated_tokens
 
 
 def worker_config(url: str, queue: str, **settings: Any) -> WorkerConfig:
-    """An echo worker with a port of its own. Its leases outlast a busy machine: ask for short ones to lose them."""
+    """An echo worker with its own port. Its leases outlast a busy machine: pass short ones to lose them."""
     defaults = {"model": "echo", "lease_s": 6.0, "renew_s": 0.3, "checkpoint_s": 0.1, "http_port": 0}
     return WorkerConfig.load(redis_url=url, queue=queue, **(defaults | settings))
 
@@ -172,10 +172,10 @@ def running_worker(config: WorkerConfig, load_patience_s: float = PATIENCE_S) ->
 
 
 class WorkerProcess:
-    """A worker in a process of its own, to be killed, frozen and drained."""
+    """A worker in a separate process, to be killed, frozen and drained."""
 
     started: ClassVar[list[WorkerProcess]] = []
-    """Those of this test, and of fixtures of its module; the end of a test kills its own (tests/conftest.py)."""
+    """The workers of this test and of its module's fixtures; a test kills its own at its end (tests/conftest.py)."""
 
     def __init__(self, config: dict[str, Any], log_path: Path) -> None:
         self.started.append(self)
@@ -221,7 +221,7 @@ def process_settings(url: str | None, queue: str, **settings: Any) -> dict[str, 
 
 
 def get(url: str) -> tuple[int, bytes]:
-    """Status and body of an HTTP answer, whatever the status."""
+    """Status and body of an HTTP response, for any status."""
     try:
         with urllib.request.urlopen(url, timeout=60) as response:
             return response.status, response.read()

@@ -34,7 +34,7 @@ def test_a_flag_beats_the_environment_and_the_environment_the_default(
         ({"model": "echo", "lease_s": 0}, "lease_s"),
         ({"model": "echo", "http_port": 70000}, "http_port"),
         ({"model": "echo", "no_such_option": 1}, "no_such_option"),
-        # Leases that could not be kept.
+        # Leases that the worker could not keep.
         ({"model": "echo", "renew_s": 4.0}, "renew_s"),
         ({"model": "echo", "lease_s": 700.0}, "lease_s"),
         ({"model": "echo", "durability": "maybe"}, "durability"),

@@ -11,7 +11,7 @@ from pagemill.worker.device_time import DeviceTime
 
 def test_requests_share_the_steps_in_which_both_are_there() -> None:
     time = DeviceTime()
-    time.add(5.0)  # nobody's
+    time.add(5.0)  # belongs to no job
     time.begin("a")
     time.add(1.0)
     time.begin("b")

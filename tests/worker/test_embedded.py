@@ -1,4 +1,4 @@
-"""The embedded server is a real process: these start it, kill it and look at what is left."""
+"""The embedded server is a real process: the tests start it, kill it and inspect the remaining state."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_killed_owner_is_replaced_at_once_and_nothing_is_lost(state_dir: Path)
         client.set("key", "value")
     process.kill()
     process.wait()
-    # The old server may still answer for a moment: the new owner must not rely on it.
+    # The old server may still reply for a moment: the new owner must not rely on it.
     with EmbeddedServer.open(state_dir) as server, redis.Redis.from_url(server.url) as client:
         assert server.is_owner
         time.sleep(0.5)
@@ -136,7 +136,7 @@ def test_ctrl_c_does_not_reach_the_server(state_dir: Path) -> None:
 @pytest.mark.slow
 def test_an_orphan_is_adopted_and_ended_by_its_new_owner(state_dir: Path) -> None:
     orphan = EmbeddedServer.open(state_dir)
-    # The kernel drops a lock with the process that held it; the server here outlives its owner as on macOS.
+    # The kernel releases a lock with the process that held it; the server here outlives its owner as on macOS.
     assert orphan._owner_lock is not None
     orphan._owner_lock.release()
     with EmbeddedServer.open(state_dir) as adopter:

@@ -1,4 +1,4 @@
-"""Settings of a worker's process that must be there before torch is."""
+"""Settings of a worker's process that must exist before torch is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill.worker.interpreter import SPIN_COUNT, spin_briefly
 
 
 def test_loading_an_engine_shortens_the_spins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # what is set in the test is undone after it
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # settings made in the test are undone after it
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     load(EngineConfig(model="echo")).close()

@@ -11,7 +11,7 @@ from pagemill.worker import process
 
 
 class LoadedWorker:
-    """Its model is loaded at once, and it can't go on after that."""
+    """Its model is loaded immediately, and it cannot continue after that."""
 
     def wait_ready(self, timeout: float, *, on_loaded: Callable[[], None]) -> bool:
         on_loaded()

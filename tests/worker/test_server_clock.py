@@ -1,4 +1,4 @@
-"""The server's clock as a worker computes it."""
+"""The server's clock as computed by a worker."""
 
 from __future__ import annotations
 

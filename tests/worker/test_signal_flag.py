@@ -11,7 +11,7 @@ from pagemill.worker.signal_flag import SignalFlag
 
 
 def is_set_at(flag: SignalFlag, place: int) -> bool:
-    """Wait, and set the flag as a handler would that interrupts the wait at this place; False: it has fewer."""
+    """Wait, and set the flag like a handler that interrupts the wait at this place; False: it has fewer places."""
     passed = 0
 
     def interrupt(frame: FrameType, event: str, argument: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Workers that audit each other: canaries on real workers, and the quarantine of one that computes something else."""
+"""Workers that audit each other: canaries on real workers, and the quarantine of a worker with wrong results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def workers(client: QueueClient, count: int, **settings: Any) -> Iterator[list[W
 
 
 def flip_bits(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the worker's echo model compute something else from now on: each token is the next one."""
+    """Make the worker's echo model return a different result from now on: each token is the next one."""
     runner = worker.engine.engine._parts.executor  # type: ignore[attr-defined]
     assert isinstance(runner, EchoRunner)
     right = runner._next

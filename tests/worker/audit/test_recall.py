@@ -1,4 +1,4 @@
-"""A worker of five computes wrong results; what it committed since its last clean canary is recalled, once each."""
+"""One of five workers computes wrong results; its jobs since its last clean canary are recalled, once each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an engine runs if nothing is said, and what its worker loads then."""
+"""The default location of an engine, and the modules that its worker then loads."""
 
 from __future__ import annotations
 

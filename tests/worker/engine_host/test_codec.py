@@ -1,4 +1,4 @@
-"""Reports as bytes: what arrives is what was sent, whatever an engine can say."""
+"""Reports as bytes: decoding returns every possible report of an engine unchanged."""
 
 from __future__ import annotations
 

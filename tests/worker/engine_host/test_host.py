@@ -1,4 +1,4 @@
-"""An engine behind its host, on a thread and in a process of its own, with the echo engine."""
+"""An engine behind its host, on a thread and in a separate process, with the echo engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_abort_ends_the_request_and_frees_its_blocks(start: Start) -> None:
     news = outputs.until_finished("long")
     assert [delta.finish_reason for delta in news[-1].deltas] in ([], ["abort"])
     eventually(lambda: engine.state is EngineState.IDLE and engine.stats.kv.active_blocks == 0, "idleness")
-    engine.abort("long")  # an id that is gone is no trouble
+    engine.abort("long")  # an unknown id is not an error
     engine.add(request("next"))
     outputs.until_finished("next")
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: its death, its hang, and the death of who started it."""
+"""An engine in a separate process: its crash, its hang, and the crash of its parent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def running() -> Iterator[tuple[EngineProcess, Outputs]]:
-    """A slow engine with a request that runs."""
+    """A slow engine with a running request."""
     engine, outputs = make("process", model="echo:5")
     assert isinstance(engine, EngineProcess)
     engine.start()

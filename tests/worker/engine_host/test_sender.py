@@ -1,4 +1,4 @@
-"""Commands on their way to an engine's process, and changes of adapters that wait for its answer."""
+"""Commands on their way to an engine's process, and changes of adapters that wait for its reply."""
 
 from __future__ import annotations
 

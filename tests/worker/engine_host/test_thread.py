@@ -1,4 +1,4 @@
-"""What only an engine on a thread can be shown to do: its steps are replaced here."""
+"""Cases that only an engine on a thread can show: its steps are replaced here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pull credit: arithmetic over what the engine says and what runs."""
+"""Pull credit: arithmetic on the engine's status and the running jobs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_idle_engine_gives_all_it_has() -> None:
 
 
 def test_running_jobs_keep_room_to_grow() -> None:
-    # 32 + 48 to come for the one the engine has not started, 48 - 8 for the one that decodes.
+    # 32 + 48 more tokens for the job that the engine has not started, 48 - 8 for the job that decodes.
     given = credit_of(EngineFigures(), job(), job(done=32, generated=8))
     assert given.tokens == 1600 - (32 + 48) - 40
 
@@ -73,13 +73,13 @@ def test_running_jobs_keep_room_to_grow() -> None:
 def test_where_layers_have_windows_long_jobs_take_fewer_blocks_for_their_tokens() -> None:
     figures = EngineFigures(block_limits=(None, 6))
     assert credit_of(figures).tokens == 100 // 2 * BLOCK_SIZE
-    # Of 320 tokens: 20 blocks in one group, 6 in the other. The running job has 10 and 6, and will take 10 more.
+    # Out of 320 tokens: 20 blocks in one group, 6 in the other. The running job has 10 and 6, and will need 10 more.
     long = job(prompt=160, max_tokens=160, done=160)
     assert credit_of(figures, long).tokens == (100 - 10) * 320 // 26
     samples = job(prompt=160, max_tokens=80, done=160, n=2)
     assert credit_of(figures, samples).tokens == (100 - 2 * 10) * 320 // 26
     assert credit_of(EngineFigures(available_blocks=10, block_limits=(None, 6)), long).blocked == "kv"
-    # One window for all layers: past it, tokens take nothing.
+    # One window for all layers: past it, tokens need no more blocks.
     assert credit_of(EngineFigures(block_limits=(6,)), long).tokens == 100 * 320 // 6
 
 
@@ -103,7 +103,7 @@ def test_no_row_and_no_block_are_told_apart() -> None:
 
 
 def test_without_running_jobs_even_an_empty_pool_is_asked_for_one() -> None:
-    # The job that never fits must fail, not wait for ever.
+    # The job that never fits must fail, not wait forever.
     given = credit_of(EngineFigures(available_blocks=0))
     assert (given.jobs > 0, given.tokens, given.blocked) == (True, 0, None)
 
@@ -119,7 +119,7 @@ def test_rows_that_the_next_step_frees_are_given_while_it_runs() -> None:
     goes_on = job(max_tokens=4, done=32, generated=2)
     given = credit_of(EngineFigures(max_num_seqs=2), ends, goes_on)
     assert (given.jobs, given.blocked) == (1, None)
-    # What was pulled for the row waits for it, and takes it: nothing more is pulled.
+    # The job that was pulled for the batch slot waits for it and uses it: no more jobs are pulled.
     assert credit_of(EngineFigures(max_num_seqs=2), ends, goes_on, job()).blocked == "rows"
 
 
@@ -143,7 +143,7 @@ def test_jobs_that_end_early_leave_room_for_more() -> None:
         forecast.observe(job(generated=5))
     after = credit_of(EngineFigures(), job(done=32), forecast=forecast).tokens
     assert after > before
-    # It is never expected to end this very moment.
+    # The estimate never expects it to finish immediately.
     assert forecast.remaining(job(done=32, generated=40)) >= 1
 
 

@@ -17,10 +17,10 @@ SECRET = "a word that no log may hold"
 
 @pytest.fixture
 def poison(client: QueueClient) -> str:
-    """A job whose fifth worker has just died; no sweep has run since."""
+    """A job whose fifth worker has just crashed; no sweep has run since."""
     (job_id,) = client.submit({"prompt": SECRET})
     for victim in range(5):
-        # Its sweep finds the loss before.
+        # The worker's sweep finds the loss first.
         (job,) = client.run(
             transitions.pull(client.queue, f"victim-{victim}", ["echo"], 1, 10**9, 10_000)
         ).jobs

@@ -1,4 +1,4 @@
-"""A worker measures its speed, announces it, and scores what was estimated of the jobs that it ends."""
+"""A worker measures its speed, announces it, and scores the estimates of the jobs that it finishes."""
 
 from __future__ import annotations
 

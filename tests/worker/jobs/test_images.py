@@ -1,4 +1,4 @@
-"""Images of jobs on a worker: fetched under the operator's policy, prepared, and handed to the engine."""
+"""Images of jobs on a worker: fetched under the operator's policy, prepared, and passed to the engine."""
 
 from __future__ import annotations
 

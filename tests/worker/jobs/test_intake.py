@@ -1,4 +1,4 @@
-"""Intake: the request that a job becomes, as a pure function of the job and its checkpoint."""
+"""Intake: the request for a job, as a pure function of the job and its checkpoint."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_scored_continuations_are_resumed_whole_and_not_scored_twice() -> None:
     assert isinstance(added.task, Score)
     assert added.resume == [SampleState(0, [97], "stop", "a"), SampleState(1, [])]
     running = RunningJob(PULLED, job, added, 0.0, None, checkpoint=saved)
-    assert running.restart_checkpoint  # the half of the second that is stored is not used
+    assert running.restart_checkpoint  # the stored half of the second sample is not used
     running.apply(
         RequestOutput(
             "job#7", "decode", 1, 1, [CompletionDelta(1, [98, 99, 100], "bcd", 0, finish_reason="stop")]

@@ -1,4 +1,4 @@
-"""A worker's log: one line per transition of a job, with its ids, without its prompt."""
+"""A worker's log: one line per transition of a job, with its ids and without its prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRANSITIONS = {"job running", "job succeeded", "job failed", "job cancelled", "j
 
 @pytest.fixture
 def lines(client: QueueClient, valkey_url: str, tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Job -> its lines, of a worker in which one job succeeded, one failed, one was cancelled, one requeued."""
+    """Job -> its log lines, of a worker on which one job succeeded, one failed, one was cancelled, one requeued."""
     settings = process_settings(
         valkey_url, client.queue, model="echo:20", log_format="json", log_level="debug", drain_grace_s=0.0
     )

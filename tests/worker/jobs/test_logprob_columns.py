@@ -1,4 +1,4 @@
-"""Packed log-probabilities are those that came in, and small."""
+"""Packed log-probabilities equal the original ones, and are small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that refuses every pull and every renewal, for a reason that does not go away by itself."""
+"""A server that rejects every pull and every renewal, for a reason that does not resolve itself."""
 
 from __future__ import annotations
 

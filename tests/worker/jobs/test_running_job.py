@@ -1,4 +1,4 @@
-"""A running job's record: what it takes in, what it owes the checkpoint, what it resumes from."""
+"""A running job's record: its tokens, its pending checkpoint, and where it resumes."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_a_checkpoint_is_due_an_interval_after_the_first_news() -> None:
     config = WorkerConfig.load(model="echo", checkpoint_s=1.0, checkpoint_tokens=5, stream_checkpoint_s=0.1)
     job, streamed = running_job(), running_job(stream=True)
     long_after = time.monotonic() + 100.0
-    assert not is_checkpoint_due(job, config, long_after)  # no news
+    assert not is_checkpoint_due(job, config, long_after)  # no update
     for each in (job, streamed):
         each.saved_at = time.monotonic() - 50.0
         each.apply(news(CompletionDelta(0, [5], "a", 0)))
     now = job.unsaved_since
     assert not is_checkpoint_due(job, config, now + 0.5)
-    job.apply(news(CompletionDelta(0, [6], "b", 1)))  # more news does not put it off
+    job.apply(news(CompletionDelta(0, [6], "b", 1)))  # more updates do not postpone it
     assert is_checkpoint_due(job, config, now + 1.0)
     assert is_checkpoint_due(streamed, config, now)
     job.unsaved()
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_due_an_interval_after_the_first_news() -> None:
 
 @pytest.mark.parametrize("uptime_s", [0.5, 300.0, 1500.0, 5000.0, 20_000.0, 1e6])
 def test_many_streams_are_written_half_as_often_after_their_first_tokens(uptime_s: float) -> None:
-    """At any uptime: (t + 0.1) - t rounds to less than 0.1 for some of these, and to more for others."""
+    """Holds at any uptime: (t + 0.1) - t rounds to less than 0.1 for some of these, and to more for others."""
     config = WorkerConfig.load(model="echo", stream_checkpoint_s=0.1)
     job = running_job(stream=True)
     job.saved_at = began = uptime_s
@@ -83,7 +83,7 @@ def test_many_streams_are_written_half_as_often_after_their_first_tokens(uptime_
 
 
 def test_a_job_whose_worker_died_is_checkpointed_at_its_first_token() -> None:
-    """Five deaths without progress bury a job: chance kills must not look like that."""
+    """Five crashes without progress bury a job: random kills must not look like that."""
     config = WorkerConfig.load(model="echo", checkpoint_s=1.0, stream_checkpoint_s=0.1)
     job = running_job()
     job.pulled = replace(job.pulled, crashes=1)

@@ -1,4 +1,4 @@
-"""The probes' answers, and the end of a worker that hangs."""
+"""The probes' responses, and the exit of a worker that hangs."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_redis_away_is_not_ready_and_alive(own_valkey: RedisServer, queue_name: 
 
 @pytest.mark.slow
 def test_native_code_that_stops_every_thread_ends_the_process(client: QueueClient, valkey_url: str) -> None:
-    """No thread is left in it to notice: the exit must not need the interpreter."""
+    """No thread of the process is left to notice: the exit must not need the interpreter."""
     (job_id,) = client.submit({"prompt": "a", "max_tokens": 4})
     command = [sys.executable, "-c", _HOLDS_THE_LOCK, valkey_url, client.queue]
     hung = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

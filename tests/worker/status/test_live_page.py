@@ -1,4 +1,4 @@
-"""The live page over HTTP: who is shown what, and what leaves the worker."""
+"""The live page over HTTP: its access rules, and the data that leaves the worker."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_only_the_page_s_own_files_are_served(worker: Worker, path: str) -> None
 
 @pytest.mark.parametrize("path", ["/", "/live.json", "/live/events", "/live/page.js"])
 def test_a_stranger_s_host_name_gets_nothing(worker: Worker, path: str) -> None:
-    """A page of theirs could have its name resolve to us, and read ours."""
+    """An attacker's page could have its name resolve to the worker's address, and read the live page."""
     for host in ("evil.example", "evil.example:9790", "127.0.0.1.evil.example", "localhost.evil.example"):
         assert ask(worker, path, host).status == 403
     for host in ("localhost", "LOCALHOST:9790", "127.0.0.1", "[::1]:9790"):
@@ -107,7 +107,7 @@ def test_a_stream_begins_with_the_history_and_goes_on_with_states(
 ) -> None:
     client.submit({"prompt": "x" * 1500, "max_tokens": 1500})
     eventually(lambda: get_json(f"{worker.http_url}/live.json")[1]["jobs"]["total"], "the job to run")
-    time.sleep(1.2)  # a second's point, so that the history is not empty
+    time.sleep(1.2)  # the point of one second, so that the history is not empty
     (first, history), *states = events(worker, 4)
     assert first == "history"
     assert len({len(column) for column in history.values()}) == 1

@@ -1,4 +1,4 @@
-"""`pagemill exporter`: what Prometheus finds there, with no worker anywhere."""
+"""`pagemill exporter`: the metrics that it exports to Prometheus without any worker."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_queue_without_a_worker_has_its_depth_and_no_server_for_its_model(clie
 
 
 def test_it_says_what_a_worker_s_own_scrape_says(client: QueueClient, valkey_url: str) -> None:
-    """Boards take the maximum over both."""
+    """Dashboards use the maximum of both."""
     client.pause()
     client.submit(*({"prompt": "a"} for _ in range(5)))
     with (
@@ -164,7 +164,7 @@ def test_the_command_runs_without_torch_and_ends_at_sigterm(client: QueueClient,
 
 
 def test_a_read_makes_due_what_no_worker_is_there_to_make_due(client: QueueClient, valkey_url: str) -> None:
-    """Scaling from zero looks at what waits: a job whose delay is over, and one whose worker is gone."""
+    """Scaling from zero counts waiting jobs: also one whose delay is over and one that lost its worker."""
     client.submit({"prompt": "a"})
     assert len(client.run(transitions.pull(client.queue, "gone", ["echo"], 1, 10**9, 1)).jobs) == 1
     client.submit({"prompt": "b", "delay": 0.05})

@@ -1,4 +1,4 @@
-"""A scrape's figures of a queue, from a real server."""
+"""The metrics of a queue in a scrape, from a real server."""
 
 from __future__ import annotations
 
@@ -150,4 +150,4 @@ def test_a_rollout_is_told_by_side(client: QueueClient, reader: QueueReader) -> 
     ):  # fmt: skip
         assert f"pagemill_queue_rollout_{name} {float(value)}" in lines, lines
     assert not any("r2" in line for line in lines)
-    assert reader.read().serving == {"echo": 2}  # pinned lanes are no models
+    assert reader.read().serving == {"echo": 2}  # pinned lanes are not models

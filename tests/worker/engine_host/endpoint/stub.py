@@ -1,7 +1,7 @@
-"""A small OpenAI-compatible server that fails as it is told.
+"""A small OpenAI-compatible server that fails as configured.
 
-It writes a fixed text word by word, and continues wherever the prompt, or the last message, already has words of it.
-Without conditions of its own it serves as a process too: `python -m ...stub PORT`, to be killed.
+It writes a fixed text word by word, and continues if the prompt, or the last message, already contains words
+of it. Without configured faults it also runs as a process: `python -m ...stub PORT`, to be killed.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ KEY = "sk-a-secret-key"
 
 
 class Stub:
-    """What the server says. Tests change the fields while it runs."""
+    """The server's responses. Tests change the fields while it runs."""
 
     def __init__(self) -> None:
         self.model = "stub-model"
         self.owned_by = "vllm"
         self.more_models: list[str] = []
         self.answers_as: str | None = None
-        """The model that events name, if it is another one."""
+        """The model that events name, if it differs."""
         self.version = "1.0"
         self.delay_s = 0.0
-        """Between two events."""
+        """Delay between two events."""
         self.fault = ""
         """The name of a fault of generating requests; see `Handler._stream`."""
         self.fault_after = 3
         """Events before the fault."""
         self.num_faults = 10**9
-        """Requests that get it."""
+        """Number of requests with the fault."""
         self.status = 200
-        """Of all generating requests, if it is not 200."""
+        """Status of all generating requests, if it is not 200."""
         self.metrics = ""
-        """In it, RUNNING stands for what runs here, and three requests of others."""
+        """In it, RUNNING represents the requests that run here, plus three requests of other clients."""
         self.slots: Any = None
         self.key = ""
-        """Requests without this key are answered 401, if it is set."""
+        """If set, requests without this key get a 401."""
         self.honors_schemas = True
         self.has_completions = True
         self.rejects = ""
-        """A field that no streaming request may have."""
+        """A field that streaming requests must not have."""
         self.num_running = 0
         self.most_running = 0
         self.bodies: list[dict[str, Any]] = []
-        """Of the streaming requests, without those of the startup, which have max_tokens 1."""
+        """Streaming requests, without those of the startup, which have max_tokens 1."""
         self.end = threading.Event()
-        """Ends what hangs."""
+        """Ends hanging responses."""
 
 
 class Handler(BaseHTTPRequestHandler):

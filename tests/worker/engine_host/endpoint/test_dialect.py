@@ -1,4 +1,4 @@
-"""The request that an engine gets, and what may come back."""
+"""The request that an engine receives, and its possible responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SET: dict[str, Any] = {
     "ignore_eos": True, "repetition_penalty": 1.1, "logit_bias": {7: 1.0}, "allowed_token_ids": (1, 2),
     "bad_words": ("x",), "skip_special_tokens": False,
 }  # fmt: skip
-"""A value of each field that OpenAI's interface does not have."""
+"""A value for each field that OpenAI's interface does not have."""
 
 
 def query(**fields: Any) -> Query:
@@ -49,7 +49,7 @@ def test_a_field_is_sent_or_its_job_is_left_to_others(name: str) -> None:
 
 
 def test_no_sampling_field_is_forgotten() -> None:
-    """A new one is either sent, or checked by `EndpointInputs`: say which, here and in dialect.py."""
+    """A new field is either sent, or checked by `EndpointInputs`: declare which, here and in dialect.py."""
     standard = {
         "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "n", "max_tokens",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""How full an endpoint is, as each engine exports it."""
+"""The load of an endpoint, as each engine exports it."""
 
 from __future__ import annotations
 

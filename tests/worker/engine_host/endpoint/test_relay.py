@@ -1,4 +1,4 @@
-"""What a relay reports of requests that were interrupted before."""
+"""What a relay reports for requests that were interrupted before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def relay(reported: list[RequestOutput], *resume: SampleState) -> Relay:
 
 
 def test_all_tokens_were_committed_but_not_the_end() -> None:
-    """The endpoint was killed between the last token and the end: nothing is left to ask it for."""
+    """The endpoint was killed between the last token and the end: no more tokens can be requested from it."""
     reported: list[RequestOutput] = []
     resumed = relay(reported, SampleState(0, [1, 2, 3], text="abc"), SampleState(1, [1], "stop", "a"))
     asyncio.run(resumed.run(cast(Any, None), stall_s=1.0))

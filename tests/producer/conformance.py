@@ -1,4 +1,4 @@
-"""Plays the cases of docs/conformance with the Python producer, and compares what it sends and gives."""
+"""Plays the cases of docs/conformance with the Python producer, and compares its commands and return values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ERRORS = {
 
 
 def fits(pattern: Any, value: Any) -> bool:
-    """Return True if a value is what a case expects; see docs/conformance/README.md."""
+    """Return True if a value matches the expectation of a case; see docs/conformance/README.md."""
     match pattern:
         case {"json": inner, **more}:
             read = json.loads(value)
@@ -62,7 +62,7 @@ def text(value: Any) -> Any:
 
 @dataclass
 class Recorder:
-    """Keeps the calls of a client and their replies, the last one of repeated calls."""
+    """Keeps the calls of a client and their replies; for repeated calls, the last reply."""
 
     calls: list[tuple[list[str], Any]] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class Recorder:
         run, thread = (
             SyncTransport.run,
             threading.get_ident(),
-        )  # workers of this process have threads of their own
+        )  # workers of this process have separate threads
 
         def recording(transport: SyncTransport, call: Call[Any]) -> Any:
             def parse(reply: Any) -> Any:

@@ -25,21 +25,21 @@ def queue(redis_url: str, queue_name: str) -> Iterator[Queue]:
 
 @pytest.fixture
 def valkey_queue(valkey_url: str, queue_name: str) -> Iterator[Queue]:
-    """An empty queue on Valkey only, for what does not depend on the server."""
+    """An empty queue on Valkey only, for tests that do not depend on the server."""
     with open_queue(valkey_url, queue_name) as queue:
         yield queue
 
 
 @pytest.fixture
 def own_queue(own_valkey: RedisServer) -> Iterator[Queue]:
-    """A queue on a server of this test alone."""
+    """A queue on a server for this test alone."""
     with open_queue(own_valkey.url, "q") as queue:
         yield queue
 
 
 @pytest.fixture
 def producer(queue: Queue) -> Iterator[Producer]:
-    """A producer of `queue`; of Valkey's alone where a folder says so."""
+    """A producer of `queue`; of `valkey_queue` in folders that override it."""
     with Producer(queue.url, queue=queue.name) as producer:
         yield producer
 
@@ -60,7 +60,7 @@ NODE_CLIENT = ROOT / "clients/typescript"
 
 @pytest.fixture(scope="session")
 def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the client for TypeScript, built with its dependencies."""
+    """A copy of the TypeScript client, built with its dependencies."""
     if shutil.which("npm") is None:
         pytest.skip("needs Node")
     directory = tmp_path_factory.mktemp("node") / "typescript"

@@ -1,4 +1,4 @@
-"""A queue to drive by hand: shorthands for its transitions."""
+"""A queue for manual control: shorthands for its transitions."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Queue:
         return self.status(job_id).state
 
     def lapse(self, job_id: str) -> None:
-        """Let the job's lease end now, as if its worker had been silent for long."""
+        """Let the job's lease expire now, as if its worker had been silent for a long time."""
         self.client.zadd(f"{self.prefix}leases", {job_id: 1}, xx=True)
 
     def make_due(self, job_id: str) -> None:

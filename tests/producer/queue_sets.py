@@ -1,4 +1,4 @@
-"""The required contents of a queue's sets, given the states of its jobs. For state machines over a queue."""
+"""The required contents of a queue's sets for given job states. Used by state machines over a queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.producer.driving import Queue
 
 
 def check_sets(queue: Queue, states: Mapping[str, str], affinities: Mapping[str, str | None]) -> None:
-    """Each job is where its state keeps it, and nowhere else. `states` has all that are active."""
+    """Each job is in the sets of its state, and in no others. `states` has all active jobs."""
     client, prefix = queue.client, queue.prefix
 
     def members(name: str) -> list[str]:
@@ -51,7 +51,7 @@ def check_sets(queue: Queue, states: Mapping[str, str], affinities: Mapping[str,
 
 
 def check_indexes(queue: Queue, names: set[str]) -> None:
-    """The index of a lane has exactly the jobs with an affinity up to its frontier, and goes with the lane."""
+    """The index of a lane has exactly the jobs with an affinity up to its frontier, and is removed with the lane."""
     client, prefix = queue.client, queue.prefix
     for lane in (name.removeprefix("alike:") for name in names if name.startswith("alike:")):
         assert client.pttl(f"{prefix}alike:{lane}") > 0

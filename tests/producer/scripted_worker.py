@@ -1,4 +1,4 @@
-"""A worker without an engine: pulls, streams words and commits, as its script says."""
+"""A worker without an engine: pulls, streams words and commits, according to its script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.producer.driving import Queue, open_queue
 
 
 def echo(queue: Queue, pulled: PulledJob) -> None:
-    """Commit the prompt; a prompt that begins with "fail" fails, one with "die" dies."""
+    """Commit the prompt; a prompt that begins with "fail" fails, one with "die" crashes the worker."""
     prompt = Job.from_payload(pulled.payload).prompt or ""
     if prompt.startswith("fail"):
         queue.fail(pulled)

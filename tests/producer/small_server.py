@@ -1,4 +1,4 @@
-"""A server of 30 MB, and how it is filled."""
+"""A server of 30 MB, and ways to fill it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_server(directory: Path, binary: str = "valkey-server", most: int = MOS
 
 
 def flood(queue: Queue, prompt: str = PROMPT) -> list[str]:
-    """Submit until the server's memory is the reason to refuse; returns the ids that were taken."""
+    """Submit until the server rejects a job because its memory is full; returns the accepted ids."""
     taken: list[str] = []
     for call in range(10_000):
         ids = [f"flood-{call}-{i}" for i in range(20)]

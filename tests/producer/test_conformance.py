@@ -1,4 +1,4 @@
-"""The cases of docs/conformance, held by the Python producer and by the client for TypeScript."""
+"""The cases of docs/conformance, checked for the Python producer and for the TypeScript client."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_client_for_node(
 
 
 def test_every_case_is_told_apart_from_a_wrong_one() -> None:
-    """The comparison itself: a pattern that anything fits would hold nobody."""
+    """The comparison itself: a pattern that matches everything would check nothing."""
     from tests.producer.conformance import fits
 
     assert fits({"json": {"a": 1}}, '{"a": 1}')

@@ -26,7 +26,7 @@ UNSUPPORTED = (
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """Return a JSON schema as a type of TypeScript."""
+    """Return a JSON schema as a TypeScript type."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2].lstrip("_")
     if options := schema.get("anyOf") or schema.get("oneOf"):

@@ -64,7 +64,7 @@ async def test_a_loop_beside_the_producer_s_own_is_refused(producer: AsyncProduc
 
 
 def test_loops_one_after_the_other_may_share_a_producer(queue: Queue) -> None:
-    # In its own process: asyncio warns of the sockets of a loop that was closed without them.
+    # In a separate process: asyncio warns about the sockets of a loop that was closed without them.
     code = """
 import asyncio, sys
 from pagemill import AsyncProducer, ResultTimeout
@@ -114,7 +114,7 @@ async def test_a_stream(queue: Queue, producer: AsyncProducer) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 8, 100])
 async def test_a_cancelled_wait_leaves_the_others_alone(steps: int, valkey_queue: Queue) -> None:
-    """Wherever the cancellation finds it: before it asks, while it does, while it waits."""
+    """At every point of the cancellation: before the request, during it, and during the wait."""
     async with AsyncProducer(valkey_queue.url, queue=valkey_queue.name) as producer:
         handle = await producer.submit(prompt="p", model="m")
         given_up, patient = (asyncio.create_task(handle.result()) for _ in range(2))

@@ -19,7 +19,7 @@ from tests.producer.scripted_worker import scripted_worker
 
 
 def echo(queue: Queue, pulled: PulledJob) -> None:
-    """Commit the prompt with its places filled; one that begins with "fail" fails."""
+    """Commit the prompt with its placeholders filled; a prompt that begins with "fail" fails."""
     prompt = (
         rendered(WireJob.from_payload(pulled.payload), split_payload(pulled.payload).outputs).prompt or ""
     )
@@ -67,7 +67,7 @@ def test_a_dead_job_is_replayed_with_the_outputs_that_it_was_given(queue: Queue)
 
 
 def test_every_job_of_a_producer_waits(queue: Queue) -> None:
-    """However many rows there are: what is filled in quickly must wait too."""
+    """For any number of rows: rows that are filled in quickly must wait too."""
     with Producer(queue.url, queue=queue.name, model="m") as producer:
         first = producer.submit(prompt="one")
         with Producer(queue.url, queue=queue.name, model="m", defaults={"after": {"a": first.id}}) as waiting:
@@ -92,7 +92,7 @@ async def test_a_chain_on_an_event_loop(queue: Queue) -> None:
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Pairs of a job and one that waits for it."""
+    """Pairs of a job and a job that waits for it."""
     found: list[dict[str, Any]] = []
     for n in range(count):
         found.append({"prompt": f"p{n}", "key": f"{n}/first"})
@@ -106,7 +106,7 @@ def test_a_batch_of_chains_over_several_calls(queue: Queue) -> None:
         batch = producer.submit_many(rows(300), batch_id="b")
         with scripted_worker(queue.url, queue.name, echo):
             found = {item.key: item.result.text for item in batch.results(timeout=120) if item.result}
-            again = producer.submit_many(rows(301), batch_id="b")  # what is missing is added
+            again = producer.submit_many(rows(301), batch_id="b")  # the missing values are added
             assert again.wait(timeout=60).succeeded == 602
     assert found == {f"{n}/first": f"p{n}" for n in range(300)} | {
         f"{n}/second": f"p{n}!" for n in range(300)

@@ -1,4 +1,4 @@
-"""Errors say what is wrong and what to do: in words, and in attributes."""
+"""Errors name the cause and the remedy: in their text, and in attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Submits that ask when their job will end, by threads and by asyncio."""
+"""Submits that request a completion estimate, with threads and with asyncio."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.producer.driving import Queue
 
 
 def announce(queue: Queue, *, rate: float = 10.0) -> None:
-    """A worker that ends ten tokens a second in each of two rows."""
+    """A worker that generates ten tokens per second in each of two batch slots."""
     speed = Speed(rows=2, busy_rate=rate, free_rate=rate)
     queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w", models=("m",), speed=speed)))
 

@@ -1,4 +1,4 @@
-"""The events that a reader of a job's stream receives when the job begins again, read by read."""
+"""The events that a reader of a job's stream receives when the job restarts, read by read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.producer.driving import Queue, delta
 
 
 class Reader:
-    """A stream that looks at its job only when it is told to."""
+    """A stream that reads its job only when the test calls it."""
 
     def __init__(self, queue: Queue, job_id: str) -> None:
         self._queue = queue
@@ -31,7 +31,7 @@ class Reader:
         self._asked: Any = next(self._flow)
 
     def look(self) -> list[tuple[str, int, str]]:
-        """The news: type, sample and text of each event."""
+        """The events: type, sample and text of each."""
         events: list[StreamEvent] = []
         try:
             while not isinstance(self._asked, Wait):
@@ -47,7 +47,7 @@ class Reader:
 
 
 def begun_again(queue: Queue) -> tuple[Reader, Any]:
-    """A reader that has words of two samples, and has seen that nothing is left of them."""
+    """A reader that has text of two samples, and has seen that none of it is left."""
     queue.submit("job", n=2)
     job = queue.pull_one()
     queue.checkpoint(job, delta(0, 1, text="old "), delta(0, 1, index=1, text="too "))

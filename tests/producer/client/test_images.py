@@ -1,4 +1,4 @@
-"""`images=` of the clients: what it takes, what it becomes, and which element an error names."""
+"""`images=` of the clients: accepted values, their encoding, and the element that an error names."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def interruption(error: Exception) -> Iterator[None]:
 ERRORS = [
     SoftLimit("time is up"), HandlerFailed("x"), ValueError("x"), TimeoutError("x"), ConnectionError("x"),
 ]  # fmt: skip
-"""The last two are also what the driver raises, and what it tries again after."""
+"""The driver also raises the last two, and retries after them."""
 CALLS: dict[str, Callable[[Producer, JobHandle], Any]] = {
     "submit": lambda producer, _: producer.submit(prompt="x", model="m"),
     "submit_many": lambda producer, _: producer.submit_many([{"prompt": "x", "model": "m"}] * 600),

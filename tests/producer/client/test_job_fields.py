@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 OF_A_ROW = (
     "prompt", "messages", "prompt_token_ids", "model", "temperature", "after", "when", "on_parent_failure",
 )  # fmt: skip
-"""The arguments that `Pipeline` sets itself, or takes from a row."""
+"""The arguments that `Pipeline` sets itself, or reads from a row."""
 WIDER = {
     "stop": "str | Sequence[str]",
     "bad_words": "str | Sequence[str]",
@@ -59,7 +59,7 @@ class JobFields(RowFields, total=False):
 
 
 def spelled(hint: Any) -> str:
-    """An annotation as what may be given for it."""
+    """An annotation as the type of its accepted values."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " | ".join(map(spelled, arguments))

@@ -1,4 +1,4 @@
-"""Finding jobs in a queue of any size: what is found, in which order, and how little each step looks at."""
+"""Finding jobs in a queue of any size: the results, their order, and the small cost of each step."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_place_that_is_not_ours_is_refused_or_harmless(valkey_queue: Queue, af
 
 @pytest.mark.slow
 def test_a_search_through_very_many_jobs_is_a_bounded_number_of_short_steps(own_valkey: RedisServer) -> None:
-    """Where nothing matches, a page looks at a part of the keyspace and says where to go on."""
+    """If no job matches, a page searches a part of the keyspace and reports where to continue."""
     queue = _large(own_valkey)
     client = queue.client
     client.config_resetstat()
@@ -114,7 +114,7 @@ def test_a_search_through_very_many_jobs_is_a_bounded_number_of_short_steps(own_
     commands = client.info("commandstats")
     assert "cmdstat_keys" not in commands
     assert commands["cmdstat_scan"]["calls"] <= steps * job_search.MAX_STEPS
-    # What the page shows first needs no walk at all.
+    # The first content of the page does not need a walk.
     client.config_resetstat()
     assert len(find(queue, state="queued").jobs) == 50
     assert len(find(queue, batch="big", limit=50).jobs) == 50

@@ -128,7 +128,7 @@ def test_one_key_with_other_work_is_a_conflict(
     calls = [jobs if is_first else jobs[::-1]]
     if not is_one_call:
         calls = [[job] for job in calls[0]]
-    for _ in range(2):  # again, the same rows are the same items
+    for _ in range(2):  # on repeated calls, the same rows are the same items
         for call in calls:
             batch = producer.submit_many(call, batch_id="b")
     counts = batch.counts()
@@ -160,7 +160,7 @@ def test_a_conflict_with_an_item_that_has_ended(queue: Queue, producer: Producer
 
 
 def test_many_rows_with_keys(producer: Producer) -> None:
-    """More than a chunk, so that a row and its duplicate come in different calls."""
+    """More than a chunk, so that a row and its duplicate are in different calls."""
     rows = [{"prompt": f"p{i}", "model": "m", "key": f"k{i % 400}"} for i in range(800)]
     assert producer.submit_many(rows).counts() == BatchCounts(total=800, queued=400, failed=400)
 
@@ -317,7 +317,7 @@ def test_a_lost_hint_delays_and_never_hangs(queue: Queue, producer: Producer) ->
     job = queue.pull_one()
     waiter = threading.Thread(target=handle.result)
     waiter.start()
-    # As a commit whose hint got lost: the state changes, nobody is told.
+    # Like a commit with a lost hint: the state changes without a notification.
     queue.client.set(f"{queue.prefix}out:{handle.id}", '{"id":"x","outputs":[{"index":0}],"model":"m"}')
     queue.client.hset(f"{queue.prefix}job:{handle.id}", "state", "succeeded")
     waiter.join(timeout=120)
@@ -349,7 +349,7 @@ def test_a_forked_child_has_connections_of_its_own(queue: Queue, producer: Produ
     producer.submit(prompt="parent", model="m")
     pid = os.fork()
     if pid == 0:
-        # The child must not run pytest's own clean-up.
+        # The child must not run pytest's cleanup.
         code = 1
         try:
             producer.submit(prompt="child", model="m", job_id="child")

@@ -1,4 +1,4 @@
-"""Pydantic classes wherever a schema is taken, results parsed into them, and a producer's model and defaults."""
+"""Pydantic classes as schemas, results parsed into them, and a producer's model and defaults."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_objects_of_a_class_are_closed_unless_it_allows_more() -> None:
     assert schema["additionalProperties"] is True
     assert schema["$defs"]["Author"]["additionalProperties"] is False
     assert schema["properties"]["tags"]["additionalProperties"] == {"$ref": "#/$defs/Author"}
-    # An object that is given as a schema keeps its meaning.
+    # An object that is passed as a schema keeps its meaning.
     assert (
         json.loads(StructuredOutputs(json=Author.model_json_schema()).json or "")
         == Author.model_json_schema()

@@ -9,6 +9,6 @@ from pagemill import Producer
 
 @pytest.fixture
 def producer(valkey_url: str, queue_name: str) -> Iterator[Producer]:
-    """A producer of a queue without a worker; files have others."""
+    """A producer of a queue without a worker; test modules may override it."""
     with Producer(valkey_url, queue=queue_name) as producer:
         yield producer

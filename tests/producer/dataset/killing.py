@@ -1,4 +1,4 @@
-"""Runs of a command that are killed, until one ends by itself."""
+"""Runs of a command that are killed until one exits normally."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def killed_until_done(
     last: int | None = None,
     after: Callable[[int], None] = lambda returncode: None,
 ) -> int:
-    """Start the command again and again, and kill it a random step further each time; returns the number of kills.
+    """Start the command repeatedly, and kill each run a random step later; returns the number of kills.
 
-    A kill comes at a progress of `last` at the latest. `after` is called with the exit status of every process.
+    A kill happens at a progress of `last` at the latest. `after` is called with the exit status of every process.
     """
     kills = 0
     while not is_done():

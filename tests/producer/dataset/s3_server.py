@@ -1,4 +1,4 @@
-"""An S3 on this machine: moto's server, which keeps objects in memory."""
+"""A local S3: moto's server, which keeps objects in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECRET = "wJalrXUtnFEMI"
 
 
 class Bucket:
-    """A bucket of an S3 on this machine."""
+    """A bucket of a local S3."""
 
     def __init__(self, url: str, name: str) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Bucket:
             "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7",
             "AWS_SECRET_ACCESS_KEY": SECRET,
         }
-        """Environment variables of who uses it."""
+        """Environment variables of its clients."""
         self.client = boto3.client(
             "s3",
             endpoint_url=url,
@@ -50,10 +50,10 @@ class Bucket:
 
 @contextmanager
 def running_s3() -> Iterator[str]:
-    """The address of a server for the length of the block."""
+    """The address of a server for the duration of the block."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    S3FileSystem.clear_instance_cache()  # these hold another server's address
+    S3FileSystem.clear_instance_cache()  # these have another server's address
     try:
         yield "http://{}:{}".format(*server.get_host_and_port())
     finally:

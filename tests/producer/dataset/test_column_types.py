@@ -1,4 +1,4 @@
-"""Every Arrow type and every JSON value, through the readers and into every output: no cell costs another row."""
+"""Every Arrow type and every JSON value, through the readers and into every output: no cell affects another row."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ BYTES = {
     pyarrow.large_string(): pyarrow.large_binary(),
     pyarrow.string_view(): pyarrow.binary_view(),
 }
-"""Types of texts and bytes, and the type whose arrays have the same form."""
+"""Types of texts and bytes, and the types whose arrays have the same layout."""
 
 
 def leaf(kind: Any, size: int, draw: Any) -> Any:
-    """Return an array with any bits, also those that stand for no value of Python."""
+    """Return an array with arbitrary bits, also bits that no Python value represents."""
     many = st.lists(st.none() | INTEGERS, min_size=size, max_size=size)
     if kind in BITS_32:
         ints = [None if value is None else (value + 2**31) % 2**32 - 2**31 for value in draw(many)]
@@ -105,7 +105,7 @@ def is_readable(column: Any, index: int) -> bool:
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write rows with an output, and read them again."""
+    """Write rows with an output, and read them back."""
     meta = {"key": "k", "row": 1, "finish_reason": "stop", "usage": {"prompt_tokens": 1}}
     with Form.from_path(path, rows).open(path) as writer:
         for row in rows:
@@ -215,7 +215,7 @@ assert ("pandas" in sys.modules) == (sys.argv[1] == "with")
 
 @pytest.mark.slow
 def test_nanoseconds_are_the_same_without_pandas() -> None:
-    """Pandas has types for them, Python has none."""
+    """Pandas has types for them, Python does not."""
     told = [run_python("-c", NANOSECONDS, how, check=True).stdout for how in ("with", "without")]
     assert told[0] == told[1]
     assert "2023-11-14T22:13:20.123456789" in told[0]
@@ -249,7 +249,7 @@ def test_any_json_rows_fit_any_output(
     texts = [value for row in good for value in row.values() if isinstance(value, str)]
     for name in ("out.parquet", "out.csv", "out.tsv", "out.jsonl"):
         if name == "out.tsv" and any(map(_holds_rows, texts)):
-            continue  # its reader takes them for rows that a stray quote joined
+            continue  # its reader treats them as rows that a stray quote joined
         found = written(folder / name, good)
         assert len(found) == len(good)
         assert all(row.keys() <= line.keys() for row, line in zip(good, found, strict=True))

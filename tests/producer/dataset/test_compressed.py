@@ -1,4 +1,4 @@
-"""Compressed files in and out: .gz and .zst are read and written as what they hold."""
+"""Compressed files as input and output: .gz and .zst are handled like their content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CSV and TSV as people write it: every line is in a row, or in an error with its number."""
+"""CSV and TSV as users write it: every line is in a row, or in an error with its number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(folder: Path, name: str, text: str | bytes, **options: Any) -> list[Row
 
 
 def lines_of(row: Row) -> int:
-    """Return the number of lines of the file that a row stands for."""
+    """Return the number of lines of the file that a row represents."""
     if row.fields is not None:
         return 1 + sum(value.count("\n") for value in row.fields.values())
     assert row.error is not None
@@ -50,7 +50,7 @@ LINES = st.lists(st.lists(CELL, min_size=1, max_size=3), max_size=8)
 def test_every_line_is_accounted_for(
     lines: list[list[str]], delimiter: str, end: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    # No line begins with a quote, so that none is blank.
+    # No line starts with a quote, so that no line is blank.
     text = "".join(delimiter.join(["x", *cells]) + end for cells in [["y", "z"], *lines])
     folder = tmp_path_factory.mktemp("rows")
     rows = read(folder, "in.csv", text, delimiter=delimiter)

@@ -1,4 +1,4 @@
-"""Data frames in and out of a dataset run: pandas, polars and Arrow tables, with what real tables hold."""
+"""Data frames as input and output of a dataset run: pandas, polars and Arrow tables, with realistic content."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_outputs_of_different_types_become_text(producer: Producer) -> None:
 
 
 def test_a_row_too_large_for_the_queue_fails_alone(producer: Producer, tmp_path: Path) -> None:
-    """It is valid by itself: only its payload is longer than a queue takes."""
+    """The row itself is valid: only its payload is longer than a queue accepts."""
     summary = simple().run(pandas.DataFrame({"text": ["a", "x" * (1 << 20)]}), producer=producer)
     assert column(summary.frame, "output") == ["a", None]
     assert summary.error_codes == {"payload_too_large": 1}

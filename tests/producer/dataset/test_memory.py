@@ -1,4 +1,4 @@
-"""A run of more rows than the server's memory has room for."""
+"""A run with more rows than fit into the server's memory."""
 
 from __future__ import annotations
 

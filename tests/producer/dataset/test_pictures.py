@@ -28,7 +28,7 @@ from tests.producer.scripted_worker import scripted_worker
 
 
 def picture(number: int, size: int = 0) -> bytes:
-    """The shortest that is taken for a PNG: the producer does not decode pictures."""
+    """The shortest content that is recognized as a PNG: the producer does not decode pictures."""
     return b"\x89PNG\r\n\x1a\n" + b"%06d" % number + bytes(size)
 
 
@@ -43,7 +43,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     match path.suffix:
         case ".parquet":
             table = pyarrow.Table.from_pylist(rows)
-            pyarrow.parquet.write_table(table, path, write_batch_size=16)  # rows of a page, at least
+            pyarrow.parquet.write_table(table, path, write_batch_size=16)  # rows per page, at least
         case ".csv":
             with path.open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(rows[0]))
@@ -72,7 +72,7 @@ def run(valkey_url: str, queue_name: str, tmp_path: Path) -> Callable[..., tuple
 
 @pytest.mark.slow
 def test_kinds_of_columns(run: Any, tmp_path: Path) -> None:
-    """Paths are relative to the file with the rows; no output has more of a picture than its name."""
+    """Paths are relative to the file with the rows; outputs contain only a picture's name."""
     (tmp_path / "1.png").write_bytes(picture(1))
     text = base64.b64encode(picture(2)).decode()
     values: dict[str, list[Any]] = {
@@ -151,7 +151,7 @@ def test_settings_that_make_no_job(run: Any, tmp_path: Path) -> None:
 
 
 def test_few_large_rows_are_held(tmp_path: Path, valkey_url: str, queue_name: str) -> None:
-    """A row group of 60 MB is read in parts of 16 MiB, and large images narrow the window."""
+    """A row group of 60 MB is read in parts of 16 MiB, and large images reduce the window."""
     rows = [{"image": picture(n, 200_000)} for n in range(300)]
     source = open_source(write(tmp_path / "rows.parquet", rows))
     before = pyarrow.total_allocated_bytes()

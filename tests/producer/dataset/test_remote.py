@@ -1,4 +1,4 @@
-"""Inputs and outputs behind URIs: S3 on a local server, HTTP, what a crash leaves, and that no secret is told."""
+"""Inputs and outputs behind URIs: S3 on a local server, HTTP, the state after a crash, and hidden secrets."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ def test_killed_in_the_copies_at_the_end(
 def test_killed_anywhere_it_ends_with_the_same_object(
     bucket: Bucket, valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:
-    """Until the end the object is what it was, and one beside it says where the journal is."""
+    """Until the end, the object is unchanged, and a second object names the location of the journal."""
     texts = [f"row {i % 350}" for i in range(400)]
     source = bucket.put("in.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
-    bucket.put("out.jsonl", b"")  # an output without rows has nothing to lose
+    bucket.put("out.jsonl", b"")  # an output without rows cannot lose any
     command = [sys.executable, "-c", RUN, valkey_url, queue_name, source, bucket("out.jsonl"), ""]
 
     def check_beside(returncode: int) -> None:
@@ -184,7 +184,7 @@ def test_a_copy_that_fails_loses_nothing(
     with counting_worker(valkey_url, queue_name) as ran:
         with monkeypatch.context() as patch:
             patch.setattr(s3fs.S3FileSystem, "_put_file", refuse)
-            s3fs.S3FileSystem.clear_instance_cache()  # instances hold the method
+            s3fs.S3FileSystem.clear_instance_cache()  # instances keep the method
             with pytest.raises(
                 DiskError, match=r"could not be written .* nothing that was done is lost"
             ) as failed:
@@ -303,7 +303,7 @@ def test_without_room_for_a_journal_it_says_so(
 def serving(folder: Path) -> Iterator[str]:
     class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Send no response."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)

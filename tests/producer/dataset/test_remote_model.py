@@ -1,4 +1,4 @@
-"""A cascade whose last model is of another API: the budget, the key, and all ways in which the API fails."""
+"""A cascade whose last model belongs to another API: the budget, the key, and all failures of the API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.producer.scripted_worker import scripted_worker
 
 KEY = "sk-a-secret-key"
 TOKENS = 300
-"""What the API counts for each request; up to twice as many are reserved."""
+"""The tokens that the API counts for each request; up to twice as many are reserved."""
 RUN = """
 import sys
 from pagemill import Producer
@@ -41,12 +41,12 @@ with Producer(url, queue=queue) as producer:
 
 
 class Api:
-    """What the API answers. Tests change the fields while it runs."""
+    """The API's responses. Tests change the fields while it runs."""
 
     def __init__(self) -> None:
         self.url = ""
         self.faults: list[str] = []
-        """What becomes of the next requests; then all are answered."""
+        """The faults of the next requests; later requests succeed."""
         self.always = ""
         self.delay_s = 0.0
         self.states_usage = True
@@ -249,7 +249,7 @@ def test_an_api_that_rejects_the_key_is_not_asked_again(api: Api, producer: Prod
 def test_a_run_that_is_killed_keeps_to_its_budget(
     api: Api, valkey_url: str, queue_name: str, workers: Workers, tmp_path: Path
 ) -> None:
-    """What the API may have been asked before SIGKILL counts."""
+    """Requests that the API may have received before SIGKILL count."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(80)))
     command = [sys.executable, "-c", RUN, valkey_url, queue_name, str(source), str(out), api.model, "15000"]

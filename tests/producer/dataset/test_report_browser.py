@@ -1,4 +1,4 @@
-"""A run's HTML report as a browser shows it: complete by itself, drawn, and never obeying the data."""
+"""A run's HTML report in a browser: self-contained, drawn, and safe against markup in the data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose labels, gold values, error codes and file names all try to be markup."""
+    """A run whose labels, gold values, error codes and file names all contain markup."""
     summary = Summary(gold=HOSTILE[0], price_per_hour=2.0, totals=Totals(seconds=90.0), wants_schema=True)
     labels = LabelColumns("label")
     stages = [Step(model, Recipe(model), "label", labels=labels, below=0.8) for model in HOSTILE[:2]]
@@ -66,7 +66,7 @@ def test_it_asks_for_nothing_from_elsewhere_and_runs_nothing(page: Path) -> None
 
 @pytest.fixture(scope="module")
 def browser(page: Path) -> Iterator[Browser]:
-    """With the report open; the tests that ask for it are skipped where there is none."""
+    """With the report open; the tests that use it are skipped if there is no browser."""
     with open_browser() as browser:
         browser.view(DESKTOP)
         browser.open(page.as_uri())
@@ -91,7 +91,7 @@ def test_every_bar_is_drawn_and_the_longest_fills_its_chart(browser: Browser) ->
         "return [...document.querySelectorAll('svg:not(.curve, .reliability)')].map(svg => "
         "[svg.querySelector('rect').getBoundingClientRect().width, svg.getBoundingClientRect().width])"
     )
-    # five labels, one reason to end, one failure
+    # five labels, one finish reason, one failure
     assert len(widths) == 7
     assert all(0 < bar <= chart + 1 for bar, chart in widths)
     assert all(abs(bar - chart) < 2 for bar, chart in widths), "all counts are equal within a chart"

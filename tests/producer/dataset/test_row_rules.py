@@ -1,4 +1,4 @@
-"""What becomes of null and empty rows, of rows that are not wanted, and of outputs that were cut off."""
+"""Null and empty rows, rows that are filtered out, and outputs that were cut off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = [
 
 
 def cutting(queue: Queue, pulled: PulledJob) -> None:
-    """Answer with a JSON object; a prompt that holds "long" is cut off in the middle."""
+    """Answer with a JSON object; the output for a prompt that contains "long" is cut off in the middle."""
     prompt = Job.from_payload(pulled.payload).prompt or ""
     is_cut = "long" in prompt
     whole = json.dumps({"label": prompt})

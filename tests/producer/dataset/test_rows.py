@@ -1,4 +1,4 @@
-"""Reading rows: every format, and every way in which a line can be bad."""
+"""Reading rows: every format, and every kind of bad line."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bad_json_lines_keep_their_numbers(tmp_path: Path) -> None:
 
 
 def test_a_number_beyond_64_bits_is_kept_as_text(tmp_path: Path) -> None:
-    """As null it would silently become a field's default; no field takes text for a number."""
+    """As null it would silently become a field's default; no field accepts text as a number."""
     path = write(tmp_path / "in.jsonl", '{"a": 1e400, "b": [-1e999], "c": 1e308, "d": 1e-999}\n')
     assert read(path)[0].fields == {"a": "1e400", "b": ["-1e999"], "c": 1e308, "d": 0.0}
 
@@ -77,7 +77,7 @@ def test_a_line_that_is_too_long_is_skipped(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_csv_line_that_is_too_long_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is never read as a whole. One within quotes is a row of its own, as all lines after an open quote."""
+    """It is never read completely. A long line within quotes is a separate row, like all lines after an open quote."""
     monkeypatch.setattr(rows_module, "MAX_LINE_BYTES", 64)
     long = "b," * 500 + "\r\n"
     path = write(tmp_path / "in.csv", f'a,b\r\n1,2\r\n{long}"3\r\n{long}4,5\r\n')
@@ -152,7 +152,7 @@ def test_parquet_values_become_json(tmp_path: Path) -> None:
 
 
 def test_a_dataset_directory(tmp_path: Path) -> None:
-    """As `datasets` writes it: Arrow streams and a state.json that lists them."""
+    """The layout that `datasets` writes: Arrow streams and a state.json that lists them."""
     table = pyarrow.Table.from_pylist(TABLE)
     for number in range(2):
         with pyarrow.ipc.new_stream(tmp_path / f"data-{number}.arrow", table.schema) as stream:

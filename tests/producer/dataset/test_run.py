@@ -1,4 +1,4 @@
-"""Dataset runs on a real server: kill them anywhere, and they end with the same file and pay for nothing twice."""
+"""Dataset runs on a real server: after kills at any point, the file is the same and no job runs twice."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_killed_anywhere_it_ends_with_the_same_file(valkey_url: str, queue_name:
 def test_a_server_that_forgot_everything_costs_only_what_was_under_way(
     producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new server, or one that was flushed: the journal holds what is done, the rest is submitted again."""
+    """A new server, or a flushed one: the journal has the finished rows, the rest is submitted again."""
     import redis
 
     monkeypatch.setattr("pagemill.producer.dataset.work.LOST_AFTER_S", 0.5)
@@ -208,7 +208,7 @@ def test_a_server_that_forgot_everything_costs_only_what_was_under_way(
             wiped.set()
             with redis.Redis.from_url(
                 valkey_url
-            ) as client:  # at one moment, as a flush or a new server would
+            ) as client:  # at one moment, as if by a flush or a new server
                 client.eval(_FORGET, 0, f"pagemill:{{{queue_name}}}:*")
             return
         ran[Job.from_payload(pulled.payload).prompt or ""] += 1
@@ -268,7 +268,7 @@ def test_a_later_row_with_the_outputs_column_is_one_bad_row(
 def test_an_input_that_breaks_off_in_the_middle_stops_the_run(
     tmp_path: Path, producer: Producer, valkey_url: str, queue_name: str
 ) -> None:
-    """Unlike a DatasetError at the start, after which nothing has run."""
+    """Unlike a DatasetError at startup, after which no job has run."""
     rows = "".join(json.dumps({"text": random.Random(i).randbytes(60).hex()}) + "\n" for i in range(2_000))
     source = tmp_path / "in.jsonl.gz"
     source.write_bytes(gzip.compress(rows.encode())[:-20_000])
@@ -279,7 +279,7 @@ def test_an_input_that_breaks_off_in_the_middle_stops_the_run(
 def test_a_later_start_may_submit_the_same_work_with_another_prompt(
     tmp_path: Path, producer: Producer
 ) -> None:
-    """A step's prompt has places for outputs, and in a later start the outputs: that is no conflict of keys."""
+    """A step's prompt has placeholders for outputs, and after a restart the outputs: this is not a key conflict."""
     works = [Work("k", Job(prompt=text, model="m")) for text in ("a place", "its output")]
     for work in works:
         with Journal(tmp_path / "out.partial") as journal:
@@ -302,7 +302,7 @@ def test_gold_gives_accuracy(producer: Producer, ran: Counter[str], tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_memory_does_not_grow_with_the_rows(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
-    """The run's own process: its peak after 120,000 rows beside its peak after 30,000."""
+    """The memory of the run's process: its peak after 120,000 rows compared with its peak after 30,000."""
     measured = RUN + "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     peaks = []
     for count in (30_000, 120_000):

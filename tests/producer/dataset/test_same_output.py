@@ -1,4 +1,4 @@
-"""Two runs on one output: other work is refused and says what differs, the same work adds to one report."""
+"""Two runs on one output: other work is rejected with its differences, the same work adds to one report."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_other_rows_do_not_replace_it_either(producer: Producer, out: Path) -> N
 
 
 def test_without_a_record_other_work_is_told_by_its_rows(producer: Producer, out: Path) -> None:
-    """As of an output that an earlier version wrote."""
+    """Like an output that an earlier version wrote."""
     simple().run(ROWS, out=out, producer=producer)
     out.with_name("out.jsonl.run.json").unlink()
     with pytest.raises(DatasetError, match="has none of these rows"):
@@ -110,7 +110,7 @@ def test_an_interrupted_run_is_not_taken_up_by_other_work(producer: Producer, ou
 
 
 def test_overwrite_goes_on_with_its_own_work(producer: Producer, out: Path) -> None:
-    """The same command again: with --overwrite it does not begin anew each time."""
+    """Repeating the command: with --overwrite it resumes instead of restarting each time."""
     interrupt(simple(), producer, out, ROWS)
     summary = simple().run(ROWS, out=out, producer=producer, overwrite=True)
     assert (summary.succeeded, summary.totals.starts) == (20, 2)
@@ -152,7 +152,7 @@ def test_time_until_an_interruption_counts(producer: Producer, out: Path) -> Non
 
 
 def test_time_until_a_kill_counts_too(producer: Producer, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The totals are stored while the run goes on: nothing is left to do at its end, which a killed one never has."""
+    """The totals are stored during the run: no final step is needed, which a killed run would never reach."""
     monkeypatch.setattr(stopwatch, "STORE_INTERVAL_S", 0.0)
     with monkeypatch.context() as killed:
         killed.setattr(run.Stopwatch, "__exit__", lambda self, *exception: None)

@@ -94,7 +94,7 @@ def test_a_folder_in_and_a_folder_out(suffix: str, producer: Producer, tmp_path:
     )
     assert (manifest["rows"], manifest["succeeded"], manifest["failed"]) == (9, 9, 0)
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "out.run.json"}
-    if suffix == ".parquet":  # readers of the folder meet one schema, in empty files as well
+    if suffix == ".parquet":  # readers of the folder find one schema, in empty files as well
         schemas = {str(parquet.read_schema(out / name).remove_metadata()) for name in names}
         assert len(schemas) == 1
         import pyarrow.dataset

@@ -1,4 +1,4 @@
-"""Input that comes as it comes: it is read as far as needed, kept in a file, and read again from there."""
+"""Streaming input: it is read as far as needed, kept in a file, and read again from there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.producer.scripted_worker import scripted_worker
 
 
 class Endless(io.RawIOBase):
-    """Lines without end, counted."""
+    """An endless stream of numbered lines."""
 
     given = 0
 
@@ -112,7 +112,7 @@ def test_a_stream_that_breaks_off_stops_the_run_and_loses_nothing(
 
 
 def test_a_full_disk_is_told_from_a_broken_stream(tmp_path: Path) -> None:
-    """On a process whose files may not grow."""
+    """In a process whose files must not grow."""
     program = (
         "import io, resource, signal\n"
         "from pathlib import PurePath\n"
@@ -133,7 +133,7 @@ def test_a_full_disk_is_told_from_a_broken_stream(tmp_path: Path) -> None:
 def test_work_on_standard_input_begins_before_its_end(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:
-    """And the log counts rows without a total."""
+    """In addition, the log counts rows without a total."""
     ran: list[str] = []
 
     def answer(queue: Queue, pulled: Any) -> None:

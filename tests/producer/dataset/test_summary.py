@@ -1,4 +1,4 @@
-"""The counts of a run's report, where they must stay right beyond the sizes of its tables."""
+"""The counts of a run's report, which must stay correct beyond the sizes of its tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates: what they may do, and that a row they fail on fails alone."""
+"""Templates: their permitted operations, and that an error in one row fails only that row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METHODS = sorted(name for name in dir(dict) if not name.startswith("_"))
 
 @pytest.mark.parametrize("name", [*METHODS, "title", "append", "real"])
 def test_a_field_is_found_before_an_attribute(name: str) -> None:
-    """An object's field may be called as Python's methods are."""
+    """An object's field may have the same name as a Python method."""
     fields = {"order": {name: ["apple", "pear"]}}
     for source in (
         "{{ order.NAME | join(' ') }}",

@@ -1,4 +1,4 @@
-"""`pagemill doctor`: real servers set up badly, and what it says of them."""
+"""`pagemill doctor`: badly configured real servers, and its reports about them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.producer.driving import Queue, open_queue
 
 @pytest.fixture
 def queue(own_valkey: RedisServer, queue_name: str) -> Iterator[Queue]:
-    """A queue on a server that may be set up badly."""
+    """A queue on a server that may be badly configured."""
     with open_queue(own_valkey.url, queue_name) as queue:
         yield queue
 
@@ -36,7 +36,7 @@ def doctor(url: str, *arguments: str) -> Result:
 
 
 def levels(queue: Queue) -> dict[str, str]:
-    """Check -> level, as `--json` says."""
+    """Check -> level, as `--json` reports it."""
     document = json.loads(doctor(queue.url, "--queue", queue.name, "--json").stdout)
     return {finding["check"]: finding["level"] for finding in document["findings"]}
 
@@ -46,7 +46,7 @@ def test_a_server_as_it_should_be_is_exit_code_0(queue: Queue) -> None:
     examined = doctor(queue.url, "--queue", queue.name, "--json")
     assert examined.exit_code == 0, examined.output
     document = json.loads(examined.stdout)
-    assert document["verdict"] in ("ok", "note", "warning")  # the machine is what it is
+    assert document["verdict"] in ("ok", "note", "warning")  # the result depends on the machine
     checks = {finding["check"]: finding["level"] for finding in document["findings"]}
     for check in (
         "redis",
@@ -84,7 +84,7 @@ def test_what_endangers_jobs_is_found(queue: Queue, setting: str, value: str, ch
     if setting == "maxmemory":
         queue.client.setrange(
             "junk", 200_000_000, "x"
-        )  # beside which what the checks themselves take is nothing
+        )  # compared with which the checks' own time is negligible
         value = str(int(float(value) * int(queue.client.info("memory")["used_memory"])))
     queue.client.config_set(setting, value)
     found = doctor(queue.url, "--queue", queue.name)

@@ -20,7 +20,7 @@ def queue() -> str:
 
 @pytest.fixture(scope="module")
 def worker_settings() -> dict[str, Any]:
-    """The worker echoes 2 ms a token. Modules override this."""
+    """The worker takes 2 ms per token. Modules override this."""
     return {"model": "echo:2", "max_num_seqs": 64}
 
 

@@ -1,4 +1,4 @@
-"""A client that listens to a stream on a thread of its own, while the test does things to the stream's job."""
+"""A client that listens to a stream on a separate thread, while the test changes the stream's job."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Listener:
         self.text = ""
         self.error: dict[str, Any] = {}
         self.is_done = False
-        """The stream said that this was all."""
+        """The stream sent its final event."""
         self.is_cut = False
-        """The connection ended in the middle of the answer."""
+        """The connection ended in the middle of the response."""
         self._url = f"{served.base_url}/completions"
         self._ask = {"prompt": "x", "stream": True} | fields
         self._thread = threading.Thread(target=self._run)
@@ -33,7 +33,7 @@ class Listener:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the answer has ended."""
+        """Until the response has ended."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), f"the stream does not end, after {self.text!r}"
 
@@ -58,7 +58,7 @@ class Listener:
 
 @contextmanager
 def listening(served: Served, **fields: Any) -> Iterator[Listener]:
-    """A client that listens; it has been sent everything at the end."""
+    """A client that listens; at the end it has received everything."""
     listener = Listener(served, fields)
     listener.start()
     yield listener

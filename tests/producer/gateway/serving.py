@@ -1,4 +1,4 @@
-"""Gateways for the tests: on a thread of this process, and as processes of their own."""
+"""Gateways for the tests: on a thread of this process, and as separate processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.worker.harness import PATIENCE_S, eventually, running_worker, worker_
 
 @dataclass(frozen=True)
 class Served:
-    """A gateway that answers."""
+    """A gateway that serves requests."""
 
     url: str
     port: int
@@ -39,7 +39,7 @@ class Served:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def ask(self, raw: bytes) -> bytes:
-        """Return the reply to raw bytes, until the gateway closes."""
+        """Return the response to raw bytes, until the gateway closes."""
         with self.connect() as connection:
             connection.sendall(raw)
             return read_all(connection)
@@ -72,7 +72,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 @contextmanager
 def gateway(url: str, queue: str, **settings: Any) -> Iterator[Served]:
-    """A gateway on a thread of this process, on a port of its own."""
+    """A gateway on a thread of this process, with its own port."""
     config = GatewayConfig(
         redis_url=url,
         queue=queue,
@@ -95,7 +95,7 @@ def gateway(url: str, queue: str, **settings: Any) -> Iterator[Served]:
 
 @contextmanager
 def served_worker(url: str, *, load_patience_s: float = PATIENCE_S, **settings: Any) -> Iterator[Served]:
-    """A worker with these settings, and its gateway, which knows it, on a queue of their own."""
+    """A worker with these settings, and a gateway that knows it, on a separate queue."""
     queue = f"q-{uuid.uuid4().hex[:12]}"
     config = worker_config(url, queue, **settings)
     with running_worker(config, load_patience_s) as worker, gateway(url, queue) as served:
@@ -121,7 +121,7 @@ server.run(sockets=[listener])
 def gateway_process(
     url: str, queue: str, *, log: Path | None = None, **settings: Any
 ) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
-    """A gateway in a process, to be killed. What it says goes to `log`."""
+    """A gateway in a process, to be killed. Its output goes to `log`."""
     config = {
         "redis_url": url, "queue": queue, "port": 0, "batch_poll_s": 0.1, "batch_lease_s": 2.0,
     } | settings  # fmt: skip
@@ -154,7 +154,7 @@ def _answers(served: Served) -> bool:
 
 
 def write_keys(path: Path, **entries: dict[str, Any]) -> dict[str, str]:
-    """A file of keys, by name; returns the keys themselves."""
+    """A file of keys, by name; returns the keys."""
     made = {name: new_key() for name in entries}
     rows = [
         ApiKey(name=name, sha256=made[name][1], **fields).model_dump(mode="json", exclude_defaults=True)

@@ -1,4 +1,4 @@
-"""Bad input, and clients that mean no good: the right status, bounded memory, and a gateway that lives."""
+"""Bad input and malicious clients: the right status, bounded memory, and a gateway that survives."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ASK = {"model": "echo", "prompt": "alive", "max_tokens": 5}
 
 @pytest.fixture(scope="module", autouse=True)
 def serving(served: Served) -> None:
-    """The worker may not have said yet what it serves."""
+    """The worker may not have announced its models yet."""
     url = f"{served.base_url}/completions"
     eventually(lambda: httpx.post(url, json=ASK, timeout=60).status_code == 200, "the gateway to serve")
 
 
 @pytest.fixture(autouse=True)
 def still_alive(served: Served) -> Iterator[None]:
-    """After each test of this module the gateway answers as before."""
+    """After each test of this module the gateway works as before."""
     yield
     assert (
         httpx.post(f"{served.base_url}/completions", json=ASK, timeout=60).json()["choices"][0]["text"]
@@ -76,7 +76,7 @@ def test_broken_bodies(served: Served, body: bytes) -> None:
 
 
 def test_other_content_types_are_refused(served: Served) -> None:
-    """A page in a browser may post these without asking anybody."""
+    """A page in a browser may post these without a preflight request."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         assert status_of(served.ask(post(json.dumps(ASK).encode(), kind))) == 415
 
@@ -88,7 +88,7 @@ def test_foreign_host_names_are_refused(served: Served) -> None:
 
 
 def test_bodies_that_are_too_large(served: Served) -> None:
-    """Said in the head, and not said: the sender gets to see the answer, and little of it is kept."""
+    """With and without a declared length: the sender can read the response, and little of the body is kept."""
     large = b"x" * (9 << 20)
     answer = served.ask(post(large))
     assert (status_of(answer), error_of(answer)["code"]) == (413, "body_too_large")
@@ -153,7 +153,7 @@ def test_what_is_no_http(served: Served, raw: bytes) -> None:
 
 
 def test_a_head_that_is_too_long(served: Served) -> None:
-    """Refused while it comes, or once it is there, whichever is seen first."""
+    """Rejected during or after the upload, whichever is detected first."""
     answer = served.ask(
         b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx: "
         + b"y" * 70_000
@@ -180,7 +180,7 @@ def test_unknown_paths_and_methods(served: Served) -> None:
 
 @pytest.mark.slow
 def test_slow_clients_are_let_go(valkey_url: str, queue: str) -> None:
-    """A head that does not come, a body that does not, and an answer that is not taken."""
+    """A request line and headers that do not arrive, a body that does not, and a response that is not read."""
     limits = {"head_timeout_s": 3.0, "body_timeout_s": 3.0, "send_timeout_s": 3.0}
     with gateway(valkey_url, queue, **limits) as served, ExitStack() as open_ones:
         silent, dribbling, half = (open_ones.enter_context(served.connect()) for _ in range(3))
@@ -230,7 +230,7 @@ def test_connections_that_ask_nothing_make_room(valkey_url: str, queue: str) -> 
 
 @pytest.mark.slow
 def test_ten_thousand_idle_connections(valkey_url: str, queue: str) -> None:
-    """Its memory stays bounded, its answers come, and the silent ones are gone after their time."""
+    """Its memory stays bounded, it responds, and silent clients are disconnected after their timeout."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 12_000:
         pytest.skip(f"this machine lets a process have {hard} open files")

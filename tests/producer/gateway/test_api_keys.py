@@ -1,4 +1,4 @@
-"""Keys: whose jobs, how many, how urgent; and what a stranger is told."""
+"""API keys: their jobs, limits and priorities; and the errors for unknown clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ASK = {"model": "m", "prompt": "x"}
 def made(
     tmp_path: Path, valkey_url: str, queue_name: str
 ) -> Iterator[tuple[Served, Served, dict[str, str], Path]]:
-    """Two gateways side by side on one file of keys."""
+    """Two gateways with the same file of keys."""
     path = tmp_path / "keys.json"
     keys = write_keys(path, **ENTRIES)
     with (
@@ -70,14 +70,14 @@ def test_a_key_decides_whose_job_it_is(
     assert post(one, keys["shut"]).status_code == 403
     assert post(one, keys["narrow"]).json()["error"]["code"] == "model_not_allowed"
     assert httpx.get(f"{one.base_url}/files").status_code == 401
-    assert post(one, keys["shop"]).status_code == 504  # nobody serves the model: it was let in, and waited
+    assert post(one, keys["shop"]).status_code == 504  # admitted without a worker, and waiting
 
     with Producer(valkey_url, queue=queue_name) as producer:
         found = producer._connected().transport.client.keys(f"pagemill:{{{queue_name}}}:job:*")
         (status,) = producer.statuses([key.decode().rpartition(":")[2] for key in found])
         assert (status.tenant, status.priority, status.state) == ("shop", "high", "expired")
 
-    # The bucket is the queue's: two at once, whichever gateway is asked.
+    # The bucket belongs to the queue: two requests together, on either gateway.
     statuses = [post(served, keys["slow"]).status_code for served in (one, other, one, other)]
     assert statuses == [504, 504, 429, 429]
     refused = post(other, keys["slow"])
@@ -87,7 +87,7 @@ def test_a_key_decides_whose_job_it_is(
     with client, pytest.raises(openai.RateLimitError):
         client.models.list()
 
-    # A new file is read while we run; a broken one changes nothing.
+    # A new file is read at runtime; a broken one changes nothing.
     path.write_text("{torn")
     assert post(one, keys["shut"]).status_code == 403
     rows = json.loads(json.dumps({"keys": [row.model_dump(mode="json") for row in _entries(path, keys)]}))

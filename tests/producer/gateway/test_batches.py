@@ -1,4 +1,4 @@
-"""Files and batches through the openai package, and gateways that die in the middle of them."""
+"""Files and batches through the openai package, and gateways that crash while they process them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_batch_from_its_file_to_its_files(valkey_url: str, queue_name: str) ->
         assert [found.id for found in client.batches.list()] == [batch.id]
         with pytest.raises(openai.ConflictError):
             client.batches.cancel(batch.id)
-        # What was computed is in the files now; the queue keeps it no longer.
+        # The computed results are in the files now; the queue no longer keeps them.
         assert len(list(client.files.list())) == 3
         client.files.delete(batch.input_file_id)
         with pytest.raises(openai.NotFoundError):
@@ -268,7 +268,7 @@ def test_tenants_do_not_meet(valkey_url: str, queue_name: str, tmp_path: Path) -
 
 
 def test_an_output_that_finds_no_room_ends_in_the_error_file(valkey_url: str, queue_name: str) -> None:
-    """Results of a few bytes of settings may be large: what a batch writes counts against its tenant's files."""
+    """Requests of a few bytes may have large results: a batch's output counts against its tenant's files."""
     with batching(valkey_url, queue_name, max_tenant_bytes=8_000, models=("m",)) as (_, client):
         ended = end_of(client, start(client, lines(40)).id)
         answered, refused = rows_of(client, ended.output_file_id), rows_of(client, ended.error_file_id)
@@ -348,7 +348,7 @@ def test_an_upload_that_was_never_finished_is_no_file(valkey_queue: Queue) -> No
 
 
 def test_a_lease_has_one_holder(valkey_queue: Queue) -> None:
-    """A gateway that comes back late changes nothing about what another does by now."""
+    """A gateway that resumes late does not change the current work of another gateway."""
     name, run = valkey_queue.name, valkey_queue.run
     file = stored_files.StoredFile("f", 0.0, 1, 1, "name", "batch", 0)
     run(stored_files.begin(name, "t", file, max_files=9, max_bytes=9))
@@ -380,7 +380,7 @@ def test_a_lease_has_one_holder(valkey_queue: Queue) -> None:
 
 @pytest.mark.slow
 def test_the_output_grows_from_the_first_answer_on(valkey_url: str, queue_name: str) -> None:
-    """Whole lines only, and nothing that was read is changed by what follows, also not by another gateway."""
+    """Only complete lines, and later writes never change a line that was read, also those of another gateway."""
     settings: dict[str, Any] = {"models": ("m", "late"), "batch_lease_s": 0.5}
     rows = lines(30, prompt="x" * 20_000)
     for row in rows[:10]:
@@ -433,7 +433,7 @@ def test_a_batch_of_inline_requests(valkey_url: str, queue_name: str) -> None:
         ):
             answer = httpx.post(f"{served.base_url}/batches", json=form | wrong, timeout=60)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "requests")
-        # A batch that is refused leaves no file behind.
+        # A rejected batch does not leave a file behind.
         late = [{"custom_id": "a", "body": {"model": "nobody", "prompt": "x"}}]
         client.batches.create(input_file_id=openai.omit, extra_body={"requests": late}, **form)  # type: ignore[arg-type]
         files = {file.id for file in client.files.list()}

@@ -1,4 +1,4 @@
-"""Batch files with one broken line of each kind: some fail the file as a whole, the others only their line."""
+"""Batch files with one broken line of each kind: some fail the complete file, the others only their line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line(name: str, fields: dict[str, Any] | None = None, **body: Any) -> dict[s
 
 GOOD = {
     "plain": line("plain"),
-    # A batch cannot stream: OpenAI's clients may leave the field in, and the answer is whole.
+    # A batch cannot stream: OpenAI's clients may leave the field in, and the response is complete.
     "streamed": line("streamed", stream=True, stream_options={"include_usage": True}),
 }
 BROKEN = {
@@ -71,7 +71,7 @@ def start_file(client: OpenAI, text: bytes) -> Batch:
 
 
 def text_of(*rows: dict[str, Any]) -> bytes:
-    """The lines of a file; the text LARGE stands for a number beyond 64 bits."""
+    """The lines of a file; the text LARGE represents a number beyond 64 bits."""
     return b"".join(json.dumps(row).replace(f'"{LARGE}"', LARGE).encode() + b"\n" for row in rows)
 
 

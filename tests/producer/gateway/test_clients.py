@@ -1,8 +1,8 @@
-"""What people's libraries do with tools: langchain here, instructor and litellm in the slow set.
+"""Tool use with popular client libraries: langchain here, instructor and litellm in the slow set.
 
-instructor asks for an older jiter and rich than the other tests have, and litellm brings much that nothing here needs:
-they are the extra `clients`, which `make setup` leaves out. `INSTALL` installs them without the rest of what they
-ask for.
+instructor requires an older jiter and rich than the other tests have, and litellm has many dependencies that
+are not needed here: they are the extra `clients`, which `make setup` omits. `INSTALL` installs them without
+their other dependencies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALL = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome"}}\n</tool_
 class Weather(BaseModel):
     """Say what the weather is like."""
 
-    model_config = ConfigDict(extra="forbid")  # with more members allowed, echo would write them for ever
+    model_config = ConfigDict(extra="forbid")  # with more members allowed, echo would write them forever
 
     city: Literal["Rome", "Oslo"]
 
@@ -104,7 +104,7 @@ def test_instructor_s_tools_mode(served: Served) -> None:
 def test_litellm_reads_calls_and_thinking(
     served: Served, is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it sends requests to the internet
     litellm = pytest.importorskip("litellm", reason=f"litellm is not installed: {INSTALL}")
 
     ask: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""An answer of server-sent events by itself: its comments, and how it ends."""
+"""A response of server-sent events: its comments, and its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Take = Callable[[bytes], None]
 
 
 class Client:
-    """Takes an answer, and hangs up when it is told to."""
+    """Reads a response, and disconnects when the test says so."""
 
     def __init__(self, take: Take = lambda body: None) -> None:
         self.taken: list[bytes] = []
@@ -111,7 +111,7 @@ def asked(url: str, *, include_usage: bool) -> ParsedRequest:
 @pytest.mark.parametrize("include_usage", [False, True])
 @pytest.mark.parametrize("url", [CHAT_URL, COMPLETIONS_URL])
 async def test_a_chunk_is_the_json_of_the_whole_object(url: str, include_usage: bool) -> None:
-    """Byte for byte, though what all chunks of a stream share is written once."""
+    """Byte for byte, though the common part of all chunks of a stream is written once."""
     async with AsyncProducer("redis://127.0.0.1:1", queue="q") as producer:
         handles = [AsyncJobHandle(producer, name) for name in ("one", "two")]
         stream = CompletionStream(asked(url, include_usage=include_usage), handles)
@@ -139,7 +139,7 @@ LONG = ["a", " b", *(f"bytes:\\x{byte:02x}" for byte in "\u4f60\U0001f600".encod
 async def test_many_log_probabilities_are_sent_in_parts(
     url: str, kind: Literal["token", "snapshot"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Together they are what one chunk would have: the gateway's other requests run between the parts."""
+    """Together they equal one chunk: the gateway's other requests run between the parts."""
     positions = tuple(
         PositionLogprobs(chosen=TokenLogprob(token_id=number, logprob=-number / 8, text=text))
         for number, text in enumerate(LONG)

@@ -1,4 +1,4 @@
-"""Requests as bytes: where one ends, what is no HTTP, and clients that go away inside a body."""
+"""Requests as bytes: their boundaries, input that is not HTTP, and clients that disconnect inside a body."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMUGGLED = b"GET /v1/smuggled HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Whatever comes, no log has a traceback, or an error."""
+    """For any input, no log contains a traceback or an error."""
     caplog.set_level(logging.INFO)
     yield
     found = caplog.get_records("call")
@@ -39,12 +39,12 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def statuses(answer: bytes) -> list[int]:
-    """Of all answers that came over one connection."""
+    """The statuses of all responses on one connection."""
     return [int(piece.split(b" ", 1)[0]) for piece in answer.split(b"HTTP/1.1 ")[1:]]
 
 
 REFUSED: tuple[list[int], ...] = ([400], [431], [])
-"""The last: the answer was lost, because the connection was closed while more came."""
+"""The last case: the response was lost, because the connection was closed while more bytes arrived."""
 
 
 def told(served: Served, raw: bytes) -> list[int]:
@@ -73,7 +73,7 @@ PATHS = [("POST", "/v1/completions"), ("POST", "/v1/files"), ("POST", "/v1/batch
 def test_two_lengths_end_the_connection(
     served: Served, method: str, path: str, order: tuple[str, str], length: int
 ) -> None:
-    """One side's body must not be another request for the other side."""
+    """The body for one side must not be another request for the other side."""
     said = "".join(f"{line}\r\n" for line in order) % length
     answer = served.ask(head(method, path, JSON + said) + b"\r\n" + chunked(b"1234") + SMUGGLED)
     assert statuses(answer) == [400]
@@ -110,10 +110,10 @@ def test_heads_that_mean_nothing_end_the_connection(served: Served, lines: str) 
     ids=lambda chunk: ascii(chunk[:12]),
 )  # fmt: skip
 def test_broken_chunks_end_the_connection(served: Served, method: str, path: str, chunk: bytes) -> None:
-    """In one piece with the head, and while the request is being answered."""
+    """In one piece with the request line and headers, and during the response."""
     start = head(method, path, f"{JSON}transfer-encoding: chunked\r\n") + b"\r\n"
     assert len(told(served, start + chunk + SMUGGLED)) == 1
-    with served.connect() as connection, contextlib.suppress(OSError):  # it may have closed already
+    with served.connect() as connection, contextlib.suppress(OSError):  # it may already be closed
         connection.sendall(start)
         time.sleep(0.02)
         connection.sendall(chunk + SMUGGLED)
@@ -122,7 +122,7 @@ def test_broken_chunks_end_the_connection(served: Served, method: str, path: str
 
 
 def test_odd_spellings_that_all_sides_read_alike(served: Served) -> None:
-    """A folded line, bare line feeds, the same length twice, an extension of a chunk."""
+    """A folded line, bare line feeds, a duplicate length, a chunk extension."""
     start = "POST /v1/unknown HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     for rest in (
         b"x: a\r\n b\r\ncontent-length: 2\r\n\r\n{}",
@@ -134,7 +134,7 @@ def test_odd_spellings_that_all_sides_read_alike(served: Served) -> None:
 
 
 def test_extensions_of_chunks_are_bounded(served: Served) -> None:
-    """However they come: one that does not end, and many that are as long as one may be."""
+    """In any form: an endless line, and many lines of the maximum length."""
     start = head(extra=f"{JSON}transfer-encoding: chunked\r\n") + b"\r\n"
     assert told(served, start + b"1;" + b"x" * (1 << 20)) in REFUSED
     many = (b"1;" + b"x" * (MAX_HEAD_BYTES - 100) + b"\r\n \r\n") * 50 + b"0\r\n\r\n"
@@ -182,7 +182,7 @@ def going_away(served: Served, is_rude: bool) -> Iterator[socket.socket]:
 
 
 def temporary_files() -> int:
-    """Open ones without a name."""
+    """Open files without a name."""
     found = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -198,7 +198,7 @@ def test_hanging_up_inside_a_body(
     valkey_url: str, queue_name: str, path: str, kind: str, begin: bytes, is_chunked: bool, is_rude: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """No word of it above debug, and nothing is kept of what came: no memory, no file, no place in the queue."""
+    """No log line above debug, and nothing of the upload remains: in memory, in files, or in the queue."""
     queue = open_queue(valkey_url, queue_name)
     with gateway(valkey_url, queue_name, models=("later",), max_uploads=2) as served:
         eventually(served.is_alive, "the gateway")
@@ -218,7 +218,7 @@ def test_hanging_up_inside_a_body(
                 eventually(lambda: "requests_in_flight 2.0\n" in served.metrics(), "the request")
             eventually(lambda: "requests_in_flight 1.0\n" in served.metrics(), "its end")
             gone = re.compile(rf'requests_total{{method="POST",route=".*",status="499"}} {number}\.0')
-            if not path.endswith("/cancel"):  # needs no body, and has been answered
+            if not path.endswith("/cancel"):  # does not need a body, and has received its response
                 assert gone.search(served.metrics()), served.metrics()
         eventually(lambda: temporary_files() == before, "the end of its temporary files")
         assert {name for name in queue.names() if not name.startswith("meta")} == set()
@@ -260,7 +260,7 @@ def test_slow_uploads_of_one_key_leave_room_for_others(
 
 @pytest.mark.slow
 def test_a_download_ends_though_its_request_has_not(valkey_url: str, queue_name: str) -> None:
-    """An unwanted body is not waited for."""
+    """The gateway does not wait for an unwanted body."""
     text = b"x" * (24 << 20)
     with gateway(valkey_url, queue_name, body_timeout_s=0.5) as served:
         form = {"data": {"purpose": "batch"}, "files": {"file": ("x", text)}}

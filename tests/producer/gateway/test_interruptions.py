@@ -1,4 +1,4 @@
-"""Interrupted requests: jobs that are run again, the gateway's own end, a server that goes away."""
+"""Interrupted requests: jobs that are run again, the gateway's shutdown, an unavailable server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_wo
 LONG = {"model": "echo", "prompt": "y" * 1200, "max_tokens": 1200, "ignore_eos": True}
 """More than two seconds' work for the echo worker below."""
 ENDLESS = {"model": "echo", "prompt": "x" * 20, "max_tokens": 4_000, "ignore_eos": True}
-"""As good as endless for a worker that takes 20 ms for a token."""
+"""Practically endless for a worker that takes 20 ms per token."""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def pulled(queue: Queue) -> PulledJob:
 
 
 def begin(queue: Queue, listener: Listener) -> PulledJob:
-    """The job of a stream that has said one thing and is then to be run again from its prompt."""
+    """The job of a stream that has sent one message and is then rerun from its prompt."""
     job = pulled(queue)
     assert queue.checkpoint(job, delta(0, 1, 2, text="one two")) == "ok"
     eventually(lambda: listener.text == "one two", "the first words")
@@ -85,7 +85,7 @@ def test_a_stream_whose_job_contradicts_itself_ends_with_an_error(by_hand: Queue
 
 
 def test_a_stream_whose_job_ends_before_what_was_sent(by_hand: Queue, before_it: Served) -> None:
-    """The client has words that are not in the result."""
+    """The client has text that is not in the result."""
     with listening(before_it, model="m") as listener:
         job = begin(by_hand, listener)
         by_hand.commit(job, "one")
@@ -146,7 +146,7 @@ def test_what_outlasts_the_drain_is_told_so_and_its_jobs_end(valkey_url: str, qu
 
 
 async def test_the_gateway_closes_after_its_last_requests_word(valkey_url: str, queue_name: str) -> None:
-    """The server does not wait for the requests that it cancels; what they leave behind is seen through."""
+    """The server does not wait for the requests that it cancels; their cleanup is completed."""
     gateway = Gateway(GatewayConfig(redis_url=valkey_url, queue=queue_name), GatewayMetrics())
     is_seen_through = asyncio.Event()
 
@@ -169,7 +169,7 @@ async def test_the_gateway_closes_after_its_last_requests_word(valkey_url: str, 
 async def test_the_gateway_does_not_wait_for_what_never_ends(
     valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One limit for the whole shutdown, on which a supervisor relies."""
+    """One limit for the complete shutdown, on which a supervisor relies."""
     monkeypatch.setattr(gateway_module, "CLOSE_S", 0.1)
     never = asyncio.Event()
     for stuck in ("batches", "request", "word"):
@@ -194,7 +194,7 @@ async def _deaf(until: asyncio.Event) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_hangs_does_not_hold_the_end_up(own_valkey: RedisServer, queue_name: str) -> None:
-    """It takes connections and answers nothing, with a request under way and one to cancel."""
+    """The server accepts connections and never replies, with a request in progress and one to cancel."""
     with (
         open_queue(own_valkey.url, queue_name) as queue,
         gateway_process(own_valkey.url, queue_name, drain_s=1, models=["m"]) as (served, process),
@@ -218,7 +218,7 @@ def test_a_server_that_hangs_does_not_hold_the_end_up(own_valkey: RedisServer, q
 def test_a_server_that_hangs_is_a_503_for_each_request(
     own_valkey: RedisServer, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests wait side by side, not one after the other; afterwards the queue holds none of their jobs."""
+    """Requests wait in parallel, not sequentially; afterwards the queue does not hold any of their jobs."""
     monkeypatch.setattr(bounded_answer, "ANSWER_S", 0.5)
     with (
         open_queue(own_valkey.url, queue_name) as queue,
@@ -246,7 +246,7 @@ def test_a_server_that_hangs_is_a_503_for_each_request(
 def test_the_page_of_jobs_has_a_503_while_the_server_hangs(
     own_valkey: RedisServer, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lists are series of calls in turns: none waits for longer than one call may take."""
+    """Its lists are sequences of calls: none waits longer than the limit of one call."""
     monkeypatch.setattr(bounded_answer, "ANSWER_S", 0.2)
     asked = [
         ("GET", "list"), ("GET", "batches"), ("GET", "queue"), ("POST", "batches/b/cancel"), ("GET", "list"),
@@ -289,7 +289,7 @@ def test_requests_outlive_a_server_that_comes_back(
             assert httpx.get(f"{served.url}/healthz", timeout=PATIENCE_S).status_code == 200
             missed = "open batches cannot be looked for now"
             eventually(lambda: missed in caplog.text, "the log's word")
-            for _ in range(5):  # each takes as long as the next look for batches
+            for _ in range(5):  # each takes as long as the next check for batches
                 assert not served.is_alive()
             assert caplog.text.count(missed) == 1
             own_valkey.start()

@@ -1,4 +1,4 @@
-"""What a client learns of the load: the wait, and when to come back."""
+"""The client's view of the load: the wait, and when to retry."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_client(served: Served) -> OpenAI:
 
 
 def announce(lane: Queue) -> None:
-    """A worker of one row that computes ten tokens a second, for models m and n."""
+    """A worker with one batch slot that computes ten tokens per second, for models m and n."""
     speed = registry.Speed(rows=1, busy_rate=10.0, free_rate=10.0)
     info = registry.WorkerInfo(id="w", models=("m", "n"), speed=speed)
     lane.run(registry.heartbeat(lane.name, info))
@@ -70,7 +70,7 @@ def test_a_request_that_would_wait_past_its_limit_is_to_come_back(lane: Queue) -
         assert 20 < float(late.value.response.headers[WAIT]) < 100
         assert int(late.value.response.headers["retry-after"]) > 0
         assert lane.client.hget(f"{lane.prefix}counts", "queued") == b"5"
-        with pytest.raises(openai.APIStatusError) as expired:  # it may be an earlier job's key
+        with pytest.raises(openai.APIStatusError) as expired:  # it may be the key of an earlier job
             ask.completions.create(
                 prompt="x", extra_headers={"x-request-timeout": "0.3", "idempotency-key": "k"}, **BUSY
             )

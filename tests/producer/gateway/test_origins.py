@@ -27,7 +27,7 @@ CHANGES: list[tuple[str, str, dict[str, Any]]] = [
         {"json": {"model": "echo", "messages": [{"role": "user", "content": "x"}]}},
     ),
 ]
-"""Every route that changes anything."""
+"""Every route that changes state."""
 
 
 def ask(served: Served, method: str, path: str, headers: dict[str, str], **body: Any) -> httpx.Response:
@@ -78,7 +78,7 @@ def test_our_own_pages_and_what_is_no_browser_are_served(
 
 
 def test_foreign_pages_may_read_what_they_cannot_see(served: Served) -> None:
-    """The browser keeps the answer from them: nothing in it says otherwise."""
+    """The browser hides the response from them: no header permits access."""
     answer = ask(served, "GET", "/models", {"origin": "https://evil.example", "sec-fetch-site": "cross-site"})
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control-")]

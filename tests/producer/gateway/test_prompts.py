@@ -23,7 +23,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def made(tmp_path: Path, valkey_url: str, queue_name: str) -> Iterator[tuple[Served, dict[str, str], Queue]]:
-    """No worker serves the model: admitted requests wait until their time is over."""
+    """No worker serves the model: admitted requests wait until they time out."""
     path = tmp_path / "keys.json"
     keys = write_keys(path, **ENTRIES)
     with (
@@ -43,7 +43,7 @@ def post(served: Served, key: str, **fields: Any) -> httpx.Response:
 
 
 def stored(queue: Queue) -> int:
-    """Jobs."""
+    """Number of jobs."""
     return len(payload_sizes(queue))
 
 
@@ -78,7 +78,7 @@ def test_samples_and_token_ids_are_of_one_prompt(made: tuple[Served, dict[str, s
 
 @pytest.mark.slow
 def test_more_prompts_than_the_bucket_ever_holds(made: tuple[Served, dict[str, str], Queue]) -> None:
-    """Waiting would not help, so the client is not told to."""
+    """Waiting would not help, so the response does not suggest it."""
     served, keys, queue = made
     answer = post(served, keys["slow"], prompt=["a"] * 11)
     assert (answer.status_code, code(answer)) == (400, "too_many_prompts")
@@ -116,7 +116,7 @@ def test_settings_are_counted_with_each_prompt(
 
 
 def schema(text: str) -> dict[str, Any]:
-    """One that is stored as text, so that quotes and what is not ASCII take more room there."""
+    """A prompt that is stored as text, in which quotes and non-ASCII characters need more space."""
     return {
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": [text]}}}
     }
@@ -136,7 +136,7 @@ def schema(text: str) -> dict[str, Any]:
 def test_what_is_let_in_is_no_larger_than_that(
     made: tuple[Served, dict[str, str], Queue], prompts: list[Any], letter: str
 ) -> None:
-    """Nearly as much as there may be is let in, and a little more is not."""
+    """A size just below the limit is admitted, and one slightly above it is not."""
     served, keys, queue = made
     assert post(served, keys["free"], prompt=prompts[0], **schema(letter * 1000)).status_code == 504
     assert post(served, keys["free"], prompt=prompts[0], **schema(letter * 2000)).status_code == 504
@@ -183,7 +183,7 @@ def test_the_idempotency_key_is_counted_with_each_prompt(
 
 @pytest.mark.slow
 def test_the_client_waits_as_it_is_told(tmp_path: Path, valkey_queue: Queue) -> None:
-    """openai's client sends a request again after `retry-after`, and is let in then."""
+    """openai's client repeats a request after `retry-after`, and is then admitted."""
     path = tmp_path / "keys.json"
     keys = write_keys(path, brisk={"rate": 2, "burst": 4})
     with (

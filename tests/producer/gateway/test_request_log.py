@@ -105,7 +105,7 @@ def test_the_command_writes_objects(valkey_url: str, queue_name: str, tmp_path: 
 def test_a_drain_says_what_is_under_way(
     valkey_url: str, queue_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A request that waits for a worker keeps the gateway for its drain time."""
+    """A request that waits for a worker keeps the gateway running for its drain time."""
     statuses: list[int] = []
     with caplog.at_level(logging.INFO):
         with gateway(valkey_url, queue_name, models=("m",), drain_s=1) as served:

@@ -1,4 +1,4 @@
-"""The socket that clients are served on."""
+"""The socket that serves clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.producer.gateway.server import bind
 
 
 async def test_an_answers_end_does_not_wait_for_an_acknowledgement() -> None:
-    """Nagle's algorithm holds the second write of an answer back, 40 ms, unless the connection says otherwise."""
+    """Nagle's algorithm delays the second write of a response by 40 ms, unless the connection disables it."""
     loop = asyncio.get_running_loop()
     is_sent_at_once: asyncio.Future[int] = loop.create_future()
 

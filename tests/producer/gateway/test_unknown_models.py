@@ -1,4 +1,4 @@
-"""Models without a live worker: which requests get 503 and which 404, and what becomes of a batch's lines."""
+"""Models without a live worker: requests that get 503 or 404, and the lines of batches."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_frozen_worker_is_a_503_also_at_a_new_gateway(
             eventually(
                 lambda: len(queue.run(registry.workers(queue.name))) == 1, "the end of its registration"
             )
-            # Gateways remember a worker for a while, so only a new one has forgotten it for certain.
+            # Gateways remember a worker for a while, so only a new gateway is certain to have forgotten it.
             with gateway(valkey_url, queue.name) as fresh:
                 absent = ask(fresh, "echo")
                 assert code_of(absent) == (503, "no_worker")
@@ -169,7 +169,7 @@ def test_no_line_fails_while_no_worker_is_ready(valkey_url: str, queue: Queue) -
         batch_id = start(client, lines_of("m", "n", "m")).id
         wanted = {"m": ("model_not_ready", 1), "n": ("model_not_ready", 2)}
         eventually(lambda: waiting_models(client, batch_id) == wanted, "the models that it waits for")
-        # Further looks: nothing was decided by the first one.
+        # Further checks: the first one decided nothing.
         seen = record_of(queue, batch_id)
         assert seen["is_final"] == "0"
         with scripted_worker(valkey_url, queue.name, models=("m", "n")):
@@ -233,7 +233,7 @@ def test_a_model_that_appears_within_the_grace_period_runs_its_lines(valkey_url:
 
 @pytest.mark.slow
 def test_a_gateway_restart_keeps_the_decision_on_unknown_models(valkey_url: str, queue: Queue) -> None:
-    """The model appears after the decision: the lines that were failed must not run as well."""
+    """The model appears after the decision: the failed lines must not run as well."""
     register(queue, "m")
     settings: dict[str, Any] = {"unknown_model_s": 0.0, "models": ["away"]}
     with scripted_worker(valkey_url, queue.name):
@@ -285,7 +285,7 @@ def test_a_cancelled_batch_ends_its_lines_for_an_unknown_model(valkey_url: str, 
 
 
 def test_a_batch_expires_when_no_worker_came(valkey_url: str, queue: Queue) -> None:
-    """A window is at least an hour, so the batch is opened as by a gateway of an hour ago."""
+    """A window is at least an hour, so the batch is opened as if by a gateway an hour ago."""
     with gateway(valkey_url, queue.name) as served, connect(served) as client:
         now = int(time.time())
         about = {
@@ -311,7 +311,7 @@ def test_a_batch_expires_when_no_worker_came(valkey_url: str, queue: Queue) -> N
 
 
 def test_a_worker_that_has_just_registered_is_found(queue: Queue, valkey_url: str) -> None:
-    """The gateway asks the registry again before it says that there is no such model."""
+    """The gateway checks the registry again before it reports an unknown model."""
     with gateway(valkey_url, queue.name) as served:
         get = lambda path: httpx.get(f"{served.base_url}/{path}", timeout=PATIENCE_S)  # noqa: E731
         assert get("models").json()["data"] == []

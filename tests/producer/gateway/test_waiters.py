@@ -1,4 +1,4 @@
-"""Repeated requests: a client that hangs up ends a job only if no other client waits for it."""
+"""Repeated requests: a client that disconnects ends a job only if no other client waits for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG: dict[str, Any] = {"model": "echo", "prompt": "x" * 2000, "max_tokens": 200
 
 @pytest.fixture(scope="module")
 def two(valkey_url: str) -> Iterator[tuple[Served, Served, Queue]]:
-    """Two gateways, and a worker that takes 20 ms for a token."""
+    """Two gateways, and a worker that takes 20 ms per token."""
     name = f"waiters-{time.time_ns()}"
     queue = open_queue(valkey_url, name)
     config = worker_config(valkey_url, name, model="echo:20", max_num_seqs=64)
@@ -80,7 +80,7 @@ def states(queue: Queue) -> list[str]:
 
 
 def waiting(queue: Queue) -> int:
-    """Waiters that are counted, of all jobs that go on."""
+    """The counted waiters of all jobs in progress."""
     ids = [name[4:] for name in queue.names() if name.startswith("job:")]
     counted = [
         queue.client.hget(f"{queue.prefix}job:{job_id}", "waiters")
@@ -114,7 +114,7 @@ def active(queue: Queue) -> int:
 async def test_a_retry_after_a_time_out_is_answered(
     two: tuple[Served, Served, Queue], ask: Ask, pause_s: float
 ) -> None:
-    """Before the gateway has seen the hang-up, while the worker is being told, and after."""
+    """Before the gateway has noticed the disconnect, while the worker is being notified, and after."""
 
     async def once(number: int) -> str:
         key = f"retry-{ask.__name__}-{pause_s}-{number}"
@@ -174,7 +174,7 @@ async def test_a_retry_of_several_prompts_is_answered(two: tuple[Served, Served,
 async def test_a_producers_job_outlives_a_client_of_the_gateway(
     two: tuple[Served, Served, Queue], is_first: bool
 ) -> None:
-    """Whichever came first: a producer that has submitted may come for the result at any time."""
+    """In either order: a producer that has submitted may request the result at any time."""
     one, _, queue = two
     key = f"producer-{is_first}"
     with Producer(queue.url, queue=queue.name) as producer:

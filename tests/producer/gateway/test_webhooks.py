@@ -43,7 +43,7 @@ def hook(receiver: Receiver, **fields: Any) -> dict[str, Any]:
 
 
 def write_file(path: Path, *hooks: dict[str, Any]) -> dict[str, str]:
-    """A key of the tenant shop, one of another, and webhooks; returns the keys."""
+    """A key of the tenant shop, a key of another tenant, and webhooks; returns the keys."""
     made = write_keys(path, shop={"tenant": "shop"}, other={"tenant": "other"})
     path.write_text(json.dumps(json.loads(path.read_text()) | {"webhooks": hooks}))
     return made
@@ -200,7 +200,7 @@ def test_webhooks_are_bounded_and_survive_a_new_key(tmp_path: Path, receiver: Re
 
 
 def test_webhooks_are_created_listed_and_deleted(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
-    """By tenants, within a bound, and never for a private address."""
+    """Per tenant, up to a limit, and never for a private address."""
     keys = write_file(tmp_path / "keys.json")
     url = "https://93.184.216.34/events"
     with gateway(valkey_url, queue_name, keys_path=tmp_path / "keys.json") as served:
@@ -240,7 +240,7 @@ def test_webhooks_are_created_listed_and_deleted(valkey_url: str, queue_name: st
 
 
 def are_settled(queue: Queue, batch_id: str) -> bool:
-    """Whether the first attempts are over, and have left the times of the next ones."""
+    """Whether the first attempts are over, and have stored the times of the next ones."""
     tries = queue.client.hget(f"{queue.prefix}abatch:{batch_id}", "event_tries")
     due = queue.client.zrange(f"{queue.prefix}outbox:hooks", 0, -1, withscores=True)
     return tries == b"2" and all(at < 1000 * time.time() + CLAIM_MS / 2 for _, at in due)

@@ -1,4 +1,4 @@
-"""A function that models call, and an echo prompt that thinks, answers and calls it twice."""
+"""A function that models call, and an echo prompt that reasons, answers and calls it twice."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ PARAMETERS = {
 }
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 FLAT: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
-"""As /v1/responses takes it."""
+"""In the form that /v1/responses accepts."""
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWER = f"<think>\nWhere?\n</think>\n\nLet me look.\n{CALL}\n{CALL}"

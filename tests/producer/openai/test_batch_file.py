@@ -1,4 +1,4 @@
-"""Files of OpenAI's Batch API: read as they are, answered in a form that the openai package's own types accept."""
+"""Files of OpenAI's Batch API: read unchanged, answered in a form that the openai package's types accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's requests, as its client declares them, is used or refused by name."""
+"""Every field of OpenAI's requests, as its client declares them, is used or rejected with its name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(url: str, **fields: Any) -> None:
 
 @pytest.mark.parametrize(("url", "name"), FIELDS)
 def test_a_field_is_never_ignored(url: str, name: str) -> None:
-    """No field can be this object: a field that is used refuses its value, and any other is refused itself."""
+    """No field can be this object: a used field rejects its value, and any other field is rejected itself."""
     with pytest.raises(InvalidJob) as caught:
         read(url, **{name: {"no member of it": 1}})
     wire_names = {

@@ -1,4 +1,4 @@
-"""The objects in a request: each member is used, or refused by name."""
+"""The objects in a request: each member is used, or rejected with its name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_response_format_with_other_members_is_refused(given: Mapping[str, Any
 
 
 def test_the_members_that_openai_declares() -> None:
-    """Walk OpenAI's own types: a member that it adds has to be read or refused on purpose."""
+    """Walk OpenAI's own types: a member that it adds must be read or rejected on purpose."""
     hints = get_type_hints
     assert hints(JSONSchema).keys() == {"name", "description", "schema", "strict"}
     assert hints(shared_params.ResponseFormatJSONObject).keys() == {"type"}

@@ -78,7 +78,7 @@ def test_a_stored_envelope_is_fetched_once_its_stub_is_verified(tmp_path: Path) 
     options = {"keys": KEY, "keyring": RING, "store": store}
     assert is_stored(stub)
     assert not is_stored(signed(JOB.to_payload()))
-    assert refusal(payload_stub(reference), **options) == ("unsigned", False)  # there is no file yet
+    assert refusal(payload_stub(reference), **options) == ("unsigned", False)  # the file does not exist yet
     assert refusal(stub, **options) == ("payload_lost", False)
     store.write(uri, data)
     assert opened(stub, **options) == JOB

@@ -1,4 +1,4 @@
-"""Two tenants' things of every kind on one queue, through the real clients, and an independent look at all keys."""
+"""Data of every kind of two tenants on one queue, through the real clients, and an independent check of all keys."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LARGE = 3000
 
 @dataclass
 class Planted:
-    """What one tenant has."""
+    """The data of one tenant."""
 
     tenant: str
     ids: set[str] = field(default_factory=set)
-    """Of its jobs, files, and batches of its own."""
+    """The text of its jobs, its files and its own batches."""
     running: list[PulledJob] = field(default_factory=list)
 
 
@@ -43,14 +43,14 @@ class Scene:
     store: Path
     planted: dict[str, Planted]
     mixed: str
-    """A batch with jobs of both."""
+    """A batch with jobs of both tenants."""
 
     def stored_files(self) -> set[str]:
         return {path.name for path in self.store.rglob("*") if path.is_file()}
 
 
 def contents(queue: Queue, name: str) -> list[bytes]:
-    """All that a key holds, of any type, in an order that a server's rehashing does not change."""
+    """The complete content of a key of any type, in an order that a server's rehashing does not change."""
     key = f"{queue.prefix}{name}"
     match queue.client.type(key):
         case b"string":
@@ -73,7 +73,7 @@ def everything(queue: Queue) -> dict[str, list[bytes]]:
 
 
 def traces(queue: Queue, words: set[str]) -> list[tuple[str, str]]:
-    """Where one of the words stands, anywhere, in a name or a content."""
+    """The locations of any of the words, in a name or in content."""
     wanted = [(word, word.encode()) for word in words]
     return [
         (name, word)
@@ -85,7 +85,7 @@ def traces(queue: Queue, words: set[str]) -> list[tuple[str, str]]:
 
 @contextmanager
 def scene(queue: Queue, tmp_path: Path) -> Iterator[Scene]:
-    """Nothing runs any more when it is entered: no worker, no gateway."""
+    """No worker and no gateway runs any more when the block is entered."""
     store = tmp_path / "store"
     planted = {tenant: Planted(tenant) for tenant in TENANTS}
     url = f"file://{store}"
@@ -162,7 +162,7 @@ def _gateway_things(queue: Queue, tmp_path: Path, planted: dict[str, Planted]) -
 
 
 def _ended(producer: Producer, planted: Planted) -> None:
-    """Jobs that have ended in all ways, with notices that nobody has delivered."""
+    """Jobs that have finished in all ways, with undelivered notifications."""
     tenant = producer.tenant
     handles = [
         producer.submit(prompt="ok", webhook="https://hooks.example.com/x", metadata={"who": tenant}),
@@ -205,7 +205,7 @@ def _mixed(producers: dict[str, Producer], planted: dict[str, Planted]) -> str:
 
 
 def _running(queue: Queue, producer: Producer, planted: Planted) -> None:
-    """A job that runs, and one that is to be tried again; one waits for the former."""
+    """A job that runs, and a job that is to be retried; another job waits for the first one."""
     runs = producer.submit(prompt="runs", stream=True, webhook="https://hooks.example.com/x")
     tried = producer.submit(prompt="tried")
     for pulled in queue.pull(2):
@@ -219,7 +219,7 @@ def _running(queue: Queue, producer: Producer, planted: Planted) -> None:
 
 
 def _waiting(producer: Producer, planted: Planted) -> None:
-    """Jobs that wait for a worker, for their time, and for an equal one."""
+    """Jobs that wait for a worker, for their time, and for an equal job."""
     handles = [
         producer.submit(prompt="waits", metadata={"who": planted.tenant}, ttl=3600),
         producer.submit(prompt="later", delay=3600),

@@ -1,4 +1,4 @@
-"""Removing a tenant: what goes, what stays, and what the proof finds."""
+"""Removing a tenant: the removed data, the kept data, and the findings of the proof."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def producer(queue: Queue, store: Path | None = None) -> Producer:
 def test_one_tenant_goes_and_another_stays(queue: Queue, tmp_path: Path) -> None:
     with scene(queue, tmp_path) as planted, producer(queue, planted.store) as operator:
         ours, theirs = planted.planted[FIRST], planted.planted[SECOND]
-        queue.run(usage.days(queue.name))  # no end is left beside the ledger's rows
+        queue.run(usage.days(queue.name))  # no stored end remains next to the ledger's rows
         before = everything(queue)
         assert traces(queue, {FIRST})
         seen = operator.purge_tenant(FIRST, PurgeOptions(dry_run=True))
@@ -130,7 +130,7 @@ def test_a_running_job_is_asked_to_end_and_waited_for(valkey_queue: Queue) -> No
 def test_what_is_left_fails_the_proof(
     valkey_queue: Queue, monkeypatch: pytest.MonkeyPatch, plant: object
 ) -> None:
-    """The leftover comes while the proof begins, as a bug's or an earlier release's would."""
+    """The leftover appears when the proof starts, as if from a bug or an earlier version."""
     queue = valkey_queue
     queue.submit("a-job-of-theirs", tenant=FIRST)
     queue.submit("theirs", tenant=SECOND, prompt=f"about {FIRST}")
@@ -150,7 +150,7 @@ def test_what_is_left_fails_the_proof(
 
 
 def test_others_may_write_the_name(valkey_queue: Queue) -> None:
-    """A tenant's name is a word like any other in another's texts, models, keys and batches."""
+    """A tenant's name can occur as a word in another tenant's texts, models, keys and batches."""
     queue = valkey_queue
     with producer(queue) as operator:
         queue.submit("mine", tenant=FIRST, model=FIRST)
@@ -164,7 +164,7 @@ def test_others_may_write_the_name(valkey_queue: Queue) -> None:
 
 
 def test_outputs_of_jobs_that_are_forgotten_are_removed(valkey_queue: Queue) -> None:
-    """A failed job's input stays a day, and so does what it was given, whatever becomes of the records."""
+    """A failed job's input is kept for a day, and so are its parents' outputs, regardless of the records."""
     queue = valkey_queue
     with producer(queue) as operator:
         for tenant in TENANTS:
@@ -183,7 +183,7 @@ def test_outputs_of_jobs_that_are_forgotten_are_removed(valkey_queue: Queue) -> 
 def test_a_shared_batch_keeps_no_id_of_a_duplicate_that_went_with_its_primary_job(
     valkey_queue: Queue,
 ) -> None:
-    """The primary job is first in the batch: its removal takes its duplicates, before their places are reached."""
+    """The primary job is first in the batch: its removal removes its duplicates, before their positions are reached."""
     queue = valkey_queue
     queue.submit("first", "second", "third", tenant=FIRST, batch_id="b", dedupe=True, seed=1)
     queue.submit("theirs", tenant=SECOND, batch_id="b")
@@ -193,7 +193,7 @@ def test_a_shared_batch_keeps_no_id_of_a_duplicate_that_went_with_its_primary_jo
 
 
 def test_ids_that_a_reader_has_freed_stay_known(valkey_queue: Queue) -> None:
-    """An acknowledged job has no record, and may be another tenant's: its id keeps its place."""
+    """An acknowledged job does not have a record and may belong to another tenant: its id keeps its position."""
     queue = valkey_queue
     queue.submit("theirs", tenant=SECOND, batch_id="b")
     queue.commit(queue.pull_one())

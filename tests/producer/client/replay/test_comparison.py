@@ -1,4 +1,4 @@
-"""What counts as equal, and what fingerprints promise of it."""
+"""Which results count as equal, and the guarantees of fingerprints about them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_ids_of_calls_are_each_job_s_own() -> None:
     [
         ([[1.0, 2.0], [3.0, 4.0]], "bitwise"),
         ([[1.0, 2.0], [3.0, 4.0001]], "close"),
-        ([[1.0, 2.0], [3.3, 4.4]], "neither"),  # the same direction, another length
+        ([[1.0, 2.0], [3.3, 4.4]], "neither"),  # the same direction, a different length
         ([[1.0, 2.0], [4.0, 3.0]], "neither"),
         ([[1.0, 2.0]], "neither"),
     ],

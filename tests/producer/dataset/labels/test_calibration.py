@@ -1,4 +1,4 @@
-"""Reliability, expected calibration error, macro F1 and fitted temperatures, held to their definitions."""
+"""Reliability, expected calibration error, macro F1 and fitted temperatures, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagemill.producer.dataset.labels.calibration import (
 
 
 def drawn(count: int, temperature: float, seed: int = 1) -> list[tuple[str, dict[str, float]]]:
-    """Rows whose gold label is drawn from what the probabilities would be at this temperature."""
+    """Rows whose gold label is drawn from the probabilities at this temperature."""
     draw, rows = random.Random(seed), []
     for _ in range(count):
         logits = [draw.gauss(0, 3) for _ in "abcd"]

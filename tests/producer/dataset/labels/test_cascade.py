@@ -47,7 +47,7 @@ with Producer(url, queue=queue) as producer:
 
 
 def says(model: str, text: str) -> dict[str, float]:
-    """The probabilities that a model gives: the better the surer, and the oftener right."""
+    """The probabilities that a model returns: a better model is more confident, and correct more often."""
     draw = random.Random(f"{model} {text}")
     skill = {"small": 1.0, "big": 2.0, "huge": 3.0}[model]
     weights = {label: 2.718 ** (draw.gauss(0, 1) + skill * (label == gold(text))) for label in LABELS}
@@ -63,7 +63,7 @@ def best(probs: dict[str, float]) -> tuple[str, float]:
 
 
 class Workers:
-    """Answers jobs of the three models; counts how often each ran, and fails what it is told to."""
+    """Answers jobs of the three models; counts how often each ran, and fails the configured ones."""
 
     def __init__(self) -> None:
         self.ran: Counter[tuple[str, str]] = Counter()
@@ -129,7 +129,7 @@ def read(out: Path) -> list[dict[str, Any]]:
 def expected(
     text: str, below: float, models: list[str], scale: float = 1.0
 ) -> list[tuple[str, dict[str, float]]]:
-    """The way of a row by the definition: every model that is asked, and what it says."""
+    """The path of a row by the definition: every model that is called, and its result."""
     taken = []
     for model in models:
         taken.append((model, says(model, text)))
@@ -160,7 +160,7 @@ def check(out: Path, count: int, below: float, models: list[str], scale: float =
 def test_rows_go_on_and_a_finished_output_is_taken_up_at_any_margin(
     name: str, producer: Producer, workers: Workers, tmp_path: Path
 ) -> None:
-    """A higher margin asks for what is new; a lower one for nothing, and forgets nothing."""
+    """A higher margin calls further models; a lower one calls none, and keeps all results."""
     out = tmp_path / name
     most = 0
     for below in (0.8, 0.6, 0.9, 0.8) if name == "out.jsonl" else (0.8, 0.9):
@@ -241,7 +241,7 @@ def test_equal_rows_run_once_at_every_stage(producer: Producer, workers: Workers
 def test_later_models_have_work_before_the_first_is_done(
     producer: Producer, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the window is always full."""
+    """Also if the window is always full."""
     monkeypatch.setattr("pagemill.producer.dataset.work.CHUNK", 10)
     summary = pipeline().run(
         rows(200),
@@ -399,7 +399,7 @@ def test_killed_in_the_middle_of_escalations_it_pays_for_nothing_twice(
 def test_the_progress_tells_each_later_stage(
     total: int | None, rows_done: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are those of the first stage; without a total where the input has not been read to its end."""
+    """Rows are those of the first stage; without a total if the input has not been read to its end."""
     monkeypatch.setattr("pagemill.producer.dataset.bar.LOG_INTERVAL_S", 0.0)
     stages = {"big": Tally(submitted=4, succeeded=2, failed=1), "huge": Tally()}
     with RunBar(total) as bar:

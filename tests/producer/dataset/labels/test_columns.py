@@ -28,7 +28,7 @@ from tests.producer.driving import Queue
 from tests.producer.scripted_worker import scripted_worker
 
 DRAWN = drawn(400, 2.5)
-"""What the scripted worker answers: overconfident, as the gold labels are drawn at temperature 2.5."""
+"""The output of the scripted worker: overconfident, as the gold labels are drawn at temperature 2.5."""
 ROWS = [{"text": str(number), "gold": gold} for number, (gold, _) in enumerate(DRAWN)]
 
 
@@ -63,7 +63,7 @@ def probabilities(line: dict[str, Any], name: str = "label") -> dict[str, float]
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
 def test_the_columns_are_written_and_read_back(name: str, producer: Producer, tmp_path: Path) -> None:
-    """Also at another temperature than before: nothing is computed again, and nothing is scaled twice."""
+    """Also at another temperature than before: no result is computed again or scaled twice."""
     out, rows = tmp_path / name, ROWS[:10]
     scales: list[Any] = [1.0, 2.0, 2.0, 1.0]
     for start, scale in enumerate(scales):

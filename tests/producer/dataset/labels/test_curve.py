@@ -1,4 +1,4 @@
-"""The curve over margins, held to what a cascade with each margin would do; and a cascade's way through a journal."""
+"""The curve over margins, compared with a cascade for each margin; and a cascade's path through a journal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROBS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.5 + 1e-12, 0.75, 0.8, 0.9, 1.0])
 
 @st.composite
 def a_row(draw: st.DrawFn) -> list[Step | None]:
-    """Every stage's answer, None for one that fails."""
+    """Every stage's output, None for a stage that fails."""
     has_gold = draw(st.booleans())
     return [
         None
@@ -48,7 +48,7 @@ def a_row(draw: st.DrawFn) -> list[Step | None]:
 
 
 def way(row: Sequence[Step | None], below: float) -> list[Step]:
-    """The answers that a row gets at a margin; a failure ends it."""
+    """The outputs that a row gets at a margin; a failure ends it."""
     taken: list[Step] = []
     for step in row:
         if step is None:
@@ -69,7 +69,7 @@ def test_each_point_is_what_that_margin_would_give(rows: list[list[Step | None]]
         curve.add(taken, is_last=failed or len(taken) == 3)
     for point in curve.points():
         below = point["below"]
-        # A row that ended at `used` with an answer below this margin would go on: to a failure, for all that is known.
+        # A row that ended at `used` with an output below this margin would continue, possibly to a failure.
         known = [
             taken
             for row in rows
@@ -101,7 +101,7 @@ def result(prob: float, label: str) -> dict[str, Any]:
 
 @dataclass
 class DatasetOptions:
-    """The options of a run that make a cascade."""
+    """The options of a run that define a cascade."""
 
     label_temperature: tuple[float, ...]
     escalate_below: float | None
@@ -178,7 +178,7 @@ def finish(pending: list[str], says: Any, done: set[str], journal: Journal, chan
 
 
 def walk(says: dict[str, Any], key: str, chain: Chain) -> list[tuple[str, Any]]:
-    """What is asked for a row, by the definition."""
+    """The calls for a row, by the definition."""
     asked = []
     below = chain.steps[-1].below
     for model, step in zip(MODELS, chain.steps, strict=True):

@@ -65,7 +65,7 @@ def prob(text: str) -> float:
 
 
 class Model:
-    """Answers what a step asks; counts how often each prompt ran, and fails those that contain `failing`."""
+    """Answers the steps' jobs; counts how often each prompt ran, and fails those that contain `failing`."""
 
     def __init__(self) -> None:
         self.ran: Counter[str] = Counter()
@@ -200,7 +200,7 @@ def test_a_step_may_be_added_but_not_changed_or_taken_away(
 def test_a_failed_step_fails_the_later_ones_and_is_tried_again(
     how: str, producer: Producer, model: Model, tmp_path: Path
 ) -> None:
-    """The label stays, nothing of it is computed again, and the error of the later step names the first."""
+    """The label is kept, none of it is computed again, and the error of the later step names the first."""
     out = tmp_path / "out.jsonl"
     model.failing, model.how = "why?", how
     summary = RecipePipeline(RECIPE).run(rows(12), out=out, producer=producer, max_errors=12)
@@ -265,7 +265,7 @@ def test_a_row_without_any_output_is_a_failed_row(producer: Producer, model: Mod
 def test_equal_rows_run_once_and_may_share_a_first_step(
     producer: Producer, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the first step of the later row has been collected, and the server knows nothing of it any more."""
+    """Also if the first step of the later row has been collected, and the server no longer has it."""
     monkeypatch.setattr("pagemill.producer.dataset.work.CHUNK", 5)
     recipe = changed(1, prompt="{{ extra }}: {{ text }} is {{ label.text }}", when=None)
     given = [{"text": f"r{n % 4}", "extra": n // 8, "gold": None} for n in range(40)]
@@ -359,7 +359,7 @@ def test_detached_the_whole_chain_runs_without_its_producer(
 def test_what_the_server_has_lost_is_done_again_and_nothing_else(
     producer: Producer, model: Model, tmp_path: Path, valkey_queue: Queue
 ) -> None:
-    """The outputs in the journal are put into the prompts of the steps that are left."""
+    """The outputs in the journal are inserted into the prompts of the remaining steps."""
     out = tmp_path / "out.jsonl"
     model.failing, model.how = "In a word", "dead"
     with pytest.raises(TooManyErrors):

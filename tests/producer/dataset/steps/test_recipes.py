@@ -1,4 +1,4 @@
-"""Recipes as they are read: what is refused, with its line, before anything is submitted."""
+"""Recipes as they are read: errors with their line numbers, before any job is submitted."""
 
 from __future__ import annotations
 

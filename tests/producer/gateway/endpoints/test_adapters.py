@@ -1,4 +1,4 @@
-"""Adapters as models of the openai package: the real smollm2, two adapters and none in one batch."""
+"""Adapters as models of the openai package: the real smollm2, two adapters and no adapter in one batch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_three_models_in_one_batch(
         return answer.model, answer.choices[0].text
 
     waiting = QueueClient(valkey_url, queue)
-    waiting.pause()  # all of them wait, and begin together
+    waiting.pause()  # all of them wait, and start together
     with ThreadPoolExecutor(3) as threads:
         asked = [threads.submit(ask, name) for name in NAMES]
         eventually(lambda: sum(waiting.stats().waiting.values()) == 3, "three jobs that wait")

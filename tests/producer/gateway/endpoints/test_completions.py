@@ -1,4 +1,4 @@
-"""Chat and text completions as the openai package asks for them."""
+"""Chat and text completions as the openai package requests them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_chat(client: OpenAI) -> None:
 
 
 def test_an_authors_name_changes_nothing(client: OpenAI) -> None:
-    """A field of OpenAI's messages that chat templates have no place for."""
+    """A field of OpenAI's messages that chat templates do not support."""
     texts = [
         client.chat.completions.create(
             model="echo", messages=[{"role": "user", "content": "hi", **author}], max_tokens=40
@@ -161,7 +161,7 @@ def test_what_is_not_supported_is_named(client: OpenAI, fields: dict[str, Any], 
 
 
 def test_a_job_that_fails_is_an_answer_in_itself(client: OpenAI) -> None:
-    """The worker refuses it, not the gateway; before a stream has begun that is a status too."""
+    """The worker rejects it, not the gateway; before the start of a stream this is a status too."""
     for is_stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refused:
             client.completions.create(model="echo", prompt="x" * 400_000, max_tokens=5, stream=is_stream)
@@ -209,7 +209,7 @@ async def test_two_hundred_streams_at_once(async_client: AsyncOpenAI, served: Se
 async def test_whoever_hangs_up_ends_the_job(
     async_client: AsyncOpenAI, served: Served, valkey_url: str, queue: str
 ) -> None:
-    """Streaming and waiting, early and late: no job goes on without a client."""
+    """Streaming and waiting, early and late: no job continues without a client."""
     long = {"model": "echo", "max_tokens": 4000, "prompt": "x" * 20, "extra_body": {"ignore_eos": True}}
 
     async def hang_up_streaming(after: int) -> None:
@@ -258,7 +258,7 @@ def cancelled(url: str, queue: str) -> int:
 
 @pytest.mark.slow
 def test_the_deadline_is_a_504(valkey_url: str, queue_name: str) -> None:
-    """No worker serves the queue: the operator said that the model will be there."""
+    """No worker serves the queue: the operator declared that the model will be available."""
     with (
         gateway(valkey_url, queue_name, models=("later",)) as served,
         OpenAI(base_url=served.base_url, api_key="x", max_retries=0) as client,

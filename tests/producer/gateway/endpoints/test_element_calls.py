@@ -1,4 +1,4 @@
-"""Calls in elements as the openai package sees them; the echo model writes what the prompt says."""
+"""Tool calls in elements as the openai package sees them; the echo model repeats the prompt."""
 
 from __future__ import annotations
 

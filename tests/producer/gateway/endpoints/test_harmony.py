@@ -1,4 +1,4 @@
-"""gpt-oss' harmony as the openai package sees it; the echo model writes what the prompt says."""
+"""gpt-oss' harmony as the openai package sees it; the echo model repeats the prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FINAL = "<|channel|>final<|message|>In Rome.<|return|>"
 CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
 PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
 OPEN = "Where?<|end|><|start|>assistant"
-"""An output whose reasoning the prompt has opened."""
+"""An output whose reasoning was opened by the prompt."""
 
 
 @pytest.fixture(scope="module")

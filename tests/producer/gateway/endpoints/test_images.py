@@ -84,7 +84,7 @@ def test_a_message(served: Served) -> None:
 
 @pytest.mark.slow
 def test_limits(client: OpenAI) -> None:
-    """Of a gateway without a store: a job has 1 MiB."""
+    """The limit of a gateway without a store: a job has 1 MiB."""
     large = f"data:image/png;base64,{base64.b64encode(PNG + bytes(3_000_000)).decode()}"
     with pytest.raises(openai.APIStatusError, match="the limit is 1048576") as refused:
         client.chat.completions.create(model="echo", messages=chat(large))

@@ -1,4 +1,4 @@
-"""A choice's probabilities over HTTP: fields of our own beside OpenAI's, which its client keeps."""
+"""A choice's probabilities over HTTP: Pagemill's fields next to OpenAI's, which OpenAI's client keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's interface as the anthropic package asks for it; the echo model writes what the prompt says."""
+"""Anthropic's interface as the anthropic package uses it; the echo model repeats the prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors, labels and scores over HTTP, as the openai and cohere packages ask for them."""
+"""Vectors, labels and scores over HTTP, as the openai and cohere packages request them."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/score": ({"model": "judge", "text_1": "w1 w2"}, "text_2"),
     "/v1/classify": ({"model": "judge"}, "input"),
 }
-"""Bodies by URL, and the field that differs from line to line."""
+"""Bodies by URL, and the field that differs between lines."""
 
 
 def _numbers(data: list[dict[str, Any]]) -> list[float]:
@@ -203,7 +203,7 @@ def test_batches(client: OpenAI, served: Served, models: Path, url: Any) -> None
     assert (done.request_counts.completed, done.request_counts.failed) == (len(TEXTS), 1)
     assert done.output_file_id is not None
     lines = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
-    lines.sort(key=lambda line: int(line["custom_id"].removeprefix("row-")))  # they come as they end
+    lines.sort(key=lambda line: int(line["custom_id"].removeprefix("row-")))  # in order of completion
     assert [line["custom_id"] for line in lines] == [row["custom_id"] for row in rows[:-1]]
     bodies = [line["response"]["body"] for line in lines]
     if url in ("/v1/score", "/v1/classify"):

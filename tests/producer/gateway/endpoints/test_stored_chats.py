@@ -1,4 +1,4 @@
-"""Chat completions with `store: true`, as the openai package asks for them."""
+"""Chat completions with `store: true`, as the openai package requests them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background and stored responses as the openai package asks for them; the echo model writes what the prompt says."""
+"""Background and stored responses as the openai package requests them; the echo model repeats the prompt."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_schema_is_returned_with_the_response(client: OpenAI, large: bool) -> 
 
 
 def test_a_stream_continues_after_any_of_its_events(client: OpenAI) -> None:
-    """However its text was cut into deltas: nothing is lost or repeated, and the numbers are the same."""
+    """For any split of the text into deltas: no text is lost or repeated, and the numbers are the same."""
     with client.responses.create(**ASK, stream=True) as stream:
         events = list(stream)
     kinds = [event.type for event in events]
@@ -138,7 +138,7 @@ def test_a_disconnected_client_does_not_end_a_background_response(client: OpenAI
 
 @pytest.mark.slow
 def test_streams_continue_when_gateway_and_worker_were_killed(valkey_url: str, tmp_path: Path) -> None:
-    """A client reads through two kills, each between two events, and has the whole text once."""
+    """A client reads through two kills, each between two events, and receives the complete text once."""
     queue = f"q-{uuid.uuid4().hex[:12]}"
     settings = process_settings(valkey_url, queue, model="echo:30", checkpoint_s=0.1, lease_s=1.5, **PARSERS)
     seen: list[Any] = []
@@ -182,7 +182,7 @@ def test_a_conversation_continues_by_the_id_of_its_last_response(client: OpenAI)
     assert third.output_text.startswith("one\n")
     assert third.output_text.endswith("two\n\nthree\n")
     assert client.responses.retrieve(second.id).previous_response_id == first.id
-    with pytest.raises(openai.NotFoundError):  # it was not stored
+    with pytest.raises(openai.NotFoundError):  # the response was not stored
         client.responses.create(model="echo", input="four", previous_response_id=third.id)
     called = client.responses.create(**ASK | {"background": False, "store": True})
     call: Any = called.output[2]
@@ -262,7 +262,7 @@ def test_the_responses_of_a_tenant_are_its_own(valkey_url: str, tmp_path: Path) 
 
 
 def test_ids_that_are_no_responses(served: Served, client: OpenAI, valkey_url: str, queue: str) -> None:
-    """Jobs of other origins, too: their metadata may look like a response's."""
+    """Also jobs from other sources: their metadata may look like a response's."""
     marks: list[Any] = [None, {"a": 1}, {"response": 1}, {"response": {"text": 5}}, {"response": {"x": 1}}]
     # Only the last job is like one that the gateway submits.
     with Producer(valkey_url, queue=queue) as producer:

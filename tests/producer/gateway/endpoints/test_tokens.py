@@ -1,4 +1,4 @@
-"""Tokens of prompts: /tokenize, /detokenize, and log-probabilities as evaluations ask for them."""
+"""Tokens of prompts: /tokenize, /detokenize, and log-probabilities as evaluations request them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def post(served: Served, path: str, key: str = "none", **body: Any) -> httpx.Res
 
 
 def harness_payload(model: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """What lm-evaluation-harness 0.4 sends for `local-completions` with tokenized requests."""
+    """The request of lm-evaluation-harness 0.4 for `local-completions` with tokenized requests."""
     return {
         "model": model, "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234,
         "echo": True,
@@ -33,7 +33,7 @@ def harness_payload(model: str, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def harness_scores(answer: dict[str, Any], context_lengths: list[int]) -> list[tuple[float, bool]]:
-    """What it reads from the answer: the sum over each continuation, and whether that is the greedy one."""
+    """The values that it reads from the response: the sum over each continuation, and whether it is the greedy one."""
     found = []
     for choice, start in zip(
         sorted(answer["choices"], key=lambda one: one["index"]), context_lengths, strict=True

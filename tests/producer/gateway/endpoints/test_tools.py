@@ -1,4 +1,4 @@
-"""Tools, thinking and responses as the openai package asks for them; the echo model writes what the prompt says."""
+"""Tools, reasoning and responses as the openai package requests them; the echo model repeats the prompt."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_response(client: OpenAI) -> None:
 
 
 def test_a_response_is_streamed(client: OpenAI) -> None:
-    """The client's own accumulation checks the order of events and the places that they name."""
+    """The client's own accumulation checks the order of events and their indices."""
     with client.responses.stream(**RESPOND) as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -216,7 +216,7 @@ def test_a_response_with_a_schema_and_one_that_is_cut(client: OpenAI) -> None:
 
 
 def test_a_response_has_all_fields_of_the_specification(client: OpenAI) -> None:
-    """Required by the Open Responses schema, in events too; a tool has its fields whether or not they were sent."""
+    """Required by the Open Responses schema, also in events; a tool has its fields even if they were not sent."""
     asked = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "include": ["reasoning.encrypted_content"]}
     bare = {"type": "function", "name": "time"}
     raw = client.responses.with_raw_response.create(**RESPOND | {"tools": [bare], "extra_body": asked})
@@ -235,7 +235,7 @@ def test_a_response_has_all_fields_of_the_specification(client: OpenAI) -> None:
 
 
 def test_a_forced_call_next_to_a_text_format(client: OpenAI) -> None:
-    """As instructor's RESPONSES_TOOLS sends it: the function's schema is what counts."""
+    """As instructor's RESPONSES_TOOLS sends it: the function's schema decides."""
     shape: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["yes"]}}}
     for choice in ("required", {"type": "function", "name": "weather"}):
         response = client.responses.create(**RESPOND | {"input": "words"}, text=shape, tool_choice=choice)

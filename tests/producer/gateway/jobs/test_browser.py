@@ -1,4 +1,4 @@
-"""The page of jobs as a browser draws it: headless Chromium, a gateway with keys, and hostile jobs."""
+"""The jobs page in a browser: headless Chromium, a gateway with keys, and hostile jobs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Scene:
 
 
 def fill(queue: Queue) -> None:
-    """Jobs whose keys, metadata, batches, workers and errors all try to be markup."""
+    """Jobs whose keys, metadata, batches, workers and errors all contain markup."""
     for worker in (
         WorkerInfo(id="w-good", models=(MARKUP,), url="http://0.0.0.0:9790", host="gpu1"),
         WorkerInfo(id="w-evil", models=("m",), url="javascript:document.title='owned'", host="x"),
@@ -101,7 +101,7 @@ def test_it_opens_with_what_runs_and_the_queue_s_figures(scene: Scene) -> None:
     assert scene.browser.text("#tenant") == "all"
     lanes = {row[0]: row[3] for row in scene.browser.rows("lanes")}
     assert lanes == {"acme": "1", "other": "120"}
-    # The page asks for jobs, figures and batches one by one.
+    # The page requests jobs, metrics and batches sequentially.
     (batch,) = eventually(lambda: scene.browser.rows("batches"), "the batch")
     assert (batch[0], batch[3]) == ("b-1", "0 of 121")
 
@@ -256,7 +256,7 @@ def test_the_key_is_in_no_address_no_cookie_and_no_log(
 
 
 def test_the_browser_had_nothing_to_complain_of_but_what_was_not_there(scene: Scene) -> None:
-    """The answers 401 and 404 are on its console; script errors and breaches of the policy are not."""
+    """The responses 401 and 404 are on its console; script errors and policy violations are not."""
     others = [
         text
         for text in scene.browser.complaints()

@@ -1,4 +1,4 @@
-"""The page of jobs over HTTP: who sees and stops what, and what a stranger's page gets."""
+"""The jobs page over HTTP: permissions to see and stop jobs, and the responses to pages of other origins."""
 
 from __future__ import annotations
 

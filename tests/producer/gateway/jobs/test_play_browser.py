@@ -1,4 +1,4 @@
-"""The playground as a browser draws it: headless Chromium, a gateway with keys, and an echo worker."""
+"""The playground in a browser: headless Chromium, a gateway with keys, and an echo worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Playground:
     key: str
 
     def type(self, field: str, text: str) -> None:
-        """As a person types: listeners hear of it."""
+        """Like typed input: listeners are notified."""
         script = (
             f"const node = document.getElementById({json.dumps(field)}); node.value = {json.dumps(text)};"
             "node.dispatchEvent(new Event('input', {bubbles: true}))"
@@ -42,7 +42,7 @@ class Playground:
         self.click(f"input[value={mode}]")
 
     def run(self) -> None:
-        """Send the request, and wait for the end of its job."""
+        """Send the request, and wait until its job has finished."""
         self.click("#run")
         self.ended()
 
@@ -143,7 +143,7 @@ def test_a_stopped_request_is_a_cancelled_job(play: Playground) -> None:
     ("mode", "expected"), [("chat", 'it\'s $HOME "and" more'), ("prompt", "it's $HOME"), ("labels", "bad")]
 )
 def test_the_sources_make_the_same_request(play: Playground, mode: str, expected: str) -> None:
-    """A shell and Python run what the page shows. A quote, a dollar sign and a backslash stay as they are."""
+    """A shell and Python run the code on the page. A quote, a dollar sign and a backslash stay unchanged."""
     play.choose(mode)
     play.type("prompt", 'it\'s $HOME "and" more \\ bad or good?')
     play.type("system", "")

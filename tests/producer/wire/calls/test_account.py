@@ -1,4 +1,4 @@
-"""Where a job's time went: the sums by themselves, and each cause in the queue by itself, on both servers."""
+"""A breakdown of a job's time: the sums alone, and each cause in the queue alone, on both servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.producer.driving import DECODE, Queue
 
 PAUSE_S = 0.06
-"""How long a cause is made to last: more than all that a test does beside it, or the cause is the only one."""
+"""The duration of a cause: longer than everything else in a test, or the cause is the only one."""
 
 moments = st.integers(-1_000, 60_000)
 outcomes = st.sampled_from(["retried", "released", "lost", "crashed", "succeeded", "failed", "running"])
@@ -89,7 +89,7 @@ def causes(queue: Queue, job_id: str = "a") -> dict[str, float]:
 
 
 def blamed(queue: Queue, job_id: str = "a") -> str:
-    """The cause that lasted longest, at least as long as it was made to."""
+    """The cause that lasted longest, at least for its minimum duration."""
     found = causes(queue, job_id)
     cause = max(found, key=lambda name: found[name])
     assert found[cause] >= PAUSE_S - 0.002, found
@@ -129,7 +129,7 @@ STEP_S = 0.01
 
 
 def starts_before(queue: Queue, job_id: str) -> int:
-    """Run the queue's jobs one by one, each for as long as the others; return how many started before this one."""
+    """Run the queue's jobs one by one, each for the same time; return how many started before this one."""
     for count in range(1_000):
         job = queue.pull_one()
         time.sleep(STEP_S)
@@ -141,7 +141,7 @@ def starts_before(queue: Queue, job_id: str) -> int:
 
 @pytest.mark.slow
 def test_without_the_blamed_tenant_it_starts_earlier_by_the_blamed_amount(queue: Queue) -> None:
-    """In jobs, which all take as long: the server's clock is not the test's."""
+    """In jobs of equal duration: the server's clock is independent of the test's."""
     announce(queue)
 
     def submit(name: str, *tenants: str, priority: str = "normal") -> str:

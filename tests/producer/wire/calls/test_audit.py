@@ -1,4 +1,4 @@
-"""Canaries: who agrees, who deviates, and which jobs a worker committed since it was last known to be well."""
+"""Canaries: agreement, deviation, and the jobs that a worker committed since its last good canary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def look(queue: Queue, worker: str, input_bytes: int = MIB) -> AuditView:
 
 
 def vote(queue: Queue, worker: str, answer: str, position: int = 0) -> str:
-    """Vote until the answers that were compared with are those there are; returns the verdict."""
+    """Vote until the compared results are the existing ones; returns the verdict."""
     while True:
         view = queue.run(audit.view(queue.name, worker, "f", MIB, with_answers=True))
         verdict, _ = queue.run(audit.vote(queue.name, worker, "f", answer, len(view.answers), position))
@@ -162,7 +162,7 @@ def test_ten_thousand_canaries_of_healthy_workers_raise_no_alarm(queue: Queue) -
 
 
 def test_a_purged_job_is_on_no_list(queue: Queue) -> None:
-    """Those before it are not cleared early, and its input is not counted as kept."""
+    """Earlier canaries are not deleted early, and its input is not counted as kept."""
     look(queue, "w1")
     committed(queue, "w1", "a", "b", "c", tenant="t")
     held = int(queue.client.hget(f"{queue.prefix}audit:w1", "held") or 0)

@@ -1,4 +1,4 @@
-"""Batches: counts, results in both orders, cursors, attaching again, acknowledging, bad rows, expiry."""
+"""Batches: counts, results in both orders, cursors, reattaching, acknowledging, bad rows, expiry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's clock is set back by an hour. docs/reliability.md lists every stored time that then lies ahead."""
+"""The server's clock is set back by an hour. docs/reliability.md lists every stored time that is then in the future."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def queue(server: ClockedServer, queue_name: str) -> Iterator[Queue]:
 
 
 def soon(look: Callable[[], object], seconds: float = 30.0) -> bool:
-    """Return True if it comes true in a time that is short beside the hour."""
+    """Return True if the condition becomes true within a time that is short compared with the hour."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if look():
@@ -120,7 +120,7 @@ def test_a_batch_of_a_gateway_that_died_is_taken_over(server: ClockedServer, que
 
 
 def test_low_priority_is_not_starved_by_jobs_of_before(server: ClockedServer, queue: Queue) -> None:
-    """A job's age is not known once its submit lies ahead: it counts as one that has waited long."""
+    """A job's age is unknown if its submit is in the future: it counts as one that has waited long."""
     queue.submit("low", priority="low")
     server.set(0)
     queue.submit(*(f"h{i}" for i in range(20)), priority="high")

@@ -1,4 +1,4 @@
-"""A record that was changed or cut is an error of its own job; the others are listed, read and delivered."""
+"""A modified or truncated record is an error of its own job; the others are listed, read and delivered."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_damaged_record_hides_no_other_job(queue: Queue, edit: str) -> None:
     queue.client.hset(f"{queue.prefix}job:b", name, value)
     assert {"a", "c"} <= _listed(queue)
     with Producer(queue.url, queue=queue.name) as producer:
-        if name != "lane":  # without it, the server's own script has no place to look at
+        if name != "lane":  # without it, the server's own script cannot locate the key
             codes = {_code(producer.job("b").status), _code(producer.job("b").result)}
             assert codes <= {None, "payload_lost"}
         items = {item.id: item for item in producer.batch("B").results(timeout=10)}

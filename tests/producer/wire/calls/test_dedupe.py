@@ -1,4 +1,4 @@
-"""Equal jobs in flight run once: followers, what becomes of them, and who is no follower."""
+"""Equal jobs in flight run once: duplicates, their outcomes, and jobs that are not duplicates."""
 
 from __future__ import annotations
 

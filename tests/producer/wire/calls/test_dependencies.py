@@ -1,4 +1,4 @@
-"""Jobs that wait for others: when they run, when they end instead, and what they are given."""
+"""Jobs that wait for others: when they run, when they end instead, and their inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READS = "Of {parent.text}"
 
 
 def given(job: PulledJob) -> list[dict[str, Any]]:
-    """What a pulled job was given, the members that are set."""
+    """The inputs of a pulled job, only the members that are set."""
     return [json.loads(line) for line in split_payload(job.payload).outputs]
 
 
@@ -68,7 +68,7 @@ def test_a_commit_releases_what_waited_and_gives_it_the_output(queue: Queue) -> 
 
 
 def test_it_is_one_write_with_the_commit(queue: Queue) -> None:
-    """So no death of a worker can come between the two: one EVAL, as any worker sends it, is the release too."""
+    """So no crash of a worker can occur between the two: one EVAL, as any worker sends it, includes the release."""
     queue.submit("p")
     queue.submit("c", after=["p"])
     (parent,) = queue.pull()
@@ -177,7 +177,7 @@ def test_a_deadline_goes_down_the_graph(queue: Queue) -> None:
     queue.submit("a", ttl=60)
     queue.submit("b", after=["a"])
     queue.client.hset(f"{queue.prefix}job:a", "deadline", 1)
-    assert queue.status("a").state == "expired"  # whoever asks finds it so, and the others too
+    assert queue.status("a").state == "expired"  # any call finds the change, and also changes the others
     assert queue.state("b") == "cancelled"
     assert queue.error("b").cause == "deadline_exceeded"
 
@@ -313,7 +313,7 @@ def test_a_parent_whose_result_is_gone_has_none(queue: Queue) -> None:
     ],
 )
 def test_a_header_that_makes_no_sense_harms_nobody(queue: Queue, header: dict[str, Any]) -> None:
-    """Not the job that it names, whose commit would read it."""
+    """The error does not name the other job, whose commit would read it."""
     queue.submit("p")
     text = json.dumps({"id": "c", "lane": "1+after:1:default:m", "cost": 1} | header)
     item = submissions.Submission("c", text.encode(), b"{}", is_linked=True)
@@ -357,7 +357,7 @@ def test_a_repeated_submit_changes_nothing(queue: Queue) -> None:
 
 
 def call_of(queue: Queue, jobs: Mapping[str, list[str]], batch_id: str = "b") -> dict[str, str]:
-    """Submit jobs, each with the ids it waits for, in one call."""
+    """Submit jobs, each with the ids of its parents, in one call."""
     items = []
     for job_id, after in jobs.items():
         fields = {"prompt": "a", "model": "m"} | ({"after": after} if after else {})
@@ -391,7 +391,7 @@ def test_cycles_are_refused(queue: Queue) -> None:
 
 
 def test_an_id_that_others_wait_for_is_not_used_again_to_wait_for_them(queue: Queue) -> None:
-    """A record can be gone before those that wait were told, where a script of an earlier release removed it."""
+    """A script of an earlier version may have removed a record before the waiting jobs were notified."""
     queue.submit("a")
     queue.submit("b", after=["a"])
     (job,) = queue.pull()
@@ -407,7 +407,7 @@ def test_a_sweep_tells_of_ends_that_an_earlier_release_recorded(queue: Queue) ->
         queue.submit(name)
         queue.submit(f"of-{name}", prompt=READS, after=[name])
     for job in queue.pull():
-        queue.client.hdel(f"{queue.prefix}job:{job.job_id}", "awaited")  # what such a script does not look at
+        queue.client.hdel(f"{queue.prefix}job:{job.job_id}", "awaited")  # unread by such a script
         queue.commit(job, "text")
     queue.client.delete(f"{queue.prefix}job:gone")
     queue.sweep(20)
@@ -429,7 +429,7 @@ def test_a_clock_that_was_set_back_delays_no_look(queue: Queue) -> None:
 
 
 def test_a_wide_fan_is_told_slice_by_slice(queue: Queue) -> None:
-    """No script tells more than 64; the output is kept for the others, though its record goes."""
+    """No script notifies more than 64; the output is kept for the others, though its record is removed."""
     call_of(queue, {"p": []})
     for start in range(0, 200, 100):
         ids = [f"c{number}" for number in range(start, start + 100)]
@@ -466,13 +466,13 @@ def test_bytes_of_outputs_are_bounded(queue: Queue) -> None:
 
 
 def outputs(queue: Queue) -> dict[str, int]:
-    """Outputs that are stored for readers, each with the ms that it lives, -1 for no limit."""
+    """Outputs that are stored for readers, each with its lifetime in ms, -1 for no limit."""
     names = {name for name in queue.names() if name.split(":")[0] == "end"}
     return {name: queue.client.pttl(queue.prefix + name) for name in names}
 
 
 def test_readers_share_one_output_and_the_last_of_them_removes_it(queue: Queue) -> None:
-    """It outlives the record of the job that made it; who reads nothing has no part in it."""
+    """It outlives the record of its job; jobs that do not read it do not keep it."""
     queue.submit("p")
     queue.submit("early", "lapses", prompt=READS, after=["p"])
     queue.submit("blind", after=["p"])
@@ -496,7 +496,7 @@ def test_readers_share_one_output_and_the_last_of_them_removes_it(queue: Queue) 
 
 
 def test_an_output_is_kept_for_replays_of_its_readers(queue: Queue) -> None:
-    """As long as their inputs: 14 days of one that died, and of a batch's member until it is acknowledged."""
+    """As long as their inputs: 14 days for a dead job, and for a batch's member until it is acknowledged."""
     day = 86_400_000
     queue.submit("p")
     queue.submit("dies", "ends", "cancelled", prompt=READS, after=["p"], max_attempts=1)

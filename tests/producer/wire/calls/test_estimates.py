@@ -1,4 +1,4 @@
-"""When a job is said to end: what an estimate counts, and how it learns from those before it."""
+"""Completion estimates: their inputs, and how they learn from earlier estimates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's way through the queue as `history` tells it, on both servers."""
+"""A job's path through the queue as `history` reports it, on both servers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_execution_is_told_with_its_worker_and_its_end(queue: Queue) -> No
     queue.release(queue.pull_one(worker="w2"))
     queue.pull_one(worker="w3")  # lost before it entered a step
     queue.lapse("a")
-    queue.checkpoint(queue.pull_one(worker="w4"), progress=DECODE)  # entered one, and got nowhere
+    queue.checkpoint(queue.pull_one(worker="w4"), progress=DECODE)  # entered a step without progress
     queue.lapse("a")
     last = queue.pull_one(worker="w5")
     queue.fail(last)

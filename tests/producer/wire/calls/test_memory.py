@@ -1,4 +1,4 @@
-"""A server that runs out of memory: what is refused before, what still passes, and that results are kept."""
+"""A server that runs out of memory: early rejections, calls that still pass, and preserved results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def use(queue: Queue) -> MemoryUse:
 
 
 def recheck(queue: Queue) -> None:
-    """Have the next submit look at the server's memory, as it does a second after the last look."""
+    """Make the next submit check the server's memory, as it does a second after the last check."""
     queue.client.hdel(f"{queue.prefix}meta", "memory_at", "memory_looked")
 
 
@@ -82,7 +82,7 @@ def test_running_jobs_end_and_then_submits_go_on(small_queue: Queue) -> None:
 
 
 def test_at_maxmemory_itself_running_jobs_end(small_queue: Queue) -> None:
-    """Other software on the server may take all of it."""
+    """Other software on the server may use all of it."""
     queue = small_queue
     queue.submit(*"abc")
     a, b, c = queue.pull()
@@ -182,7 +182,7 @@ def checkpoints(queue: Queue) -> None:
 @pytest.mark.parametrize("binary", ["valkey-server", "redis-server"])
 @pytest.mark.parametrize(("number", "most"), [(1_000, MOST), (4_000, 150_000_000)])
 def test_children_share_a_large_output(number: int, most: int, binary: str, tmp_path: Path) -> None:
-    """Jobs that need one output of 200 kB, more than five times the server's memory if each had a copy."""
+    """Jobs that need one output of 200 kB; one copy per job would exceed five times the server's memory."""
     text = "y" * 200_000
     with small_server(tmp_path, binary, most) as queue:
         queue.submit("parent")

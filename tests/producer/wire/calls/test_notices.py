@@ -1,4 +1,4 @@
-"""A notice of an end keeps its content, even if the job is freed in the meantime."""
+"""The notification of a finished job keeps its content, even if the job is freed in the meantime."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_end_stays_a_week_for_its_notice_and_a_day_after_it(queue: Queue) -> 
 
 @pytest.mark.parametrize("relay", ["", "celery"])
 def test_ids_that_nobody_claims_do_not_outlive_their_records_for_ever(queue: Queue, relay: str) -> None:
-    """No worker may send webhooks, or no relay runs."""
+    """Workers must not send webhooks, or no relay runs."""
     box = f"{queue.prefix}outbox" + (f":{relay}" if relay else "")
 
     def end(*names: str) -> None:

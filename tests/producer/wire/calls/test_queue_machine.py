@@ -41,8 +41,8 @@ EVEN = [str(number) for number in range(0, 400, 2)]
 
 @dataclass(frozen=True)
 class Link:
-    """How a job waits: for which others, and if the last index is odd, for an even text of the first; if the sum is
-    odd, it runs also where one of them failed."""
+    """How a job waits: for which others, and if the last index is odd, for an even text of the first; if the
+    sum is odd, it runs also if one of them failed."""
 
     indexes: list[int]
 
@@ -74,7 +74,7 @@ class Link:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Jobs go in, workers do anything to them, in any order, and with tokens that may be stale."""
+    """Jobs are submitted, workers call any transition, in any order, and with tokens that may be stale."""
 
     url: ClassVar[str] = ""
     held: Bundle[PulledJob] = Bundle("held")
@@ -88,22 +88,22 @@ class QueueMachine(RuleBasedStateMachine):
         self.committed: Counter[str] = Counter()
         self.results: dict[str, str] = {}
         self.purged: set[str] = set()
-        """Dead, and forgotten."""
+        """Dead, and discarded."""
         self.affinities: dict[str, str | None] = {}
         self.tenants: dict[str, str] = {}
         self.links: dict[str, Link] = {}
         self.parents: dict[str, list[str]] = {}
         self.ends: dict[str, tuple[str, str]] = {}
-        """State and text of each job that has ended, whatever became of its record."""
+        """State and text of each finished job, even if its record no longer exists."""
         self.counted: dict[str, tuple[int, int]] = {}
-        """Of each job that has ended: the tokens of its prompt and of its output that the ledger has."""
+        """For each finished job: the tokens of its prompt and of its output in the ledger."""
         self.told: dict[str, tuple[int, int]] = {}
-        """Of each job whose end a worker wrote: what that worker said."""
+        """For each job that a worker finished: the worker's report."""
         self.charges: dict[str, int] = {}
         """Jobs that were charged to their tenant's quota, and for how many tokens."""
         self.queue.run(quotas.set_quotas(self.queue.name, {"a": ROOMY}))
         self.forgotten: set[str] = set()
-        """Dead, and no letters any more, but still their batch's."""
+        """Dead, and no longer dead letters, but still their batch's."""
 
     @rule(
         priority=st.sampled_from(["high", "normal", "low"]),
@@ -154,7 +154,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(batch=st.booleans())
     def submit_without_memory(self, batch: bool) -> None:
-        """The server's memory has just been seen to be full."""
+        """The server's memory was found to be full."""
         seconds, microseconds = self.queue.client.time()
         meta, now = f"{self.queue.prefix}meta", 1000 * seconds + microseconds // 1000
         self.queue.client.hdel(meta, "memory_looked")
@@ -165,7 +165,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 50))
     def replay(self, index: int) -> None:
-        """Run a job again, whether it is dead or not."""
+        """Run a job again, in state dead or not."""
         if self.jobs:
             old = self.jobs[index % len(self.jobs)]
             was_dead = self.queue.state(old) == "dead"
@@ -315,7 +315,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert (result.id, result.text, self.committed[ran]) == (job_id, self.results[ran], 1)
 
     def _check_outputs(self, job: PulledJob) -> None:
-        """It is given what its parents had, once."""
+        """A job receives its parents' outputs once."""
         link = self.links.get(job.job_id)
         outputs = [json.loads(line) for line in split_payload(job.payload).outputs]
         expected = [self.ends[parent] for parent in self.parents[job.job_id]] if link is not None else []
@@ -351,7 +351,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert {one.decode() for one in client.zrange(f"{prefix}awaited", 0, -1)} == waiting.keys()
 
     def _check_ledger(self, found: dict[str, JobStatus]) -> None:
-        """It has what the ends tell, each once: what a worker said, or else what the job's status shows."""
+        """It has the outcomes, each once: the worker's report, or otherwise the job's status."""
         for job_id in self.ended.keys() - self.counted.keys():
             progress, is_follower = found[job_id].progress, self._follows(job_id)
             shown = (progress.prompt_tokens_done, progress.generated_tokens) if progress else (0, 0)
@@ -373,7 +373,7 @@ class QueueMachine(RuleBasedStateMachine):
         self._check_spent()
 
     def _check_spent(self) -> None:
-        """Of its quota a tenant has spent what ended, and the costs of what has started and not ended."""
+        """A tenant has spent the usage of its finished jobs, and the costs of its started, unfinished jobs."""
         for job_id in self.jobs:
             charged = self.queue.client.hget(f"{self.queue.prefix}job:{job_id}", "charged")
             if charged is not None:
@@ -411,14 +411,14 @@ class QueueMachine(RuleBasedStateMachine):
         assert {member.decode() for member in found} == letters
 
     def teardown(self) -> None:
-        """Everything can be brought to an end, and then nothing is held."""
+        """All jobs can be finished, and then no data is held."""
         for job_id in self.jobs:
             self.queue.cancel(job_id)
             self.queue.lapse(job_id)
         for _ in range(3):
             self.queue.sweep()
         for job_id in self.jobs:
-            self.queue.cancel(job_id)  # an ended leader's follower may have come forward
+            self.queue.cancel(job_id)  # a finished primary job's duplicate may have replaced it
         for job_id in self.jobs:
             assert self.queue.state(job_id) in TERMINAL
         kinds = {name.split(":")[0] for name in self.queue.names()}

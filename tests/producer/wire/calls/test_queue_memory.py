@@ -13,7 +13,7 @@ from benchmarks.queues.server import SYSTEM_KIND, kinds, start_server, used_memo
 from pagemill import Producer
 
 JOBS = 8000
-"""Just below a power of two, where the server's tables of keys are nearly full."""
+"""Just below a power of two, where the server's key tables are nearly full."""
 
 
 def submit(url: str, queue: str, model: str, jobs: int) -> None:
@@ -33,7 +33,7 @@ def bytes_per_job(url: str, queue: str, model: str) -> float:
 
 
 LIMITS = {"valkey": (1080, 1095), "redis62": (1130, 1145), "redis7": (1150, 1190)}
-"""Bytes, about two per cent above what was measured: for a short queue and model name, and for usual ones."""
+"""Bytes, about 2% above the measurement: for a short queue and model name, and for usual ones."""
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ LIMITS = {"valkey": (1080, 1095), "redis62": (1130, 1145), "redis7": (1150, 1190
     ids=["as in the benchmark", "by default"],
 )
 def test_a_waiting_job_is_small(kind: str, queue: str, model: str, place: int, tmp_path: Path) -> None:
-    """Its prompt has 500 bytes. 100,000 of them are to stay under 120 MB."""
+    """Its prompt has 500 bytes. 100,000 of them must stay under 120 MB."""
     if kind not in kinds():
         pytest.skip("this machine has no Redis 7")
     with start_server(kind, tmp_path) as url:
@@ -53,7 +53,7 @@ def test_a_waiting_job_is_small(kind: str, queue: str, model: str, place: int, t
 
 
 class BusyServer:
-    """Its disk is slow: writes wait in memory in the first replies."""
+    """Its disk is slow: the first replies include writes that wait in memory."""
 
     def __init__(self, *unwritten: int) -> None:
         self.unwritten = list(unwritten)

@@ -1,4 +1,4 @@
-"""Records left behind and their cost, and the registry and the statistics."""
+"""Orphaned records and their cost, and the registry and the statistics."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_payload_at_the_limit_goes_through(queue: Queue) -> None:
 
 
 def test_a_reply_of_statuses_is_bounded(queue: Queue) -> None:
-    """Errors with a MiB of partial output are not sent, and what would be too long comes in several replies."""
+    """Errors with a MiB of partial output are not sent, and content that is too long is split into several replies."""
     ids = [f"j{number}" for number in range(100)]
     queue.submit(*ids, metadata={"text": "m" * 16_000})
     for job in queue.pull(100):

@@ -13,12 +13,12 @@ MEGABYTE = 1 << 20
 
 
 def ends(queue: Queue) -> set[str]:
-    """The stored ends, beside the jobs' records."""
+    """The stored ends, next to the jobs' records."""
     return {name for name in queue.names() if name.split(":")[0] in ("out", "end", "sharers", "settling")}
 
 
 def commands(queue: Queue) -> int:
-    """Redis commands run so far, those inside scripts included."""
+    """Redis commands run so far, including those inside scripts."""
     return sum(row["calls"] for row in queue.client.info("commandstats").values())
 
 
@@ -99,7 +99,7 @@ def test_a_followers_stream_ends_with_its_own_result(queue: Queue) -> None:
 
 
 def test_an_end_copied_by_an_earlier_release_reads(queue: Queue) -> None:
-    """Before ends were shared, a follower had a copy that began with its own id."""
+    """Before ends were shared, a duplicate had a copy that began with its own id."""
     queue.submit("old")
     queue.commit(queue.pull_one(), "text")
     queue.client.hset(f"{queue.prefix}job:old", "leader", "gone")
@@ -108,7 +108,7 @@ def test_an_end_copied_by_an_earlier_release_reads(queue: Queue) -> None:
 
 
 def test_followers_of_many_leaders_that_expire_together_take_many_sweeps(valkey_queue: Queue) -> None:
-    """No script ends, or promotes, all of them."""
+    """No single script ends, or promotes, all of them."""
     queue = valkey_queue
     for leader in range(20):
         fields = GREEDY | {"prompt": f"p{leader}"}

@@ -1,4 +1,4 @@
-"""Files of the store in Redis: whose they are, and from when on nobody's."""
+"""Files of the store in Redis: their owners, and when they become orphans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def submit(queue: Queue, job_id: str, uri: str = URI, batch_id: str | None = Non
 
 
 def deadlines(queue: Queue) -> dict[str, float]:
-    """Milliseconds until each file is to be deleted."""
+    """Milliseconds until each file's deletion."""
     seconds, micros = queue.client.time()
     now = seconds * 1000 + micros / 1000
     found = queue.client.zrange(f"{queue.prefix}stored", 0, -1, withscores=True)

@@ -1,4 +1,4 @@
-"""Rows that are filled into a form come out as they would have one by one."""
+"""Rows that are filled into a form equal the rows that are encoded separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagemill.producer.wire.schema.signing import Keys
 
 PREPARER = Preparer("q", "acme", Keys())
 
-# Characters that JSON escapes, that take several bytes, and (seldom) half of a surrogate pair.
+# Characters that JSON escapes, that need several bytes, and (rarely) half of a surrogate pair.
 TEXT = st.text(st.characters() | st.sampled_from('"\\\n\x00\x1f\x7fé€😀'), max_size=400)
 KEY = st.none() | st.text(max_size=300) | st.just("k")
 METADATA = st.none() | st.dictionaries(st.text(max_size=5), st.integers() | st.floats() | TEXT, max_size=3)
@@ -54,7 +54,7 @@ ROWS = st.one_of(
 
 
 class NoForms(JobForms):
-    """Every row one by one."""
+    """Every row separately."""
 
     def find(self, row: Any) -> Any:
         return None, None

@@ -1,4 +1,4 @@
-"""submit: what is stored, what is refused, and what a second submit finds."""
+"""submit: the stored data, the rejections, and the result of a second submit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cancel and sweep: jobs that are ended, lost, due or late."""
+"""cancel and sweep: jobs that are finished, lost, due or late."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_live_lease_stays(queue: Queue) -> None:
 
 
 def lose(queue: Queue, *, stepped: bool = True, advanced: bool = False, worker: str = "w1") -> None:
-    """Pull the job, let it enter a step and perhaps advance, and lose its worker."""
+    """Pull the job, let it enter a step and possibly progress, and lose its worker."""
     job = queue.pull_one(worker=worker)
     length = sum(len(s.token_ids) for s in job.checkpoint.seqs) if job.checkpoint else 0
     if stepped:
@@ -188,7 +188,7 @@ def test_a_patient_sweep_leaves_fresh_losses_to_workers(queue: Queue) -> None:
 
 
 def test_no_late_job_is_handed_out_and_none_stops_the_server(queue: Queue) -> None:
-    """More are late than one sweep ends: pull ends some more, and says that there may be others."""
+    """More are late than one sweep ends: pull ends some more, and reports that others may remain."""
     queue.submit(*(f"late{i}" for i in range(300)), ttl=3600.0)
     queue.submit("live")
     for i in range(300):

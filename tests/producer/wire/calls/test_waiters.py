@@ -1,4 +1,4 @@
-"""Waiters of a job: counted from submit to hang-up; the last to leave ends it."""
+"""Waiters of a job: counted from submit to disconnect; the last one to leave ends it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_last_of_several_waiters_ends_a_job(queue: Queue) -> None:
 
 
 def test_who_cannot_be_counted_keeps_a_job(queue: Queue) -> None:
-    """A producer's own submit, before or after the others: the queue can't tell when it stops waiting."""
+    """A producer's own submit, before or after the others: the queue cannot detect when it stops waiting."""
     queue.submit("first", **KEYED)
     assert queue.submit("x", waiter="w1", **KEYED) == ["same"]
     assert queue.hang_up("w1", "first") == ["kept"]
@@ -86,7 +86,7 @@ def test_a_bad_name_stores_nothing(queue: Queue, name: bytes) -> None:
 
 
 def test_a_key_passes_from_a_job_that_is_to_end(queue: Queue) -> None:
-    """Cancelled or past its deadline: a later submit gets a job that can answer, and keeps the key."""
+    """Cancelled or past its deadline: a later submit gets a job that can produce a result, and keeps the key."""
     queue.submit("cancelled", **KEYED)
     dying = queue.pull_one()
     assert queue.cancel("cancelled") == "requested"

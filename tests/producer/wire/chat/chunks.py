@@ -1,4 +1,4 @@
-"""A model's text as it comes: in pieces that end anywhere."""
+"""A model's text as a stream: in pieces with arbitrary boundaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def in_chunks(syntax: ChatSyntax, text: str, cuts: list[int]) -> Answer:
 
 
 def read(syntax: ChatSyntax, text: str, cuts: list[int] | None = None) -> Answer:
-    """The whole text's answer, which pieces do not change: cut here, and behind every character."""
+    """The parse of the complete text, which pieces do not change: split here, and after every character."""
     whole = parse_whole(syntax, text)
     assert in_chunks(syntax, text, cuts or []) == whole
     assert in_chunks(syntax, text, list(range(len(text)))) == whole

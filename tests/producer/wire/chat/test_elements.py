@@ -1,4 +1,4 @@
-"""Calls whose arguments are not JSON: what the models' templates write is read back, in any chunks."""
+"""Calls whose arguments are not JSON: the output of the models' templates is parsed back, in any chunks."""
 
 from __future__ import annotations
 

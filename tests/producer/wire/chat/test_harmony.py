@@ -1,4 +1,4 @@
-"""Reading gpt-oss' harmony: what openai-harmony reads, in any chunks, and whatever else a model writes."""
+"""Parsing gpt-oss' harmony: the same result as openai-harmony, in any chunks, and for arbitrary text."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_chunks_do_not_matter(text: str, is_open: bool, has_tools: bool, cuts: l
 
 @pytest.fixture(scope="module")
 def encoding(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """openai-harmony, with the vocabulary that it would download."""
+    """openai-harmony, with the vocabulary that it would otherwise download."""
     vocabularies = importlib.util.find_spec("bpe_openai")
     if importlib.util.find_spec("openai_harmony") is None or vocabularies is None or not vocabularies.origin:
         pytest.skip("openai-harmony and bpe-openai are not installed")
@@ -127,7 +127,7 @@ def encoding(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def read_by_openai(encoding: Any, text: str) -> Answer:
-    """Add up the messages of openai-harmony's own parser by the rules of its guide."""
+    """Combine the messages of openai-harmony's own parser by the rules of its guide."""
     from openai_harmony import Role
 
     parts: dict[str, list[str]] = {"analysis": [], "content": []}

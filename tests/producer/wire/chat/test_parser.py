@@ -1,4 +1,4 @@
-"""Parsing of thinking and tool calls: what each family writes, in any chunks, and whatever else a model writes."""
+"""Parsing of reasoning and tool calls: the syntax of each family, in any chunks, and arbitrary text."""
 
 from __future__ import annotations
 

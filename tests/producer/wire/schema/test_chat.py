@@ -1,4 +1,4 @@
-"""Fields of chats with tools: which version they make, what they hash to, and what is refused."""
+"""Fields of chats with tools: the resulting version, the hash, and the rejections."""
 
 from __future__ import annotations
 

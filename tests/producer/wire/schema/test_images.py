@@ -1,4 +1,4 @@
-"""Images in messages: forms, limits, digests, and nothing of their pixels in errors."""
+"""Images in messages: forms, limits, digests, and no pixels in errors."""
 
 from __future__ import annotations
 

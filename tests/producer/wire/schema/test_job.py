@@ -1,4 +1,4 @@
-"""The accepted jobs, and refusals that never quote a job."""
+"""The accepted jobs, and errors that never quote a job."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_job_survives_its_envelope() -> None:
 
 
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
-"""Of a model, in its generation_config.json."""
+"""The defaults of a model, in its generation_config.json."""
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

@@ -110,7 +110,7 @@ LIMITS: dict[str, tuple[str, ...]] = {
     "Recipe file": (f"{MAX_BYTES // MIB} MiB", str(MAX_EXAMPLES)),
     "Stages": (str(MAX_STAGES),),
 }
-"""The beginning of a row, and what its value must contain."""
+"""The beginning of a row, and the required content of its value."""
 
 
 def test_the_rows_have_the_values_of_the_code() -> None:

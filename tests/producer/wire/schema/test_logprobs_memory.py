@@ -1,4 +1,4 @@
-"""Log-probabilities of a long output take little memory, and read what later releases add to them."""
+"""Log-probabilities of a long output need little memory, and reading accepts additions of later versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does; `python -m` with this module's name rewrites docs/submit.lua."""
+"""docs/protocol.md matches the code; `python -m` with this module's name rewrites docs/submit.lua."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_key_has_a_row(queue: Queue) -> None:
 
 
 def test_the_rows_are_the_names_that_are_spelled() -> None:
-    """By the scripts, after their prefix `P`, and by keys.py; what comes after a colon is an id."""
+    """By the scripts, after their prefix `P`, and by keys.py; the text after a colon is an id."""
     written = "".join(scripts.source(name) for name in scripts.names())
     spelled = set(re.findall(r"\bP \.\. '(\w+:?)", written))
     spelled |= set(re.findall(r"prefix\(queue\)\}(\w+:?)", Path(keys.__file__).read_text()))

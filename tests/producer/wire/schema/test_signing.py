@@ -1,4 +1,4 @@
-"""Signatures: what they cover, two keys, and how they travel in front of the JSON."""
+"""Signatures: their coverage, two keys, and their position in front of the JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places in prompts, and the fields of jobs that wait for others."""
+"""Placeholders in prompts, and the fields of jobs that wait for others."""
 
 from __future__ import annotations
 

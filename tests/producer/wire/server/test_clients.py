@@ -1,4 +1,4 @@
-"""Addresses of servers: what is understood, and what is never repeated. The end of a client."""
+"""Addresses of servers: accepted forms, and parts that are never repeated. The shutdown of a client."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _url_options() -> list[str]:
 
 
 def test_every_option_of_the_driver_is_allowed_ignored_or_rejected() -> None:
-    """None changes what the calls rely on, and none fails later than at the start."""
+    """None changes the assumptions of the calls, and none fails later than at startup."""
     values = {"protocol": "3", "db": "1", "ssl_min_version": "771"}
     for name in _url_options():
         for value in (values.get(name, "1"), "x"):
@@ -129,7 +129,7 @@ def test_credentials_may_come_from_the_environment(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_call_in_flight_leaves_no_connection_behind(valkey_url: str) -> None:
-    """It connects only after the pool was closed, which therefore knew nothing to close."""
+    """It connects only after the pool was closed, which therefore had no connection to close."""
     name = uuid.uuid4().hex
     client = open_async_client(valkey_url, "q", max_connections=1, client_name=name)
     call = asyncio.create_task(client.ping())

@@ -1,4 +1,4 @@
-"""Calls that several jobs make together: one run of a script, with the same effects and replies as one by one."""
+"""Calls that several jobs make together: one run of a script, with the same effects and replies as separate calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoint(queue: Queue, job: PulledJob, *deltas: Delta, **options: Any) -> 
 
 
 def stored(queue: Queue) -> dict[str, Any]:
-    """What the jobs' checkpoints and records hold, without the times."""
+    """The contents of the jobs' checkpoints and records, without the times."""
     found: dict[str, Any] = {}
     for name in queue.names():
         if name.startswith("ckpt:"):
@@ -49,7 +49,7 @@ TIMES = {b"progress_at", b"at", b"started_at"}
 
 
 def steps(queue: Queue, jobs: Sequence[PulledJob]) -> list[list[Call[Any]]]:
-    """Calls as of a few steps: both samples, replays, gaps, samples that are none, restarts, and stale tokens."""
+    """Calls like those of a few steps: both samples, replays, gaps, invalid samples, restarts, and stale tokens."""
     old = [PulledJob(**{**_fields(job), "token": job.token + 1}) for job in jobs]
     return [
         [checkpoint(queue, job) for job in jobs],
@@ -97,7 +97,7 @@ def test_so_do_joined_reads(queue: Queue) -> None:
 
 
 def test_a_step_of_many_jobs_is_one_script(own_valkey: RedisServer, own_queue: Queue) -> None:
-    """And a token a handful of commands in it."""
+    """In addition, a token adds a few commands inside the script."""
     jobs = streaming(own_queue, MAX_JOINED)
     own_queue.transport.run_many([checkpoint(own_queue, job, delta(0, 1)) for job in jobs])
     own_queue.client.config_resetstat()
@@ -162,7 +162,7 @@ async def test_all_streams_of_a_step_are_told_and_read_at_once(
         monkeypatch.setattr(AsyncTransport, "_send", counted)
         for token in range(1, 6):
             waits = [asyncio.create_task(anext(stream)) for stream in streams]
-            await asyncio.sleep(0.3)  # all have looked once more, and wait
+            await asyncio.sleep(0.3)  # all have checked once more, and wait
             sent.clear()
             text = str(token)
             await asyncio.to_thread(
@@ -177,7 +177,7 @@ def hints(queue: Queue, *channels: str) -> tuple[redis.client.PubSub, Any]:
     pubsub.subscribe(*channels)
 
     def heard() -> list[tuple[str, str]]:
-        # Confirmations of the subscriptions count as no message.
+        # Confirmations of the subscriptions do not count as messages.
         messages = [pubsub.get_message(timeout=0.05) for _ in range(12)]
         return [
             (message["channel"].decode().removeprefix(queue.prefix), message["data"].decode())
@@ -226,7 +226,7 @@ def test_packs_have_a_bound_in_bytes() -> None:
 
 
 def test_large_results_are_several_scripts(own_queue: Queue) -> None:
-    """Each bound is met in the middle of what is sent at once; every job ends, in order."""
+    """Each limit is reached in the middle of a joined send; every job finishes, in order."""
     jobs = streaming(own_queue, MAX_JOINED + 6)
     texts = ["x" * (MAX_JOINED_BYTES // 2 if number in (3, 4, 9) else 1) for number in range(len(jobs))]
     calls = [

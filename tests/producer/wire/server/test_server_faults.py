@@ -1,4 +1,4 @@
-"""A server that is killed, restarted, forgets its scripts, or is out of memory."""
+"""A server that is killed, restarted, loses its scripts, or runs out of memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_forgotten_scripts_are_taught_again_in_order(own_queue: Queue) -> None:
 
 
 def running(queue: Queue, count: int) -> list[Call[Any]]:
-    """Jobs of a batch that run; returns their commits."""
+    """Running jobs of a batch; returns their commits."""
     queue.submit(*(f"j{number:02}" for number in range(count)), batch_id="batch")
     return [
         transitions.commit(queue.name, job.job_id, job.token, "succeeded", result_json(job.job_id))
@@ -118,7 +118,7 @@ def test_a_server_that_dies_before_it_answers_joined_commits(
 def test_a_server_that_dies_while_it_runs_joined_commits(
     own_valkey: RedisServer, own_queue: Queue, pause_s: float
 ) -> None:
-    """A script's writes are in the append-only file as one: all of its jobs have ended, or none."""
+    """A script's writes are atomic in the append-only file: either all of its jobs have finished, or none."""
     own_queue.client.config_set("appendfsync", "always")
     calls = running(own_queue, 40)
     (pack,) = scripts.packed(calls)
@@ -187,7 +187,7 @@ def ask_async(url: str) -> None:
 
 @pytest.mark.parametrize("request_status", [ask, ask_async])
 def test_a_silent_server_is_tried_three_times(request_status: Callable[[str], None]) -> None:
-    """The handshake has no further tries inside: with the default timeout of 15 s, they would add up to minutes."""
+    """The handshake does not retry: with the default timeout of 15 s, retries would add up to minutes."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}?socket_timeout=0.1"
         with pytest.raises(RedisUnavailable):

@@ -1,4 +1,4 @@
-"""The servers the other tests stand on."""
+"""The servers that the other tests use."""
 
 import redis
 

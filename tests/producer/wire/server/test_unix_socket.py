@@ -1,4 +1,4 @@
-"""Over a unix socket, which is how producers reach a local worker's embedded server."""
+"""Over a unix socket, which producers use to reach a local worker's embedded server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import RedisServer, server_binary
 
 @pytest.fixture
 def unix_url(tmp_path: Path) -> Iterator[str]:
-    # A socket's path is limited to a hundred bytes or so, and pytest's directories may be longer.
+    # A socket's path is limited to about a hundred bytes, and pytest's directories may be longer.
     with tempfile.TemporaryDirectory() as directory:
         socket = f"{directory}/valkey.sock"
         with RedisServer(server_binary("valkey-server"), tmp_path / "valkey", ("--unixsocket", socket)):

@@ -1,4 +1,4 @@
-"""What is a store's, and what is not."""
+"""Which files belong to a store, and which do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of a hostile receiver to a delivery: a bounded time, and no memory."""
+"""The cost of a malicious receiver to a delivery: bounded time, and no memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.topologies import Certificates
 Answer = Callable[[], Iterator[bytes]]
 
 _FOR_S = 8.0
-"""The time a receiver goes on; much longer than a delivery may take here."""
+"""How long a receiver continues; much longer than the limit of a delivery here."""
 _PAUSE_S = 0.05
 
 
 class Receiver:
-    """Takes one connection, reads nothing of the request, and sends the answer a piece at a time."""
+    """Accepts one connection, reads nothing of the request, and sends the response piece by piece."""
 
     def __init__(self, answer: Answer, tls: ssl.SSLContext | None) -> None:
         self._answer, self._tls = answer, tls
@@ -71,7 +71,7 @@ def call(receiver: Receiver, certificates: Certificates, body: bytes = b"{}") ->
         pytest.param(
             lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"), True, "no answer within", id="continue",
         ),
-        # The head of a handshake message of 16 KiB, and then its bytes: it never gets to speak TLS.
+        # The header of a handshake message of 16 KiB, and then its bytes: TLS is never established.
         pytest.param(
             byte_by_byte(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb" + b"a" * 1000), False, "no answer within", id="TLS",
         ),
@@ -121,7 +121,7 @@ def test_no_thread_or_socket_outlives_a_delivery(certificates: Certificates) -> 
         call(receiver, certificates)
         receiver.close()
     assert open_files() <= files
-    assert threading.active_count() <= before + 1  # a timer that is just being told that it is not needed
+    assert threading.active_count() <= before + 1  # a timer that is just being cancelled
 
 
 @pytest.mark.parametrize(

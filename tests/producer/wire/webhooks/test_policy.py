@@ -1,4 +1,4 @@
-"""The destinations that webhooks may have."""
+"""The permitted destinations of webhooks."""
 
 from __future__ import annotations
 

@@ -17,16 +17,16 @@ from pagemill.producer.wire.webhooks.receivers import Receiver, Receivers
 
 TIMEOUT_S = 10.0
 WINDOW = 1000
-"""Deliveries that one look returns."""
+"""Deliveries that one query returns."""
 
 Behavior = Callable[[str], tuple[float, bool]]
-"""Seconds that a delivery to a URL takes, and whether it succeeds."""
+"""Duration of a delivery to a URL in seconds, and whether it succeeds."""
 
 
 def simulate(
     urls: list[str], behavior: Behavior, seconds: float, step_s: float = 0.02
 ) -> dict[str, list[float]]:
-    """Run a worker's loop on a clock of its own; returns the times at which each URL's deliveries succeeded."""
+    """Run a worker's loop on a simulated clock; returns the times at which each URL's deliveries succeeded."""
     now = 1000.0
     chosen = Receivers(5.0, clock=lambda: now)
     due = {f"j{number:06}": now for number in range(len(urls))}
@@ -79,7 +79,7 @@ def test_a_healthy_receiver_is_served_within_two_seconds(hanging: list[str]) -> 
 
 
 def test_a_backlog_for_one_receiver_does_not_hide_later_deliveries() -> None:
-    """More than one look returns, of a receiver that hangs and of one that is merely slow."""
+    """More than one query returns, for a receiver that hangs and for one that is merely slow."""
     urls = ["https://slow.example/"] * 2000 + ["https://busy.example/"] * 2000 + ["https://good.example/"]
     behavior = {"https://slow.example/": (TIMEOUT_S, False), "https://busy.example/": (0.5, True)}
     delivered = simulate(urls, lambda url: behavior.get(url, (0.02, True)), 10.0, 0.05)

@@ -1,4 +1,4 @@
-"""Commits in one call: each job ends as by a call of its own."""
+"""Commits in one call: each job finishes as with a separate call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def commit_of(queue: Queue, job: PulledJob, text: str = "ok", **options: Any) ->
 
 
 def together(queue: Queue, *calls: Call[Any]) -> list[str]:
-    """Run them as one script; returns its words, which may lack the last ones."""
+    """Run the calls as one script; returns its replies, of which the last ones may be missing."""
     (pack,) = scripts.packed(calls)
     return [word.decode() for word in queue.run(scripts.joined(pack))]
 
@@ -77,7 +77,7 @@ def test_equal_jobs_end_with_their_leaders(queue: Queue) -> None:
 
 
 def test_a_failure_leaves_the_counts_right(queue: Queue) -> None:
-    """The bad job's place for its result has another type: those before it end, those behind it by their own calls."""
+    """The bad job's result key has another type: earlier jobs finish, later jobs finish by separate calls."""
     ids = [f"j{number:02}" for number in range(32)]
     queue.submit(*ids, batch_id="batch")
     jobs = sorted(queue.pull(32), key=lambda job: job.job_id)
@@ -96,7 +96,7 @@ def test_a_failure_leaves_the_counts_right(queue: Queue) -> None:
 
 
 def test_no_call_ends_more_than_one_may(queue: Queue) -> None:
-    """Cancelled leaders whose followers move up: the last commits get no word, and are sent again by a worker."""
+    """Cancelled primary jobs with duplicates: the last commits get no reply, and a worker resends them."""
     for number in range(8):
         names = (f"lead{number}", *(f"f{number}.{follower}" for follower in range(250)))
         queue.submit(*names, prompt=f"p{number}", dedupe=True, temperature=0.0)

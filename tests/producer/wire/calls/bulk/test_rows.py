@@ -1,4 +1,4 @@
-"""Rows of one call: their headers are read by a pattern and by what they share, to the same end as one by one."""
+"""Rows of one call: a pattern and their common part yield the same headers as separate calls."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ROW = st.fixed_dictionaries(
     }
 )
 PASSING = ("at", "due_at", "deadline")
-"""Of the time of the submit."""
+"""Fields with the time of the submit."""
 
 
 def records(queue: Queue) -> dict[str, Any]:
-    """What is stored of each job, and where it waits."""
+    """The stored data of each job, and where it waits."""
     found: dict[str, Any] = {}
     for name in queue.names():
         key = f"{queue.prefix}{name}"
@@ -101,7 +101,7 @@ def test_a_bad_row_behind_good_ones_stores_nothing(queue: Queue, header: bytes) 
 
 
 def test_what_rows_share_is_theirs_alone(queue: Queue) -> None:
-    """Another lane's rows, with the same words behind their keys, are checked by themselves."""
+    """Another lane's rows, with the same text after their keys, are checked separately."""
     mine = ',"idem":"default:k","digest":"d"'
     items = [Submission(name, row(name, rest=mine), b"{}") for name in "ab"]
     replies = queue.run(submissions.submit(queue.name, items))

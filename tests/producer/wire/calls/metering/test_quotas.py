@@ -1,4 +1,4 @@
-"""Quotas of tenants, enforced by pull on what the ledger counts."""
+"""Quotas of tenants, enforced by pull on the counts of the ledger."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.producer.driving import Queue, result_json
 
 MINUTE_MS = 60_000
 COST = Job.parse({"prompt": "hello", "model": "m", "max_tokens": 100}).cost_tokens()
-"""Tokens that a job of `submit` is charged when it starts."""
+"""The tokens that a job of `submit` is charged when it starts."""
 
 
 def limit(queue: Queue, tenant: str = "a", **limits: int) -> None:
@@ -48,14 +48,14 @@ def commit(queue: Queue, job: PulledJob, tokens: int = 10) -> str:
 
 
 def left(queue: Queue, of: str) -> Remaining:
-    """What is left of one of the tenant's limits."""
+    """The remainder of one of the tenant's limits."""
     found = getattr(queue.run(quotas.remaining(queue.name, ["a"]))["a"], of)
     assert found is not None
     return found
 
 
 def pass_minutes(queue: Queue, minutes: float, tenant: str = "a") -> None:
-    """Let what the tenant spent have been spent that long ago, and its pause be over if that is enough."""
+    """Move the tenant's spending back by that time, and end its pause if that is enough."""
     parts = queue.client.get(f"{queue.prefix}spent:{tenant}").split()
     parts[2] = str(int(parts[2]) - round(minutes * MINUTE_MS)).encode()
     queue.client.set(f"{queue.prefix}spent:{tenant}", b" ".join(parts))
@@ -89,7 +89,7 @@ def test_tokens_are_taken_by_the_cost_and_put_back_by_what_was_used(queue: Queue
     jobs = queue.pull(10)
     assert len(jobs) == 3
     commit(queue, jobs[0], 0)
-    (again,) = queue.pull(10)  # at once: what was not used is there again
+    (again,) = queue.pull(10)  # immediately: unused tokens are available again
     commit(queue, again, COST)
     assert queue.pull(10) == []
     found = left(queue, "tokens")
@@ -154,7 +154,7 @@ def test_a_job_over_the_whole_quota_starts_alone(queue: Queue) -> None:
 
 
 def test_what_waits_for_a_quota_is_taken_in_its_order(queue: Queue) -> None:
-    """Also a large one, which smaller ones of its tenant never overtake."""
+    """Also a large job, which smaller jobs of its tenant never overtake."""
     limit(queue, tokens_per_minute=6 * COST)
     submit(queue, "a0", "a1", "a2", "a3")
     queue.submit("large", tenant="a", max_tokens=6 * COST)
@@ -209,7 +209,7 @@ def test_every_class_and_model_of_the_tenant_waits_and_comes_back(queue: Queue) 
 
 
 def test_several_workers_never_run_more_jobs_of_a_tenant_than_its_cap(queue: Queue) -> None:
-    """Jobs stop in every way that there is, and start again as soon as one has stopped."""
+    """Jobs stop in every possible way, and start again as soon as one has stopped."""
     cap, rng = 3, random.Random(7)
     limit(queue, running=cap)
     submit(queue, *names(60))
@@ -265,7 +265,7 @@ def test_a_cap_counts_jobs_that_ran_before_it_was_set_and_says_why_others_wait(q
 
 
 def test_parked_lanes_cost_a_pull_nothing(queue: Queue) -> None:
-    """A pull makes as many calls of the server with 300 parked tenants as with one."""
+    """A pull makes as many server calls with 300 parked tenants as with one."""
     limit(queue, EVERYBODY, jobs_per_day=1)
     park_tenants(queue, 0, 1)
     calls = calls_of_a_pull(queue)
@@ -300,7 +300,7 @@ def test_the_worker_is_told_when_a_quota_has_room(queue: Queue) -> None:
 
 
 def test_what_waits_for_a_quota_or_another_worker_is_not_said_to_lack_room(queue: Queue) -> None:
-    """A worker that is told of waiting jobs, and gets none, takes its own KV blocks for the reason."""
+    """A worker that is notified of waiting jobs, and gets none, assumes that its KV blocks are the reason."""
     limit(queue, jobs_per_minute=1)
     submit(queue, "a0", "a1")
     submit(queue, "b0", tenant="b", model="other")
@@ -315,7 +315,7 @@ def test_what_waits_for_a_quota_or_another_worker_is_not_said_to_lack_room(queue
 
 
 def test_a_suspect_is_charged_like_others(queue: Queue) -> None:
-    """It started before, so it is never held back by what it spent itself."""
+    """It started before, so its own spending never holds it back."""
     limit(queue, jobs_per_day=1)
     submit(queue, "a0", "a1")
     job = queue.pull_one()
@@ -374,7 +374,7 @@ def test_a_bad_quota_is_refused(queue: Queue) -> None:
 
 
 def test_a_job_behind_one_that_begins_alike_does_not_hold_back_one_that_was_charged(queue: Queue) -> None:
-    """The worker wants the beginning of `a2`, for which there is no room: `a0`, which was requeued, is older."""
+    """The worker prefers the prefix of `a2`, which does not fit: `a0`, which was requeued, is older."""
     limit(queue, jobs_per_day=2)
     submit(queue, "a0", prompt="x" * 300)
     submit(queue, "a1", "a2", prompt="y" * 300)
@@ -394,7 +394,7 @@ def test_a_clock_that_is_set_back_holds_no_minute_up(queue: Queue) -> None:
 
 
 def test_a_pause_is_looked_at_again(queue: Queue) -> None:
-    """A day's quota is hours away; whether the clock is right about that is asked every ten minutes."""
+    """A day's quota is hours away; the clock is checked every ten minutes."""
     limit(queue, jobs_per_day=1)
     submit(queue, "a0", "a1")
     assert ids(queue.pull(10)) == ["a0"]

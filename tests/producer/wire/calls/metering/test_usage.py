@@ -1,4 +1,4 @@
-"""The ledger: what ended jobs took, counted once."""
+"""The ledger: the consumption of finished jobs, counted once."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_rows_are_by_tenant_model_and_key(queue: Queue) -> None:
 
 
 def test_a_day_has_so_many_rows_and_the_rest_in_one(queue: Queue) -> None:
-    """The rows of the day are made up, up to one less than the bound; then three tenants come."""
+    """The rows of the day are generated, up to one less than the limit; then three tenants arrive."""
     queue.submit("first", tenant="first")
     commit(queue, queue.pull_one())
     assert len(rows(queue)) == 1
@@ -203,7 +203,7 @@ def test_a_day_has_so_many_rows_and_the_rest_in_one(queue: Queue) -> None:
 
 @pytest.mark.slow
 def test_the_oldest_days_are_dropped(queue: Queue) -> None:
-    """Those that are over 400 days old when a day begins, and those by which there are over 100,000 rows."""
+    """Rows that are over 400 days old at the start of a day, and rows in excess of 100,000."""
     queue.submit("a")
     commit(queue, queue.pull_one())
     assert len(rows(queue)) == 1
@@ -241,7 +241,7 @@ def test_a_tenant_is_erased(queue: Queue) -> None:
 
 
 def test_one_script_of_an_erasure_looks_at_one_day(queue: Queue) -> None:
-    """A ledger has 100,000 rows at most: all of them at once would stop the server."""
+    """A ledger has up to 100,000 rows: deleting all of them together would stop the server."""
     day = queue.client.time()[0] // 86_400
     for number in range(30):
         queue.client.zadd(f"{queue.prefix}usage", {str(day - number): day - number})
@@ -287,7 +287,7 @@ def test_a_damaged_row_stops_no_end(queue: Queue) -> None:
 
 
 def test_many_ends_are_counted_between_two_looks(queue: Queue) -> None:
-    """More than wait to be put into the rows; those of yesterday stay yesterday's."""
+    """More than one call moves into the rows; yesterday's entries stay in yesterday's rows."""
     queue.submit(*(f"j{number}" for number in range(150)))
     for job in queue.pull(150):
         commit(queue, job)

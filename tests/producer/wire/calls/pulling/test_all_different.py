@@ -1,4 +1,4 @@
-"""Jobs that all begin differently: looking for others that begin alike ends, and begins again where it pays."""
+"""Jobs that all begin differently: the search for shared prefixes stops, and restarts when it pays off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VAIN = 64
 
 
 def submit(queue: Queue, *begins: str) -> list[str]:
-    """One job for each beginning; returns their ids."""
+    """One job for each prefix; returns their ids."""
     ids = [f"{begin}.{place}" for place, begin in enumerate(begins)]
     for job_id, begin in zip(ids, begins, strict=True):
         queue.submit(job_id, prompt=begin * 300)
@@ -54,7 +54,7 @@ def test_now_and_then_the_worker_looks_again(queue: Queue) -> None:
 
 
 def test_many_that_leave_together_leave_the_lane(queue: Queue) -> None:
-    """Also where some begin alike, and where the queue ends in the middle of a call."""
+    """Also if some share a prefix, and if the queue ends in the middle of a call."""
     ids = submit(queue, *(begin for begin in differing(0, 25) for _ in range(2)), "last")
     assert taken(queue, 20) == ids[:20]
     assert queue.client.zcard(f"{queue.prefix}wait:{LANE}") == 31
@@ -63,7 +63,7 @@ def test_many_that_leave_together_leave_the_lane(queue: Queue) -> None:
 
 
 def test_no_job_enters_the_index_after_it_was_taken(queue: Queue) -> None:
-    """The eighth is taken because it has waited longest; the index is begun for the ninth, in the same call."""
+    """The eighth is pulled because it has waited longest; the index is started for the ninth, in the same call."""
     ids = submit(queue, *"aaaaaaa", "b", "c", "d", "a")
     queue.client.hset(f"{queue.prefix}job:{ids[7]}", "at", 1)
     assert [name[0] for name in taken(queue, 9)] == [*"aaaaaaa", "b", "a"]

@@ -1,4 +1,4 @@
-"""Jobs that name a revision of their model: envelope, lane, who takes them, and what is told while nobody does."""
+"""Jobs that name a revision of their model: envelope, lane, workers, and the status while no worker runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pull: whose turn it is, how much a worker gets, and when it gets nothing."""
+"""pull: the order of jobs, how many a worker gets, and when it gets none."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_job_released_for_an_ability_goes_to_a_worker_that_has_it(queue: Queue
 
 
 def test_many_needs_hold_up_no_plain_job(queue: Queue) -> None:
-    """A call checks some of them; what is unknown costs the others nothing but that."""
+    """A call checks some of them; unknown ids have no other effect on the rest."""
     for number in range(200):
         submit_needing(queue, f"new{number}", f"1+a{number}")
     queue.submit("old")
@@ -154,7 +154,7 @@ def test_the_doorbell_rings_for_a_submit_and_is_silent_when_all_is_taken(queue: 
 def test_no_job_costs_more_than_its_sequences_can_have(
     queue: Queue, fields: dict[str, Any], jobs: int
 ) -> None:
-    """However large its max_tokens is: it would keep a worker to itself."""
+    """For any max_tokens: it would occupy a complete worker."""
     queue.submit(*(f"j{i}" for i in range(5)), max_tokens=2**31 - 1, **fields)
     assert len(queue.pull(cost=410, longest=100, holding=1)) == jobs
 

@@ -1,4 +1,4 @@
-"""A job that kills its workers, beside many that do not."""
+"""A job that kills its workers, next to many that do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INNOCENTS = 64
 
 
 class Fleet:
-    """Workers that die as soon as they run the poison: nothing they held is heard of again."""
+    """Workers that crash as soon as they run the poison job; the jobs they held get no more updates."""
 
     def __init__(self, queue: Queue, *, advances: bool) -> None:
         self.queue = queue
@@ -22,7 +22,7 @@ class Fleet:
         self.runs: dict[str, int] = {}
 
     def work(self) -> bool:
-        """One worker pulls and runs until it is done or dead; False when there was nothing to pull."""
+        """One worker pulls and runs until it is done or crashed; False if there were no jobs to pull."""
         worker = f"w{self.deaths}"
         jobs = self.queue.pull(INNOCENTS + 1, worker=worker)
         for job in jobs:
@@ -63,7 +63,7 @@ def test_a_poison_job_costs_the_innocents_nothing(queue: Queue, advances: bool) 
     assert (outcome.state, outcome.error.code) == ("dead", "crash_suspect")
     assert {queue.state(name) for name in names} == {"succeeded"}
     assert all(queue.status(name).attempt == 1 for name in names), "a crash is no attempt"
-    # Three deaths at most in company; from then on the poison was alone.
+    # Up to three crashes with other jobs present; from then on the poison job was alone.
     assert max(fleet.runs[name] for name in names) <= 4
     assert not any(name.startswith(("suspects", "leases", "wait:")) for name in queue.names())
 

@@ -1,4 +1,4 @@
-"""Buckets of API keys: several taken at once, all or none."""
+"""Buckets of API keys: several are charged together, all or none."""
 
 from __future__ import annotations
 

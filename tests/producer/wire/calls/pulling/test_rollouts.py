@@ -1,4 +1,4 @@
-"""A rollout: who takes which jobs, in which order, and what is counted of both sides."""
+"""A rollout: which workers get which jobs, in which order, and the counts of both sides."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def taken(queue: Queue, worker: str, max_jobs: int = 1000) -> list[str]:
 
 
 def drained(queue: Queue, worker: str) -> list[str]:
-    """All that the worker may have, in several pulls: one moves a bounded number of jobs to the other side."""
+    """All jobs that the worker may have, in several pulls: one moves a bounded number of jobs to the other side."""
     found: list[str] = []
     for _ in range(20):
         found += taken(queue, worker)
@@ -72,7 +72,7 @@ def test_the_canary_gets_its_share_and_nobody_else_gets_it(queue: Queue, share: 
 
 
 def test_a_submit_decides_the_side_of_a_job(queue: Queue) -> None:
-    """What waited before the rollout is not the canary's, and the same id is decided in the same way again."""
+    """Jobs from before the rollout do not belong to the canary, and the decision for an id is repeatable."""
     alive(queue, "old", "new")
     queue.submit(*names(100, "before"))
     start(queue, 0.3)
@@ -102,7 +102,7 @@ def test_a_pull_moves_a_bounded_number_of_jobs(queue: Queue) -> None:
 
 @pytest.mark.parametrize("able", ["old", "new"])
 def test_a_job_goes_to_the_side_that_knows_its_words(queue: Queue, able: str) -> None:
-    """Whatever the share: the other side could never run it."""
+    """For any share: the other side could never run it."""
     for worker, models in (("old", OLD), ("new", NEW)):
         knows = "1+after+wings" if worker == able else "1+after"
         info = WorkerInfo(id=worker, models=("m",), revision=models[1].partition("~")[2], knows=knows)
@@ -289,14 +289,14 @@ def test_after_the_end_all_workers_take_all_jobs(queue: Queue) -> None:
 def test_finish_keeps_a_rollout_that_another_operator_starts_meanwhile(
     queue: Queue, calls_before: int, other: str
 ) -> None:
-    """The other operator's commands come between any two calls of `finish`; no job is left without a worker."""
+    """Another operator's commands run between any two calls of `finish`; no job is left without a worker."""
     alive(queue, "old", "new")
     start(queue)
     flow = flows.finish(queue.name, "m")
     reply, refused = None, False
     for number in range(10):
         if number == calls_before:
-            time.sleep(0.002)  # a person's commands do not come within a millisecond
+            time.sleep(0.002)  # an operator's commands are more than a millisecond apart
             start(queue)
             queue.submit(*names(40))
             if other == "start and finish":
@@ -350,7 +350,7 @@ def test_a_job_that_comes_back_stays_on_its_side(queue: Queue, again: str) -> No
 
 
 def half_done(queue: Queue, worker: str, share: float) -> PulledJob:
-    """A job that the worker has generated two tokens of, and then left."""
+    """A job of which the worker has generated two tokens before it disappeared."""
     start(queue, share)
     queue.submit("a")
     (job,) = pull(queue, worker)
@@ -454,7 +454,7 @@ def test_a_canary_that_fails_more_often_is_halted(queue: Queue) -> None:
     canary, stable = pull(queue, "new"), pull(queue, "old")
     finish(queue, stable, len(stable) // 10)
     finish(queue, canary[:19], 19)
-    assert status(queue).state == "open"  # too few to tell
+    assert status(queue).state == "open"  # too few to decide
     queue.commit(canary[19])
     queue.fail(canary[20], code="engine_error")
     found = status(queue)
@@ -465,7 +465,7 @@ def test_a_canary_that_fails_more_often_is_halted(queue: Queue) -> None:
     assert queue.run(rollouts.set_share(queue.name, "m", 0.5)) == "ok"
     assert status(queue).halted_for is None
     queue.fail(canary[21], code="engine_error")
-    assert status(queue).state == "open"  # counted anew
+    assert status(queue).state == "open"  # the count restarts
 
 
 @pytest.mark.parametrize("code", sorted(FINAL_CODES | {"store_unavailable"}))
@@ -481,7 +481,7 @@ def test_errors_of_the_jobs_halt_no_canary(queue: Queue, code: str) -> None:
 @pytest.mark.parametrize("code", sorted(RETRYABLE_CODES - {"store_unavailable"}))
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_errors_of_the_worker_or_the_model_halt_a_canary(queue: Queue, code: str, attempts: int) -> None:
-    """In the last attempt too, which ends the job with another code."""
+    """Also in the last attempt, which ends the job with another code."""
     alive(queue, "old", "new")
     start(queue, 1.0, margin=0.1, least=2)
     queue.submit(*names(2), max_attempts=attempts)
@@ -505,7 +505,7 @@ def test_a_canary_within_the_margin_goes_on(queue: Queue) -> None:
 
 @pytest.mark.slow
 def test_a_canary_that_becomes_bad_late_is_halted_soon(queue: Queue) -> None:
-    """What was long ago counts for less: 5,000 good jobs do not hide 150 bad ones."""
+    """Older results count less: 5,000 good jobs do not hide 150 bad ones."""
     alive(queue, "old", "new")
     start(queue, 1.0, margin=0.3)
     for block in range(10):

@@ -1,4 +1,4 @@
-"""Rollouts, quotas, the ledger and the purge of a tenant, where they meet."""
+"""Rollouts, quotas, the ledger and the purge of a tenant, in combination."""
 
 from __future__ import annotations
 

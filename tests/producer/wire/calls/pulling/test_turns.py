@@ -1,4 +1,4 @@
-"""Whose turn it is: weights, ageing, prefix affinity, where a parent ran, and that nothing starves."""
+"""The order of jobs: weights, aging, prefix affinity, the parent's worker, and no starvation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.producer.queue_sets import check_indexes
 
 LONG = "template " * 40
 REACH = 8192
-"""choosing.lua's: a job is not overtaken by one that was submitted further behind."""
+"""From choosing.lua: a job is not overtaken by a job that was submitted further behind."""
 
 
 def set_weights(queue: Queue, **weights: int) -> dict[str, int]:
@@ -26,7 +26,7 @@ def set_weights(queue: Queue, **weights: int) -> dict[str, int]:
 
 
 def tenants(queue: Queue, count: int) -> list[str]:
-    """Whose jobs come, the first letter of an id being its tenant."""
+    """The tenants of pulled jobs; the first letter of an id is its tenant."""
     return [job.job_id[0] for job in queue.pull(count)]
 
 
@@ -49,7 +49,7 @@ def test_weights_hold_across_pulls_and_for_who_submits_one_by_one(queue: Queue) 
     queue.submit(*(f"a{i}" for i in range(60)), tenant="a")
     pulled = []
     for i in range(45):
-        # b always has exactly one job waiting: it must neither be ahead each time nor wait for all of a's.
+        # b always has exactly one waiting job: it must neither be first each time nor wait for all of a's jobs.
         if not pulled or pulled[-1] == "b":
             queue.submit(f"b{i}", tenant="b")
         pulled += tenants(queue, 1)
@@ -175,7 +175,7 @@ def test_a_worker_goes_on_with_the_prefix_it_has(queue: Queue) -> None:
 
 
 def test_a_job_keeps_its_affinity_on_every_way_back_to_its_lane(queue: Queue) -> None:
-    """While it waits, its lane alone knows it."""
+    """While it waits, only its lane refers to it."""
     entry = f"a {prompt_affinity(LONG)}"
     queue.submit("a", prompt=LONG)
     assert lane_of(queue) == [entry]
@@ -217,7 +217,7 @@ def test_the_oldest_is_overtaken_64_times_at_most(queue: Queue) -> None:
     queue.submit("patient", prompt=f"b {LONG}")
     for i in range(100):
         queue.submit(f"a{i}", prompt=f"a {LONG} {i}")
-    # In small pulls, as a busy worker makes them: the count is kept between them.
+    # In small pulls, like those of a busy worker: the count is kept between them.
     pulled = [job.job_id for _ in range(17) for job in queue.pull(4)]
     assert pulled.index("patient") == 64
 
@@ -256,7 +256,7 @@ def test_workers_keep_to_prefixes_of_their_own(queue: Queue) -> None:
     for i in range(12):
         for letter in "abc":
             queue.submit(f"{letter}{i}", prompt=f"{letter} {LONG} {i}")
-    # What a worker took last in another tenant's lane is no reason to want the same here.
+    # A worker's last prefix in another tenant's lane does not count as an affinity here.
     queue.submit(*(f"d{i}" for i in range(4)), tenant="other", prompt=f"d {LONG}")
     came: dict[str, list[str]] = {"w1": [], "w2": []}
     for _ in range(10):
@@ -415,7 +415,7 @@ def test_a_worker_takes_first_what_waited_for_its_own_jobs(queue: Queue) -> None
         queue.commit(job)
     assert [job.job_id for job in queue.pull(2, worker="w2")] == ["of-d", "of-e"]
     assert [job.job_id for job in queue.pull(2, worker="w1")] == ["of-a", "of-b"]
-    # Nobody waits for the worker that would be best.
+    # Jobs do not wait for the best worker.
     assert [job.job_id for job in queue.pull(3, worker="w2")] == ["of-f", "of-c"]
     assert queue.client.hget(f"{queue.prefix}warm", "w2") == queue.client.hget(f"{queue.prefix}warm", "w1")
 
@@ -430,7 +430,7 @@ def test_what_begins_otherwise_goes_to_anybody(queue: Queue) -> None:
 
 
 def with_a_released_job(queue: Queue, **fields: Any) -> None:
-    """A job whose parent ran at worker "home", and others that waited for none."""
+    """A job whose parent ran at worker "home", and others without parents."""
     queue.submit("p", **fields)
     queue.submit("of-p", after=["p"], **fields)
     queue.commit(queue.pull_one(worker="home"))
@@ -447,7 +447,7 @@ def test_another_worker_leaves_a_released_job_to_its_own(queue: Queue) -> None:
 def test_it_does_64_times_at_most(queue: Queue) -> None:
     with_a_released_job(queue)
     taken = [queue.pull_one(worker="other").job_id for _ in range(81)]
-    # The lanes of the two versions take turns, and at its own the released job is passed over.
+    # The lanes of the two versions alternate, and the released job is skipped at its own.
     assert 64 <= taken.index("of-p") <= 80
 
 
@@ -483,7 +483,7 @@ def test_a_lane_whose_entry_was_lost_is_found_after_the_next_submit(queue: Queue
 
 
 def test_a_lane_that_a_pull_opens_wakes_the_next_one(queue: Queue) -> None:
-    """The first follower of a job that is lost waits in another class."""
+    """The first duplicate of a lost job waits in another class."""
     equal = {"dedupe": True, "temperature": 0.0}
     queue.submit("lead", priority="high", **equal)
     queue.submit("follow", **equal)

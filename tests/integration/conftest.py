@@ -1,4 +1,4 @@
-"""What nearly every test with a queue needs."""
+"""Fixtures for nearly every test with a queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/adapters.md: its examples run with the real model, its table is the settings'."""
+"""docs/adapters.md: its examples run with the real model, its table matches the settings."""
 
 from __future__ import annotations
 

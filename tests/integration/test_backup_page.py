@@ -1,4 +1,4 @@
-"""docs/backup.md: its commands save, restore and move a queue, with jobs that wait and jobs that have finished."""
+"""docs/backup.md: its commands save, restore and move a queue, with waiting and finished jobs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server(binary: Path, tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def submitted(server: RedisServer) -> dict[str, str]:
-    """Jobs by what they are: one that has finished, one that waits, one that is delayed."""
+    """Jobs by state: one that has finished, one that waits, one that is delayed."""
     with Producer(server.url) as producer:
         with running_worker(worker_config(server.url, "default")):
             finished = producer.submit(prompt="finished", model="echo", max_tokens=8)
@@ -95,7 +95,7 @@ def test_a_backup_is_restored(server: RedisServer, binary: Path, tmp_path: Path)
         eventually(lambda: not info(restored, "persistence")["aof_rewrite_in_progress"], "the file")
         check_that_all_is_there(restored, ids)
         restored.kill()
-        restored.options = ()  # as its configuration says from now on: with an append-only file
+        restored.options = ()  # as configured from now on: with an append-only file
         restored.start()
         with Producer(restored.url) as producer:
             assert producer.job(ids["waiting"]).result(timeout=PATIENCE_S).text == "waiting"

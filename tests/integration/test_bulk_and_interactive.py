@@ -1,4 +1,4 @@
-"""A dataset run beside jobs that somebody waits for: they are answered while it goes on."""
+"""A dataset run next to interactive jobs, which finish while it continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Run = Callable[..., Summary]
 
 @pytest.fixture
 def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
-    """A queue with a worker that runs four jobs at a time, slowly."""
+    """A queue with a worker that runs four jobs in parallel, slowly."""
     with (
         QueueClient(valkey_url, queue_name) as client,
         running_worker(worker_config(valkey_url, queue_name, model="echo:10", max_num_seqs=4)),
@@ -40,7 +40,7 @@ def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
 
 @contextmanager
 def long_run(client: QueueClient, tmp_path: Path, **options: Any) -> Iterator[None]:
-    """A run of hundreds of rows, all of which wait in the queue when the block begins; it ends with the block."""
+    """A run of hundreds of rows, all of which wait in the queue when the block starts; it ends with the block."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -100,7 +100,7 @@ def test_two_runs_of_different_tenants_take_turns(client: QueueClient, tmp_path:
 
 
 def test_a_run_waits_where_it_is_told_to(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
-    """Without a worker: only the lanes are looked at."""
+    """Without a worker: only the lanes are checked."""
 
     client = QueueClient(valkey_url, queue_name)
 

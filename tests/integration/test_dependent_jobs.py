@@ -30,7 +30,7 @@ LABELS = [" positive", " negative"]
 
 
 def steps(number: int, review: str) -> Iterator[dict[str, Any]]:
-    """A review's label, and if it is positive a summary, both after the same words."""
+    """A review's label, and if it is positive a summary, both after the same text."""
     begin = f"Review {number}: {review} {review}\n"
     yield {
         "key": f"{number}/label", "prompt": f"{begin}The label is:", "structured_outputs": {"choice": LABELS},
@@ -95,7 +95,7 @@ def test_outputs_reach_chats_and_missing_fields_fail_alone(client: QueueClient) 
 
 
 def test_a_worker_is_killed_while_others_wait(client: QueueClient, tmp_path: Path) -> None:
-    """Its job is taken over, and what waits for it is released once, by whoever commits."""
+    """Its job is taken over, and its waiting jobs are released once, by whichever worker commits."""
     with Producer(client.url, queue=client.queue, model="echo") as producer:
         first = WorkerProcess(process_settings(client.url, client.queue, model="echo:20"), tmp_path / "first")
         parent = producer.submit(prompt="0123456789" * 20, max_tokens=200)

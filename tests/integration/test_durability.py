@@ -1,4 +1,4 @@
-"""`durability="fsync"`: an answer means that it is on the server's disk."""
+"""`durability="fsync"`: a reply means that the data is on the server's disk."""
 
 from __future__ import annotations
 

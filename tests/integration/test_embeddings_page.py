@@ -1,4 +1,4 @@
-"""docs/embeddings.md: its example runs with the real model, its tables are the code's."""
+"""docs/embeddings.md: its example runs with the real model, its tables match the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples, run as they are against a worker."""
+"""The examples, run unchanged against a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def worker(valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An echo worker on the default queue's stand-in."""
+    """An echo worker on a replacement of the default queue."""
     monkeypatch.setenv("PAGEMILL_REDIS_URL", valkey_url)
     monkeypatch.setenv("PAGEMILL_MODEL", "echo")
     from pagemill import AsyncProducer, Producer
@@ -52,7 +52,7 @@ def test_fastapi() -> None:
 
 
 def test_fastapi_reports_jobs_that_did_not_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream and a poll of a cancelled job name its state and code; neither looks like a finished answer."""
+    """A stream and a poll of a cancelled job report its state and code; neither looks like a finished output."""
     example = load("fastapi_service")
     submit = example._submit
 
@@ -94,7 +94,7 @@ def test_fan_out() -> None:
 
 
 def test_assistant(valkey_url: str, queue_name: str) -> None:
-    """The echo model calls the function of its own accord, as often as it may, since the prompt says so."""
+    """The echo model calls the function without being forced, up to the limit, since the prompt says so."""
     text, returned = load("assistant").answer('{"name": "current_time", "arguments": {}}')
     assert len(returned) == load("assistant").MAX_TURNS
     assert all(one.startswith("20") for one in returned)

@@ -1,4 +1,4 @@
-"""Images through the whole system: a worker's results equal transformers' outputs for the same processor."""
+"""Images through the complete system: a worker's results equal transformers' outputs for the same processor."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def tokens_of(result: Any) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_and_images(tmp_path: Path) -> None:
-    """An adapter of the language model changes the answers about pictures, and those alone of its requests."""
+    """An adapter of the language model changes the outputs for pictures, and only those of its requests."""
     directory = tmp_path / "model"
     module = write_checkpoint("qwen2_5_vl", directory)
     plain = [generated(module, directory, CHATS[name], MAX_TOKENS) for name in ("two", "text")]

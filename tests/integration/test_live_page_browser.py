@@ -1,4 +1,4 @@
-"""The live page as a browser draws it: headless Chromium against a worker with jobs."""
+"""The live page in a browser: headless Chromium against a worker with jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(valkey_url: str) -> Iterator[Scene]:
-    """A worker with three ends, one of them an error, and four jobs that run for minutes; its page is open."""
+    """A worker with three finished jobs, one of them failed, and four jobs that run for minutes; its page is open."""
     client = QueueClient(valkey_url, f"q-{uuid.uuid4().hex[:12]}")
     config = worker_config(
         valkey_url, client.queue, model="echo:100", num_kv_blocks=1000, max_num_seqs=4, show_prompts=True
@@ -75,7 +75,7 @@ def test_the_legend_counts_every_block(scene: Scene) -> None:
 
 
 def test_every_block_is_a_cell_of_its_state_s_colour(scene: Scene) -> None:
-    """The first cell is the null block; its color is that of reserved ones, and the pool's end is free."""
+    """The first cell is the null block; its color is that of reserved ones, and the end of the pool is free."""
     colour, reserved = scene.browser.run(
         "const canvas = document.getElementById('blocks'), pen = canvas.getContext('2d');"
         "const probe = document.createElement('canvas').getContext('2d');"
@@ -158,7 +158,7 @@ def test_a_cell_tells_its_block(scene: Scene) -> None:
 
 
 def test_a_pool_of_any_size_is_laid_out_whole(scene: Scene) -> None:
-    """Smaller cells first; a cell stands for several blocks only where there are more blocks than room."""
+    """Smaller cells first; a cell represents several blocks only if there are more blocks than cells."""
     sizes = [2, 600, 20_000, 100_000, 300_000, 3_000_000]
     plans = scene.browser.driver.execute_async_script(
         "const [sizes, done] = arguments;"
@@ -178,7 +178,7 @@ def test_ids_are_whole_and_lead_to_the_page_of_jobs(scene: Scene) -> None:
     assert {row[0] for row in scene.browser.rows("jobs")} == ids
     assert not scene.browser.text("#jobs-link"), "there is no gateway"
     scene.client.run(jobs_page(scene.client.queue, "javascript:document.title='owned'//", 60_000))
-    time.sleep(2.5)  # two seconds' states
+    time.sleep(2.5)  # the states of two seconds
     assert scene.browser.run("return document.querySelectorAll('#jobs td a, #ends td a').length") == 0
     scene.client.run(jobs_page(scene.client.queue, "http://127.0.0.1:8000/jobs", 60_000))
     eventually(lambda: scene.browser.text("#jobs-link"), "the link to the page of jobs")
@@ -201,7 +201,7 @@ def test_the_other_workers_are_linked_to(scene: Scene) -> None:
 
 
 def test_the_browser_had_nothing_to_complain_of(scene: Scene) -> None:
-    """Neither errors nor anything that the page's policy forbade."""
+    """Neither errors nor violations of the page's policy."""
     assert scene.browser.complaints() == []
 
 
@@ -220,7 +220,7 @@ def test_what_went_wrong_stays_in_sight_beside_64_jobs(size: tuple[int, int], cl
             assert browser.run(
                 f"return {top}.bottom <= document.getElementById('jobs').getBoundingClientRect().top"
             )
-        else:  # beside them, down to the last
+        else:  # next to them, down to the last
             browser.run("document.querySelectorAll('#jobs tbody tr')[60].scrollIntoView({block: 'end'})")
             assert browser.run(f"return {top}.top >= 0 && {top}.bottom <= innerHeight")
         assert bad in browser.text("#errors").replace("\n", "")

@@ -1,4 +1,4 @@
-"""The notebooks, executed as they are by a Jupyter kernel, against a worker with the packaged model."""
+"""The notebooks, executed unchanged by a Jupyter kernel, against a worker with the packaged model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray Data through the queue, on a Ray of this machine: every row once, whatever becomes of Ray's workers."""
+"""Ray Data through the queue, on a local Ray: every row once, even if Ray's workers are killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_second_actor_finds_what_the_first_has_done(client: QueueClient, valke
     batch = {"text": [f"row {i}" for i in range(10)]}
     with running_worker(worker_config(valkey_url, client.queue)):
         first = actor(client)(batch)
-    # Nobody computes any more, and rows come in other batches.
+    # No worker computes any more, and rows arrive in other batches.
     assert actor(client)({"text": batch["text"][5:]})["output"] == first["output"][5:]
     assert ray_data.forget("r", client.url, queue=client.queue) == 10
     with pytest.raises(JobNotFound, match="name another run"):
@@ -161,7 +161,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def kill_one_half_way(client: QueueClient, run: str, half: int, pids: Path) -> threading.Thread:
-    """SIGKILL one of the processes that have made jobs, once this many jobs have ended."""
+    """SIGKILL one of the processes that have submitted jobs, once this many jobs have finished."""
 
     def kill() -> None:
         with Producer(client.url, queue=client.queue) as producer:

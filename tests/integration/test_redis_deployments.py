@@ -1,4 +1,4 @@
-"""Jobs through every kind of server that is supported: versions, TLS, users, Sentinel, Cluster."""
+"""Jobs through every supported kind of server: versions, TLS, users, Sentinel, Cluster."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.worker.harness import get, running_worker, worker_config
 pytestmark = pytest.mark.slow
 
 ASKED_DIRECTLY = {"EVALSHA", "SCRIPT|LOAD", "PING", "SUBSCRIBE", "UNSUBSCRIBE", "INFO", "BLPOP", "TIME"}
-"""Commands that clients send themselves."""
+"""Commands that clients send directly."""
 OF_A_PURGE = {name for name in scripts.names() if name.startswith("purge_") or name == "usage_erase"}
 SECURITY_PAGE = ROOT / "docs" / "security.md"
 CONFIDENTIALITY_PAGE = ROOT / "docs" / "confidentiality.md"
 
 
 def check_that_jobs_run(url: str, queue: str) -> None:
-    """One of everything: single, streamed, a batch, and asyncio; against a worker at the same URL."""
+    """One job of each kind: single, streamed, a batch, and asyncio; against a worker at the same URL."""
     with running_worker(worker_config(url, queue)), Producer(url, queue=queue) as producer:
         handle = producer.submit(prompt="single", model="echo", max_tokens=6, stream=True)
         assert [event.type for event in handle.stream()][-1] == "end"
@@ -143,7 +143,7 @@ def commands_of(url: str, names: Iterable[str]) -> set[str]:
 
 def test_the_documented_users_may_run_what_the_scripts_run_and_no_more(valkey_url: str) -> None:
     used = commands_of(valkey_url, set(scripts.names()) - OF_A_PURGE)
-    # The page of jobs, and the kinds of data in memory: optional, and documented.
+    # The jobs page, and the kinds of data in memory: optional, and documented.
     used -= {"SCAN", "RANDOMKEY", "MEMORY"}
     assert {"HSET", "ZADD", "PUBLISH", "TIME"} <= used
     for user, rules in documented_users("default").items():
@@ -155,7 +155,7 @@ def test_the_documented_users_may_run_what_the_scripts_run_and_no_more(valkey_ur
 def test_queue_stats_copes_with_short_memory_as_a_documented_user(
     own_valkey: RedisServer, queue_name: str
 ) -> None:
-    """The runbook's command for full memory: what needs rights beyond the documented ones is left out, with a line."""
+    """The runbook's command for full memory: parts that need further rights are omitted, with a line."""
     with (
         redis.Redis.from_url(own_valkey.url) as admin,
         Producer(own_valkey.url, queue=queue_name) as producer,
@@ -294,7 +294,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterSetup]:
 @pytest.mark.parametrize("node", [0, 1, 2])
 def test_a_queue_is_served_by_the_owner_of_its_slot(cluster: ClusterSetup, node: int) -> None:
     queue = cluster.queue_of(node)
-    # The seeds that are named need not be the owner, and one may be down.
+    # The named seeds need not be the owner, and one may be down.
     url = f"redis+cluster://127.0.0.1:{_free_port()},127.0.0.1:{cluster.nodes[(node + 1) % 3].port}"
     check_that_jobs_run(url, queue)
     for index in range(3):
@@ -313,7 +313,7 @@ def test_a_slot_moves_while_jobs_are_submitted_and_run(cluster: ClusterSetup) ->
         )
         until(lambda: first.counts().succeeded >= 10, "the middle of the batch")
         cluster.begin_move(queue, 1)
-        # Nothing may run while some keys are here and some are there: the server says ASK, and all wait.
+        # No script may run while the keys are split between nodes: the server replies ASK, and all calls wait.
         until(lambda: not worker.connectivity.is_up, "the worker to notice")
         with pytest.raises(RedisUnavailable):
             first.counts()

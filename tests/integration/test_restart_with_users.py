@@ -1,4 +1,4 @@
-"""Restarts of servers whose default user is locked: which keys return, and what `pagemill doctor` reports before."""
+"""Restarts of servers whose default user is locked: the restored keys, and the earlier report of `pagemill doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No worker, then some, then none: an autoscaler that sees the exporter's figures alone, as KEDA does on Kubernetes."""
+"""Zero, some, then zero workers: an autoscaler that uses only the exporter's metrics, as KEDA does on Kubernetes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 SCALED_OBJECT = ROOT / "deploy/kubernetes/components/autoscaling/scaledobject.yaml"
 
 Figures = Callable[[], dict[str, float | None]]
-"""The value of each trigger; None: there is none now."""
+"""The value of each trigger; None: no value exists now."""
 
 
 def spec() -> dict[str, Any]:
@@ -73,7 +73,7 @@ def added_up(url: str) -> dict[str, float | None]:
 
 
 def wanted_workers(figures: Figures) -> int | None:
-    """As many as KEDA would run; None while a figure is missing, which is an error there."""
+    """The replicas that KEDA would run; None while a metric is missing, which is an error in KEDA."""
     scaled, values = spec(), figures()
     wanted = 0
     for trigger in scaled["triggers"]:
@@ -106,7 +106,7 @@ def test_workers_come_from_zero_and_go_back_to_it(
     assert worker.wait() == 0, worker.log()
     assert client.workers() == []
 
-    # Long jobs, whose worker is taken away in the middle: a drain, not a loss.
+    # Long jobs, whose worker is removed in the middle: a drain, not a loss.
     long = [f"{i:03d} " * 60 for i in range(4)]
     ids += client.submit(*({"prompt": text, "max_tokens": len(text)} for text in long), batch_id="all")
     eventually(lambda: (wanted_workers(figures) or 0) >= 1, "a worker to be wanted again")

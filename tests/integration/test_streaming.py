@@ -1,4 +1,4 @@
-"""Streams to readers that come early, late, several at once, or never read; and very many handles that wait."""
+"""Streams to readers that connect early, late, several together, or never read; and very many waiting handles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAITING = 10_000
 
 
 def replayed(events: list[StreamEvent], samples: int = 1) -> list[str]:
-    """The texts that a reader has in the end; its tokens must follow one another without gap or overlap."""
+    """A reader's final texts; its tokens must be consecutive, without gap or overlap."""
     texts, lengths = [""] * samples, [0] * samples
     for event in events[:-1]:
         if event.type == "snapshot":
@@ -53,7 +53,7 @@ def test_readers_that_come_early_late_and_too_late_read_the_same(client: QueueCl
         threads = [threading.Thread(target=reader, args=(index,)) for index in range(3)]
         for thread in threads:
             thread.start()
-        idle = handle.stream()  # asks for one event and never again: it costs the server nothing
+        idle = handle.stream()  # requests one event and never again: it costs the server nothing
         next(idle)
         eventually(lambda: client.generated(handle.id) > 200, "most of the output")
         read[3] += handle.stream()
@@ -95,7 +95,7 @@ async def test_ten_thousand_handles_wait_on_a_few_connections(client: QueueClien
         connections = int(client.redis.info("clients")["connected_clients"])
         ends = [asyncio.ensure_future(handle.result(timeout=120)) for handle in handles]
         give_up = time.monotonic() + 60
-        while await _calls_per_second(client) > WAITING / 100:  # until everybody has asked once, and waits
+        while await _calls_per_second(client) > WAITING / 100:  # until each has sent one request, and waits
             assert time.monotonic() < give_up, "each handle polls for itself"
         assert int(client.redis.info("clients")["connected_clients"]) - connections <= MAX_CONNECTIONS + 2
         assert not any(end.done() for end in ends)

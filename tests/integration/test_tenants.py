@@ -1,4 +1,4 @@
-"""Tenants share a worker and can tell nothing about each other's prompts."""
+"""Tenants share a worker and cannot detect each other's prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of log-probabilities' tokens, wherever a result may be read; the gateway's are in its own tests."""
+"""The texts of log-probabilities' tokens, in every readable form of a result; the gateway's have separate tests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_in_results_streams_and_what_celery_returns(producer: Producer) -> None:
 def test_in_a_datasets_rows(producer: Producer, tmp_path: Path, suffix: str) -> None:
     out = tmp_path / f"out{suffix}"
     pipeline = Pipeline("{{ text }}", model="echo", chat=False, max_tokens=8, logprobs=2)
-    for _ in range(2):  # the second takes the finished rows over
+    for _ in range(2):  # the second resumes with the finished rows
         pipeline.run([{"text": TEXT}, {"text": TEXT + "b"}], out=out, producer=producer)
         (row, other) = [row.fields or {} for row in open_source(out).rows()]
         meta, last = (line["_pagemill"] for line in (row, other))

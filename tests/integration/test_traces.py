@@ -29,7 +29,7 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """This process as an application that has set its SDK up."""
+    """This process as an application that has configured its SDK."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -44,7 +44,7 @@ def worker(client: QueueClient, valkey_url: str, spans: InMemorySpanExporter) ->
 
 
 def wait_for(spans: InMemorySpanExporter, name: str, count: int = 1) -> list[ReadableSpan]:
-    """The spans of that name; a job's are made just after its commit."""
+    """The spans of that name; a job's spans are created just after its commit."""
     return eventually(
         lambda: (
             found
@@ -110,7 +110,7 @@ def test_the_caller_s_own_context_is_the_parent(worker: Worker, spans: InMemoryS
 def test_a_job_from_elsewhere_carries_its_traceparent(
     worker: Worker, client: QueueClient, spans: InMemorySpanExporter
 ) -> None:
-    """Submitted by hand, without our producer and without a publish span."""
+    """Submitted manually, without Pagemill's producer and without a publish span."""
     client.wait(
         client.submit(
             {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "traceparent": PARENT}

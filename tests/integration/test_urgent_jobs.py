@@ -1,4 +1,4 @@
-"""A job of high priority at a worker whose rows are all taken by jobs of low priority."""
+"""A job of high priority at a worker whose batch slots are all occupied by jobs of low priority."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def worker(request: pytest.FixtureRequest, client: QueueClient) -> Iterator[Work
 
 
 def fill(client: QueueClient, priority: str = "low") -> list[str]:
-    """Jobs of four seconds each, twice as many as there are rows; half of them run when this returns."""
+    """Jobs of four seconds each, twice as many as batch slots; half of them run when this returns."""
     job: dict[str, Any] = {"model": "echo", "prompt": LONG, "max_tokens": len(LONG), "priority": priority}
     ids = client.submit(*(job for _ in range(2 * ROWS)))
     eventually(

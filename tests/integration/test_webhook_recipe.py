@@ -1,4 +1,4 @@
-"""docs/webhooks.md as it stands: its commands, its receiver, its settings."""
+"""docs/webhooks.md unchanged: its commands, its receiver, its settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Webhooks against a real https receiver: what is sent, what is tried again, and what is never called."""
+"""Webhooks against a real https receiver: the requests, the retries, and the URLs that are never called."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_receiver_that_hangs_delays_no_other(
 def test_a_receiver_that_fails_is_left_alone_for_a_while(
     producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for it is postponed, which is no try."""
+    """Deliveries that wait for it are postponed, which is not an attempt."""
     receiver.answers[:] = [503]
     with running_worker(config(client, receiver, monkeypatch, webhook_retry_s=3600.0)) as worker:
         jobs = ({"prompt": "p", "model": "echo", "max_tokens": 1, "webhook": receiver.url} for _ in range(40))
@@ -279,7 +279,7 @@ def test_private_addresses_are_not_called(
         job = producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url)
         assert job.result(timeout=120).text == "p"
         eventually(lambda: worker.counters.webhooks.read()["refused"] == 1, "the refusal")
-        eventually(lambda: outbox_size(client) == 0, "an empty outbox")  # settled after it was counted
+        eventually(lambda: outbox_size(client) == 0, "an empty outbox")  # acknowledged after it was counted
     assert receiver.received == []
 
 

@@ -1,4 +1,4 @@
-"""The engine accepts every sampling setting that a job may carry."""
+"""The engine accepts every sampling setting of the job schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Celery shop's own app, which has never heard of Pagemill but for the name of a task and a queue."""
+"""A Celery shop's own app, which knows only the name of a task and of a queue from Pagemill."""
 
 from __future__ import annotations
 

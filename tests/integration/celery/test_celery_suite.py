@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import ROOT, RedisServer, server_binary
 
 FILES = ("test_redis_backend", "test_canvas", "test_group_chains", "test_inspect", "test_tasks")
-"""The first one expects that no test before it has left a subscription."""
+"""The first one expects that no earlier test has left a subscription."""
 OTHER_FILES = {
     "test_backend": "needs Azure",
     "test_backend_leak_in_fixture_teardown": "starts its own worker in the process of the tests",
@@ -64,7 +64,7 @@ EXCLUDED = {
         "test_tasks::test_signal_bound_method_receivers",
     ),
 }
-"""The beginnings of tests' ids, by the reason why they do not apply."""
+"""Prefixes of test ids, by the reason why the tests do not apply."""
 CONFTEST = "\nfrom tests.integration.celery.suite_worker import celery_session_worker  # noqa: E402\n"
 PYTEST_INI = """
 [pytest]

@@ -1,4 +1,4 @@
-"""Celery's pool of threads is stopped by signals that interrupt the main thread anywhere."""
+"""Celery's thread pool is stopped by signals that interrupt the main thread anywhere."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def long_task(shop: Any, **options: Any) -> Any:
 
 
 def revoke_until_ended(handle: Any, **options: Any) -> None:
-    """Revoke again and again: until a relay listens, a revocation is for nobody."""
+    """Revoke repeatedly: until a relay listens, no process receives a revocation."""
 
     def ended() -> bool:
         handle.revoke(**options)
@@ -248,7 +248,7 @@ def test_a_revocation_touches_no_job_of_others(shop: Any, server: RedisServer) -
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend
 def test_progress_of_a_moment_ago_does_not_hide_the_end(shop: Any, server: RedisServer) -> None:
-    """Two relays: one read a status before the end, the other has stored the end by the time that the first writes."""
+    """Two relays: one read a status before the end, the other has stored the end before the first one writes."""
     handle = long_task(shop, soft_time_limit=1)
     job = shop.generate.producer.job(handle.id)
     status = eventually(lambda: (s := job.status()).progress.generated_tokens and s, "tokens")
@@ -313,7 +313,7 @@ def test_an_end_is_relayed_to_its_own_box(shop: Any, server: RedisServer) -> Non
     queue = QueueClient(server.url, "native")
     assert queue.run(outbox.claim("native", 10, 1000)) == []
     assert queue.run(outbox.claim("native", 10, 1000, relay="other")) == []
-    # Other tests of this server may have left ends of theirs: they are claimed too, and not relayed below.
+    # Other tests of this server may have left notifications: they are claimed too, and not relayed below.
     claimed = queue.run(outbox.claim("native", 1000, 60_000, relay="celery"))
     (notice,) = (each for each in claimed if each.outcome.job_id == handle.id)
     assert queue.run(outbox.claim("native", 10, 1000, relay="celery")) == [], "claimed twice"

@@ -35,7 +35,7 @@ TASK = "pagemill.generate"
 
 @pytest.fixture(scope="module")
 def engine(server: RedisServer) -> Iterator[Any]:
-    """The worker behind the native queue; 5 ms a step, so that there is something to revoke and to kill."""
+    """The worker behind the native queue; 5 ms per step, so that a job lasts long enough to be revoked or killed."""
     with running_worker(worker_config(server.url, "celery", model="echo:5", lease_s=6.0)) as worker:
         yield worker
 
@@ -134,7 +134,7 @@ def test_a_task_and_its_result(generate: Callable[..., Any]) -> None:
 def test_a_chain_goes_on_in_the_shop_s_own_worker(
     server: RedisServer, engine: Any, shop: Any, tmp_path: Path
 ) -> None:
-    """Without the shop's app, what follows a generation is sent to Celery's default queue, and a generation to ours."""
+    """Without the shop's app, follow-up tasks go to Celery's default queue, and generations to Pagemill's."""
     first = shop.app.signature(TASK, kwargs={"prompt": "hi", "max_tokens": 9}, queue="apart")
     with (
         celery_worker(server.url, tmp_path / "apart.log", "--queue", "apart", app=None),
@@ -148,7 +148,7 @@ def test_a_chain_goes_on_in_the_shop_s_own_worker(
 def test_a_generation_does_not_start_after_its_expiry(
     server: RedisServer, engine: Any, shop: Any, tmp_path: Path
 ) -> None:
-    """One thread with another task in it, which is acknowledged early: the generation is received, and waits for it."""
+    """One thread runs another task, which is acknowledged early: the generation is received, and waits for it."""
     options = ("--concurrency", "1", "--queue", "one-thread")
     with celery_worker(server.url, tmp_path / "worker.log", *options):
         busy = shop.app.send_task("shop.nap", (3.0,), queue="one-thread")
@@ -163,7 +163,7 @@ def test_a_generation_does_not_start_after_its_expiry(
 def test_own_tasks_end_as_with_celerys_own_threads(
     is_ours: bool, server: RedisServer, engine: Any, shop: Any, tmp_path: Path
 ) -> None:
-    """Neither checks the expiry of a task that waits for a thread, or has time limits: docs/celery.md says so."""
+    """Neither checks the expiry of a task that waits for a thread, or has time limits, as docs/celery.md states."""
     queue = f"threads-{is_ours}"
     with (
         celery_worker(server.url, tmp_path / "worker.log", "--concurrency", "1", "--queue", queue)
@@ -210,7 +210,7 @@ def test_the_runtime_is_the_generations(
 
 @pytest.mark.slow
 def test_hundreds_share_the_batch(generate: Callable[..., Any], engine: Any) -> None:
-    """200 tasks of 50 steps of 5 ms: one after the other would be 50 s of steps."""
+    """200 tasks of 50 steps of 5 ms: sequentially they would take 50 s."""
     before = engine.engine.stats.steps.finished
     handles = [generate(prompt=f"{i:03d} " + "x" * 46, max_tokens=60) for i in range(200)]
     assert [handle.get(timeout=PATIENCE_S)["text"][:3] for handle in handles] == [
@@ -317,7 +317,7 @@ def test_celerys_own_inspection_answers(generate: Callable[..., Any], shop: Any)
 
 @pytest.fixture
 def flower(server: RedisServer, worker: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Flower's own process beside the shop; a call asks its HTTP API."""
+    """Flower's process next to the shop; a call queries its HTTP API."""
     if importlib.util.find_spec("flower") is None:
         pytest.skip("flower is not installed; it is in the dev extra")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -332,7 +332,7 @@ def flower(server: RedisServer, worker: Any, tmp_path: Path) -> Iterator[Callabl
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=ROOT)
 
     def ask(path: str, *, post: bool = False) -> Any:
-        """None: it does not answer, or not yet with what was asked for."""
+        """None: it does not respond, or not yet with the requested data."""
         assert process.poll() is None, log.read_text()
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/api/{path}", method="POST" if post else "GET"
@@ -364,7 +364,7 @@ def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
         return bool(task) and (task["name"], task["state"]) == (TASK, state)
 
     def shows_an_end() -> bool:
-        # A task of its own each time: Flower shows what it has heard, and it may have begun to listen just now.
+        # A separate task each time: Flower shows events that it has received, and it may have just subscribed.
         done = generate(prompt="hello")
         assert done.get(timeout=PATIENCE_S)["text"] == "hello"
         give_up = time.monotonic() + 10
@@ -400,7 +400,7 @@ def test_a_worker_that_is_loading_is_waited_for(server: RedisServer, queue_name:
 
 
 def received(url: str) -> bool:
-    """No message waits or is on its way, and all of them are on record: nothing comes in between two looks."""
+    """No message waits or is in flight, and all of them are on record, without changes between two checks."""
     with redis.Redis.from_url(url, decode_responses=True) as client, client.pipeline() as pipe:
         pipe.llen("pagemill").hlen("pagemill:celery:unacked")
         waiting, unacked = pipe.execute()
@@ -420,7 +420,7 @@ def test_tls_needs_no_option_of_celerys(tmp_path: Path) -> None:
 def test_killed_in_the_middle_of_a_chord(
     number: int, server: RedisServer, engine: Any, shop: Any, tmp_path: Path
 ) -> None:
-    """Its messages are delivered again to another worker, and what the engine has done is not done again."""
+    """Its messages are delivered again to another worker, and the engine does not repeat its work."""
     header = [
         shop.app.signature(
             TASK, kwargs={"prompt": f"{i:02d}" + "x" * 598, "max_tokens": 610}, queue="pagemill"
@@ -429,7 +429,7 @@ def test_killed_in_the_middle_of_a_chord(
     ]
     with celery_worker(server.url, tmp_path / "first.log") as first:
         result = chord(header)(shop.collect.s())
-        # Until it has recorded a message as unacknowledged, Celery's own broker client holds it in memory alone.
+        # Until it has recorded a message as unacknowledged, Celery's own broker client holds it only in memory.
         eventually(lambda: received(server.url) and len(engine.table) >= 10, "generations under way")
         os.killpg(first.pid, number)
         first.wait()
@@ -442,7 +442,7 @@ def test_killed_in_the_middle_of_a_chord(
 def test_messages_in_hand_are_kept_from_coming_again(
     generate: Callable[..., Any], server: RedisServer, shop: Any
 ) -> None:
-    """The index of unacknowledged messages is ours, and its times move while a task runs."""
+    """The index of unacknowledged messages is Pagemill's, and its times advance while a task runs."""
     handle = generate(prompt="x" * 3000, max_tokens=3000)
     eventually(lambda: handle.state == "PROGRESS", "its start")
     with redis.Redis.from_url(server.url) as client:

@@ -1,4 +1,4 @@
-"""`pagemill run --escalate-below` as people type it: real workers and models, exit codes, kill -9."""
+"""`pagemill run --escalate-below` as users type it: real workers and models, exit codes, kill -9."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pagemill(folder: Path, settings: dict[str, str], *arguments: str) -> subproc
 
 
 def test_from_an_echo_to_smollm2(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
-    """The second model's probabilities are those that it gives when asked directly."""
+    """The second model's probabilities equal those of a direct call."""
     write_rows(tmp_path)
     big = worker_config(
         valkey_url, queue_name, model="smollm2", kv_cache_memory_bytes=128 << 20, num_threads=1
@@ -148,7 +148,7 @@ def test_a_model_that_nobody_serves_is_told_and_waited_for(
 def test_a_model_that_fails_leaves_the_first_answers(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:
-    """The second model has no room for these prompts."""
+    """These prompts exceed the second model's context."""
     write_rows(tmp_path)
     small, big = (
         worker_config(valkey_url, queue_name, model=model, max_model_len=length)
@@ -183,7 +183,7 @@ def test_what_makes_no_sense_is_a_usage_error(
 
 
 def test_killed_while_a_slow_model_is_at_work(tmp_path: Path, client: QueueClient) -> None:
-    """The queue has counted an end for each row and stage, and no more."""
+    """The queue has counted exactly one finished job for each row and stage."""
     write_rows(tmp_path, [f"text {i}" for i in range(60)])
     options = ("--escalate-below", "1", "--to", "big", "--quiet", "--window", "10")
     command = [sys.executable, "-m", "pagemill", *RUN, *options]

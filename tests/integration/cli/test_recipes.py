@@ -64,7 +64,7 @@ def pagemill(folder: Path, settings: dict[str, str], *arguments: str) -> subproc
 def test_smollm2_labels_and_explains_only_the_positives(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:
-    """Both steps give what the model gives when it is asked directly."""
+    """Both steps return the output of a direct call of the model."""
     write(tmp_path, RECIPE)
     config = worker_config(
         valkey_url, queue_name, model="smollm2", kv_cache_memory_bytes=128 << 20, num_threads=1
@@ -111,7 +111,7 @@ def test_smollm2_labels_and_explains_only_the_positives(
 
 
 def test_killed_in_the_middle_of_a_chain(tmp_path: Path, client: QueueClient) -> None:
-    """The queue has counted an end for each row and step, and no more."""
+    """The queue has counted exactly one finished job for each row and step."""
     write(tmp_path, ECHO, [f"text {i}" for i in range(40)])
     command = [
         sys.executable, "-m", "pagemill", "run", "recipe.yaml", "in.jsonl", "--out", "out.jsonl", "--quiet",

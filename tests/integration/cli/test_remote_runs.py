@@ -1,4 +1,4 @@
-"""`pagemill run s3://... --out s3://...` as people type it, against a server on this machine."""
+"""`pagemill run s3://... --out s3://...` as users type it, against a local server."""
 
 from __future__ import annotations
 

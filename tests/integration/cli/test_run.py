@@ -1,4 +1,4 @@
-"""`pagemill run` and `pagemill batch run` as people type them: processes, files, exit codes, Ctrl-C, kill -9."""
+"""`pagemill run` and `pagemill batch run` as users type them: processes, files, exit codes, Ctrl-C, kill -9."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_interrupted_and_started_again(
         )
         eventually(lambda: len(worker.table) > 0 or first.poll() is not None, "the run's first jobs")
         waiting = QueueClient(valkey_url, queue_name)
-        waiting.pause()  # it can't end before it is told to
+        waiting.pause()  # it cannot end before the test says so
         time.sleep(0.3)
         first.send_signal(ending)
         _, said = first.communicate(timeout=PATIENCE_S)
@@ -265,7 +265,7 @@ def test_interrupted_and_started_again(
 
 @pytest.mark.slow
 def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Finished]) -> None:
-    """No server, no worker: `--model` starts both, and they are gone afterwards."""
+    """No server, no worker: `--model` starts both, and stops them afterwards."""
     write_rows(tmp_path / "in.jsonl", 5)
     done = subprocess.run(
         [sys.executable, "-m", "pagemill", *RUN, "--model", "echo"], cwd=tmp_path, capture_output=True, text=True,
@@ -273,7 +273,7 @@ def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Fin
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(outputs(tmp_path / "out.jsonl")) == 5
-    # A run prints the worker's latest message now and then: an echo model may be loaded between two.
+    # A run prints the worker's latest message at intervals: an echo model may be loaded between two of them.
     assert re.search(r"starting a worker for echo: (loading echo|ready: model echo)", done.stderr), (
         done.stderr
     )
@@ -284,7 +284,7 @@ def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Fin
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 def test_a_run_that_is_killed_takes_its_own_worker_along(tmp_path: Path, client: QueueClient) -> None:
     write_rows(tmp_path / "in.jsonl", 3)
-    client.pause()  # the run can't end before it is killed
+    client.pause()  # the run cannot end before it is killed
     run = subprocess.Popen(
         [sys.executable, "-m", "pagemill", *RUN, "--model", "echo"], cwd=tmp_path,
         env=environment(client.url, client.queue),
@@ -313,7 +313,7 @@ def test_a_batch_file(pagemill: Callable[..., Finished], worker: Any, tmp_path: 
 
 @pytest.mark.slow
 def test_a_run_in_a_pipe(worker: Any, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
-    """Standard input is read to its end, whether or not the run is started a second time."""
+    """Standard input is read to its end, even if the run is started a second time."""
     data = gzip.compress(b"".join(b'{"text": "row %d"}\n' % i for i in range(8)))
     for adopted in (0, 8):
         done = subprocess.run(

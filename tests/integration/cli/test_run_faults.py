@@ -1,4 +1,4 @@
-"""`pagemill run` under faults: a disk that fills, a report that can't be written, unusable rows."""
+"""`pagemill run` with faults: a disk that becomes full, a report that cannot be written, unusable rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_limit_on_file_sizes_stops_the_run_and_lifting_it_ends_it(
 
 @pytest.mark.slow
 def test_a_disk_that_fills_stops_the_run_and_space_ends_it(place: dict[str, str], tmp_path: Path) -> None:
-    """On a file system of 160 KB in a mount namespace of its own, which is then made larger."""
+    """On a file system of 160 KB in a separate mount namespace, which is then enlarged."""
     write_rows(tmp_path / "in.jsonl")
     (tmp_path / "disk").mkdir()
     command = " ".join(
@@ -221,7 +221,7 @@ def test_a_mistyped_model_without_a_server_is_one_line(
 def test_a_finished_output_is_taken_up_as_it_was(
     run: Callable[..., Result], tmp_path: Path, suffix: str
 ) -> None:
-    """A list of one element is a list again, and its schema counts as kept."""
+    """A list of one element stays a list, and its schema counts as kept."""
     schema = '{"type": "array", "items": {"const": 1}, "minItems": 1, "maxItems": 1}'
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     out = tmp_path / f"out.{suffix}"

@@ -1,4 +1,4 @@
-"""`pagemill run` over several files, as people type it: killed at any point, and started again."""
+"""`pagemill run` over several files, as users type it: killed at any point, and restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that takes connections and does not answer: commands say what they wait for."""
+"""A server that accepts connections and does not reply: commands report the reason for their wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a worker or a server says so: processes as people start them, killed with SIGKILL."""
+"""Commands that wait for a worker or a server report it: processes as users start them, killed with SIGKILL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 class Command:
-    """A `pagemill` process whose standard error is read as it comes."""
+    """A `pagemill` process whose standard error is read continuously."""
 
     def __init__(self, folder: Path, settings: dict[str, str], *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -38,7 +38,7 @@ class Command:
         self.lines.extend(self.process.stderr)
 
     def says(self, *words: str) -> None:
-        """Wait for a line with all of these words."""
+        """Wait for a line that contains all of these words."""
 
         def is_said() -> bool:
             assert self.process.poll() is None, self.lines
@@ -102,7 +102,7 @@ def test_a_run_says_that_the_worker_and_the_server_died(
 def test_a_quiet_run_says_what_it_would_wait_for_without_an_end(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:
-    """The first model's worker is killed, and the second model, mistyped, is served by none."""
+    """The first model's worker is killed, and no worker serves the second model, whose name is mistyped."""
     write_rows(tmp_path / "in.jsonl", 40)
     worker = start_worker(valkey_url, queue_name, tmp_path / "worker.log", "echo")
     client = QueueClient(valkey_url, queue_name)

@@ -1,4 +1,4 @@
-"""The commands as people type them: processes, pipes and a worker with the echo model."""
+"""The commands as users type them: processes, pipes and a worker with the echo model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def settings(**extra: str) -> dict[str, str]:
-    """This environment without any Pagemill setting of it."""
+    """This environment without its Pagemill settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     return kept | extra
 
@@ -38,7 +38,7 @@ def state_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pagemill(state_dir: Path) -> Pagemill:
-    """Run a command that finds the server by the state directory alone."""
+    """Run a command that finds the server only through the state directory."""
 
     def run(*arguments: str, stdin: str = "") -> Finished:
         environment = settings(PAGEMILL_STATE_DIR=str(state_dir))
@@ -52,7 +52,7 @@ def pagemill(state_dir: Path) -> Pagemill:
 
 @pytest.fixture
 def worker(state_dir: Path, tmp_path: Path, pagemill: Pagemill) -> Iterator[subprocess.Popen[bytes]]:
-    """`pagemill worker --model echo` with a server of its own, as a newcomer starts it."""
+    """`pagemill worker --model echo` with an embedded server, as a new user starts it."""
     log_path = tmp_path / "worker.log"
     arguments = command("worker", "--model", "echo", "--http-port", "0", "--state-dir", str(state_dir))
     with log_path.open("wb") as log:
@@ -174,7 +174,7 @@ def test_a_worker_without_its_server_is_exit_code_3(pagemill: Pagemill) -> None:
 
 
 def test_a_light_install_says_what_a_worker_needs(state_dir: Path) -> None:
-    """Only the producer's libraries are there: every other one is hidden from the import system."""
+    """Only the producer's libraries are available: all others are hidden from the import system."""
     hidden = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'prometheus_client', 'numba']));"
     program = (
         hidden + "sys.argv[1:] = ['worker', '--model', 'smollm2']; from pagemill.__main__ import main; main()"

@@ -1,4 +1,4 @@
-"""Environments with other people's packages, kept in pytest's cache; only the package registries are asked."""
+"""Environments with third-party packages, kept in pytest's cache; only the package registries are contacted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def node_modules_with(config: pytest.Config, *packages: str) -> Path:
 
 
 def outside() -> dict[str, str]:
-    """Return this process's environment without what concerns Python's modules and Pagemill."""
+    """Return this process's environment without the variables of Python's modules and Pagemill."""
     return {
         name: v for name, v in os.environ.items() if not name.startswith(("PAGEMILL_", "PYTHON", "OPENAI_"))
     }

@@ -1,4 +1,4 @@
-"""Asks the gateway the prompts on standard input, through autobatcher; prints the answers as JSON."""
+"""Sends the prompts on standard input to the gateway, through autobatcher; prints the answers as JSON."""
 
 from __future__ import annotations
 

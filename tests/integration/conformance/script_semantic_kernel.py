@@ -1,6 +1,6 @@
 """Two of semantic-kernel's named agents, alone and in a group chat. Runs in an environment with semantic-kernel.
 
-Its arguments are the gateway's URL and the model; it writes who has spoken, with the number of characters.
+Its arguments are the gateway's URL and the model; it prints the speakers, with their numbers of characters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""langchain's standard tests of chat models, on the gateway; run in an environment of its own."""
+"""langchain's standard tests of chat models, on the gateway; run in a separate environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TestGateway(ChatModelIntegrationTests):
             "base_url": os.environ["GATEWAY_URL"],
             "api_key": "none",
             "temperature": 0.0,
-            "frequency_penalty": 1.0,  # else the model repeats itself until the end
+            "frequency_penalty": 1.0,  # otherwise the model repeats itself until the end
             "max_tokens": 200,
             "stream_usage": True,
             "max_retries": 0,

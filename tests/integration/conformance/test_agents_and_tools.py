@@ -1,4 +1,4 @@
-"""Clients that ask for less usual things: each runs unchanged against the gateway, in an environment of its own."""
+"""Clients with less common requests: each runs unchanged against the gateway, in a separate environment."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.integration.conformance.environments import outside, python_with
 from tests.producer.gateway.serving import Served, served_worker
 
 MODEL = "smollm2"
-# torch is named for its build: the default one needs gigabytes.
+# torch is named with its build: the default build needs gigabytes.
 GUIDELLM = ("guidellm==0.8.1", "torch==2.13.0")
 LITELLM = ("litellm==1.110.2", "fastapi", "orjson", "soundfile")
-"""What the last three do is imported for a stream of messages."""
+"""The last three import it for a stream of messages."""
 OUTLINES = ("outlines==1.3.3", "openai==3.57.0")
 SEMANTIC_KERNEL = ("semantic-kernel==1.45.0", "protobuf")
 AGENTS = Path(__file__).with_name("script_semantic_kernel.py")

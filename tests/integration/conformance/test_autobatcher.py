@@ -16,7 +16,7 @@ from tests.worker.harness import QueueClient, WorkerProcess, eventually, process
 PACKAGES = ("autobatcher==0.12.0",)
 SCRIPT = Path(__file__).with_name("script_autobatcher.py")
 PROMPTS = [random.Random(number).randbytes(100).hex() for number in range(12)]
-"""Unpredictable, so that drafts do not shorten the jobs, which take some seconds."""
+"""Unpredictable, so that drafts do not shorten the jobs, which take a few seconds."""
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ asyncio_mode = auto
 asyncio_default_fixture_loop_scope = session
 asyncio_default_test_loop_scope = session
 """
-"""langchain keeps connections from one test to the next."""
+"""langchain reuses connections between tests."""
 SUITE = Path(__file__).with_name("suite_langchain.py")
 
 

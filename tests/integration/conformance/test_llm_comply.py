@@ -1,4 +1,4 @@
-"""llm-comply: the gateway's answers follow the published schemas of OpenAI, Open Responses and Anthropic."""
+"""llm-comply: the gateway's responses follow the published schemas of OpenAI, Open Responses and Anthropic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPECTED_FAILURES = {
     "anthropic": {},
 }
 SKIPPED_BY_THE_SUITE = 1
-"""Of each format, what only models of OpenAI or Anthropic have."""
+"""Features of each format that only models of OpenAI or Anthropic have."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: what it computes through the gateway is what it computes with transformers."""
+"""lm-evaluation-harness: its results through the gateway equal its results with transformers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A folder with the tasks, on rows of this machine: no data set is downloaded."""
+    """A folder with the tasks, on local rows: no data set is downloaded."""
     for name, (rows, task) in TASKS.items():
         data = tmp_path / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -22,7 +22,7 @@ LONGEST_VALUE = 4000
 MOST_REJECTED = 0.03
 """1.3% of a larger sample are."""
 MOST_VALID_REFUSED = 0.06
-"""3% of a larger sample are, most of them for the order of their properties, which a grammar fixes."""
+"""3% of a larger sample are, most of them because of the order of their properties, which a grammar fixes."""
 
 
 @pytest.mark.slow

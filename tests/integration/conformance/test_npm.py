@@ -34,7 +34,7 @@ def served(valkey_url: str) -> Iterator[Served]:
 
 
 def run(script: Path, served: Served, config: pytest.Config, folder: Path, **more: str) -> str:
-    """Run a script beside the packages, with `more` variables; return what it prints."""
+    """Run a script next to the packages, with `more` variables; return its output."""
     packages = node_modules_with(config, *PACKAGES)
     (folder / "node_modules").symlink_to(packages / "node_modules")
     variables = {"GATEWAY_URL": served.base_url, "PAGEMILL_MODEL": "echo", **more}

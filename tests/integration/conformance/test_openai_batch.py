@@ -1,6 +1,6 @@
-"""openai-batch: a batch with lines for chats is submitted, waited for and downloaded, errors beside answers.
+"""openai-batch: a batch of chats is submitted, awaited and downloaded, with errors next to answers.
 
-In the middle of another one, the worker and the gateway are killed.
+During another batch, the worker and the gateway are killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.worker.harness import (
 )
 
 PACKAGES = ("openai-batch==0.3.4", "openai<3")
-"""It imports httpx, which openai 3 does not bring."""
+"""It imports httpx, which openai 3 does not install."""
 NUM_LINES = 12
 HEAD = """
 import sys, time
@@ -52,11 +52,11 @@ PATIENT_SCRIPT = f"""{HEAD}
 """
 """Its own wait ends after two failed polls, within two seconds."""
 PROMPTS = [random.Random(number).randbytes(100).hex() for number in range(NUM_LINES)]
-"""Unpredictable, so that drafts do not shorten the jobs, which take some seconds."""
+"""Unpredictable, so that drafts do not shorten the jobs, which take a few seconds."""
 
 
 def line(number: int) -> str:
-    """A request; the first one is refused."""
+    """A request; the first one is rejected."""
     body = {"model": "echo", "messages": [{"role": "user", "content": f"line {number}"}]}
     body |= {"max_tokens": 4 if number else -1}
     return json.dumps(

@@ -1,4 +1,4 @@
-"""A worker whose engine has a process of its own: either dies, either hangs, and no job is lost."""
+"""A worker whose engine has a separate process: either one crashes or hangs, and no job is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if "engine_host.child" in " ".join(os.sys.orig_argv):
         return launch(self, plan)
     EchoRunner.launch = faulty_launch
 """
-"""On the import path of every process, and effective in an engine's: the byte 9 kills the device."""
+"""On the import path of every process, and active in an engine's: the byte 9 kills the device."""
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def spawn(valkey_url: str, queue_name: str, tmp_path: Path) -> Iterator[Spawn]:
 
 
 def engine_of(worker: WorkerProcess) -> psutil.Process:
-    """The engine's process of a worker's."""
+    """The engine's process of a worker's process."""
     children = psutil.Process(worker.process.pid).children()
     (engine,) = [child for child in children if "engine_host.child" in " ".join(child.cmdline())]
     return engine
@@ -81,7 +81,7 @@ def start_running(
 
 
 def finish_elsewhere(client: QueueClient, ids: list[str]) -> None:
-    """Another worker, with its engine on a thread, goes on from the checkpoints."""
+    """Another worker, with its engine on a thread, resumes from the checkpoints."""
     with running_worker(worker_config(client.url, client.queue)):
         for job_id, outcome in zip(ids, client.wait(ids), strict=True):
             result = outcome.value()

@@ -1,4 +1,4 @@
-"""The same jobs on the packaged model, its engine on a thread and in a process of its own: the same results."""
+"""The same jobs on the packaged model, with its engine on a thread and in a separate process: the same results."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(url: str, where: str) -> tuple[dict[str, Any], str]:
-    """Each job's result without what no two runs share, and the metrics' text after them."""
+    """Each job's result without the values that differ between runs, then the text of the metrics."""
     config = worker_config(
         url, f"same-{where}", model="smollm2", num_kv_blocks=128, num_threads=1, engine_process=where
     )
     with running_worker(config) as worker, Producer(url, queue=f"same-{where}") as producer:
         found = {}
-        for name, job in JOBS.items():  # one after another: the batch of a step is the same then
+        for name, job in JOBS.items():  # sequentially: the batch of a step is the same then
             result = producer.submit(model="smollm2", **job).result(timeout=120)
             found[name] = result.model_dump(mode="json", exclude=VARIES)
         return found, settled_metrics(worker)
 
 
 def settled_metrics(worker: Worker) -> str:
-    """The metrics once nothing is counted any more: a process tells what it counted after the result."""
+    """The metrics once the counts are final: a process reports its counts after the result."""
     text, before = "", None
     while before is None or re.findall(COUNTED, text, re.MULTILINE) != before:
         before = re.findall(COUNTED, text, re.MULTILINE)

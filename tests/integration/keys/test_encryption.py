@@ -1,4 +1,4 @@
-"""Encryption at rest: nothing of prompts and outputs is readable in Redis or the store, and everything answers."""
+"""Encryption at rest: prompts and outputs are unreadable in Redis and the store, and all requests work."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def queue(valkey_url: str, queue_name: str) -> Iterator[Queue]:
 
 
 def readable(queue: Queue, *words: str) -> list[str]:
-    """The keys in whose serialized form, as in a dump of the server, one of the words stands."""
+    """The keys whose serialized form, as in a dump of the server, contains one of the words."""
     return [
         name
         for name in queue.names()
@@ -263,7 +263,7 @@ def test_keys_are_rotated_and_an_unknown_one_fails_its_job_alone(
 def test_a_webhook_waits_for_a_worker_that_has_the_key(
     queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Halfway through a rotation one without it may claim the notice: it must not tell of a success without result."""
+    """In a rotation, a worker without the key may claim the event: it must not report a success without result."""
     queue.submit("told", webhook="https://example.com/hook")
     pulled = queue.pull_one()
     sealed = ring().seal(result_json("told", SENTINEL).encode(), "result", "told").decode()
@@ -282,7 +282,7 @@ def test_a_webhook_waits_for_a_worker_that_has_the_key(
 def test_a_checkpoint_whose_key_is_gone_is_begun_again(
     queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The producer has sealed the job with a key that stays; the first worker its checkpoint with one that goes."""
+    """The producer encrypted the job with a key that stays; the worker its checkpoint with one that is removed."""
     with Producer(queue.url, queue=queue.name, model=MODEL) as producer:
         handle = producer.submit(prompt=f"{SENTINEL} goes on", max_tokens=150, ignore_eos=True, stream=True)
         monkeypatch.setenv(KEYS_VARIABLE, f"k2:{key()},{keys}")
@@ -389,7 +389,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_results_and_checkpoints_in_clear_are_refused_where_encryption_is_required(
     queue: Queue, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither may be read, from a worker without the key or forged: a checkpoint starts again from the prompt."""
+    """Without the key, or with a forged checkpoint, a worker must not read it: the job restarts from the prompt."""
     for name in ("ended", "begun"):
         queue.submit(name)
     ended, begun = queue.pull_one(), queue.pull_one()

@@ -1,4 +1,4 @@
-"""A worker with HMAC keys runs what was signed, and goes on only from checkpoints that a worker signed."""
+"""A worker with HMAC keys runs only signed jobs, and resumes only from checkpoints that a worker signed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_signed_payload_is_worth_nothing_elsewhere_or_changed(worker: Worker, 
 def test_a_checkpoint_is_gone_on_from_only_if_a_worker_signed_it(
     config: WorkerConfig, client: QueueClient, forged: bool
 ) -> None:
-    """Let another worker begin after the lease lapses with its checkpoint, or with a forged one."""
+    """Let another worker start after the lease expires with its checkpoint, or with a forged one."""
     prompt = "0123456789" * 5
     with running_worker(config) as first:
         fingerprint = first.engine.engine.fingerprint

@@ -1,4 +1,4 @@
-"""Real workers on a server whose memory runs out: producers flood it until they are refused."""
+"""Real workers on a server whose memory runs out: producers flood it until they are rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conftest import RedisServer, server_binary
 from tests.worker.harness import QueueClient, WorkerProcess, eventually, process_settings
 
 PADDING = 20_000
-"""Bytes of a job that are no tokens."""
+"""Bytes of a job that are not tokens."""
 OUTPUT = 20
 JOB = Job.parse({"prompt": "0123456789" * 2, "model": "echo", "max_tokens": OUTPUT})
 
@@ -35,7 +35,7 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QueueClie
 
 
 def submit(url: str, number: int) -> list[tuple[str, str]]:
-    """Submit jobs that are large and soon done, on a connection of its own; returns their ids and the replies."""
+    """Submit large and short jobs, on a separate connection; returns their ids and the replies."""
     client = QueueClient(url, "q")
     items = []
     for _ in range(number):
@@ -47,7 +47,7 @@ def submit(url: str, number: int) -> list[tuple[str, str]]:
 
 
 def flood(url: str, taken: list[str]) -> None:
-    """Submit until the server's memory is the reason for a refusal."""
+    """Submit until the server rejects a job because its memory is full."""
     while True:
         replies = submit(url, 20)
         taken += [job_id for job_id, status in replies if status == "created"]
@@ -56,7 +56,7 @@ def flood(url: str, taken: list[str]) -> None:
 
 
 def flooded(client: QueueClient) -> list[str]:
-    """The ids that two producers could submit until both were refused."""
+    """The ids that two producers could submit until both were rejected."""
     taken: list[list[str]] = [[], []]
     floods = [threading.Thread(target=flood, args=(client.url, ids)) for ids in taken]
     for each in floods:

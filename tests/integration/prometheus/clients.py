@@ -1,4 +1,4 @@
-"""Clients of a gateway, for the test that has a Prometheus watch it: they ask, hang up, and ask for too much."""
+"""Clients of a gateway, for the test with Prometheus: they send requests, disconnect, and exceed limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.worker.harness import PATIENCE_S, QueueClient, eventually
 
 
 class Clients:
-    """Within the `with` statement they ask without a pause, each kind of request in turn."""
+    """Within the `with` statement they send requests without a pause, alternating between the kinds."""
 
     def __init__(self, client: QueueClient, served: Served) -> None:
         self._queue = QueueClient(client.url, client.queue)
@@ -31,7 +31,7 @@ class Clients:
         self.wait_for_the_end()
 
     def wait_for_the_end(self) -> None:
-        """Of all jobs: a client that was told of its deadline does not wait for its job's end."""
+        """Of all jobs: a client that was notified of its deadline does not wait for its job to finish."""
 
         def none_left() -> bool:
             counts = self._queue.stats().counts
@@ -41,7 +41,7 @@ class Clients:
         self._queue.redis.close()
 
     def ask(self, *, timeout: float = 60.0, hang_up: bool = False, **fields: Any) -> int:
-        """The status of the answer, which is read to its end unless the client hangs up before."""
+        """The status of the response, which is read to its end unless the client disconnects before."""
         body = {"model": "echo", "prompt": "a client asks", **fields}
         headers = {"x-request-timeout": str(timeout)}
         with httpx.stream("POST", self._url, json=body, headers=headers, timeout=PATIENCE_S) as answer:
@@ -50,12 +50,12 @@ class Clients:
             return answer.status_code
 
     def break_off(self) -> None:
-        """Deadlines that pass before the answer, and within a stream."""
+        """Deadlines that pass before the response, and within a stream."""
         self.ask(timeout=0.05, max_tokens=1000, ignore_eos=True)
         self.ask(timeout=2.0, max_tokens=4000, ignore_eos=True, stream=True)
 
     def overfill(self) -> None:
-        """A queue with room for one, which waits because the workers are told to pause."""
+        """A queue with space for one job, which waits because the workers are paused."""
         self._queue.pause()
         self._queue.run(set_limits(self._queue.queue, QueueLimits(jobs=1)))
         try:

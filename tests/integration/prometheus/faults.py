@@ -1,4 +1,4 @@
-"""Faults done to a running worker and its server, each with the alerts that it must raise."""
+"""Faults injected into a running worker and its server, each with the alerts that it must raise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fault = Callable[[QueueClient, Worker, Seen], None]
 
 
 def overfill(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
-    """More requests than admission would ever let in, growing past the pool together, until it is known of."""
+    """More requests than admission would accept, growing past the pool together, until the fault is detected."""
 
     def has_fallen() -> bool:
         stats = worker.engine.stats
@@ -32,19 +32,19 @@ def overfill(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
 
     floods = 0
     give_up = time.monotonic() + PATIENCE_S
-    # A full pool is found by scrapes: how long it must last is the machine's affair, and Prometheus'.
+    # A full pool is found by scrapes: its required duration depends on the machine and on Prometheus.
     while not is_seen():
         floods += 1
         assert time.monotonic() < give_up, "nobody learns that the pool is short"
-        # Short prompts and long outputs: all are let in, and each victim frees little, so the pool stays full.
+        # Short prompts and long outputs: all are admitted, and each victim frees little, so the pool stays full.
         for i in range(400):
             prompt = [32 + (i * 7 + j * floods) % 90 for j in range(16)]
             params = SamplingParams(max_tokens=120, ignore_eos=True)
             worker.engine.add(
                 AddRequest(request_id=f"flood-{floods}-{i}", prompt_token_ids=prompt, params=params)
             )
-        # The next flood comes before the pool has room again.
-        time.sleep(3 * STATS_INTERVAL_S)  # until the snapshot knows of this one
+        # The next flood comes before the pool has space again.
+        time.sleep(3 * STATS_INTERVAL_S)  # until the snapshot includes this one
         eventually(has_fallen, "the flood to fall")
     eventually(lambda: not worker.engine.engine.has_unfinished(), "the floods' end")
 
@@ -56,7 +56,7 @@ def submit_rubbish(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
 
 
 def fail_steps(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
-    """Jobs die of the engine's errors, and steps raise."""
+    """Jobs fail with engine errors, and steps raise."""
     executor = worker.engine.engine._parts.executor
     launch = executor.launch
     raised = threading.Event()
@@ -70,7 +70,7 @@ def fail_steps(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
     executor.launch = failing  # type: ignore[method-assign]
     client.wait(client.submit({"prompt": "a", "max_tokens": 3}))
     assert raised.is_set()
-    # As many as it takes to be a fifth of what is pulled; one of each round may not be tried again.
+    # As many as needed for a fifth of the pulled jobs; one of each round must not be retried.
     received = sum(worker.counters.jobs_received.read().values())
     while sum(worker.counters.job_retries.read().values()) < 0.22 * received:
         job = {"prompt": "0123456789", "max_tokens": 300, "ignore_eos": True}
@@ -85,8 +85,8 @@ def fail_steps(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
 
 
 def steal_jobs(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
-    """Another worker takes running jobs over, as if the leases had lapsed: sometimes the worker learns of it when
-    it renews, sometimes when it commits."""
+    """Another worker takes over running jobs, as if the leases had expired: the worker detects it when it
+    renews or when it commits."""
     counters = worker.counters
     prompt = "0123456789" * 15
 
@@ -104,7 +104,7 @@ def steal_jobs(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
 
 
 def stop_the_world(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
-    """A snapshot as a hung engine with broken accounts would leave it; idle engines publish no new one."""
+    """A snapshot like that of a hung engine with inconsistent accounts; idle engines do not publish a new one."""
     eventually(lambda: len(worker.table) == 0, "an idle engine")
     time.sleep(3 * STATS_INTERVAL_S)
     stats = worker.engine.stats
@@ -141,4 +141,4 @@ FAULTS: list[tuple[Fault, set[str]]] = [
     (pause_with_jobs_waiting, {"PagemillQueuePaused", "PagemillWorkerDown"}),
     (starve_the_server, {"PagemillRedisMemoryHigh", "PagemillRedisEvictedKeys", "PagemillRedisAofOff"}),
 ]
-"""In this order: each finds the worker as the one before left it. A fault may raise other alerts too."""
+"""In this order: each fault finds the worker in the state after the one before. A fault may raise other alerts too."""

@@ -1,7 +1,7 @@
-"""A real Prometheus scrapes a worker under load, and an exporter and a gateway beside it.
+"""A real Prometheus scrapes a worker under load, an exporter and a gateway.
 
-Every query of every board and alert runs on what it finds. What a query cannot find here stands in a table with the
-reason, and the table is checked both ways.
+Every query of every dashboard and alert runs on the scraped data. A table lists the queries without data
+here, with the reason, and the table is checked both ways.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ EMPTY_PANELS = {
     "Pagemill: reliability / Memory / B": "the server has no memory limit",
     "Pagemill: queue / Share and agreement / B": "no jobs of the rollout are compared",
 }
-"""Panel queries that find nothing here, and why."""
+"""Panel queries without data here, and the reasons."""
 
 EMPTY_ALERT_SERIES = {
     "DCGM_FI_DEV_THERMAL_VIOLATION": "needs the DCGM exporter",
     "DCGM_FI_DEV_POWER_VIOLATION": "needs the DCGM exporter",
 }
-"""Series of alerts that are not there, and why."""
+"""Series of alerts that do not exist here, and the reasons."""
 
 NOT_PROVOKED = {
     "PagemillGpuThrottled": "needs a GPU and the DCGM exporter",
@@ -78,12 +78,12 @@ NOT_PROVOKED = {
     "PagemillRolloutHalted": "needs workers of two revisions; what is read of a halted one, test_queue_reader.py tests",
     "PagemillSubmitsRefusedForMemory": "its rule is tested with promtool, what it counts on a server of 30 MB",
 }
-"""Alerts that no fault below makes fire, and why. promtool tests all of them."""
+"""Alerts that no fault below raises, and the reasons. promtool tests all of them."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    program("prometheus")  # before anything is started for nothing
+    program("prometheus")  # before any process is started needlessly
     with RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("valkey")) as server:
         yield server
 
@@ -96,7 +96,7 @@ def client(server: RedisServer) -> Iterator[QueueClient]:
 
 @pytest.fixture(scope="module")
 def worker(client: QueueClient) -> Iterator[Worker]:
-    """A small pool, so that blocks are evicted, and more rows than it can ever fill."""
+    """A small pool, so that blocks are evicted, and more batch slots than it can ever fill."""
     config = worker_config(
         client.url,
         client.queue,
@@ -154,7 +154,7 @@ def prometheus(
 
 
 class Load:
-    """Jobs of every kind, a few at a time, until it is stopped."""
+    """Jobs of every kind, a few together, until it is stopped."""
 
     def __init__(self, client: QueueClient) -> None:
         self._client = QueueClient(client.url, client.queue)
@@ -206,7 +206,7 @@ class Load:
 
 @pytest.fixture(scope="module")
 def worked(client: QueueClient, prometheus: PrometheusServer) -> None:
-    """Prometheus has seen the worker at work, whichever test comes first."""
+    """Prometheus has scraped the worker under load, whichever test runs first."""
     with Load(client):
         eventually(
             lambda: prometheus.numbers("pagemill_kv_cache_utilization_ratio > 0"), "blocks that are in use"
@@ -214,13 +214,13 @@ def worked(client: QueueClient, prometheus: PrometheusServer) -> None:
 
 
 def soon(prometheus: PrometheusServer, expr: str, *expected: float) -> None:
-    """Wait for the values: all series are absent after a scrape that a busy machine answers too late."""
+    """Wait for the values: all series are absent after a scrape to which a busy machine responds too late."""
     eventually(lambda: prometheus.numbers(expr) == list(expected), expr)
 
 
 @contextlib.contextmanager
 def rolled_out(client: QueueClient) -> Iterator[None]:
-    """A share of the jobs is for a revision that nobody announces, so that the worker takes them as well."""
+    """A share of the jobs is for a revision that no worker announces, so that the worker takes them as well."""
     with Producer(client.url, queue=client.queue) as producer:
         rollout = producer.rollout("echo")
         rollout.start(Rollout("canary", share=0.3, margin=1.0), force=True)
@@ -254,7 +254,7 @@ def test_every_panel_shows_something_under_load(
 def test_prometheus_has_the_engines_own_numbers(
     client: QueueClient, worker: Worker, prometheus: PrometheusServer
 ) -> None:
-    """Every sample of every engine metric, once the worker is idle; the queue's from both who export it."""
+    """Every sample of every engine metric, once the worker is idle; the queue's from both of its exporters."""
 
     def idle() -> EngineStats | None:
         stats = worker.engine.stats
@@ -269,7 +269,7 @@ def test_prometheus_has_the_engines_own_numbers(
         return samples
 
     def agreed() -> EngineStats | None:
-        """The statistics, which an idle engine may still publish anew, if Prometheus has scraped these."""
+        """The statistics, which an idle engine may still republish, if Prometheus has scraped these."""
         stats = idle()
         if stats is None or not stats.requests.generated_tokens:
             return None
@@ -314,7 +314,7 @@ def test_every_alert_is_about_series_that_are_there(worker: Worker, prometheus: 
 
 
 def test_a_healthy_worker_raises_no_critical_alert(worker: Worker, prometheus: PrometheusServer) -> None:
-    """Soon, not at once: a scrape that a busy machine answers late is a target that is down."""
+    """Soon, not immediately: after a late scrape on a busy machine the target counts as down."""
     critical = {alert.name for alert in alerts() if alert.severity == "critical"}
     eventually(lambda: not prometheus.firing() & critical, "no critical alert")
 
@@ -323,7 +323,7 @@ AT_THE_END = {
     "PagemillRedisDown", "PagemillResultBufferGrowing", "PagemillWorkerDegraded", "PagemillScrapeIncomplete",
     "PagemillNoMetrics", "PagemillTargetDown",
 }  # fmt: skip
-"""Raised by what follows the faults."""
+"""Raised by the steps after the faults."""
 
 
 AT_THE_GATEWAY = {
@@ -337,7 +337,7 @@ AT_THE_GATEWAY = {
 def test_a_gateway_that_fails_its_clients_says_so(
     client: QueueClient, served: Served, prometheus: PrometheusServer
 ) -> None:
-    """A full queue refuses some, deadlines end others before and within their streams."""
+    """A full queue rejects some requests, and deadlines end others before and within their streams."""
     clients = Clients(client, served)
     seen: set[str] = set()
 
@@ -368,7 +368,7 @@ def test_a_fault_raises_its_alerts(
         seen.update(prometheus.firing())
         return expected <= seen
 
-    for _ in range(3):  # a machine so quick that a fault is over between two scrapes sees it again
+    for _ in range(3):  # on a machine so fast that a fault ends between two scrapes, it is repeated
         fault(client, worker, all_seen)
         with contextlib.suppress(AssertionError):
             eventually(all_seen, "the alerts", patience_s=40)
@@ -433,7 +433,7 @@ def test_scrapes_that_lack_a_source_are_told_of(
 def test_a_backlog_without_any_worker_is_seen_by_the_exporter(
     client: QueueClient, exporter: QueueExporter, worker: Worker, prometheus: PrometheusServer
 ) -> None:
-    """The worker leaves; a job submitted afterwards waits."""
+    """The worker stops; a job that is submitted afterwards waits."""
     end(worker)
     eventually(lambda: "PagemillTargetDown" in prometheus.firing(), "the alert")
     client.submit({"prompt": "anybody there?"})

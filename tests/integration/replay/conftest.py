@@ -1,4 +1,4 @@
-"""Jobs of the packaged model that were run once, with their inputs kept, and workers to run them again."""
+"""Jobs of the packaged model that ran once, with their inputs kept, and workers to run them again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOADING_S = 400
 
 @contextmanager
 def announced_worker(config: WorkerConfig, client: QueueClient) -> Iterator[str]:
-    """A worker that the registry knows to be ready; yields its fingerprint."""
+    """A worker that the registry lists as ready; yields its fingerprint."""
     with running_worker(config, load_patience_s=LOADING_S) as worker:
 
         def fingerprint() -> str:

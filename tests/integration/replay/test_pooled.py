@@ -1,4 +1,4 @@
-"""Vectors run again on another worker, and from a record in which one number moved."""
+"""Vectors computed again on another worker, and from a record in which one number changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of the packaged model run again: on another worker, on one of another kind, from records that were changed."""
+"""Jobs of the packaged model run again: on another worker, on a different kind of worker, from modified records."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Ran:
-    """What was run once, on a worker that is gone."""
+    """Jobs that ran once, on a worker that no longer exists."""
 
     producer: Producer
     client: QueueClient
@@ -82,7 +82,7 @@ def ran(valkey_url: str, smollm2: Any) -> Iterator[Ran]:
 
 @pytest.fixture(scope="module")
 def again(ran: Ran) -> Iterator[Ran]:
-    """Another worker of the same kind, which has other work beside it."""
+    """Another worker of the same kind, which runs other jobs concurrently."""
     with announced_worker(ran.config(QUEUE, batch_invariant=True), ran.client):
         yield ran
 
@@ -123,7 +123,7 @@ def difference_of(found: Verification) -> Difference:
 
 
 def changed(again: Ran, name: str, change: Callable[[dict[str, Any]], None]) -> Verification:
-    """Verify a job whose stored result was changed."""
+    """Verify a job whose stored result was modified."""
     key = keys.outcome(QUEUE, again.ids[name])
     before = again.client.redis.get(key)
     assert before is not None
@@ -147,7 +147,7 @@ def test_a_changed_token_is_found_with_both_log_probabilities(again: Ran) -> Non
     replayed = again.record("greedy")["outputs"][0]["token_ids"][5]
     assert (difference.what, difference.position) == ("token", 5)
     assert (difference.stored, difference.replayed) == (42, replayed)
-    # Not recorded, so scored by the worker: a greedy job takes the likelier.
+    # Not recorded, so scored by the worker: a greedy job takes the more likely one.
     assert difference.stored_logprob is not None
     assert difference.replayed_logprob is not None
     assert difference.stored_logprob < difference.replayed_logprob <= 0.0
@@ -296,7 +296,7 @@ def test_a_changed_input_fails_its_signature(again: Ran, valkey_url: str) -> Non
 def test_without_a_worker_of_its_kind_the_live_ones_are_named(
     ran: Ran, valkey_url: str, smollm2: Any
 ) -> None:
-    """An int8 worker alone computes something else: no verdict, or with `any_worker` one that promises nothing."""
+    """Only an int8 worker computes different results: no verdict, or with `any_worker` one without a guarantee."""
     name = "replays-int8"
     client = QueueClient(valkey_url, name)
     with Producer(valkey_url, queue=name, model="smollm2") as producer:
@@ -320,7 +320,7 @@ def test_without_a_worker_of_its_kind_the_live_ones_are_named(
             assert stored.token_ids[difference.position] == difference.stored != difference.replayed
             assert None not in (difference.stored_logprob, difference.replayed_logprob, difference.gap)
             with announced_worker(smollm2(name), client):
-                # Both serve the model: copies run until one ran where the original did.
+                # Both serve the model: copies run until one runs where the original did.
                 found = producer.verify(handle.id, timeout=300)
             assert (found.exactness, found.promise, found.honoured) == ("bitwise", "token", True)
     client.redis.close()
@@ -330,7 +330,7 @@ def test_without_a_worker_of_its_kind_the_live_ones_are_named(
 def test_a_job_that_survived_a_killed_worker_is_reproduced_to_the_bit(
     valkey_url: str, tmp_path: Path
 ) -> None:
-    """Part of the stored result was resumed from a checkpoint; the copy runs through."""
+    """Part of the stored result was resumed from a checkpoint; the copy runs without a break."""
     client = QueueClient(valkey_url, "replays-killed")
     settings = process_settings(
         valkey_url, client.queue, model="smollm2", kv_cache_memory_bytes=128 << 20, num_threads=1,

@@ -1,4 +1,4 @@
-"""Jobs that were half generated when their worker was killed, with two revisions of a model on the queue."""
+"""Partially generated jobs whose worker was killed, with two revisions of a model on the queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Outputs = dict[str, list[tuple[int, ...]]]
 
 @pytest.fixture(scope="module")
 def revisions(tmp_path_factory: pytest.TempPathFactory) -> Revisions:
-    """Two checkpoints of one shape and different weights."""
+    """Two checkpoints with the same shape and different weights."""
     found = {}
     for number, name in enumerate(("r1", "r2")):
         found[name] = tmp_path_factory.mktemp(name)
@@ -42,7 +42,7 @@ def revisions(tmp_path_factory: pytest.TempPathFactory) -> Revisions:
 
 @pytest.fixture(scope="module")
 def whole(revisions: Revisions) -> Outputs:
-    """What each revision says to every prompt, without a break."""
+    """The uninterrupted output of each revision for every prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     said: Outputs = {}
     for name, directory in revisions.items():
@@ -79,7 +79,7 @@ def ready(client: QueueClient, *revisions: str) -> bool:
 
 
 def half_done(client: QueueClient, ids: list[str]) -> list[str]:
-    """Jobs with something generated that have not ended."""
+    """Unfinished jobs with some generated tokens."""
     return [name for name in ids if not client.status(name).done and client.generated(name) >= 8]
 
 
@@ -94,7 +94,7 @@ def results(client: QueueClient, ids: list[str]) -> list[Result]:
 
 
 def sides(found: list[Result], whole: Outputs) -> list[str]:
-    """The revision whose whole output each result is."""
+    """The revision whose complete output each result is."""
     told = []
     for number, result in enumerate(found):
         by = [name for name in whole if result.outputs[0].token_ids == whole[name][number]]
@@ -139,7 +139,7 @@ def test_what_a_killed_canary_left_is_finished_by_another_of_its_revision(
     def under_way() -> int | None:
         for place in (1, 2):
             process = workers[place].process
-            process.send_signal(signal.SIGSTOP)  # its jobs would end while this looks
+            process.send_signal(signal.SIGSTOP)  # its jobs would finish during this check
             left[:] = [
                 name
                 for name in half_done(client, ids)

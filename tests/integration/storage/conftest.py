@@ -1,4 +1,4 @@
-"""Stores for the tests: a folder, and a bucket of an S3 on this machine."""
+"""Stores for the tests: a folder, and a bucket of a local S3."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, worker_config
 
 OVER = 1500
-"""What is larger goes to the store."""
+"""Larger payloads go to the store."""
 
 
 @dataclass
 class TestedStore:
-    """A store and what lies in it, behind Pagemill's back."""
+    """A store and its files, accessed without Pagemill."""
 
     url: str
     names: Callable[[], set[str]]
@@ -109,7 +109,7 @@ def storing(client: QueueClient, store: TestedStore, **settings: Any) -> Any:
 
 
 def stored_at(client: QueueClient, job_id: str, kind: str) -> str | None:
-    """The URI of a job's payload (`in`) or result (`out`); None where Redis has the thing itself, or nothing."""
+    """The URI of a job's payload (`in`) or result (`out`); None if Redis has the content itself, or nothing."""
     name = keys.payload(client.queue, job_id) if kind == "in" else keys.outcome(client.queue, job_id)
     found = client.redis.get(name) or b""
     reference = read_payload_stub(found) if kind == "in" else read_result_stub(found)
@@ -117,19 +117,19 @@ def stored_at(client: QueueClient, job_id: str, kind: str) -> str | None:
 
 
 def deadlines(client: QueueClient) -> dict[str, float]:
-    """The files that are to be deleted, and when (unix seconds)."""
+    """The files that are scheduled for deletion, and when (unix seconds)."""
     found = client.redis.zrange(f"{keys.prefix(client.queue)}stored", 0, -1, withscores=True)
     return {uri.decode(): at / 1000 for uri, at in found}
 
 
 def pass_time(client: QueueClient) -> None:
-    """Let every file that is to be deleted some time be due now."""
+    """Make every scheduled deletion due now."""
     name = f"{keys.prefix(client.queue)}stored"
     for uri in client.redis.zrange(name, 0, -1):
         client.redis.zadd(name, {uri: 1})
 
 
 def swept(worker: Worker, client: QueueClient) -> None:
-    """Wait until the worker has deleted what is due. What it has claimed is put off for a minute until then."""
+    """Wait until the worker has deleted the due files. A claim postpones them for a minute until then."""
     soon = client.redis.time()[0] + 120
     eventually(lambda: all(at > soon for at in deadlines(client).values()), "the sweep")

@@ -1,4 +1,4 @@
-"""Files over the death of workers: a result that was committed is there, and nothing else stays."""
+"""Files after workers were killed: a committed result exists, and no other file remains."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_a_stale_worker_never_replaces_the_committed_file(client: QueueClient, f
     assert set(deadlines(client)) == {stale, live}
     assert deadlines(client)[stale] < deadlines(client)[live] - 3600
     sweeper = sweeper_of(client, files)
-    # The stale one's hour is over; the other lives for a day.
+    # The hour of the stale file is over; the other one lives for a day.
     client.redis.zadd(f"pagemill:{{{client.queue}}}:stored", {stale: 1})
     assert sweeper.sweep() == 1
     assert files.names() == {live}
     with Producer(client.url, queue=client.queue, store=place) as producer:
         assert producer.job(job_id).result(timeout=5).text == "live"
-    # The same commit again, its reply lost: the file stays what it is.
+    # The same commit again after a lost reply: the file stays unchanged.
     token, stub, uri = tokens[1]
     again = transitions.commit(client.queue, job_id, token, "succeeded", result_json=stub, stored=uri)
     assert client.run(again) == "already_done"

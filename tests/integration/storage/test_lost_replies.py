@@ -1,4 +1,4 @@
-"""A result that was committed stays, though its worker does not hear of the commit before its lease is renewed."""
+"""A committed result stays, though its worker does not learn of the commit before its lease is renewed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.worker.harness import QueueClient, eventually, running_worker
 pytestmark = pytest.mark.slow
 
 AWAY_S = 3.0
-"""Longer than the tests' workers wait with renewing a lease."""
+"""Longer than the interval in which the tests' workers renew a lease."""
 
 
 def test_a_reply_that_is_lost(

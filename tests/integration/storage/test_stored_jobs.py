@@ -1,4 +1,4 @@
-"""Jobs whose payloads and results lie outside Redis, through real servers, workers and clients."""
+"""Jobs whose payloads and results are outside Redis, through real servers, workers and clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.producer.gateway.serving import gateway
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
 LARGE = "large " * 300
-"""A prompt whose job goes to the store, and whose echo does."""
+"""A prompt whose job goes to the store, and whose echo does too."""
 JOB: dict[str, Any] = {"prompt": LARGE, "model": "echo", "max_tokens": 1900}
 
 
@@ -119,7 +119,7 @@ async def test_every_reader_gets_stored_results(client: QueueClient, files: Test
             ("", "succeeded"),
         ]
 
-        # A batch's files go when it is acknowledged.
+        # A batch's files are deleted when it is acknowledged.
         swept(worker, client)
         assert batch.ack(ordered[-1].cursor) == 4
         swept(worker, client)
@@ -247,7 +247,7 @@ def test_a_worker_without_a_store_leaves_such_jobs(client: QueueClient, files: T
             assert handle.status().state == "queued"
         with running_worker(storing(client, files)):
             assert handle.result(timeout=60).text == LARGE
-    # A stub that somebody puts into a lane of version 1 is no job.
+    # A stub that a client puts into a lane of version 1 is not a job.
     forged = payload_stub(Reference(uri=f"{files.url}/x", sha256="0" * 64, size=1))
     job_id = client.submit_raw(forged)
     with running_worker(worker_config(client.url, client.queue)):
@@ -321,7 +321,7 @@ def test_where_the_store_fails_results_go_into_redis(
                     assert poor.job(handle.id).result(timeout=60).text == LARGE
                 assert stored_at(client, handle.id, "out") is None
                 monkeypatch.setattr(Store, "write", write)
-                if broken is late:  # what came late is nobody's, and is deleted at once
+                if broken is late:  # late content belongs to no job, and is deleted immediately
                     released.set()
                     eventually(lambda: not deadlines(client), "the discard")
                 pass_time(client)
@@ -344,7 +344,7 @@ def test_what_was_uploaded_for_nothing_is_deleted_within_the_hour(
         assert 3500 < left_s < 3601
         producer.submit(JOB, job_id=first.id)  # a submit that is repeated after a lost reply
         assert kept not in deadlines(client)
-        pass_time(client)  # before the worker has put up a result, and not yet said so
+        pass_time(client)  # before the worker has uploaded a result, and not yet reported it
         with running_worker(storing(client, files)) as worker:
             swept(worker, client)
             assert first.result(timeout=60).text == LARGE
@@ -357,7 +357,7 @@ def test_files_go_with_cancelled_failed_and_purged_jobs(client: QueueClient, fil
         taken = stored_at(client, cancelled.id, "in")
         cancelled.cancel()
         assert list(deadlines(client)) == [taken]
-        # A store without the file, then with it: the dead letter is replayed, and its payload uploaded anew.
+        # A store without the file, then with it: the dead letter is replayed, and its payload uploaded again.
         name = f"{keys.prefix(client.queue)}job:{dead.id}"
         client.redis.hset(name, "failures", 0)
         with pytest.MonkeyPatch.context() as patch:

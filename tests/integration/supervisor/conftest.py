@@ -1,4 +1,4 @@
-"""`pagemill up` as a process, and what it has started."""
+"""`pagemill up` as a process, and its child processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK = ("lease_s=1.5", "renew_s=0.3", "checkpoint_s=0.1", "max_num_seqs=16")
 
 
 class Up:
-    """A supervisor on ports of its own."""
+    """A supervisor on separate ports."""
 
     def __init__(self, directory: Path, url: str | None, queue: str, *words: str, **variables: str) -> None:
         self.run_dir = directory / "run"
@@ -45,7 +45,7 @@ class Up:
         """Every child that `status` has named."""
 
     def status(self) -> dict[str, Any]:
-        """The state file's document: quicker than the command."""
+        """The state file's document: faster than the command."""
         try:
             document: dict[str, Any] = json.loads((self.run_dir / "state.json").read_text())
         except (OSError, ValueError):
@@ -67,7 +67,7 @@ class Up:
         return self.members()
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command to it."""
+        """A command to the supervisor."""
         command = [sys.executable, "-m", "pagemill", "up", *words, "--run-dir", str(self.run_dir)]
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
@@ -105,7 +105,7 @@ Start = Callable[..., Up]
 
 @pytest.fixture
 def start(valkey_url: str, queue_name: str, tmp_path: Path) -> Iterator[Start]:
-    """Start supervisors of echo workers; what is left of them at the end is killed."""
+    """Start supervisors of echo workers; remaining processes are killed at the end."""
     started: list[Up] = []
 
     def begin(*words: str, url: str | None = valkey_url, model: str = "echo:5", **variables: str) -> Up:

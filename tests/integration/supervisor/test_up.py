@@ -1,4 +1,4 @@
-"""`pagemill up`: one command for a host's workers, gateway and exporter; how they start, fail, and end together."""
+"""`pagemill up`: one command for a host's workers, gateway and exporter: their startup, failures and shutdown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BARE = ("--no-gateway", "--no-exporter")
 
 
 def test_all_of_a_host_in_one_command(start: Start, queue_name: str, tmp_path: Path) -> None:
-    """With a server of its own: which outlives every worker, and not the supervisor."""
+    """With an embedded server, which outlives every worker, and not the supervisor."""
     up = start("--workers", "2", url=None)
     members = up.wait_ready()
     assert [member["kind"] for member in members.values()] == ["worker", "worker", "gateway", "exporter"]
@@ -88,7 +88,7 @@ def test_children_do_not_outlive_a_killed_supervisor(start: Start, client: Queue
     client.submit(*(LONG for _ in range(32)))
     eventually(lambda: client.stats().counts.get("running", 0) == 32, "both workers to be full")
     frozen = members["worker-1"]["pid"]
-    os.kill(frozen, signal.SIGSTOP)  # the kernel's SIGTERM waits until it goes on
+    os.kill(frozen, signal.SIGSTOP)  # the kernel's SIGTERM waits until it continues
     up.signal(signal.SIGKILL)
     up.wait()
     others = [member["pid"] for member in members.values() if member["pid"] != frozen]
@@ -162,7 +162,7 @@ def test_systemd_is_told(start: Start, tmp_path: Path) -> None:
         while "STOPPING=1" not in told:
             told.append(manager.recv(4096).decode())
         assert up.wait() == 0
-    # A worker that took NOTIFY_SOCKET for its own would be an impostor.
+    # A worker that used NOTIFY_SOCKET itself would be an impostor.
     assert "STATUS=ready: 1 of 1 ready" in told or up.lines("all ready")
 
 
@@ -191,7 +191,7 @@ def test_wrong_settings_end_it_with_a_line(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_refuses_its_settings_at_the_first_start_ends_all(start: Start) -> None:
-    """What only the engine can tell: no supervisor's patience mends it."""
+    """A fault that only the engine can detect: no supervisor's waiting resolves it."""
     up = start("--workers", "2", "--option", "http_host=192.0.2.1", *BARE)
     assert up.wait() == 2
 

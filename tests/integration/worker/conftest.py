@@ -1,4 +1,4 @@
-"""What workers of a real model share."""
+"""Fixtures shared by workers of a real model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers with random weights and long outputs: it has no end token. Named `tiny`."""
+    """A Llama of two layers with random weights and long outputs: it does not have an end token. Named `tiny`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

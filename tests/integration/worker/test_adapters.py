@@ -49,7 +49,7 @@ def settings(model: Path, **more: Any) -> dict[str, Any]:
 
 
 def command(url: str, queue: str, *words: str) -> tuple[int, dict[str, Any]]:
-    """Run `pagemill adapter ...`; returns the exit code and each worker's answer."""
+    """Run `pagemill adapter ...`; returns the exit code and each worker's reply."""
     run = CliRunner().invoke(app, ["adapter", *words, "--redis-url", url, "--queue", queue, "--json"])
     return run.exit_code, json.loads(run.stdout)["workers"]
 
@@ -126,7 +126,7 @@ def test_a_job_whose_adapter_has_just_gone_fails_alone(
 ) -> None:
     config = worker_config(client.url, client.queue, **settings(model, adapters=(f"red={adapters['red']}",)))
     with Producer(client.url, queue=client.queue) as producer, running_worker(config, COMPILING_S) as worker:
-        # It still pulls for the name: the registry's entry is a moment old.
+        # It still pulls for the name: the registry's entry is slightly out of date.
         lanes = worker.admission._lanes()
         worker.admission._lanes = lambda: lanes
         worker.engine.engine.adapters.remove("red")

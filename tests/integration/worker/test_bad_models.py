@@ -1,4 +1,4 @@
-"""A worker whose model can't be loaded says so in a line and leaves the queue as it was."""
+"""A worker whose model cannot be loaded reports it in one line and leaves the queue unchanged."""
 
 from __future__ import annotations
 

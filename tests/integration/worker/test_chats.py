@@ -1,4 +1,4 @@
-"""Tools and thinking through the queue: the echo model writes what the prompt says, so a prompt scripts the answer."""
+"""Tools and reasoning through the queue: the echo model repeats the prompt, so a prompt scripts the output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def queue(valkey_url: str) -> Iterator[Producer]:
 
 
 def said(text: str, **fields: Any) -> dict[str, Any]:
-    """A job whose answer is `text`."""
+    """A job whose output is `text`."""
     messages = [{"role": "user", "content": text}]
     return {"model": "echo", "messages": messages, "temperature": 0.0, "max_tokens": 400} | fields
 
@@ -183,7 +183,7 @@ def test_what_the_model_cannot_do_is_refused(valkey_url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", [None, {"json": {"const": "yes"}}])
 def test_another_worker_goes_on_with_the_thinking(valkey_url: str, queue_name: str, structure: Any) -> None:
-    """The checkpoint is text as generated: the next worker finds out where in the outline it stands."""
+    """The checkpoint is text as generated: the next worker determines its position in the outline."""
     config = {"model": "echo:10", "tool_call_parser": "hermes", "reasoning_parser": "think"}
     text = "<think>" + "0123456789" * 15 + "</think>"
     job = said(text + "yes", separate_reasoning=True, structured_outputs=structure, stream=True)

@@ -1,4 +1,4 @@
-"""Calls in elements through the queue: types by the tools' schemas, streams, forced and strict calls."""
+"""Tool calls in elements through the queue: types by the tools' schemas, streams, forced and strict calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose engine is an endpoint that another program serves, and all ways in which that program fails."""
+"""A worker whose engine is an endpoint of another program, and all failures of that program."""
 
 from __future__ import annotations
 

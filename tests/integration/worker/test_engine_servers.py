@@ -1,6 +1,6 @@
 """Real servers of other engines behind the queue, and SIGKILL of each in the middle of its jobs.
 
-They run in the environments of the benchmarks: `python -m benchmarks --install-peers` makes them, see CONTRIBUTING.md.
+They run in the environments of the benchmarks: `python -m benchmarks --install-peers`, see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pagemill.engine.models.packaged import find_gguf
 from tests.worker.harness import QueueClient, eventually, get_json, running_worker, worker_config
 
 START_S = 400.0
-"""The longest start of a server: vLLM compiles for minutes the first time."""
+"""The longest startup of a server: vLLM compiles for minutes the first time."""
 TOKENS = 96
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def llama_cpp(port: int) -> list[str]:
-    # By default each request interrupts the one before it, and so does the worker's look at the list of models.
+    # By default each request interrupts the one before it, and so does the worker's query of the list of models.
     return ["-m", "llama_cpp.server", "--model", str(find_gguf()), "--model_alias", "smollm2", "--n_ctx", "2048",
             "--interrupt_requests", "false", "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
 
@@ -39,7 +39,7 @@ def vllm(port: int) -> list[str]:
 
 
 class EngineServer:
-    """The server in a process of its own, and its address, which stays."""
+    """The server in a separate process, and its address, which stays."""
 
     def __init__(self, peer: peers.Peer, arguments: Callable[[int], list[str]], log: Path) -> None:
         python = peer.python()
@@ -72,7 +72,7 @@ class EngineServer:
             return False
 
     def kill(self) -> None:
-        """SIGKILL, of its child processes too."""
+        """SIGKILL, also for its child processes."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, 9)
             self._process.wait(30)

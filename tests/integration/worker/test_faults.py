@@ -1,4 +1,4 @@
-"""A worker when the engine fails a job, and when the server goes away or is full."""
+"""A worker when the engine fails a job, and when the server is unavailable or full."""
 
 from __future__ import annotations
 

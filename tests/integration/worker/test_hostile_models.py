@@ -1,4 +1,4 @@
-"""A live worker whose model's template and tokenizer can hang: the jobs fail, its threads go on, others are served."""
+"""A worker whose model's template and tokenizer can hang: the jobs fail, its threads continue, other jobs run."""
 
 from __future__ import annotations
 

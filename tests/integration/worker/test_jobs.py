@@ -114,7 +114,7 @@ def test_bad_jobs_fail_alone_each_with_its_code(valkey_url: str, client: QueueCl
     for payload, code in BAD_PAYLOADS.items():
         good += client.submit({"prompt": f"before {code}", "max_tokens": 4})
         bad[client.submit_raw(payload)] = (code, payload)
-    # Room for 31 blocks of 16 tokens, and a context of 1024: what fits the model may not fit the pool.
+    # Space for 31 blocks of 16 tokens, and a context of 1024: a job that fits the model might not fit the pool.
     config = worker_config(valkey_url, client.queue, num_kv_blocks=32, max_model_len=1024)
     with running_worker(config):
         outcomes = client.wait([*good, *bad])
@@ -219,7 +219,7 @@ def test_tokens_reach_the_feed_in_order_and_without_gaps(slow_worker: Worker, cl
 
 @pytest.mark.slow
 def test_a_full_pool_stops_the_pulling_and_says_why(valkey_url: str, client: QueueClient) -> None:
-    # Each job needs 13 of 39 blocks: three run, the rest stays where other workers see it.
+    # Each job needs 13 of 39 blocks: three run, the rest stays visible to other workers.
     config = worker_config(valkey_url, client.queue, model=SLOW, num_kv_blocks=41, max_num_seqs=16)
     with running_worker(config) as worker:
         client.pause()
@@ -325,7 +325,7 @@ def test_a_worker_names_its_model_when_it_is_ready_not_with_its_next_renewal(
         eventually(
             lambda: [w.models for w in client.workers() if w.state == "ready"] == [("echo",)],
             "the model's name",
-            patience_s=9.0,  # less than an entry without a heartbeat lives
+            patience_s=9.0,  # shorter than the lifetime of an entry without a heartbeat
         )
         worker.drain(0.0, SignalFlag(), time.monotonic() + 20)
         eventually(lambda: [w.state for w in client.workers()] == ["draining"], "the drain", patience_s=9.0)

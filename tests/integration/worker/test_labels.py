@@ -1,4 +1,4 @@
-"""Jobs with `label_probs`: from a producer through a real server and worker, and over the death of one."""
+"""Jobs with `label_probs`: from a producer through a real server and worker, and across a worker's crash."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 
 def expected(prompt: str, labels: list[str]) -> dict[str, float]:
-    """Score each label by transformers; " neutral" has the end token, since another label goes on from it."""
+    """Score each label by transformers; " neutral" includes the end token, since another label extends it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory = dense_smollm2()

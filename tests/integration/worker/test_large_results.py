@@ -1,4 +1,4 @@
-"""Results have a bound, and what a job's log-probabilities take in memory is returned."""
+"""Results have a limit, and the memory of a job's log-probabilities is returned."""
 
 from __future__ import annotations
 

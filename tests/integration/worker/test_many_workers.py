@@ -1,4 +1,4 @@
-"""Eight worker processes on one queue, and on a Redis Cluster of three masters, while some of them come and go."""
+"""Eight worker processes on one queue, and on a Redis Cluster of three masters; some stop and are replaced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 WORKERS = 8
 ROWS = 8
-"""Jobs that a worker runs at once."""
+"""Jobs that a worker runs in parallel."""
 LARGE, SMALL = "large", ("small-a", "small-b")
 LARGE_JOBS, SMALL_JOBS = 450, 60
 
@@ -64,9 +64,9 @@ def submit(client: QueueClient) -> tuple[list[str], list[str], list[str]]:
 def come_and_go(
     client: QueueClient, workers: list[ForkedWorker], spawn: Callable[[], ForkedWorker], total: int
 ) -> None:
-    """Two are killed, two drained, each replaced, spread over the run by what has ended so far.
+    """Two are killed, two drained, each replaced, spread over the run by the number of finished jobs.
 
-    No job is started from a worker's end until its successor is there: the others would be done before.
+    No job is started between a worker's exit and the start of its successor: the others would finish first.
     """
     for turn, ended in enumerate((total // 16, total // 6, total // 4, total // 3)):
         eventually(lambda ended=ended: client.counts("all").ended >= ended, f"{ended} jobs to have ended")
@@ -93,9 +93,9 @@ def histories(client: QueueClient, ids: list[str]) -> list[JobHistory]:
 
 
 def check_fairness(told: list[JobHistory], tenants: list[str]) -> None:
-    """The small tenants' jobs started in turn with the large one's, not behind all of them.
+    """The small tenants' jobs started interleaved with the large one's, not behind all of them.
 
-    Only jobs that ran once are looked at: the start of a job that was interrupted is that of its last execution.
+    Only jobs that ran once are checked: the start of an interrupted job is that of its last execution.
     """
     starts = {
         name: [
@@ -108,7 +108,7 @@ def check_fairness(told: list[JobHistory], tenants: list[str]) -> None:
     for name in SMALL:
         last = max(starts[name])
         before = sum(start < last for start in starts[LARGE])
-        # One for one, and what the pulls of one moment, and restarts of the small ones' jobs, add to that.
+        # One for one, plus the pulls of one moment and the restarts of the small tenants' jobs.
         assert before <= SMALL_JOBS + 2 * WORKERS * ROWS, f"{name} waited for {before} of {LARGE}'s jobs"
 
 
@@ -139,7 +139,7 @@ def test_eight_workers_come_and_go_and_every_job_has_one_result(
 
 
 def test_several_queues_share_a_clusters_masters(cluster: ClusterSetup, tmp_path: Path) -> None:
-    """A queue is one slot, so one master's work: more queues are how a cluster is used."""
+    """A queue is one slot, so it uses one master: a cluster needs several queues."""
     queues = [cluster.queue_of(node) for node in range(3)]
     calls_before = [script_calls(cluster, node) for node in range(3)]
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Directories that can't be written, and disks that are full: a line that says what to do, and the right exit code."""
+"""Unwritable directories and full disks: a line with the remedy, and the right exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pagemill(*words: str, prefix: tuple[str, ...] = (), **variables: str) -> sub
 
 
 def full_disk(directory: Path) -> tuple[str, ...]:
-    """A command prefix that makes `directory` a full disk; gone when the command ends."""
+    """A command prefix that makes `directory` a full disk, until the command ends."""
     mounted = (
         f'mount -t tmpfs -o size=16k none "{directory}" && head -c 16k /dev/zero > "{directory}/full" || true'
     )
@@ -61,7 +61,7 @@ def test_a_state_directory_that_cannot_be_made() -> None:
 
 @pytest.mark.slow
 def test_a_home_that_cannot_be_written() -> None:
-    """Not given on a command line, so no usage error."""
+    """Not passed on a command line, so not a usage error."""
     check(pagemill("worker", "--model", "echo", HOME="/proc/home"), 1, "/proc/home", "PAGEMILL_STATE_DIR")
 
 
@@ -118,7 +118,7 @@ def test_kernels_compile_on_a_full_disk(tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_costs_only_the_cache(tmp_path: Path) -> None:
     """Not full when the process starts."""
     fills_up = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n@compiler.jit"
-    script = tmp_path / "script"  # numba keeps nothing of what is not in a file
+    script = tmp_path / "script"  # numba does not cache code that is not in a file
     script.write_text(_KERNEL.replace("@compiler.jit", fills_up))
     ran = subprocess.run(
         [sys.executable, script], env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},

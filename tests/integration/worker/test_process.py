@@ -1,4 +1,4 @@
-"""The worker as a process: how it starts, what it says when it cannot, how it leaves."""
+"""The worker as a process: its startup, its error messages, and its exit."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.slow
 
 Spawn = Callable[..., WorkerProcess]
 LONG = {"prompt": "0123456789" * 200, "max_tokens": 2000}
-"""Ten seconds of echo:5: not over before a busy machine has looked."""
+"""Ten seconds of echo:5: not finished before a busy machine has checked."""
 BRIEF = {"prompt": "0123456789" * 60, "max_tokens": 600}
 """Three seconds, where a test waits for the end."""
 
 
 @pytest.fixture
 def spawn(valkey_url: str, queue_name: str, tmp_path: Path) -> Iterator[Spawn]:
-    """Start worker processes; what is left of them at the end is killed."""
+    """Start worker processes; remaining ones are killed at the end."""
     spawned: list[WorkerProcess] = []
 
     def start(**settings: Any) -> WorkerProcess:
@@ -57,7 +57,7 @@ def spawn(valkey_url: str, queue_name: str, tmp_path: Path) -> Iterator[Spawn]:
 def start_running(
     spawn: Spawn, client: QueueClient, jobs: int = 1, job: dict[str, Any] = LONG, **settings: Any
 ) -> WorkerProcess:
-    """A worker process with `jobs` such jobs that have begun to generate."""
+    """A worker process with `jobs` such jobs that have started to generate."""
     process = spawn(**settings)
     ids = client.submit(*(job for _ in range(jobs)))
     for job_id in ids:
@@ -148,7 +148,7 @@ def test_a_draining_worker_is_live_but_not_ready_and_pulls_nothing(spawn: Spawn,
     eventually(lambda: get_json(f"{info.url}/readyz")[1]["state"] == "draining", "the drain")
     assert get(f"{info.url}/readyz")[0] == 503
     assert get(f"{info.url}/healthz")[0] == 200
-    time.sleep(1.0)  # a pull that was under way when the signal came
+    time.sleep(1.0)  # a pull in progress when the signal came
     (waiting,) = client.submit({"prompt": "later", "max_tokens": 5})
     assert process.wait() == 0
     assert client.status(waiting).state == "queued"
@@ -200,7 +200,7 @@ def test_a_drain_without_redis_ends_all_the_same(
 def test_a_hung_engine_makes_the_process_exit_and_loses_its_leases(
     spawn: Spawn, client: QueueClient, valkey_url: str
 ) -> None:
-    # A step of an hour, where half a second is called hung.
+    # A step of an hour, with a hang limit of half a second.
     (job_id,) = client.submit({"prompt": "h" * 10, "max_tokens": 10})
     process = spawn(model="echo:3600000", engine_stall_s=0.5)
     assert process.wait() == 1

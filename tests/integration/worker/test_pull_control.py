@@ -17,7 +17,7 @@ from tests.worker.harness import eventually, get, running_worker, worker_config
 pytestmark = pytest.mark.slow
 
 SLOW = "echo:50"
-"""50 ms a token: a job of 2,000 tokens outlasts the test."""
+"""50 ms per token: a job of 2,000 tokens outlasts the test."""
 
 
 def command(url: str, queue: str, *words: str) -> tuple[int, Any]:

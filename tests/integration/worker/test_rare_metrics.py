@@ -1,4 +1,4 @@
-"""Faults and shortages that no other test makes a worker count (`tests/produced_metrics.py` asks for all of them)."""
+"""Faults and shortages that no other test makes a worker count (`tests/produced_metrics.py` requires all of them)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def scrape(worker: Worker) -> dict[str, float]:
 
 
 def has_counted(worker: Worker, *names: str) -> None:
-    """Wait until each series was above 0 in some scrape."""
+    """Wait until each series was above 0 in a scrape."""
     missing = set(names)
 
     def all_seen() -> bool:
@@ -65,7 +65,7 @@ def has_counted(worker: Worker, *names: str) -> None:
 def test_a_clock_that_is_off_is_counted(
     valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server's clock goes wrong after the start: an alert is about the difference."""
+    """The server's clock jumps after startup: an alert reports the difference."""
     server_time, off = JobQueue.server_time, [0.0]
     monkeypatch.setattr(JobQueue, "server_time", lambda queue: server_time(queue) + off[0])
     with running_worker(worker_config(valkey_url, queue_name, model="echo", lease_s=1.0)) as worker:
@@ -282,7 +282,7 @@ def test_prompts_longer_than_a_step(client: QueueClient) -> None:
 
 @pytest.mark.slow
 def test_a_job_that_another_worker_takes(client: QueueClient) -> None:
-    """The stale token's next checkpoint is refused."""
+    """The stale token's next checkpoint is rejected."""
     with running_worker(
         worker_config(client.url, client.queue, model=SLOW, renew_s=20.0, lease_s=60.0)
     ) as worker:
@@ -345,7 +345,7 @@ def test_figures_that_cannot_be_read(client: QueueClient, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_images(client: QueueClient, tmp_path: Path) -> None:
-    """Three questions about one picture, and a file that is no picture."""
+    """Three questions about one picture, and a file that is not a picture."""
     write_checkpoint("llava", tmp_path)
     settings = {"num_kv_blocks": 128, "num_threads": 1, "engine_process": "off"}
     config = worker_config(client.url, client.queue, model=str(tmp_path), **settings)

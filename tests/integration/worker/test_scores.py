@@ -1,4 +1,4 @@
-"""Jobs of the task `score`: from a producer through a real server and worker, and over the death of one."""
+"""Jobs of the task `score`: from a producer through a real server and worker, and across a worker's crash."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_every_name_is_a_lane_of_one_worker(valkey_url: str, client: QueueClient
         with running_worker(
             worker_config(valkey_url, client.queue, model="echo", served_model_name=names)
         ) as worker:
-            later = [producer.submit(prompt=name, model=name) for name in names]  # rings an idle one
+            later = [producer.submit(prompt=name, model=name) for name in names]  # notifies an idle one
             assert [job.result(timeout=120).text for job in waiting + later] == [*names, *names]
             assert default_model(valkey_url, client.queue) == "org/main"
             _, ready = get_json(f"{worker.http_url}/readyz")

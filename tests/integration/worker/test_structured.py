@@ -116,7 +116,7 @@ def test_one_bad_schema_fails_its_own_job_alone(model_client: QueueClient) -> No
 
 @pytest.mark.slow
 def test_a_hostile_grammar_ends_alone_and_changes_nothing_for_others(model_client: QueueClient) -> None:
-    """Twenty-eight characters, of which each further token costs more: a quarter of a second, and rising."""
+    """28 characters, each of which costs more per further token: a quarter of a second, and rising."""
     other = chat("Tell me a story.", temperature=0.0, max_tokens=24)
     shaped = chat("Name a city as JSON.", temperature=0.0, structured_outputs={"json": CITY})
     alone = results(model_client, other, shaped)

@@ -1,4 +1,4 @@
-"""A job whose worker was killed or drained goes on in another worker as if nothing had happened, in fp32."""
+"""A job whose worker was killed or drained continues in another worker with an unchanged result, in fp32."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def submit(client: QueueClient) -> list[str]:
 def interrupt(
     client: QueueClient, fork_server: ForkServer, number: int
 ) -> tuple[list[str], list[str]] | None:
-    """Submit the jobs, and end a worker among them: (all of them, those that had not ended). None: it was quicker."""
+    """Submit the jobs, and stop a worker in between: (all jobs, the unfinished ones). None: it was faster."""
     ids = submit(client)
     worker = fork_server.spawn()
     eventually(lambda: all(client.generated(job_id) >= 16 for job_id in ids), "checkpoints", COMPILING_S)

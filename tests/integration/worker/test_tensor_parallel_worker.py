@@ -76,7 +76,7 @@ def test_a_killed_rank_ends_its_worker_and_another_finishes_the_jobs(
     interrupted = [job_id for job_id in ids if not client.status(job_id).done]
     assert interrupted, "the jobs were too short for this machine"
 
-    # Any worker will do: one process computes the same function.
+    # Any worker is suitable: one process computes the same function.
     with running_worker(worker_config(client.url, client.queue, **settings(model)), PATIENCE_S):
         finished = client.results(ids, PATIENCE_S)
         alone = client.results(submit(client), PATIENCE_S)

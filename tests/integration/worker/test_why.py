@@ -1,4 +1,4 @@
-"""Where a job's time went, of jobs that real workers ran: `pagemill why`, `handle.why()`."""
+"""Time breakdowns of jobs that real workers ran: `pagemill why`, `handle.why()`."""
 
 from __future__ import annotations
 

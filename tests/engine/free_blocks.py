@@ -1,4 +1,4 @@
-"""Blocks that nobody may read."""
+"""Freed blocks that must not be read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.engine.plan import StepPlan
 
 
 def poison_free_blocks(llm: LLM) -> None:
-    """Fill what is free with NaN before each step: reading any of it shows."""
+    """Fill free blocks with NaN before each step, so that any read of them is detected."""
     executor: Any = llm.engine._parts.executor
     scheduler, launch = llm.engine._scheduler, executor.launch
 

@@ -1,4 +1,4 @@
-"""`batch_invariant=True`: a request's log probabilities are the same bits in any company, however it is scheduled."""
+"""`batch_invariant=True`: a request's log probabilities are bit-identical in any batch and schedule."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def generate_alone(llm: LLM, prompts: list[list[int]], **options: Any) -> list[B
     [name if name in ("llama", "gpt2") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
 )
 def test_alone_in_a_crowd_in_chunks_and_preempted(model: str, directory: Any) -> None:
-    """No prefix cache alone, so that every prompt is computed whole there; with it afterwards, and evicting."""
+    """Alone without a prefix cache, so that every prompt is computed completely; with it afterwards, and evicting."""
     path, prompts = directory(model), make_prompts()
     plain = make_llm(path, enable_prefix_caching=False)
     alone = generate_alone(plain, prompts)
@@ -115,7 +115,7 @@ def test_alone_in_a_crowd_in_chunks_and_preempted(model: str, directory: Any) ->
     assert cached.engine.stats().kv.prefix_hit_tokens > 0
     tight = make_llm(path, num_kv_blocks=28, block_size=4)
     assert generate(tight, prompts) == alone
-    # All that a request within a window can hold is counted when it is admitted.
+    # The maximum use of a request with a window is counted at admission.
     assert (tight.engine.stats().scheduler.preemptions > 0) is ("window" not in model)
 
 
@@ -153,7 +153,7 @@ def test_sampled_tokens_as_well(directory: Any) -> None:
 
 @pytest.mark.slow
 def test_resumed(directory: Any) -> None:
-    """Tokens that a decode step computed are computed again as part of a prompt."""
+    """Tokens of a decode step are computed again as part of a prompt."""
     path, prompts = directory("llama"), make_prompts()
     llm = make_llm(path)
     for number, (prompt, whole) in enumerate(zip(prompts, generate(llm, prompts), strict=True)):
@@ -172,7 +172,7 @@ def test_resumed(directory: Any) -> None:
 
 @pytest.mark.slow
 def test_without_it_the_schedule_shows(directory: Any) -> None:
-    """The tests above can fail: the kernel for single tokens adds up in another order than the one for prompts."""
+    """The tests above can fail: the kernel for single tokens adds in another order than the one for prompts."""
     path, prompts = directory("llama"), [make_prompts()[-1]]
     options = {"batch_invariant": False, "enable_prefix_caching": False}
     llm = make_llm(path, **options)

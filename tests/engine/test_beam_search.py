@@ -18,11 +18,11 @@ from tests.engine.scheduling.harness import Harness, make_config, make_request
 from tests.engine.tiny_model import EOS, VOCAB_SIZE, save_tiny_gpt2, save_tiny_llama
 
 CLOSE = 1e-4
-"""Scores that differ by less may be ranked either way: the sums are rounded in another order."""
+"""Scores with smaller differences may be ranked either way: the sums are rounded in another order."""
 
 
 class Searches:
-    """Our engine and transformers' `generate` over the same weights."""
+    """The engine and transformers' `generate` over the same weights."""
 
     def __init__(self, directory: Path, model: Any, **options: Any) -> None:
         self.model = model
@@ -60,7 +60,7 @@ class Searches:
         return hypotheses
 
     def check(self, prompts: list[list[int]], params: list[SamplingParams]) -> int:
-        """Compare all of them, run together; returns how many were decided by less than rounding."""
+        """Compare all of them, run together; returns how many differed by less than rounding."""
         results = self.llm.generate(prompts, params, use_tqdm=False)
         close = sum(map(self._check_one, prompts, params, results))
         self.llm.engine.check_integrity()
@@ -105,7 +105,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         n=rng.randint(1, width),
         beam_width=width,
         max_tokens=max_tokens,
-        # Ignored, EOS may still be barred before min_tokens; transformers, which is not told of it, does not.
+        # Ignored, EOS may still be excluded before min_tokens; transformers does not exclude it.
         min_tokens=0 if ignore_eos else rng.choice([0, 0, rng.randint(0, max_tokens)]),
         length_penalty=rng.choice([1.0, 1.0, 0.0, 0.5, 2.0, -1.0]),
         early_stopping=rng.choice([True, False, "never"]),
@@ -196,7 +196,7 @@ def test_logprobs_add_up_to_the_cumulative_one(llama: Searches) -> None:
 
 
 def test_a_single_beam_is_the_greedy_output(llama: Searches) -> None:
-    """Without other settings its one sequence looks like a sampled one to the scheduler."""
+    """Without other settings its single sequence looks like a sampled one to the scheduler."""
     beam, greedy = (
         llama.llm.generate([[8, 9, 10]], params, use_tqdm=False)[0].outputs[0]
         for params in (
@@ -239,7 +239,7 @@ class TestScheduling:
         assert second is not None
         assert second.block_copies == [(2, 3)]
         assert [work.forced_token_ids for work in second.work] == [[(6, 1)], [(6, 2)]]
-        # Both best continuations are the second beam's: the first beam ends, and its row is the other's fork.
+        # Both best continuations are the second beam's: the first beam ends, and its row goes to the other's fork.
         harness.update(
             second,
             answer(
@@ -274,7 +274,7 @@ class TestScheduling:
         assert harness.scheduler.stats().recomputed_tokens > 0
 
     def test_beams_that_wait_for_each_other_give_way_to_those_they_wait_for(self) -> None:
-        """A beam that was preempted no longer shares the prompt's blocks, and all of them together do not fit."""
+        """A preempted beam no longer shares the prompt's blocks, and all beams together do not fit."""
         harness = Harness(make_config(num_kv_blocks=8, enable_prefix_caching=False))
         harness.add(make_request("old", range(8), max_tokens=12))
         search = harness.add(make_request("s", PROMPT, arrival=1.0, beam_width=3, max_tokens=7, n=3))
@@ -298,7 +298,7 @@ class TestScheduling:
 
 
 def test_every_pair_of_settings_was_drawn() -> None:
-    """The random settings do cover what they are there for."""
+    """The random settings do cover the intended cases."""
     rng = random.Random(0)
     drawn = set()
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""`dtype=bfloat16` on a CPU: what `auto` chooses, and how near its numbers are to fp32's."""
+"""`dtype=bfloat16` on a CPU: the choice of `auto`, and the distance of its results from fp32's."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_fingerprint_names_what_was_chosen(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of every token of a text but the first: its log probability, and the model's own choice in its place."""
+    """For every token of a text except the first: its log probability, and the model's own choice instead of it."""
 
     logprobs: torch.Tensor
     choices: torch.Tensor
@@ -104,7 +104,7 @@ def own_scores(ids: list[int], llm: LLM) -> Scores:
 @pytest.mark.slow
 @needs_native
 def test_as_near_to_fp32_as_transformers_is_in_bfloat16() -> None:
-    """Sums, activations between products, softmax and norms are fp32 here; there each result is rounded."""
+    """Sums, activations between matmuls, softmax and norms are fp32 here; there each result is rounded."""
     torch.set_num_threads(1)
     ids = AutoTokenizer.from_pretrained(dense_smollm2())(TEXT)["input_ids"]
     exact, theirs = (transformers_scores(ids, dtype) for dtype in (torch.float32, torch.bfloat16))

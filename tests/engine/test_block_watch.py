@@ -1,4 +1,4 @@
-"""Maps of the block pool: right at every moment, and taken only while a viewer is connected."""
+"""Maps of the block pool: correct at any time, and computed only while a viewer is connected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the engine keeps because it may be asked for it again has a bound in bytes, together and in fact."""
+"""All caches of the engine have a limit in bytes, in total and in practice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BOUNDED_BY_CONSTRUCTION = {
 
 
 def attack(engine: Engine, number: int) -> None:
-    """Requests about as large as a job may be, each with new texts."""
+    """Requests near the maximum size of a job, each with new texts."""
     unique = f"{number:08}"
     labels = tuple(f"{label} {unique} {label:0950}" for label in range(60))
     words = tuple(f"{unique} {word:060}" for word in range(200))
@@ -87,7 +87,7 @@ def test_all_caches_of_an_engine_stay_within_their_bounds(monkeypatch: pytest.Mo
 
 
 def test_every_other_cache_is_known_and_why_it_needs_no_bound() -> None:
-    """Those of functools count their entries, or nothing at all."""
+    """functools' caches count their entries, or nothing at all."""
     root = Path(pagemill.__path__[0])
     files = [file for folder in ("engine", "kernels") for file in (root / folder).rglob("*.py")]
     assert len(files) > 100
@@ -121,6 +121,6 @@ print(resident() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no resident size to read")
 def test_a_process_that_is_sent_many_large_inputs_does_not_grow_with_them() -> None:
-    """60 times some 300 KB of labels, words and schemas, of which a dictionary per token would keep a gigabyte."""
+    """60 times about 300 KB of labels, words and schemas, of which a dictionary per token would keep a gigabyte."""
     run = run_python("-c", GROWTH, check=True, timeout=600)
     assert int(run.stdout) < 150

@@ -1,4 +1,4 @@
-"""A device that dies under a step: told from a step that failed, and the engine's end."""
+"""A device that fails during a step: distinguished from a failed step, and the engine's exit."""
 
 from __future__ import annotations
 
@@ -130,11 +130,11 @@ def test_only_requests_in_a_step_that_was_not_collected_are_suspects(
 
 
 def test_a_step_in_flight_is_suspect_when_the_next_one_raises() -> None:
-    """The device tells of what a kernel did at whatever call comes next."""
+    """The device reports a kernel's fault in any later call."""
     engine = engine_on(DyingRunner(_STICKY[0], bad_step=1), overlapped=True)
     add(engine, "a")
     assert engine.step() == []
-    engine._scheduler.abort("a")  # so that it is in step 0 alone
+    engine._scheduler.abort("a")  # so that it is only in step 0
     add(engine, "b")
     with pytest.raises(DeviceLost) as lost:
         engine.step()

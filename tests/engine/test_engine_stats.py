@@ -1,4 +1,4 @@
-"""The engine's statistics against the work it was given."""
+"""The engine's statistics compared with its work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy output is token-identical to transformers' own `generate`, whatever the schedule."""
+"""Greedy output is token-identical to transformers' own `generate`, for any schedule."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Reference:
     prompt: list[int]
     output: list[int]
     margins: list[float]
-    """Best logit less second best, at every output position."""
+    """The best logit minus the second best, at every output position."""
 
 
 @pytest.fixture(scope="module")
 def references() -> list[Reference]:
     """Return transformers' continuation of every prompt, each alone.
 
-    One forward pass over a prompt and a proposed output tells whether the output is greedy at every position,
-    in a twentieth of the time that `generate` takes. So `generate` writes every fourth reference, and any other
-    whose proposal, by the engine's plainest configuration, is not confirmed.
+    One forward pass over a prompt and a proposed output checks whether the output is greedy at every
+    position, in a twentieth of the time of `generate`. So `generate` writes every fourth reference, and any
+    other whose proposal, by the engine's plainest configuration, is not confirmed.
     """
     directory = dense_smollm2()
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def references() -> list[Reference]:
 
 @torch.inference_mode()
 def confirm(model: Any, prompt: list[int], output: list[int]) -> Reference | None:
-    """The proposed output, if every token of it is the best one after those before it, and it ends rightly."""
+    """The proposed output, if every token of it is the best one after those before it, and its end is correct."""
     if len(output) != NUM_OUTPUT_TOKENS and output[-1] != model.generation_config.eos_token_id:
         return None
     logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
@@ -114,7 +114,7 @@ def generate(llm: LLM, references: list[Reference]) -> int:
 
 
 def make_llm(**options: Any) -> LLM:
-    # One thread: test processes that share the cores slow each other down far more with several.
+    # One thread: with several, test processes that share the cores slow each other down far more.
     settings = {"num_kv_blocks": 512, "max_model_len": 256, "max_num_seqs": 16, "num_threads": 1}
     return LLM("smollm2", **(settings | options))
 
@@ -153,7 +153,7 @@ def check_schedule(
         max_num_batched_tokens=budget, long_prefill_token_threshold=threshold, enable_prefix_caching=caching,
         async_scheduling=overlapped, pad_to_bucket=padded,
     )  # fmt: skip
-    # One token a step computes every token of every prompt alone: fewer prompts say as much.
+    # One token per step computes every token of every prompt alone: fewer prompts are sufficient.
     chosen = {1: references[3:9:2], 7: references[:16:3]}.get(budget, references)
     cold = generate(llm, chosen)
     warm = generate(llm, chosen[-2:])

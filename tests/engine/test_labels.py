@@ -1,4 +1,4 @@
-"""`label_probs`: the probability of every label is transformers', however the labels' tokens were scheduled."""
+"""`label_probs`: the probability of every label equals transformers', for any schedule of the labels' tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(engine: Engine) -> dict[str, CompletionOutput]:
 
 
 def tokens_of(tokenizer: Any, labels: list[str], eos: int) -> list[list[int]]:
-    """The written definition: a label's own tokens, and the end token where another label goes on from it."""
+    """The written definition: a label's own tokens, and the end token if another label extends it."""
     tokens = [tokenizer.encode(label) for label in labels]
     return [
         [*ids, eos] if any(other[: len(ids)] == ids and other != ids for other in tokens) else ids
@@ -88,7 +88,7 @@ def tokens_of(tokenizer: Any, labels: list[str], eos: int) -> list[list[int]]:
 
 
 def by_transformers(model: Any, prompt: list[int], labels: list[list[int]], kind: str) -> list[float]:
-    """Score each label by a forward pass of its own."""
+    """Score each label by a separate forward pass."""
     scores = []
     for label in labels:
         with torch.no_grad():
@@ -179,7 +179,7 @@ def test_chains_fork_off_tokens_that_windows_have_left_behind(
 
 
 def test_every_prefix_is_computed_once(saved: tuple[Path, Any]) -> None:
-    """The tokens that go through the model are the prompt's and the inner nodes of the labels' tree."""
+    """The tokens that pass through the model are the prompt's and the inner nodes of the labels' tree."""
     engine = engine_of(saved[0], enable_prefix_caching=False)
     labels = [f"class {group}{number}" for group in "abc" for number in range(10)]
     nodes = {label[:length] for label in labels for length in range(1, len(label))}
@@ -227,7 +227,7 @@ def test_many_characters_are_tokenised_in_the_background(saved: tuple[Path, Any]
 
 
 def test_labels_that_tie_are_chosen_in_their_order() -> None:
-    """echo scores tokens by their ids, whatever their order."""
+    """echo scores tokens by their ids, in any order."""
     llm = LLM("echo")
     (result,) = llm.generate("zz", asking(["ba", "ab"], "mean"))
     (output,) = result.outputs
@@ -270,7 +270,7 @@ def test_one_that_is_preempted_goes_on(saved: tuple[Path, Any], settings: dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_comes_between(saved: tuple[Path, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few blocks and rows, other requests, preemptions, aborts and failing steps change no probability."""
+    """Few blocks and rows, other requests, preemptions, aborts and failing steps do not change a probability."""
     directory, model = saved
     draw = random.Random(seed)
     engine = engine_of(

@@ -1,4 +1,4 @@
-"""Layers with windows free what no query reads any more; tokens and bits stay the same, also when resumed."""
+"""Layers with windows free blocks that no query reads any more; tokens and bits are unchanged, also after a resume."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NUM_TIGHT_BLOCKS = {"gemma3": 84, "mistral": 22}
 
 
 def prompts() -> list[list[int]]:
-    """Longer than windows, some with a common beginning that is too."""
+    """Longer than windows, some with a common prefix that is too."""
     rng = random.Random(3)
     made = [[rng.randrange(97) for _ in range(length)] for length in (1, 7, 40, 61, 90, 75, 33)]
     for prompt in made[-3:]:
@@ -61,7 +61,7 @@ def greedy(**options: Any) -> SamplingParams:
 
 
 def bits(llm: LLM, params: SamplingParams | None = None) -> list[Any]:
-    """Tokens and log-probabilities, to the last bit."""
+    """Tokens and log-probabilities, bit for bit."""
     results = llm.generate(prompts(), params or greedy(), use_tqdm=False)
     llm.engine.check_integrity()
     return [[(output.token_ids, output.logprobs) for output in result.outputs] for result in results]
@@ -167,7 +167,7 @@ def test_a_resumed_request_goes_on_with_the_same_bits(name: str, tmp_path: Path)
 
 
 def test_a_pool_smaller_than_the_prompt_serves_windows_alone(tmp_path: Path) -> None:
-    """One group with a window needs no more than window and chunk, however long the prompt is."""
+    """One group with a window needs at most window and chunk, for a prompt of any length."""
     checkpoint = CASES["mistral"][0]()
     directory = str(checkpoint.write(tmp_path))
     llm = LLM(directory, **OPTIONS | {"num_kv_blocks": 13})

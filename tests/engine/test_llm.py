@@ -1,4 +1,4 @@
-"""The engine from prompts to text: shapes, refusals, stop strings, aborts, failing steps."""
+"""The engine from prompts to text: shapes, rejections, stop strings, aborts, failing steps."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_nothing_stops_a_sample_before_min_tokens(llm: LLM) -> None:
 
 
 def test_forced_tokens_stop_nothing_before_min_tokens(llm: LLM) -> None:
-    """A label arrives as one token and many forced ones: each counts as if it had come alone."""
+    """A label arrives as one token and many forced ones: each counts as if it had arrived alone."""
     shape = StructuredOutputs(choice=("aXbXc", "d"))
 
     def text(min_tokens: int) -> str:
@@ -223,7 +223,7 @@ def test_an_id_in_use_is_refused(llm: LLM) -> None:
 
 
 class FailingRunner:
-    """An echo that raises for a step with a culprit in it, at launch or when the step is waited for."""
+    """An echo that raises for a step that includes a culprit, at launch or when the step is waited for."""
 
     def __init__(self, *, at_launch: bool, num_failures: int = 10**9, culprit: int = ord("!")) -> None:
         self._echo, self._at_launch, self._culprit = EchoRunner(), at_launch, culprit

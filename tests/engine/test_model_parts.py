@@ -1,4 +1,4 @@
-"""A start's report of a model's parts, and the same without its weights."""
+"""The startup report of a model's parts, and the same without its weights."""
 
 from __future__ import annotations
 

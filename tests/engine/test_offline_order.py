@@ -1,4 +1,4 @@
-"""The gain of `LLM.generate` from seeing all its requests beforehand: less work, and the same results."""
+"""The advantage for `LLM.generate` of knowing all its requests in advance: less work, and the same results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_pool_too_small_for_two_prefixes_computes_each_of_them_once() -> None:
     prompts = [[1 + number % 4] * 64 + [10 + number] for number in range(24)]
     llm = LLM("echo", num_kv_blocks=14, max_num_seqs=2, max_model_len=100)
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
-    # 4 prefixes of 4 blocks; every other prompt brings one token, beside the tokens that are generated.
+    # 4 prefixes of 4 blocks; every other prompt adds one token, next to the tokens that are generated.
     assert llm.engine.stats().steps.computed_tokens <= 4 * 64 + 24 * 2
 
 

@@ -1,4 +1,4 @@
-"""A request that goes on from a checkpoint writes what it would have written uninterrupted."""
+"""A request that resumes from a checkpoint produces the same output as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(
     samples: list[Sample],
     cut: int | None = None,
 ) -> list[Sample]:
-    """Go on with `samples`, in place, to the end or until all have `cut` tokens; then forget the request."""
+    """Continue with `samples`, in place, to the end or until all have `cut` tokens; then discard the request."""
     given: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     tokens, resolved = engine.input_processor.process(**given, params=params)
     resume = [

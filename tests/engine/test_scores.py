@@ -1,4 +1,4 @@
-"""The `Score` task: log-probabilities of given continuations are transformers', however they were scheduled."""
+"""The `Score` task: log-probabilities of given continuations equal transformers', for any schedule."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_context_is_computed_once_for_all_its_continuations(saved: tuple[Path,
     add(engine, "labels", PROMPT, labels)
     news = run(engine)["labels"]
     check(scores(news), expected(model, PROMPT, labels))
-    # 20 tokens are 5 blocks of 4, of which the last is each one's own.
+    # 20 tokens are 5 blocks of 4; the last one is separate for each.
     assert engine.stats().steps.computed_tokens == len(PROMPT) + 4 * (len(labels) - 1)
     assert engine.stats().requests.generated_tokens == 0
     assert news[-1].usage is not None

@@ -1,4 +1,4 @@
-"""Long lives: thousands of requests of every kind come, are cancelled, preempted and resumed, and nothing stays."""
+"""Long runs: thousands of requests of every kind start, are cancelled, preempted and resumed, without leaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_WAITING = 40
 
 
 class Soak:
-    """An engine over the hash model, whose pool is far too small for what it is sent."""
+    """An engine over the hash model, whose pool is far too small for its requests."""
 
     def __init__(self, seed: int, *, depth: int) -> None:
         self.rng = random.Random(seed)
@@ -42,7 +42,7 @@ class Soak:
         self.num_added = self.num_ended = self.num_refused = 0
 
     def run(self, num_requests: int, *, check_every: int) -> None:
-        """Send this many requests, and step until all of them have ended."""
+        """Send this many requests, and step until all of them have finished."""
         target, steps = self.num_added + num_requests, 0
         while self.num_added < target or self.engine.has_unfinished():
             while self.num_added < target and len(self.live) < MAX_WAITING and self.rng.random() < 0.7:
@@ -126,7 +126,7 @@ def soak(num_requests: int, *, depth: int, check_every: int) -> None:
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    # A kilobyte a request would be a leak; what remains are the hashes and contents of cached blocks.
+    # A kilobyte per request would be a leak; the remaining memory holds the hashes and contents of cached blocks.
     assert grown < 300_000, f"{grown} bytes more after {num_requests - warm_up} requests"
     stats = harness.engine.stats()
     assert stats.scheduler.preemptions > num_requests // 100

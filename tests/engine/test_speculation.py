@@ -1,4 +1,4 @@
-"""Drafts change no output: tokens, texts, ends and log-probabilities are those of an engine that drafts nothing."""
+"""Drafts do not change outputs: tokens, texts, ends and log-probabilities equal those of an engine without drafts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARAMS = {
 
 @pytest.fixture
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts cost nothing: every one is made, whatever the machine's other work does to step times."""
+    """Drafts cost nothing: every one is made, regardless of other load on the machine."""
     monkeypatch.setattr(StepCost, "slope", property(lambda _: 0.0))
 
 

@@ -1,4 +1,4 @@
-"""Work that a start avoids, by imports and calls, not by the clock (`benchmarks/startup.py` has that)."""
+"""Work that startup avoids, by imports and calls, not by the clock (`benchmarks/startup.py` measures that)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def by_package(): ...
     "bitsandbytes": "import torch._inductor.config\nimport torch._dynamo.config",
     "flash_attn": "import torch\nassert torch._dynamo.allow_in_graph",
 }
-"""Libraries that transformers imports where they are installed, each with its own use of torch's compiler.
+"""Libraries that transformers imports if they are installed, each with its own use of torch's compiler.
 
 accelerate and peft are installed for the tests.
 """
@@ -195,7 +195,7 @@ def test_nothing_is_collected_while_a_model_is_loaded(
         return build(*arguments)
 
     monkeypatch.setattr(builder, "_build_model", watch)
-    gc.unfreeze()  # what earlier tests of this process froze
+    gc.unfreeze()  # objects that earlier tests of this process froze
     if not was_enabled:
         gc.disable()
     try:

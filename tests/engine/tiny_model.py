@@ -1,4 +1,4 @@
-"""A tiny random fp32 model on disk, and transformers' own object for it, to compare whole searches with."""
+"""A tiny random fp32 model on disk, and transformers' own object for it, to compare complete searches with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save_tiny_llama(
     max_position_embeddings: int = 256,
     std: float = 0.6,
     hidden_size: int = 32,
-    intermediate_size: int = 64,  # whole panels: layers are compiled where they can be
+    intermediate_size: int = 64,  # complete panels: layers are compiled where possible
     vocab_size: int = VOCAB_SIZE,
     eos: Sequence[int] = EOS,
 ) -> Any:
@@ -53,7 +53,7 @@ def save_tiny_llama(
 def save_tiny_ministral(
     directory: Path, layer_types: list[str], *, std: float, vocab_size: int, eos: Sequence[int]
 ) -> Any:
-    """Layers with windows of 6 tokens, or without, as `layer_types` says."""
+    """Layers with windows of 6 tokens, or without, as `layer_types` specifies."""
     config = MinistralConfig(
         vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=len(layer_types),
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,

@@ -26,7 +26,7 @@ def generated(llm: LLM, prompts: list[list[int]], names: list[str | None]) -> li
 
 
 def assert_as_merged(model: Path, adapters: dict[str, Path], **options: object) -> None:
-    """Every adapter and none in one batch."""
+    """Every adapter and no adapter in one batch."""
     llm = LLM(
         str(model),
         adapters=tuple(f"{name}={path}" for name, path in adapters.items()),
@@ -101,7 +101,7 @@ def test_gpt2(tmp_path: Path) -> None:
 
 
 def test_bfloat16_products(llama: Path, tmp_path: Path) -> None:
-    """Adapters are added in fp32: their numbers are nearer to fp32's numbers than an adapter is to none."""
+    """Adapters are added in fp32: the results differ from fp32's by less than an adapter's effect."""
     adapter = save_adapter(llama, tmp_path / "adapter")
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 

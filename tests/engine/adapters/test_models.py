@@ -56,7 +56,7 @@ RECURRENT: dict[str, tuple[str, ...]] = {
     "mamba": ("in_proj", "x_proj"),
     "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "q_proj", "up_proj"),
 }
-"""Their layers compute rows of several lengths in turns."""
+"""Their layers compute rows of several lengths alternately."""
 QUICK = ("phi3", "falcon", "bloom")
 
 
@@ -191,7 +191,7 @@ def test_int8_weights(tmp_path: Path) -> None:
 
 
 def test_rows_without_an_adapter_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
-    """In a batch with adapters the compiled layers are left out; the other rows must not show it."""
+    """In a batch with adapters the compiled layers are not used; this must not affect the other rows."""
     from tests.engine.tiny_model import save_tiny_llama
 
     save_tiny_llama(tmp_path / "llama")

@@ -1,4 +1,4 @@
-"""Which adapters are in memory: slots, bytes, order, and those who wait; with layers that read in no time."""
+"""Which adapters are in memory: slots, bytes, order, and waiting requests; with layers that load instantly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Ready:
 
 @dataclass
 class Layers:
-    """Every folder holds an adapter of ten bytes, or of as many as its name ends with."""
+    """Every folder holds an adapter of ten bytes, or of the number at the end of its name."""
 
     slots: dict[int, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
@@ -58,7 +58,7 @@ def pool_of(slots: int = 2, memory: int = 100, names: str = "abcd") -> tuple[Ada
 
 
 def served(pool: AdapterPool) -> dict[str, int | EngineError]:
-    """What is ready once nothing is being read any more."""
+    """The ready requests once no adapter is being read any more."""
     found: dict[str, int | EngineError] = {}
     for _ in range(4):
         found |= dict(pool.ready(10.0))
@@ -164,7 +164,7 @@ def test_names() -> None:
     requests=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 3)), min_size=1, max_size=25),
 )
 def test_every_request_is_served_in_the_end(slots: int, requests: list[tuple[str, int]]) -> None:
-    """However slots, arrivals and ends fall, no slot holds two adapters, and nobody waits for ever."""
+    """For any order of slots, arrivals and ends, no slot holds two adapters, and no request waits forever."""
     pool, layers, clock = pool_of(slots=slots)
     holding: dict[str, int] = {}
 

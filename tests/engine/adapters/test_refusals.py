@@ -1,4 +1,4 @@
-"""Folders that are no adapters of this model: one clear error each, and the model goes on."""
+"""Folders that are not adapters of this model: one clear error each, and the model continues."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_echo_has_none() -> None:
 def test_copies_of_the_models_own_embeddings_are_accepted(
     dtype: torch.dtype, llm: LLM, model: Path, sound: Path, tmp_path: Path
 ) -> None:
-    """PEFT saves them with `save_embedding_layers=True`, and by itself if it cannot tell whether they were resized."""
+    """PEFT saves them with `save_embedding_layers=True`, and by default if it cannot detect a resize."""
     folder = tmp_path / "copies"
     shutil.copytree(sound, folder)
     base = load_file(model / "model.safetensors")

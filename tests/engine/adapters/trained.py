@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them, and what PEFT's merged model generates."""
+"""Adapters as PEFT writes them, and the output of PEFT's merged model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 @contextmanager
 def _without_notices() -> Iterator[None]:
-    """PEFT reads what transformers has renamed since."""
+    """PEFT reads attributes that transformers has since renamed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Jobs with any fields beside each other, drawn from a seed, and the engine that runs them until all have ended."""
+"""Random combinations of job fields, drawn from a seed, and the engine that runs the jobs until all have finished."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_STEPS = 20_000
 
 @dataclass(frozen=True)
 class Drawn:
-    """A job: what it generates from, or scores."""
+    """A job: its prompt for generation, or its texts for scoring."""
 
     prompt: str
     fields: dict[str, Any]
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass
 class Ended:
-    """How a job ended: its samples, or the error it was refused or ended with."""
+    """The outcome of a job: its samples, or its error."""
 
     samples: dict[int, Sample] = field(default_factory=dict)
     error: tuple[str | None, str] | None = None
@@ -111,7 +111,7 @@ def _generating(rng: random.Random) -> Drawn:
 
 
 def run(engine: Engine, jobs: Sequence[Drawn], at_once: int) -> list[Ended]:
-    """Run jobs, some at a time; the engine's own accounts must be right after every step."""
+    """Run jobs, a few together; the engine's own accounts must be right after every step."""
     ended = [Ended() for _ in jobs]
     pending, live = list(range(len(jobs)))[::-1], 0
     for _ in range(MAX_STEPS):
@@ -162,7 +162,7 @@ def are_close(one: Any, other: Any, tolerance: float) -> bool:
 
 
 def difference(wanted: Ended, found: Ended) -> str | None:
-    """The first thing that is not the same; None if nothing is."""
+    """The first difference; None if there is none."""
     if wanted.error != found.error:
         return f"{wanted.error} and {found.error}"
     if wanted.samples.keys() != found.samples.keys():

@@ -1,4 +1,4 @@
-"""Any fields in jobs side by side, on any kind of model: each job gives what it gives alone, and the engine lives."""
+"""Any fields in jobs side by side, on any kind of model: each result is the same as alone; the engine survives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MODELS = ("llama", "windows", "qwen3_moe", "mixtral", "deepseek_v3", "gpt2")
 QUICK = {("qwen3_moe", "drafts"), ("deepseek_v3", "host tier")}
 REFUSED = {("deepseek_v3", "invariant"), ("deepseek_v3", "two ranks")}
-"""At the start, by name."""
+"""At startup, with its name."""
 NUM_JOBS = 40
 
 

@@ -47,7 +47,7 @@ def test_a_gpu_without_the_library_is_an_error_at_startup(
 
 
 def test_every_layer_of_every_step_calls_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Over two groups of layers, one with a window; decode steps replay what a capture has recorded."""
+    """Over two groups of layers, one with a window; decode steps replay a recorded capture."""
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     save_tiny_ministral(tmp_path, kinds, std=0.6, vocab_size=VOCAB_SIZE, eos=EOS)
     monkeypatch.setattr(cpu, "_has_own_products", lambda: False)  # float16 then calls the operators

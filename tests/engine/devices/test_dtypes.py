@@ -1,4 +1,4 @@
-"""Every dtype has a kernel of its own on every CPU with AVX2: none is emulated."""
+"""Every dtype has a separate kernel on every CPU with AVX2: none is emulated."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ for name in ("float32", "bfloat16", "float16", "int8"):
     found[name] = f"{type(product).__name__}, {8 * product.panels.nbytes // weight.numel()} bits"
 print(json.dumps(found))
 """
-"""Prints what serves each dtype, and the bits of a weight, scales included."""
+"""Prints the kernel for each dtype, and the bits of a weight, including scales."""
 
 
 @pytest.mark.slow

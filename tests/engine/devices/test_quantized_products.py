@@ -1,4 +1,4 @@
-"""The products that a GPU makes of a quantized checkpoint's weights, computed on the CPU."""
+"""The matmuls that a GPU computes with a quantized checkpoint's weights, computed on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def stored(
     form: Format, *sizes: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Weight], torch.Tensor]:
-    """Return weights of these outputs and 128 inputs, and the numbers of all."""
+    """Return weights of these outputs and 128 inputs, and the values of all."""
     torch.manual_seed(2)
     scheme = find_scheme(form.config)
     assert scheme is not None
@@ -55,7 +55,7 @@ def test_every_format(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8-rows", "fp8-tensor"])
 def test_float8_rows(name: str) -> None:
-    """Rows are rounded to e4m3, each by a scale of its own, and nothing else is."""
+    """Only rows are rounded to e4m3, each with a separate scale."""
     weights, numbers = stored(FORMATS[name][0], 64, 32, dtype=torch.bfloat16)
     bias = torch.randn(96).bfloat16()
     rows = (torch.randn(5, 128) * torch.tensor([1e-3, 1.0, 30.0, 1e4, 0.0])[:, None]).bfloat16()
@@ -76,7 +76,7 @@ def test_float8_rows(name: str) -> None:
 def test_weights_are_rounded(
     in_features: int, out_features: int, dtype: torch.dtype, numbers: torch.dtype
 ) -> None:
-    """A scale for each output and each row; the error is that of the rounding, of any size and dtype."""
+    """A scale for each output and each row; the error is that of the rounding, for any size and dtype."""
     torch.manual_seed(3)
     weights = [torch.randn(out_features - 7, in_features).to(dtype), torch.randn(7, in_features).to(dtype)]
     bias, rows = torch.randn(out_features).to(dtype), torch.randn(9, in_features).to(dtype)
@@ -135,7 +135,7 @@ def test_weights_of_two_kinds_are_widened() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_cuts(name: str) -> None:
-    """Outputs anywhere, inputs at whole groups; elsewhere the numbers."""
+    """Outputs are split anywhere, inputs at complete groups; otherwise the values are dequantized."""
     (weight,), numbers = stored(FORMATS[name][0], 64)
     assert isinstance(weight, QuantizedWeight)
     assert torch.equal(joined([weight.outputs(slice(40, 64)), weight.outputs(slice(0, 7))]).dense(),  # type: ignore[union-attr]

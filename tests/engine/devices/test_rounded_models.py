@@ -1,4 +1,4 @@
-"""Models whose products are of 8-bit numbers, on CUDA's path: fused and not, in graphs, with adapters."""
+"""Models with 8-bit matmuls, on CUDA's path: fused and not, in graphs, with adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUNDED = pytest.mark.parametrize("quantization", ["int8", "fp8"])
 
 @pytest.fixture(autouse=True)
 def cuda_on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """CUDA's choices on the host's memory; lists the replays of its graphs."""
+    """CUDA's choices in the host's memory; lists the replays of its graphs."""
     replays: list[int] = []
 
     def capture(run: Callable[[], object], pool: list[Any]) -> Callable[[], object]:
@@ -84,7 +84,7 @@ def test_it_follows_the_exact_model(quantization: str, directory: Path, cuda_on_
 def test_rounding_with_the_norm_changes_no_bit(
     quantization: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor with the activation: a product that rounds its rows itself computes the same."""
+    """The same holds with the activation: a matmul that rounds its rows itself returns the same."""
     made: list[str] = []
     for name in ("norm_and_quantise", "silu_and_quantise", "quantise_rows"):
         count = _counting(name, getattr(row_scaled, name), made)
@@ -118,7 +118,7 @@ def test_adapters_read_rows_as_they_were(quantization: str, directory: Path, tmp
 
 @pytest.mark.slow
 def test_another_device_refuses_its_checkpoints(directory: Path) -> None:
-    """A job continues only where products round as they did where it began."""
+    """A job resumes only if matmuls round in the same way as at its start."""
     ids = {make_llm(directory, quantization=name).engine.fingerprint for name in (None, "int8", "fp8")}
     assert len(ids) == 3
 

@@ -1,7 +1,7 @@
 """An engine on CUDA's path without a GPU: kernels are compiled and launched into a driver that does nothing.
 
-Numbers come from the reference operators; beside each of them the Triton kernel of the same call is launched, with
-the same arguments, through Triton's own specialisation. A program of its own, since Triton's driver is the process's:
+Values come from the reference operators; for each of them the Triton kernel of the same call is launched, with the same
+arguments, through Triton's own specialization. It is a separate program, since a process has one Triton driver:
 
     python -m tests.engine.execution.fake_gpu DIRECTORY [OPTIONS]    # prints JSON: what was compiled when
 """
@@ -51,7 +51,7 @@ class _Launcher:
 
 
 class _Driver:
-    """An sm_90 that takes everything and does nothing."""
+    """An sm_90 that accepts everything and does nothing."""
 
     utils = _Utils()
     launcher_cls = _Launcher
@@ -80,7 +80,7 @@ class _Driver:
 
 
 class FakeCuda(CudaBackend):
-    """CUDA's choices, on the host's memory."""
+    """CUDA's choices, in the host's memory."""
 
     device = torch.device("cpu")
     is_apart = False
@@ -123,7 +123,7 @@ class Launches:
         self.rounds: dict[str, dict[str, int]] = {}
 
     def note(self, name: str) -> None:
-        """Note what was compiled since the last note."""
+        """Record the variants that were compiled since the last record."""
         self.rounds[name] = dict(self._compiled)
         self._compiled.clear()
 

@@ -1,13 +1,13 @@
-"""CUDA's path without a GPU and without numbers: tensors on torch's `meta` device stand for those of a GPU.
+"""CUDA's path without a GPU and without values: tensors on torch's `meta` device represent those of a GPU.
 
-All of the engine's own code runs, up to the launches of its kernels; a launch checks where its tensors are, and
-computes nothing. Every operation passes two modes, which note what a GPU would reject or wait for:
+All of the engine's own code runs, up to the launches of its kernels; a launch checks the devices of its tensors, and
+computes nothing. Every operation passes two modes, which record operations that a GPU would reject or wait for:
 
 - mixed devices: an operation or a launch with tensors of the host and of the device;
-- read-back: the host needs numbers of the device (`.item()`, `.tolist()`, a size that depends on numbers);
+- read-back: the host needs values of the device (`.item()`, `.tolist()`, a size that depends on values);
 - pageable copy: between the device and host memory that is not pinned, which waits for the stream.
 
-The modes also let the code continue: a number that is read back is 0, and `.all()` is true.
+The modes also let the code continue: a value that is read back is 0, and `.all()` is true.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MIXED, READ, PAGEABLE = "mixed devices", "read-back", "pageable copy"
 _TRANSFORMERS = str(Path(transformers.__file__).parent)
 _PLACES = {f"{_TRANSFORMERS}/": "transformers/", f"{ROOT}/pagemill/": ""}
 _READING = "engine/execution/model_runner.py:wait"
-"""Waits for a step's results. What it reads otherwise than by a copy started before is no finding here, but slow."""
+"""Waits for a step's results. Reads without an earlier copy are not findings here, but slow."""
 _SIZED_BY_NUMBERS = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
 
 
@@ -58,11 +58,11 @@ class Finding:
 
 @dataclass(slots=True)
 class Watch:
-    """Counts findings. Outside of a stage, as while a model is loaded, there are none."""
+    """Counts findings. Outside a stage, for example while a model is loaded, there are none."""
 
     findings: Counter[Finding] = field(default_factory=Counter)
     details: dict[Finding, str] = field(default_factory=dict)
-    """Of each, the operation and the calls that led to it."""
+    """For each, the operation and the calls that led to it."""
     stage: str | None = None
 
     @contextmanager
@@ -102,7 +102,7 @@ def _calls() -> list[tuple[str, int]]:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what reaches no dispatcher: pinned memory, addresses, and copies of Python's lists."""
+    """Sees calls that do not reach a dispatcher: pinned memory, addresses, and copies of Python's lists."""
 
     def __init__(self, watch: Watch, pinned: set[int]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Functions(TorchFunctionMode):
 
 
 def id_of(tensor: torch.Tensor) -> int:
-    """Return what stands for the address of a tensor's memory."""
+    """Return a substitute for the address of a tensor's memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -163,7 +163,7 @@ class _Operations(TorchDispatchMode):
         if name in ("copy_", "_to_copy"):
             return self._copy(func, name, args, kwargs)
         if _is_composite(func):
-            with self:  # under inference_mode they arrive whole
+            with self:  # under inference_mode they are not decomposed
                 return func.decompose(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if all(tensor.device != META for tensor in tensors):
@@ -207,7 +207,7 @@ class _Operations(TorchDispatchMode):
         return host.zero_() if is_read else func(*args, **kwargs)
 
     def _indices(self, name: str, args: Any) -> list[torch.Tensor | None]:
-        """Return the indices without those of booleans, whose number of rows the host would have to know."""
+        """Return the indices without boolean ones, whose number of rows the host would have to know."""
         indices: list[torch.Tensor | None] = []
         fills = name != "index" and args[2].numel() == 1 and len(args[1]) == 1
         for index in args[1]:
@@ -250,7 +250,7 @@ class MetaCuda(CudaBackend):
 
 @contextmanager
 def meta_gpu() -> Iterator[tuple[MetaCuda, Watch]]:
-    """Let tensors on the meta device take CUDA's paths, watched, until the end of the block."""
+    """Let tensors on the meta device take CUDA's paths, with checks, until the end of the block."""
     watch, pinned = Watch(), set[int]()
     default_face, capabilities = dispatch._default_face, (9, 0)
 
@@ -272,7 +272,7 @@ def meta_gpu() -> Iterator[tuple[MetaCuda, Watch]]:
         patch.setattr(tuning, "_ASSUMED_CAPABILITY", capabilities)
         patch.setattr(tuning, "_ASSUMED_MULTIPROCESSORS", 132)
         patch.setattr(cuda_graphs, "capture_graph", capture)
-        # Kernels compute nothing here: there is nothing to compare.
+        # Kernels compute nothing here, so there is nothing to compare.
         patch.setattr(kernel_check, "check_kernels", lambda *_, **__: 0)
         # Whether positions restart, which is read back while a model is observed: here they do not.
         patch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)

@@ -1,4 +1,4 @@
-"""On CUDA's path every kernel is compiled at the start: a request that waits for the compiler makes all rows wait."""
+"""On CUDA's path every kernel is compiled at startup: a request that waits for the compiler delays all rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """CUDA's default paths on the CPU: staged inputs, static decode inputs, fused modules, device sampling.
 
-Each is switched on alone and together; outputs must be the ones of the plain engine.
+Each is enabled alone and together; outputs must equal those of the plain engine.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def test_fused_modules_compute_what_they_replace(config: Any, monkeypatch: pytes
 
 
 def test_what_fusing_replaces_is_freed_at_once() -> None:
-    """Not only when the collector comes by: on a GPU it is memory that the KV pool could have."""
+    """Not only when the garbage collector runs: on a GPU the KV pool could use that memory."""
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,

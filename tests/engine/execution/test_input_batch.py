@@ -1,4 +1,4 @@
-"""A step's tensors against what its plan says, row by row."""
+"""A step's tensors compared with its plan, row by row."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_tables_and_slots_follow_the_plans(pad: bool) -> None:
     plans = [
         StepPlan(0, new_rows=[new_row(3, 6, [9, 4]), new_row(0, 1, [30])],
                  work=[RowWork(0, 0, 1), RowWork(3, 0, 6)], samples=[Sample(0, 0, 1), Sample(3, 6, 6)]),
-        # Nothing changes in row 0; row 3 goes on with a block more and three forced tokens.
+        # Row 0 is unchanged; row 3 continues with one more block and three forced tokens.
         StepPlan(1, work=[RowWork(0, 0, 1), RowWork(3, 6, 3, [17], forced_token_ids=[(6, 50), (7, 55), (8, 56)])]),
-        # A block is replaced, and another appended; a row is given to somebody else.
+        # A block is replaced, and another appended; a row is assigned to another sequence.
         StepPlan(2, new_rows=[new_row(0, 9, [1, 2, 3])],
                  work=[RowWork(3, 8, 5, [21], [(2, 40)], [(n, n) for n in range(9, 13)]), RowWork(0, 4, 5)],
                  samples=[Sample(0, 9, 9), Sample(0, 9, 9)]),
-        # Nothing changes anywhere.
+        # No row changes.
         StepPlan(3, work=[RowWork(3, 12, 1), RowWork(0, 8, 1)], samples=[Sample(3, 0, 13)]),
     ]  # fmt: skip
     oracle = Oracle()

@@ -1,4 +1,4 @@
-"""A kernel that computes something else, or raises, never serves: plain torch replaces it, or the worker exits."""
+"""A kernel with wrong results or an exception never serves: plain torch replaces it, or the worker exits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def raising(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forgetful(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Writes nothing, where it should write into its arguments."""
+    """Writes nothing, although it should write into its arguments."""
     return lambda *args, **kwargs: None
 
 
@@ -129,7 +129,7 @@ def test_small_limits_are_compared_too(
 def test_rounding_and_unwritten_memory_are_no_fault() -> None:
     check = KernelCheck()
     x = torch.randn(4, 64)
-    x[2] = float("nan")  # what nothing has written yet
+    x[2] = float("nan")  # not yet written
     weight = torch.randn(64)
 
     def rounded(*args: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The pool's tensors on the CPU: zeros, and no memory until something is written."""
+"""The pool's tensors on the CPU: zeros, and no memory until the first write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _resident_bytes() -> int:
 
 def test_a_pool_takes_no_memory_before_it_is_written() -> None:
     shape = KVCacheShape(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
-    KVCache(shape, num_blocks=2, device=CpuBackend())  # imports what the next one needs
+    KVCache(shape, num_blocks=2, device=CpuBackend())  # imports modules that the next one needs
     before = _resident_bytes()
     cache = KVCache(shape, num_blocks=256 * MIB // shape.block_bytes, device=CpuBackend())
     assert _resident_bytes() - before < 32 * MIB
@@ -54,7 +54,7 @@ def test_a_pool_is_zeros_in_the_layout_that_kernels_expect(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_pinned_tensors_of_the_host_tier_count_as_torch_rounds_them(dtype: torch.dtype) -> None:
-    """Up to a power of two each: of 1 GiB, tensors of 24 MiB would take 1.33 GiB."""
+    """Up to a power of two each: out of 1 GiB, tensors of 24 MiB would take 1.33 GiB."""
     shape = KVCacheShape(num_layers=21, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
     config = EngineConfig(model="echo", host_cache_gib=1.0)
     unrounded = num_host_blocks_for(config, shape, CpuBackend())

@@ -60,13 +60,13 @@ def test_weights_and_caches_go_at_once(
 ) -> None:
     def capture(run: Callable[[], object], pool: list[Any]) -> Callable[[], object]:
         run()
-        return lambda: None  # as a real graph's replay, it holds no Python
+        return lambda: None  # like the replay of a real graph, it does not hold Python objects
 
     monkeypatch.setattr(cuda_graphs, "capture_graph", capture)
     monkeypatch.setattr(CpuBackend, "captures_graphs", has_graphs)
     llm = LLM(str(directory), **_SETTINGS, enable_prefix_caching=True)
     llm.generate([[1, 2, 3]], [SamplingParams(temperature=0, max_tokens=4)], use_tqdm=False)
-    gc.collect()  # what compiling the kernels has left, where they were not in their cache
+    gc.collect()  # memory that compiling has left, if the kernels were not cached
     found = tensors_of(llm)
     assert len(found) > 10
     if is_closed:
@@ -85,7 +85,7 @@ def test_a_closed_engine_says_so(directory: Path) -> None:
 
 
 class Watched:
-    """A CPU that rehearses: it notes the steps, and says how much they took."""
+    """A CPU that rehearses: it records the steps, and reports their memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
         self.plans: list[StepPlan] = []

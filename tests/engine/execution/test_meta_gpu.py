@@ -1,4 +1,4 @@
-"""The modes that stand for a GPU note what a GPU would reject or wait for, and nothing else."""
+"""The modes that replace a GPU record exactly the operations that a GPU would reject or wait for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`prompt_logprobs`: what the model thought of the prompt's own tokens, however the prompt was computed."""
+"""`prompt_logprobs`: log-probabilities of the prompt's own tokens, for every way to compute the prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> torch.Tensor:
-    """Log probabilities [num_tokens, vocab_size] from one forward pass of transformers' own."""
+    """Log probabilities [num_tokens, vocab_size] from one forward pass of transformers."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
     with torch.inference_mode():
         logprobs: torch.Tensor = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
@@ -76,7 +76,7 @@ def test_they_are_those_of_one_forward_pass(
     asking = SamplingParams(n=n, max_tokens=3, seed=1, prompt_logprobs=NUM_TOP)
     plain = SamplingParams(n=n, max_tokens=3, seed=1)
     other = [7, 8, 9] * 4
-    # Side by side with requests that don't ask, and again after they have filled the prefix cache.
+    # Together with requests without the option, and again after they have filled the prefix cache.
     for _ in range(2):
         results = llm.generate([PROMPT, other, PROMPT], [plain, plain, asking], use_tqdm=False)
         assert [result.prompt_logprobs is None for result in results] == [True, True, False]
@@ -88,7 +88,7 @@ def test_they_are_those_of_one_forward_pass(
 
 def test_they_survive_preemption(checkpoint: Path, expected: torch.Tensor) -> None:
     llm = make_llm(checkpoint, num_kv_blocks=26, max_num_batched_tokens=16)
-    # Of different lengths: equal requests would run once.
+    # With different lengths: equal requests would run once.
     asking = [
         SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, prompt_logprobs=NUM_TOP)
         for count in (20, 21, 22)
@@ -134,7 +134,7 @@ def test_zero_gives_the_prompt_s_tokens_alone(checkpoint: Path, expected: torch.
 
 @pytest.mark.parametrize("name", sorted(NATIVE_CASES))
 def test_every_family_s_head_can_be_run_alone(name: str, tmp_path: Path) -> None:
-    """Softcaps, scales and the like come after the product: whatever is left out would show here."""
+    """Softcaps, scales and similar operations come after the matmul: an omission would show here."""
     case = NATIVE_CASES[name]()
     prompt = PROMPT[:9]
     llm = LLM(

@@ -1,7 +1,7 @@
-"""A step's results reach the host in one copy that the launch starts, and no other tensor crosses meanwhile.
+"""A step's results reach the host in one copy that the launch starts, and no other tensor is copied meanwhile.
 
-On CUDA a read of a device tensor waits for all queued work, the next step included. Here the device is torch's "meta":
-its tensors hold no data, so any read outside of that copy raises.
+On CUDA a read of a device tensor waits for all queued work, including the next step. Here the device is torch's "meta":
+its tensors do not hold data, so any read outside that copy raises.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MetaCuda(CudaBackend):
 
 
 class Crossings(TorchDispatchMode):
-    """Counts the host's tensors that are copied to the device, but for one staged copy per step."""
+    """Counts the host's tensors that are copied to the device, except one staged copy per step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_packed_tensors_keep_their_values_shapes_and_dtypes() -> None:
 
 
 class PackingCpu(CpuBackend):
-    """Copies to the host as CUDA does: a tensor that changes after its launch must not matter."""
+    """Copies to the host as CUDA does: changes of a tensor after its launch must not have an effect."""
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
         return HostCopy(unpacked(packed(tensors).clone(), tensors))

@@ -94,8 +94,8 @@ TYPES: dict[str, _Row] = {
         {"image_seq_length": 4}, _INTERNVL, "<IMG_CONTEXT>\n",
     ),
 }  # fmt: skip
-"""Model type: class of the image processor, its settings, those of the processor, tokens, and what a template writes
-for a picture, or the whole template."""
+"""Model type: class of the image processor, its settings, those of the processor, tokens, and the template's
+text for a picture, or the complete template."""
 
 
 def write_folder(model_type: str, directory: Path) -> Path:
@@ -120,7 +120,7 @@ def write_folder(model_type: str, directory: Path) -> Path:
 
 
 def noise(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
-    """Return a picture of coarse random colours."""
+    """Return a picture of coarse random colors."""
     random_bytes = random.Random(seed).randbytes(8 * 8 * 3)
     return Image.frombytes("RGB", (8, 8), random_bytes).resize((width, height)).convert(mode)
 

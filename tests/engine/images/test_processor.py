@@ -1,4 +1,4 @@
-"""Hostile pictures: a typed error within limits, and the next picture is served."""
+"""Malicious pictures: a typed error within limits, and the next picture is processed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read(images: ImageProcessor, data: bytes) -> Picture:
 
 
 def png(width: int, height: int, rows: bytes = b"") -> bytes:
-    """Return a PNG with any header, of as few bytes as it takes."""
+    """Return a PNG with any header, of the minimum number of bytes."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         checked = zlib.crc32(name + content)

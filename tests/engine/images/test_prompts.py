@@ -1,4 +1,4 @@
-"""Prompts with pictures: the tokens and arrays of one whole call of transformers' processor."""
+"""Prompts with pictures: the tokens and arrays of one complete call of transformers' processor."""
 
 from __future__ import annotations
 

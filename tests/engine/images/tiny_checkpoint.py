@@ -46,7 +46,7 @@ def write_checkpoint(model_type: str, directory: Path) -> Any:
 
 
 def whole_call(directory: Path, chat: list[dict[str, Any]]) -> Any:
-    """Return what one call of transformers' processor makes of a chat with images as bytes."""
+    """Return the result of one call of transformers' processor for a chat with images as bytes."""
     processor, _ = load_processor(directory)
     pictures = [
         Image.open(io.BytesIO(part["image"])).convert("RGB")

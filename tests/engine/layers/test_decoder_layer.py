@@ -1,4 +1,4 @@
-"""The compiled decoder layer against the modules that it stands for, to the last bit."""
+"""The compiled decoder layer compared with the modules that it replaces, bit for bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 def fused_model(
     family: str, kind: str = "fp32", rounding: dict[str, Any] | None = None, **settings: Any
 ) -> Any:
-    """`rounding`: by parts of names, what is done to weights."""
+    """`rounding`: the operation on weights, by parts of their names."""
     if kind == "fp32" and not HAS_FP32_PRODUCTS:
         pytest.skip("layers of fp32 products are compiled where the CPU has AVX2")
     sizes = {
@@ -68,7 +68,7 @@ def fused_model(
 
 
 def fuse_for_cpu(model: Any, linear: LinearOptions) -> None:
-    """Rewrite a model as a start does on the CPU."""
+    """Rewrite a model as startup on the CPU does."""
     CpuBackend().fuse(model, traits_of(model), torch.float32, linear)
 
 
@@ -79,7 +79,7 @@ def traits_of(model: Any) -> DecoderTraits:
 
 
 def step(query_lens: list[int], seq_lens: list[int], num_padded: int = 0) -> AttentionMetadata:
-    """Rows of one token first, as a batch has them; each row in blocks of its own."""
+    """Rows of one token first, as in a batch; each row in separate blocks."""
     num_decode_rows = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
     blocks = iter(torch.randperm(NUM_BLOCKS).tolist())
     longest = max(-(-length // BLOCK_SIZE) for length in seq_lens)
@@ -100,7 +100,7 @@ def step(query_lens: list[int], seq_lens: list[int], num_padded: int = 0) -> Att
 
 
 def random_caches(model: Any, dtype: torch.dtype = torch.float32) -> list[LayerCache]:
-    """Caches that look as if many tokens had been written."""
+    """Caches with content as if many tokens had been written."""
     attention = model.model.layers[0].source.self_attn
     caches = []
     for _ in range(NUM_LAYERS):
@@ -219,7 +219,7 @@ def test_more_inputs_than_the_cache_holds_for_a_block_of_rows(kind: str) -> None
 @pytest.mark.slow
 @with_every_product
 def test_threads_have_fixed_channels_of_rows_that_no_cache_holds(kind: str) -> None:
-    """Many threads and rows: more than this machine may have, so the kernel is told how many there are."""
+    """Many threads and rows: possibly more than this machine has, so the kernel gets their number."""
     from pagemill.kernels.cpu.layer.layer import LAYER, describe
     from pagemill.kernels.cpu.matmul import converted_mlp, fp32_mlp
     from pagemill.kernels.cpu.matmul.kinds import KINDS
@@ -266,7 +266,7 @@ def test_the_last_layer_finishes_what_is_read_and_caches_the_rest(family: str, k
         assert torch.equal(some[read_tokens], everything[read_tokens])
         for cache, other in zip(written, everywhere, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(cache.tensors(), other.tensors(), strict=True))
-    assert not torch.equal(run([0])[0][5], everything[5])  # nobody asked for it, so nobody computed it
+    assert not torch.equal(run([0])[0][5], everything[5])  # not requested, so not computed
 
 
 def _integers(per_one: int, most: int) -> Any:
@@ -322,7 +322,7 @@ def test_a_layer_whose_sizes_are_no_whole_panels_stays_as_it_is() -> None:
 def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
     layer = fused_model("llama", "int8").model.layers[0].source
     assert can_be_compiled(layer)
-    weight = torch.zeros(48, 96)  # fp32 beside int8; or int8, not packed: as without the kernels' compiler
+    weight = torch.zeros(48, 96)  # fp32 next to int8; or int8, not packed: as without the kernels' compiler
     layer.mlp.down_proj.product = (
         PackedProduct.from_weights([weight], None) if other is PackedProduct else other(weight, None)
     )
@@ -330,6 +330,6 @@ def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
 
 
 def test_a_merged_mlp_of_another_activation_is_not_compiled() -> None:
-    """Phi 3's gate and up are one layer, whatever is computed of them."""
+    """Phi 3's gate and up are one layer, for every part that is computed."""
     model = fused_model("phi3", hidden_act="gelu")
     assert not any(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)

@@ -1,4 +1,4 @@
-"""The forward pass without the modules' Python against transformers' own, to the last bit."""
+"""The forward pass without the modules' Python compared with transformers' own, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LONGROPE = {
 
 
 def positions_of(metadata: AttentionMetadata) -> torch.Tensor:
-    """[num_tokens]; padded tokens stand at 0."""
+    """[num_tokens]; padded tokens have position 0."""
     ends = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
     positions = [p for count, length in ends for p in range(length - count, length)]
     return torch.tensor(positions + [0] * (len(metadata.slot_mapping) - len(positions)))
@@ -96,7 +96,7 @@ def test_same_logits_in_every_family(family: str, kind: str) -> None:
 def test_same_logits_with_other_caches(dtype: torch.dtype) -> None:
     model = fused_model("qwen3", "int8")
     direct = direct_forward(model)
-    for kind in (torch.float32, dtype):  # one after another: the layers turn to other caches
+    for kind in (torch.float32, dtype):  # sequentially: the layers switch to other caches
         assert_same(model, direct, step([1, 1, 6], [9, 3, 15]), [2, 7], kind)
 
 
@@ -165,7 +165,7 @@ def test_frequencies_that_depend_on_the_length_are_looked_up_once_they_are_fixed
 
 @pytest.mark.slow
 def test_the_engine_says_the_same_either_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunked prompts, samples of some rows, narrow vocabularies, prompt scores and neighbors that come and go."""
+    """Chunked prompts, samples of some rows, narrow vocabularies, prompt scores, and changing neighbors."""
     save_tiny_llama(tmp_path)
     prompts = [[(7 * i + 3 * n) % VOCAB_SIZE for i in range(n)] for n in (1, 5, 40, 90, 17)]
     params = [

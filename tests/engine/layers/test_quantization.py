@@ -1,4 +1,4 @@
-"""8-bit weights and caches: the products against exact integers, and what an engine makes of the options."""
+"""8-bit weights and caches: the matmuls compared with exact integers, and the effect of the options on an engine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_without_the_compiler_the_numbers_are_the_same(monkeypatch: pytest.Monke
 
 
 def test_a_fingerprint_tells_schemes_of_int8_apart(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that were rounded otherwise belong to another function: no job goes on from their checkpoint."""
+    """Values with different rounding belong to another function: no job resumes from their checkpoint."""
 
     def fingerprint(quantization: Literal["int8"] | None) -> str:
         config = EngineConfig(model=directory, quantization=quantization, load_format="dummy")
@@ -118,7 +118,7 @@ def test_an_outlier_in_one_row_changes_no_other() -> None:
     [(torch.float32, 256), (torch.float16, 128), (torch.bfloat16, 128), (torch.int8, 68), (FP8, 68)],
 )
 def test_fewer_bits_make_more_blocks(dtype: torch.dtype, bytes_per_head: int) -> None:
-    """64 numbers a head, and 4 bytes for the scale where there is one."""
+    """64 values per head, and 4 bytes for the scale if there is one."""
     shape = KVCacheShape(num_layers=3, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
     assert shape.block_bytes == 3 * 2 * 2 * 16 * bytes_per_head
     config = EngineConfig(model="echo", kv_cache_memory_bytes=2**20)
@@ -136,7 +136,7 @@ def test_fewer_bits_make_more_blocks(dtype: torch.dtype, bytes_per_head: int) ->
     ],
 )
 def test_a_quantised_cache_follows_fp32(kv_cache_dtype: str, directory: str) -> None:
-    """Copy-on-write and the prefix cache included: scales travel with their blocks."""
+    """Including copy-on-write and the prefix cache: scales move with their blocks."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=2)
     prompts = [[1, 2, 3] * 13, [1, 2, 3] * 13 + [5], [7]]
     exact, rounded = make_llm(directory), make_llm(directory, kv_cache_dtype=kv_cache_dtype)
@@ -203,7 +203,7 @@ def test_gpus_without_the_kernels_instructions_are_refused(
 
 @pytest.mark.parametrize("offset", [0.0, 0.375])
 def test_a_files_own_integers_are_not_rounded_again(offset: float) -> None:
-    """Rows of integers are exact in 8 bits: then all that is left is fp32's own rounding."""
+    """Rows of integers are exact in 8 bits: the only remaining error is fp32's own rounding."""
     torch.manual_seed(42)
     numbers = torch.randint(-8, 8, (64, 4, grouped_int8.GROUP)).float()
     weight = (numbers * torch.rand(64, 4, 1).half().float() + offset).flatten(1)

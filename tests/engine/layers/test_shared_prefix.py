@@ -1,4 +1,4 @@
-"""Rows that share a prompt: the same with its keys read once for all of them as with every row on its own."""
+"""Rows with a common prompt: reading its keys once for all of them does not change the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy tokens and log probabilities of prompts with pictures equal those of transformers' whole model."""
+"""Greedy tokens and log probabilities of prompts with pictures equal those of transformers' complete model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_outputs_equal_transformers(kind: str, tmp_path: Path) -> None:
     stats = whole.stats()
     assert stats.media.encoded == 5
     assert stats.kv.prefix_hit_tokens
-    # Chunks begin and end inside of pictures, sequences are preempted, and the cache holds no two pictures.
+    # Chunks start and end inside pictures, sequences are preempted, and the cache has space for one picture only.
     small = make_engine(tmp_path, max_num_batched_tokens=5, num_kv_blocks=14, media_cache_bytes=3000)
     for name, parts in prompts(kind).items():
         add(small, name, parts)

@@ -1,4 +1,4 @@
-"""Requests with pictures: samples, scores, resumes, adapters of memory, and what is rejected or fails alone."""
+"""Requests with pictures: samples, scores, resumes, adapters of memory, and individual rejections and failures."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_one_picture_is_encoded_once_and_the_cache_is_bounded(model: tuple[Path,
     batch = cast("ModelRunner", engine._parts.executor)._batch
     assert [
         row for row in batch.rows if row is not None and row.media is not None
-    ] == []  # no pixels are kept
+    ] == []  # pixels are not kept
 
 
 def test_an_urgent_request_waits_for_one_that_is_half_encoded(model: tuple[Path, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints that read pictures, pictures as their processors give them, and transformers' outputs."""
+"""Tiny random checkpoints that read pictures, pictures as their processors return them, and transformers' outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoder's arguments for one picture, and the tokens that stand for it."""
+    """An encoder's arguments for one picture, and the tokens that represent it."""
 
     inputs: Inputs
     tokens: list[int]
@@ -66,7 +66,7 @@ def _whole(size: int, num_tokens: int) -> Callable[[np.random.Generator, int], t
 
 
 def _tiled(draw: np.random.Generator, number: int) -> tuple[Inputs, list[int]]:
-    """Idefics3: tiles with tokens of their own between them."""
+    """Idefics3: tiles with separate tokens between them."""
     tiles = 1 + number % 3
     inputs = {
         "pixel_values": _pixels(draw, 1, tiles, 3, 56, 56),
@@ -90,7 +90,7 @@ def _patches(patch: int) -> Callable[[np.random.Generator, int], tuple[Inputs, l
 
 
 def _anyres(draw: np.random.Generator, number: int) -> tuple[Inputs, list[int]]:
-    """LLaVA-NeXT: a small whole picture and tiles, whose padding and rows give further or fewer vectors."""
+    """LLaVA-NeXT: a small complete picture and tiles, whose padding and rows change the number of vectors."""
     inputs = {"pixel_values": _pixels(draw, 1, 3, 3, 28, 28), "image_sizes": np.array([[28, 56]])}
     return inputs, [PLACEHOLDER] * (4 + 2 * 4 + 2)
 

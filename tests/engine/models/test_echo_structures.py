@@ -1,4 +1,4 @@
-"""The echo model within structures: what it says holds, and comes to an end."""
+"""The echo model with structures: its output is valid and complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts are read from the mapped file as they are packed: no stacked copy, and no page kept."""
+"""Experts are read from the mapped file as they are packed: no stacked copy, and pages are released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every supported family, from a checkpoint as its publisher laid it out: the greedy output is the reference's."""
+"""Every supported family, from a checkpoint in its publisher's layout: the greedy output equals the reference's."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LAYOUTS = {
     "llama", "gpt2", "bloom", "falcon, as its 7b", "gemma3", "mistral, a window shorter than the prompt", "mixtral",
     "gpt_oss", "baichuan 7b",
 }  # fmt: skip
-"""One case for each way to lay out a model: `make test` runs these."""
-# Prompts in chunks, blocks half full, rows that come and go.
+"""One case for each layout of a model: `make test` runs these."""
+# Prompts in chunks, half-full blocks, changing rows.
 SMALL_STEPS: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 4, "max_num_batched_tokens": 5}
 
 
 def make_llm(directory: Path, checkpoint: TinyCheckpoint, **options: Any) -> LLM:
-    """In fp32, whatever the configuration names: the tensors of these are."""
+    """In fp32, regardless of the configuration, since the tensors are fp32."""
     settings = {"num_threads": 1, "dtype": "float32"}
     return LLM(str(directory), **(settings | checkpoint.options | options))
 
@@ -62,7 +62,7 @@ def test_output_equals_the_reference(case: str, tmp_path: Path) -> None:
 def test_output_equals_the_reference_in_transformers_own_modules(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on devices for which nothing is rewritten: attention alone is ours."""
+    """As on devices for which no layer is rewritten: only attention is Pagemill's."""
     monkeypatch.setattr(CpuBackend, "fuse", lambda *_: None)
     checkpoint = CASES[case]()
     checkpoint.write(tmp_path)
@@ -75,7 +75,7 @@ def test_output_equals_the_reference_in_transformers_own_modules(
     "case", ["baichuan2 13b", "bloom", "falcon, as its 40b", "falcon, as its rw-1b", "gemma3", "gptj", "mpt"]
 )
 def test_half_precision_stays_close_to_the_reference(case: str, tmp_path: Path) -> None:
-    """Slopes, softmax and norms keep their precision: rounded weights move few of the first tokens."""
+    """Slopes, softmax and norms keep their precision: rounded weights change few of the first tokens."""
     checkpoint = CASES[case]()
     checkpoint.write(tmp_path)
     outputs = run(make_llm(tmp_path, checkpoint, dtype="bfloat16", **SMALL_STEPS))
@@ -127,7 +127,7 @@ def test_output_does_not_depend_on_the_schedule(case: str, tmp_path: Path) -> No
         assert run(llm) == expected, (block_size, budget, overlapped)
 
 
-# Where torch's own operators compute between the products: norms, activations and rotations differ by family.
+# Torch's own operators compute between the matmuls: norms, activations and rotations differ by family.
 INVARIANT_CASES = (
     "baichuan2 13b", "bloom", "falcon, as its 40b", "gemma2", "glm4_moe", "gpt2", "gpt_oss", "gptj", "mpt",
     "olmoe", "opt", "phi", "phimoe", "qwen3_moe, a dense layer between",
@@ -160,7 +160,7 @@ def test_batch_invariance_is_bitwise(case: str, tmp_path: Path) -> None:
 def test_quantised_numbers_stay_close_to_the_reference(
     case: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Every family's layers and caches can be quantized; tiny random models feel it more than real ones."""
+    """Every family's layers and caches can be quantized; tiny random models are more sensitive than real ones."""
     checkpoint = CASES[case]()
     checkpoint.write(tmp_path)
     outputs = run(make_llm(tmp_path, checkpoint, num_kv_blocks=128, block_size=8, **options))

@@ -1,4 +1,4 @@
-"""Unsupported checkpoints are refused at the start, by name; code beside the weights is never run."""
+"""Unsupported checkpoints are rejected at startup, with their name; bundled code is never run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def edit_config(directory: Path, **fields: Any) -> None:
 
 
 def llama_but(**fields: Any) -> Callable[[Path], object]:
-    """A checkpoint whose configuration says something else."""
+    """A checkpoint with another value in its configuration."""
     return lambda directory: edit_config(write_llama(directory), **fields)
 
 
@@ -243,7 +243,7 @@ class TestWeights:
 
 
 class TestRemoteCode:
-    """A file that runs leaves a mark."""
+    """A file that leaves a mark if it is run."""
 
     @pytest.fixture
     def directory(self, tmp_path: Path) -> Path:
@@ -290,7 +290,7 @@ class TestRemoteCode:
 
 
 def test_half_precision_checkpoint_in_full_precision(tmp_path: Path) -> None:
-    """bf16 on disk, fp32 on the CPU: the numbers are those on disk."""
+    """bf16 on disk, fp32 on the CPU: the values are those on disk."""
     checkpoint = native_checkpoint(LLAMA)
     rounded = {name: tensor.bfloat16() for name, tensor in checkpoint.tensors.items()}
     half = TinyCheckpoint(checkpoint.config | {"torch_dtype": "bfloat16"}, rounded, checkpoint.logits)

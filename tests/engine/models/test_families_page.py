@@ -1,4 +1,4 @@
-"""docs/models.md says what the registry does."""
+"""docs/models.md matches the registry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def table() -> list[list[str]]:
 
 
 def mapping(family: Family) -> str:
-    """The opening words that the page must use for each way of loading a family."""
+    """The required opening words of the page for each way of loading a family."""
     if not family.has_attention_interface:
         return "native, attention replaced"
     return (
@@ -29,7 +29,7 @@ def mapping(family: Family) -> str:
 
 
 def is_renamed(family: Family) -> bool:
-    return family.name == "InternLM 3"  # transformers has it since 5.23; older ones load it the same way
+    return family.name == "InternLM 3"  # supported by transformers since 5.23; older: same loading
 
 
 def test_table_is_the_registry() -> None:

@@ -43,7 +43,7 @@ def llama(rope_scaling: dict[str, Any] | None, **fields: Any) -> TinyCheckpoint:
 
 
 def dynamic_base(length: int, trained: int, factor: float, head_dim: int = 2 * HALF_HEAD) -> float:
-    """NTK-aware scaling as it was proposed: the base for sequences of `length` tokens."""
+    """NTK-aware scaling as originally proposed: the base for sequences of `length` tokens."""
     stretch = factor * length / trained - (factor - 1)
     return float(10000.0 * stretch ** (head_dim / (head_dim - 2)))
 
@@ -92,7 +92,7 @@ def test_longrope_takes_the_short_table_where_nothing_can_be_longer(tmp_path: Pa
 @pytest.mark.slow
 def test_longrope_takes_the_long_table_for_everybody_where_something_can(tmp_path: Path) -> None:
     directory = llama(LONGROPE).write(tmp_path)
-    # transformers' choice for a sequence past the trained length, for the short one too.
+    # transformers' choice for a sequence beyond the trained length, also for the short one.
     reference = llama(LONGROPE | {"short_factor": LONG_FACTOR})
     expected = [reference.complete(prompt) for prompt in (SHORT, LONG)]
     assert run(directory, [SHORT, LONG]) == expected
@@ -119,7 +119,7 @@ def test_phi3_longrope(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_phi_moe_longrope(tmp_path: Path) -> None:
-    """Its factors are stated, and chosen like the table."""
+    """Its factors are given, and chosen like the table."""
 
     def phi(rope: dict[str, Any]) -> TinyCheckpoint:
         fields = {"original_max_position_embeddings": TRAINED, "max_position_embeddings": STRETCHED}

@@ -13,7 +13,7 @@ from tests.engine.models.generic.trial import check_served
 FOUR_LAYERS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "per_layer_config": None,  # published configurations say the next two instead
+    "per_layer_config": None,  # published configurations contain the next two instead
     "global_head_dim": 32,
     "num_global_key_value_heads": None,
 }

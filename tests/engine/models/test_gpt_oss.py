@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, windows in every other layer and experts in MXFP4, whatever becomes of a row and its blocks."""
+"""gpt-oss: sinks, windows in every other layer and experts in MXFP4, for any schedule of rows and blocks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_log_probabilities_are_transformers(
 def test_tokens_of_transformers_own_attention(
     checkpoint: TinyCheckpoint, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in half precision on a CPU: sinks come with every call."""
+    """As in half precision on a CPU: sinks are passed with every call."""
     monkeypatch.setattr(CpuBackend, "fusion", lambda *_: None)
     checkpoint.write(tmp_path)
     assert run(make_llm(tmp_path, checkpoint, **SMALL_STEPS)) == expected
@@ -133,7 +133,7 @@ def test_two_ranks(case: str, options: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_experts_are_widened_one_at_a_time() -> None:
-    """The module gets placeholders, and only what is packed at the moment is read."""
+    """The module gets placeholders, and only the tensors that are being packed are read."""
     tensors = MIXTURE_CASES["gpt_oss, mxfp4"]().tensors
     read: list[int] = []
     weights = join_parts(tensors, Mxfp4({}), torch.float32)

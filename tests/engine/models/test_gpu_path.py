@@ -1,7 +1,7 @@
-"""Every decoder on CUDA's path, without a GPU: a step mixes no devices and waits for nothing.
+"""Every decoder on CUDA's path, without a GPU: a step does not mix devices or wait.
 
-Models are built, rehearsed, captured and run as on a GPU, on torch's `meta` device (`meta_gpu.py`). What the modes of
-that file note is a failure, except where `EXCEPTIONS` states a reason.
+Models are built, rehearsed, captured and run as on a GPU, on torch's `meta` device (`meta_gpu.py`). Each
+finding of that file's modes is a failure, except where `EXCEPTIONS` states a reason.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ REPRESENTATIVES = (
     "longcat_flash", "mamba", "mamba2", "minicpm3", "minimax", "nemotron_h", "qwen3_next", "recurrent_gemma", "xmod",
     "zamba2", "zaya",
 )  # fmt: skip
-"""Of the generic types, those that `make check` runs: one for each kind of layer."""
+"""The generic types that `make check` runs: one for each kind of layer."""
 FAMILIES = (
     "bloom", "falcon, as its 7b", "gemma3", "gpt_oss", "mpt", "phimoe", "qwen3_moe, a dense layer between",
 )  # fmt: skip
-"""The same of the registered families' cases."""
+"""The same for the registered families' cases."""
 _LOOPS = "transformers' own experts, of a layout that is not replaced, loop over those that were chosen"
 EXCEPTIONS = {
     "dbrx": _LOOPS,
@@ -47,7 +47,7 @@ EXCEPTIONS = {
 }
 """Types whose steps wait for the GPU, and why. They run without CUDA graphs."""
 UNSEEN = {"jetmoe": "its experts divide rows by numbers that they read back, which do not exist here"}
-"""Types that cannot run without numbers. Their steps wait for the GPU."""
+"""Types that cannot run without values. Their steps wait for the GPU."""
 
 _MODEL: dict[str, Any] = {
     "skip_tokenizer_init": True, "dtype": "bfloat16", "verify": False,
@@ -90,7 +90,7 @@ def _launch(parts: EngineParts, plans: list[StepPlan], watch: Watch) -> None:
 
 
 def _run(directory: Path, **options: Any) -> Watch:
-    """Serve a checkpoint: its weights are read on the host and moved, as are a module's other tensors."""
+    """Serve a checkpoint: its weights are read on the host and moved, and so are a module's other tensors."""
     with meta_gpu() as (device, watch):
         parts = _build(directory, device, options)
         executor: Any = parts.executor
@@ -136,7 +136,7 @@ def test_settings(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_the_comparison_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first start of a model without a family: it may read back, but mixes no devices."""
+    """The first startup of a model without a family: it may read back, but does not mix devices."""
     monkeypatch.setenv("PAGEMILL_CACHE_DIR", str(tmp_path))
     build("cohere2", tiny_config("cohere2", 0)).save_pretrained(tmp_path)
     watch = _run(tmp_path, verify=True)

@@ -1,4 +1,4 @@
-"""The text of multimodal checkpoints equals that of transformers' whole model, and nothing else of them is read."""
+"""The text of multimodal checkpoints equals that of transformers' complete model; other tensors are not read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_output_equals_the_whole_model(model_type: str, variant: int, tmp_path: 
 
 
 def test_every_row_is_exact() -> None:
-    """The text type behind each row is exact in outcomes.json, so none of them is left out above."""
+    """The text type of each row is exact in outcomes.json, so none of them is omitted above."""
     assert list(MULTIMODAL) == EXACT
 
 
@@ -72,7 +72,7 @@ def test_other_layouts_compute_the_same(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
 def test_first_qwen_vl_has_its_text_beside_its_vision(model_type: str, tmp_path: Path) -> None:
-    """Flat, with the type of rotation as published: a text's three positions are one number."""
+    """Flat, with the type of rotation as published: a text's three positions are one value."""
     _, expected = write_multimodal(model_type, 0, tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     text = content.pop("text_config")
@@ -95,7 +95,7 @@ def test_tensors_of_images_are_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert tensors.keys() == {
         name.removeprefix("language_model.") for name in stored if name.startswith("language_model.")
     }
-    # What is not read may be of a type that no text has.
+    # Unread parts may be of a type that no text has.
     save_file(
         stored | {"vision_tower.codes": torch.zeros(3, dtype=torch.int8)}, tmp_path / "model.safetensors"
     )

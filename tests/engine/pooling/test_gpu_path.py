@@ -1,4 +1,4 @@
-"""Models for vectors and scores on CUDA's path, without a GPU: nothing that they compute with stays on the host."""
+"""Models for vectors and scores on CUDA's path, without a GPU: no tensor of the computation stays on the host."""
 
 from __future__ import annotations
 

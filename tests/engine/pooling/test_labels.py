@@ -1,4 +1,4 @@
-"""Labels and scores are transformers' own, and a cross-encoder's are Sentence Transformers'."""
+"""Labels and scores equal transformers' own, and a cross-encoder's equal Sentence Transformers'."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with warnings.catch_warnings():
 TEXTS = texts_of_all_lengths(24, 20)
 QUERY = "w3 w1 w4 w1 w5"
 FAMILIES = {name: config for name, config in (ENCODERS | DECODERS).items() if name != "qwen2"}
-"""Qwen2's tokenizer knows bytes alone, whatever the directory holds."""
+"""Qwen2's tokenizer supports only bytes, regardless of the directory."""
 
 
 def saved(directory: Path, name: str, num_labels: int, **fields: Any) -> Any:
@@ -43,7 +43,7 @@ def saved(directory: Path, name: str, num_labels: int, **fields: Any) -> Any:
 
 
 def logits(directory: Path, model: Any, texts: list[Any]) -> torch.Tensor:
-    """One text at a time, so that nothing is padded."""
+    """One text at a time, so that no text is padded."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     rows = []
     for text in texts:

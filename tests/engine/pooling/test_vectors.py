@@ -1,4 +1,4 @@
-"""Vectors are Sentence Transformers', whatever the model, the pooling and the company of other texts."""
+"""Vectors equal Sentence Transformers', for any model, pooling and combination of texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXACT = 0.99999
 
 
 def saved(directory: Path, config: Any, modes: Any, *further: Any, **options: Any) -> SentenceTransformer:
-    """A Sentence Transformers directory, and their object for it."""
+    """A Sentence Transformers directory, and the library's object for it."""
     save_base(directory / "base", config, AutoModel)
     pooling = st.Pooling(config.hidden_size, modes, **options.pop("pooling", {}))
     transformer = st.Transformer(str(directory / "base"))
@@ -60,7 +60,7 @@ def test_every_encoder(tmp_path: Path, name: str) -> None:
 def test_every_decoder(tmp_path: Path, name: str) -> None:
     theirs = saved(tmp_path, DECODERS[name], "lasttoken", st.Normalize())
     engine = engine_of(tmp_path / "model", max_num_batched_tokens=256)
-    if name != "qwen2":  # its tokenizer knows bytes alone, whatever the directory holds
+    if name != "qwen2":  # its tokenizer supports only bytes, regardless of the directory
         found = run(engine, "embed", TEXTS)
         assert closest(found, theirs.encode(TEXTS)) >= EXACT
         assert closest(found[:-1], found[1:]) < 0.999, "the texts' vectors differ"

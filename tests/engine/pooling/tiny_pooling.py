@@ -1,4 +1,4 @@
-"""Tiny random models that give vectors or scores, saved as their own libraries save them, and ways to run ours."""
+"""Tiny random models for vectors or scores, saved as their own libraries save them, and helpers to run them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ DECODERS: dict[str, Any] = {
 
 
 def save_tokenizer(directory: Path, model_type: str, *, longest: int = 60) -> None:
-    """A word a token; encoders enclose texts in special tokens, decoders end them with one."""
+    """A token per word; encoders enclose texts in special tokens, decoders end them with one."""
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -91,7 +91,7 @@ def save_tokenizer(directory: Path, model_type: str, *, longest: int = 60) -> No
 
 
 def save_base(directory: Path, config: Any, model_class: Any) -> Any:
-    """Save a random model with wide weights, so that every text has another vector."""
+    """Save a random model with wide weights, so that every text has a different vector."""
     torch.manual_seed(1)
     model = model_class.from_config(config)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def run(engine: PoolingEngine, kind: Any, texts: Sequence[Any], **fields: Any) -
 
 
 def closest(found: np.ndarray[Any, Any], wanted: Any) -> float:
-    """Return the least cosine between rows that should be equal."""
+    """Return the lowest cosine between rows that should be equal."""
     wanted = np.asarray(wanted, np.float64).reshape(found.shape)
     product = (found.astype(np.float64) * wanted).sum(1)
     return float((product / np.linalg.norm(found, axis=1) / np.linalg.norm(wanted, axis=1)).min())

@@ -1,4 +1,4 @@
-"""A beam search written from its definition: every continuation of every beam is ranked, nothing is cut short."""
+"""A beam search written from its definition: every continuation of every beam is ranked, without shortcuts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def beam_search(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
 ) -> list[BeamOutput]:
-    """The finished beams, best first. `scores` is asked once per live beam and step."""
+    """The finished beams, best first. `scores` is called once per live beam and step."""
     live: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[BeamOutput] = []
     for length in range(1, max_tokens + 1):

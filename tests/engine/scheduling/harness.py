@@ -1,4 +1,4 @@
-"""Drives a `Scheduler` with a `HashModel` the way the engine's step loop does, checking everything after each call."""
+"""Drives a `Scheduler` with a `HashModel` like the engine's step loop, with checks after each call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_request(
     grammar: Callable[[int], Grammar] | None = None,
     **params: object,
 ) -> Request:
-    """A request as the engine builds it; greedy and 8 tokens long unless told otherwise."""
+    """A request as the engine builds it; greedy and 8 tokens long unless specified otherwise."""
     sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))  # type: ignore[arg-type]
     request = Request(request_id, list(prompt), sampling, seed, priority, arrival)
     request.sequences = [
@@ -75,9 +75,9 @@ def schedule(harness: Harness) -> StepPlan:
 
 
 class ScriptGrammar:
-    """A made-up grammar: three tokens may follow each state, some force up to two more, then it is complete.
+    """A simulated grammar: three tokens may follow each state, some force up to two more, then it is complete.
 
-    `delay`: it is asked so often, for each token, until it is ready.
+    `delay`: the number of calls, for each token, until it is ready.
     """
 
     def __init__(self, script: int, length: int, vocab_size: int, delay: int = 0) -> None:
@@ -209,7 +209,7 @@ class Harness:
         return self.searches.drive(self.scheduler.update(plan, result))
 
     def recover(self, plan: StepPlan) -> None:
-        """As the engine does: retry, and fail the request that raises alone a second time."""
+        """Like the engine: retry, and fail the request that raises alone a second time."""
         request_ids = self.scheduler.request_ids(plan)
         self.scheduler.recover(plan)
         self.check()
@@ -229,7 +229,7 @@ class Harness:
         self.check_idle()
 
     def check(self, plan: StepPlan | None = None) -> None:
-        """Integrity, the four states, and poison for whatever is free: a step in flight may not need it.
+        """Integrity, the four states, and poison for free blocks: a step in flight must not need them.
 
         `plan` is about to be launched.
         """
@@ -253,7 +253,7 @@ class Harness:
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
     def check_outputs(self, expected: dict[str, list[tuple[list[int], FinishReason]]]) -> None:
-        """Every sample of every request that did not fail or abort is what the oracle says."""
+        """Every sample of every request that did not fail or abort equals the oracle's."""
         for request_id, samples in expected.items():
             got = [(s.output_token_ids, s.finish_reason) for s in self.requests[request_id].sequences]
             assert got == samples, request_id

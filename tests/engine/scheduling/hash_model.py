@@ -1,10 +1,10 @@
 """A model without a network: its next token is a hash of all tokens so far, read back through block tables.
 
-The KV cache is a real array with one (token, position, group) per slot, written and read only through block tables,
-so any wrong block, missed copy, stale row or early reuse changes the output or trips an assertion. A group of layers
-with a window reads what its window shows, and no more. With recurrent layers each row also has a state, all tokens
-that went into it, which must be those before the next token.
-`HashOracle` computes the same tokens from the plain token list.
+The KV cache is a real array with one (token, position, group) per slot, written and read only through block
+tables, so any wrong block, missed copy, stale row or early reuse changes the output or trips an assertion. A
+group of layers with a window reads only the tokens in its window. With recurrent layers each row also has a
+state, the list of its tokens, which must be those before the next token. `HashOracle` computes the same
+tokens from the plain token list.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HashOracle:
     def scores(
         self, token_ids: list[int], num_output_tokens: int, params: SamplingParams
     ) -> list[tuple[int, float]]:
-        """A made-up log probability for every token that may follow, best first."""
+        """A simulated log probability for every token that may follow, best first."""
         banned: set[int] = set()
         if num_output_tokens < params.min_tokens:
             banned = {*params.stop_token_ids, *self.eos_token_ids}
@@ -113,8 +113,8 @@ class HashStep:
 class HashModel:
     """An executor over `num_blocks` blocks. A step runs when it is waited for, in launch order.
 
-    Running late is the worst case for the scheduler: whatever it hands out or poisons too early is then gone
-    by the time an older step reads it. `bad_steps` raise; so does computing one of `bad_tokens`. A sequence
+    Running late is the worst case for the scheduler: a block that it assigns or poisons too early is then
+    lost when an older step reads it. `bad_steps` raise; so does computing one of `bad_tokens`. A sequence
     that holds one of `nan_tokens` samples from logits that are not finite.
     """
 
@@ -133,7 +133,7 @@ class HashModel:
     _cache: list[list[Slot]] = field(init=False)
     _rows: dict[int, _Row] = field(default_factory=dict)
     _states: dict[int, list[int]] = field(default_factory=dict)
-    """Row -> what its slot holds, whoever wrote it."""
+    """Row -> the content of its slot, regardless of the writer."""
     _launched: deque[HashStep] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -156,7 +156,7 @@ class HashModel:
                 self._void_launched()
 
     def _void_launched(self) -> None:
-        """Steps launched after a failed one yield garbage: an error, or tokens that must not be used."""
+        """Steps launched after a failed one return garbage: an error, or tokens that must not be used."""
         for step in self._launched:
             if step.plan.step_id % 2:
                 step.result = BadStep("a step before it failed")
@@ -169,7 +169,7 @@ class HashModel:
     def poison(self, block_ids: list[int]) -> None:
         """Mark blocks as free: reading them from now on is an error.
 
-        Except for a step on its way that copies them to the host: it does so before anything is written.
+        Except for a step in flight that copies them to the host: it does so before any write.
         """
         leaving = {block_id for step in self._launched for block_id, _ in step.plan.host_stores}
         for block_id in set(block_ids) - leaving:
@@ -248,12 +248,12 @@ class HashModel:
                     self._advance(work.row, position)
         if self.windows != (None,):
             for work in plan.work:
-                self._read(work.row, work.start)  # of a chunk's tokens it reads furthest back
+                self._read(work.row, work.start)  # the earliest position that a chunk's tokens read
         self.num_tokens_computed += len(where)
         return where
 
     def _advance(self, row: int, position: int) -> None:
-        """Take a token into a row's state; the first one starts a new state."""
+        """Add a token to a row's state; the first one starts a new state."""
         state = self._states[row] if position else []
         known = self._rows[row].token_ids
         assert state == [known[place] for place in range(position)], f"row {row} has another one's state"
@@ -265,7 +265,7 @@ class HashModel:
         return self._rows[row].block_ids[column * len(self.windows) + group], offset
 
     def _read(self, row: int, last_position: int) -> list[int]:
-        """Read what the query at a position sees in every group; returns all tokens up to it."""
+        """Read the tokens that the query at a position sees in every group; returns all tokens up to it."""
         tokens = [self._rows[row].token_ids[position] for position in range(last_position + 1)]
         for group, window in enumerate(self.windows):
             reach = len(tokens) if window is None else window if window > 0 else last_position % -window + 1

@@ -103,7 +103,7 @@ class TestAdmission:
         assert request.sequences[0].output_token_ids == expected(harness, request)[0]
 
     def test_shared_prompt_blocks_count_once_towards_fitting(self) -> None:
-        # 8 prompt tokens in 2 shared blocks, and each sample's 4 + 1 further slots in 2 of its own.
+        # 8 prompt tokens in 2 shared blocks, and each sample's 4 + 1 further slots in 2 separate ones.
         assert Harness(make_config(num_kv_blocks=7)).add(make_request("a", range(8), n=2, max_tokens=6))
         with pytest.raises(NeverFits):
             Harness(make_config(num_kv_blocks=6)).add(make_request("a", range(8), n=2, max_tokens=6))

@@ -1,4 +1,4 @@
-"""Planning a step before the one in flight has told its tokens."""
+"""Planning a step before the tokens of the step in flight are known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TestDepthOne:
         assert second.samples[0].position == 8
         harness.scheduler.update(first, result(first, 1))
         third = schedule(harness)
-        # Two known or in flight, the third planned: no fourth may follow.
+        # Two known or in flight, the third planned: a fourth must not follow.
         harness.scheduler.update(second, result(second, 1))
         assert harness.schedule() is None
         (update,) = harness.scheduler.update(third, result(third, 1))

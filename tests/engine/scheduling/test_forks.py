@@ -34,7 +34,7 @@ class TestForks:
         ]
         harness.scheduler.update(second, result(second, 1, 2, 3))
         third = schedule(harness)
-        # The first two to write into the shared block copy it; the third is then alone in it.
+        # The first two to write into the shared block copy it; the third then has it alone.
         assert third.block_copies == [(2, 3), (2, 4)]
         assert [work.replaced_blocks for work in third.work] == [[(1, 3)], [(1, 4)], ()]
 
@@ -93,7 +93,7 @@ def test_the_paged_attention_article_s_story_block_by_block() -> None:
     assert (stats.active_blocks, stats.shared_blocks, stats.filled_slots, stats.cow_copies) == (3, 1, 10, 1)
     harness.scheduler.update(plan, result(plan, 51, 61))
 
-    # No more copies: each goes on in its own block, and the prompt's first block stays shared to the end.
+    # No more copies: each continues in its own block, and the prompt's first block stays shared to the end.
     plan = schedule(harness)
     assert (plan.block_copies, [work.replaced_blocks for work in plan.work]) == ([], [(), ()])
     harness.scheduler.update(plan, result(plan, 52, 62))

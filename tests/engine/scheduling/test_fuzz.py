@@ -1,4 +1,4 @@
-"""Random workloads through the scheduler and the hash model: every output must be the sequential oracle's."""
+"""Random workloads through the scheduler and the hash model: every output must equal the sequential oracle's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Workload:
 def blocks_alone(
     request: Request, block_size: int, windows: tuple[int | None, ...] = (None,), chunk: int = 0
 ) -> int:
-    """KV blocks a request needs at most, computed from the definition."""
+    """The maximum number of KV blocks of a request, computed from the definition."""
     total = min(len(request.prompt_token_ids) + request.max_tokens, MAX_MODEL_LEN) - 1
     num_sequences = request.params.num_sequences
     shared = len(request.prompt_token_ids) // block_size if num_sequences > 1 else 0
@@ -98,7 +98,7 @@ def make_workload(
 def make_job(
     rng: random.Random, oracle: HashOracle, request_id: str, prefix: list[int], max_output: int = 14
 ) -> tuple[Request, list[tuple[list[int], str]]]:
-    """A random request, perhaps a resumed one, and what its samples must become."""
+    """A random request, possibly a resumed one, and the expected output of its samples."""
     n = rng.choice([1, 1, 1, 2, 3])
     max_tokens = rng.randint(1, max_output)
     script = rng.randint(0, 5) if rng.random() < 0.25 else None
@@ -243,7 +243,7 @@ def test_outputs_are_the_oracles_while_steps_fail(seed: int) -> None:
 
 
 def with_a_past(windows: list[int | None]) -> tuple[int | None, ...]:
-    """Add a group without chunks: otherwise tokens before a chunk need not be computed, and bad ones raise no error."""
+    """Add a group without chunks: otherwise tokens before a chunk need not be computed, and bad ones do not raise."""
     return tuple(windows) if any(window is None or window > 0 for window in windows) else (*windows, None)
 
 
@@ -266,7 +266,7 @@ def test_outputs_are_the_oracles_with_recurrent_state(
 ) -> None:
     rng = random.Random(seed)
     workload = make_workload(rng, with_failures=with_failures, windows=windows)
-    # As `with_states` does: a state can't return to an earlier token.
+    # Like `with_states`: a state cannot return to an earlier token.
     num_cached = rng.choice([0, 1, 2, 5, 50])
     workload.config = replace(
         workload.config,

@@ -1,4 +1,4 @@
-"""The shortcuts for plain sequences plan what the general way plans, step by step."""
+"""The shortcuts for plain sequences create the same plans as the general path, step by step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.engine.scheduling.test_fuzz import make_workload, run_workload
 
 @contextmanager
 def without_shortcuts() -> Iterator[None]:
-    """No request counts as plain, so every sequence goes the way that beams and grammars go."""
+    """No request counts as plain, so every sequence takes the path of beams and grammars."""
     with mock.patch.object(Request, "classify", return_value=None):
         yield
 
 
 def comparable(plan: StepPlan) -> StepPlan:
-    """Nothing to append is an empty list in one way and an empty tuple in the other."""
+    """Without tokens to append, one path has an empty list and the other an empty tuple."""
     return replace(plan, work=[comparable_work(work) for work in plan.work])
 
 
@@ -42,7 +42,7 @@ def comparable_work(work: RowWork) -> RowWork:
 
 
 def history(harness: Harness) -> tuple[object, ...]:
-    """All that a run planned, and what became of it."""
+    """All plans of a run, and its outcome."""
     scheduler = harness.scheduler
     return (
         [comparable(plan) for plan in harness.plans],
@@ -69,7 +69,7 @@ def test_shortcuts_change_no_plan(seed: int, with_failures: bool) -> None:
 
 
 def test_a_decoding_row_takes_the_shortcut_until_its_block_is_full() -> None:
-    """Otherwise the test above would compare the general way with itself."""
+    """Otherwise the test above would compare the general path with itself."""
     harness = Harness(make_config(block_size=4))
     harness.add(make_request("a", [1, 2, 3], max_tokens=6, ignore_eos=True))
     taken: list[bool] = []

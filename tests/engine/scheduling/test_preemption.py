@@ -1,4 +1,4 @@
-"""Preemption: the victims when blocks run out, and what they keep."""
+"""Preemption: the victims when blocks run out, and the state that they keep."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestPreemption:
         for name in "abc":
             harness.add(make_request(name, range(4), max_tokens=12))
         harness.run()
-        # Each shortage is one block; a second victim in the same step would have been one too many.
+        # Each shortage is one block; a second victim in the same step would be too many.
         victims = [len(plan.freed_rows) for plan in harness.plans]
         assert harness.scheduler.stats().preemptions > 0
         assert max(victims) == 1
@@ -60,7 +60,7 @@ class TestPreemption:
         youngest = harness.add(make_request("youngest", range(3), max_tokens=2))
         first, second = schedule(harness), schedule(harness)
         harness.scheduler.update(first, result(first, 1, 1))
-        # Two blocks are left, "old" wants three: it waits for the victim's, which the step in flight names.
+        # Two blocks are left, "old" needs three: it waits for the victim's, which the step in flight uses.
         assert harness.schedule() is None
         assert harness.scheduler.kv_cache.stats().free_blocks == 2
         harness.scheduler.update(second, result(second, 1, 1))

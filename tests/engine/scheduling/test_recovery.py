@@ -1,4 +1,4 @@
-"""Steps that raise: who is retried, who is blamed, what is void."""
+"""Steps that raise: retried, blamed and void requests."""
 
 from __future__ import annotations
 

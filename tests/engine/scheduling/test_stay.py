@@ -1,4 +1,4 @@
-"""What a request's time in the engine goes to: each cause by itself, with the echo model."""
+"""A breakdown of a request's time in the engine: each cause alone, with the echo model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add(engine: Engine, name: str, tokens: int = 20, *, priority: int = 0, regex
 
 
 def run(engine: Engine) -> dict[str, dict[StayCause, int]]:
-    """Step until all have ended; returns where their time went."""
+    """Step until all have finished; returns the breakdown of their time."""
     stays = {}
     while engine.has_unfinished():
         for output in engine.step():

@@ -1,4 +1,4 @@
-"""Ends of sequences, and tokens that grammars force on the way."""
+"""Ends of sequences, and intermediate tokens that grammars force."""
 
 from __future__ import annotations
 

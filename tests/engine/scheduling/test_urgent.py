@@ -1,4 +1,4 @@
-"""Urgent requests take rows from the newest low ones, which lose no token and never stop."""
+"""Urgent requests take batch slots from the newest low ones, which do not lose tokens and always progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIGH, NORMAL, LOW = -1, 0, 1
 
 
 def full(priority: int = LOW, *, max_tokens: int = 40, **changes: object) -> tuple[Harness, list[Request]]:
-    """Four rows, all of them taken."""
+    """Four batch slots, all of them occupied."""
     harness = Harness(make_config(**({"max_num_seqs": 4} | changes)))
     requests = [
         harness.add(make_request(f"r{i}", [i, *PROMPT], priority=priority, arrival=i, max_tokens=max_tokens))
@@ -118,7 +118,7 @@ def test_who_was_displaced_gets_on_before_it_is_displaced_again() -> None:
 
 @pytest.mark.parametrize(("caching", "length"), [(False, 60), (True, 80)], ids=["too large", "in the cache"])
 def test_none_is_displaced_in_vain(caching: bool, length: int) -> None:
-    """The blocks are a normal request's, or are shared with it."""
+    """The blocks belong to a normal request, or are shared with it."""
     harness = Harness(make_config(max_num_seqs=8, num_kv_blocks=33, enable_prefix_caching=caching))
     harness.add(make_request("normal", range(80), priority=NORMAL, max_tokens=40))
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Scheduling and the plain types it shares with execution are importable, and run, where there is no torch."""
+"""Scheduling and the plain types it shares with execution are importable, and run, without torch."""
 
 from __future__ import annotations
 

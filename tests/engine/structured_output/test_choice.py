@@ -1,4 +1,4 @@
-"""`choice`: the output is one of the labels, and what is certain is not sampled."""
+"""`choice`: the output is one of the labels, and certain tokens are not sampled."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_two_labels_with_the_same_tokens_are_one() -> None:
 
 
 def dictionaries(labels: list[list[int]]) -> dict[int, Any]:
-    """The same trie, a dictionary a node."""
+    """The same trie, with a dictionary per node."""
     root: dict[int, Any] = {}
     for label in labels:
         node = root

@@ -1,4 +1,4 @@
-"""Generation under a schema: who fails, what is told, and that nothing but the schema decides the shape."""
+"""Generation under a schema: failing requests, their errors, and an output shape from the schema alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TICKET = {
     "additionalProperties": False,
 }
 RUNS_OUT = "((a{1,1000}){1,1000}){1,1000}"
-"""Compiles, and reaches the library's limits after some thirty tokens."""
+"""Compiles, and reaches the library's limits after about thirty tokens."""
 
 
 def shaped(**shape: Any) -> StructuredOutputs:
@@ -271,7 +271,7 @@ def smollm2() -> LLM:
 
 @pytest.mark.slow
 def test_a_real_model_writes_what_the_schemas_say(smollm2: LLM) -> None:
-    """Sampled as wildly as it gets: what holds the shape together is the mask alone."""
+    """Sampled at the maximum randomness: only the mask maintains the shape."""
     schemas: list[dict[str, Any]] = [
         POINT,
         TICKET,
@@ -332,7 +332,7 @@ def test_a_pydantic_class_ends_with_a_small_model(smollm2: LLM) -> None:
 def test_whose_mask_is_not_there_sits_steps_out_and_writes_the_same(
     smollm2: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hostile request of many samples costs the others no more than a bounded time per step, and no token."""
+    """A malicious request of many samples costs the others at most a bounded time per step, and no token."""
     engine = smollm2.engine
     story = params(max_tokens=12, ignore_eos=True)
     pointed = params(temperature=1.0, seed=5, structured_outputs=shaped(json=json.dumps(POINT)))

@@ -1,4 +1,4 @@
-"""The processes of schemas: what is refused, what is ended, and who goes on when one was."""
+"""The processes of schemas: rejected schemas, stopped processes, and the requests that continue afterwards."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from pagemill.engine.text.tokenizer import ByteTokenizer
 VOCABULARY = GrammarVocabulary.from_tokenizer(ByteTokenizer(), 264, (256,))
 assert VOCABULARY is not None
 SLOW = json.dumps({"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(8000)}})
-"""Takes seconds to compile: each of its optional properties may follow each other."""
+"""Takes seconds to compile: any of its optional properties may follow any other."""
 ALTERNATIVES = "|".join(f'b "{number:x}"' for number in range(1999))
 BOMB = f'start: /[a-z]{{40}}/ b\nb: "!"|{ALTERNATIVES}'
-"""Costs next to nothing for 40 letters, and then seconds for one row of the parser, which no limit of the library
-ends."""
+"""Costs almost nothing for 40 letters, and then seconds for one row of the parser, which no limit of the
+library stops."""
 
 
 def make(**limits: Any) -> SchemaCompiler:
@@ -70,7 +70,7 @@ def pump_until(compiler: SchemaCompiler, is_over: Callable[[], bool]) -> None:
 
 
 def start(compiler: SchemaCompiler, kind: str, text: str, budget: MaskBudget | None = None) -> ServedGrammar:
-    """Raises what compiling ended in."""
+    """Raises the error of the compilation."""
     schema = compiler.compile(kind, text)
     grammar = schema.grammar(budget or MaskBudget())
     pump_until(compiler, lambda: schema.is_done)
@@ -322,7 +322,7 @@ def test_a_token_that_takes_too_long_is_waited_for_once(compiler: SchemaCompiler
 def test_masks_that_are_slow_again_and_again_delay_the_others_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For 10 s an output after the other takes 0.1 s for its first mask, beside steps of 5 ms. By a simulated clock."""
+    """For 10 s, successive outputs take 0.1 s for their first mask, next to steps of 5 ms. With a simulated clock."""
     compiler = make()
     start(compiler, "regex", "a+")
     now, end = 0.0, 10.0
@@ -353,7 +353,7 @@ def test_masks_that_are_slow_again_and_again_delay_the_others_for_a_bounded_time
 
 @pytest.mark.slow
 def test_a_hostile_schema_delays_others_by_its_first_try_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it is sent: an ordinary schema is compiled after at most 0.3 s of CPU time of others."""
+    """For any number of submissions: an ordinary schema is compiled after up to 0.3 s of CPU time of others."""
     compiler = make(time_limit_s=1.0)
     start(compiler, "regex", "a+")
     forks: list[None] = []
@@ -373,7 +373,7 @@ def test_a_hostile_schema_delays_others_by_its_first_try_alone(monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_whoever_asks_beside_it_is_answered_by_another_process(compiler: SchemaCompiler, place: int) -> None:
-    """Before it or after it: an answer that was ready may not have been sent when the process ended."""
+    """Before it or after it: a reply that was ready may not have been sent when the process stopped."""
     doomed = start(compiler, "grammar", BOMB)
     doomed.replay([ord("x")] * 30)
     pump_until(compiler, lambda: doomed.is_ready)
@@ -417,7 +417,7 @@ def test_an_ambiguous_grammar_ends_when_its_request_has_spent_its_time(
 def test_a_replay_is_not_charged_to_the_masks_budget(
     compiler: SchemaCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long output that resumes has no tokens to its account yet: its replay alone would spend the budget."""
+    """A long output that resumes does not have tokens on its account yet: its replay alone would use up the budget."""
     budget = MaskBudget()
     grammar = compiler.compile("regex", "[a-z]*").grammar(budget)
     answers: list[Answer] = []
@@ -477,7 +477,7 @@ def test_ordinary_schemas_stay_far_below_the_limits(compiler: SchemaCompiler, ki
 def test_an_output_that_fills_the_lexer_alone_fails_and_one_that_finds_it_full_does_not(
     compiler: SchemaCompiler,
 ) -> None:
-    """All outputs of a schema share a lexer, whose states are limited: strangers may have used them up."""
+    """All outputs of a schema share a lexer, whose states are limited: other clients may have used them up."""
     kind, text = "regex", "((a{1,1000}){1,1000}){1,1000}"
     lengths: list[int] = []
     for _ in range(2):
@@ -539,7 +539,7 @@ def test_nothing_is_left_of_an_engine_that_was_killed() -> None:
 def is_running(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"  # a zombie is its new parent's to bury
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"  # only the new parent can reap a zombie
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -115,7 +115,7 @@ def compiled(schema: Schema) -> CompiledSchema:
 
 
 def verdict(schema: CompiledSchema, value: Any) -> str:
-    """Return whether a value is accepted, refused by the grammar, or refused once it is complete."""
+    """Return whether a value is accepted, rejected by the grammar, or rejected once it is complete."""
     grammar, data = schema.start(), json.dumps(value).encode()
     position = 0
     while position < len(data) and not grammar.is_complete:

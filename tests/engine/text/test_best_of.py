@@ -1,4 +1,4 @@
-"""best_of: more samples are drawn than returned, and the likeliest are told of at the end."""
+"""best_of: more samples are drawn than returned, and the most likely ones are reported at the end."""
 
 from __future__ import annotations
 

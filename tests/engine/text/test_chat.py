@@ -1,4 +1,4 @@
-"""Chats: the model's own template, and what is counted."""
+"""Chats: the model's own template, and the counted tokens."""
 
 from __future__ import annotations
 

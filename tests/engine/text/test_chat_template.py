@@ -1,4 +1,4 @@
-"""The chat template: the file asked for, the model's own, or a line that says what to do."""
+"""The chat template: the given file, the model's own, or a line with the remedy."""
 
 from __future__ import annotations
 

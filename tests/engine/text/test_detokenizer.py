@@ -1,4 +1,4 @@
-"""Text arrives in pieces, and the pieces are the text."""
+"""Text arrives in pieces, and the pieces add up to the text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer(name: str) -> Tokenizer:
 
 @lru_cache
 def byte_tokens() -> list[int]:
-    """smollm2's token of every single byte that it has one for."""
+    """smollm2's token for every single byte that has one."""
     smollm2 = tokenizer("smollm2")
     alphabet = {}
     for token in range(smollm2.vocab_size):
@@ -177,7 +177,7 @@ def test_random_byte_tokens_and_every_cut(
     cut = data.draw(st.integers(1, len(tokens)))
     pieces = "".join(deltas(name, tokens[:cut], split(tokens[cut:], sizes)))
     assert expected.endswith(pieces)
-    # What is before the output is the prompt's, up to a character that the output completes.
+    # The text before the output belongs to the prompt, up to a character that the output completes.
     shown = len(expected) - len(pieces)
     prompt = "".join(deltas(name, [], [tokens[:cut]]))
     assert expected[:shown].rstrip(REPLACEMENT) == prompt.rstrip(REPLACEMENT)
@@ -286,7 +286,7 @@ def test_released_text_is_the_text_up_to_the_stop(stops: list[str], pieces: list
         assert not any(stop in text for stop in stops)
         return
     assert found in stops
-    # The first piece that completes a stop string ends the text, at the leftmost one it holds then.
+    # The first piece that completes a stop string ends the text, at the leftmost one it contains then.
     seen = next(
         "".join(pieces[: n + 1])
         for n in range(len(pieces))

@@ -1,4 +1,4 @@
-"""Chats with gpt-oss: what its template gets, where a structure begins, and what is refused."""
+"""Chats with gpt-oss: the template's input, the start of a structure, and rejected requests."""
 
 from __future__ import annotations
 

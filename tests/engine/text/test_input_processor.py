@@ -1,4 +1,4 @@
-"""Every refusal has its code, and what is accepted is complete."""
+"""Every rejection has its code, and accepted requests are complete."""
 
 from __future__ import annotations
 

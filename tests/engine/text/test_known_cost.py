@@ -1,4 +1,4 @@
-"""Which tokenizers encode in the engine's threads: published ones do, and none whose cost a text can raise."""
+"""Tokenizers that encode in the engine's threads: published ones do, and none whose cost a text can raise."""
 
 from __future__ import annotations
 

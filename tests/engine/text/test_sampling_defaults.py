@@ -1,4 +1,4 @@
-"""A model's generation_config.json decides what a request does not set."""
+"""A model's generation_config.json determines the settings that a request omits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
 def processor(defaults: SamplingDefaults, max_model_len: int = 1000) -> InputProcessor:
     limits = InputLimits(vocab_size=257, max_model_len=max_model_len, pool_tokens=500, max_num_seqs=4)
     made = InputProcessor(ByteTokenizer(), limits, defaults=defaults)
-    return pickle.loads(pickle.dumps(made))  # as a worker in another process gets it
+    return pickle.loads(pickle.dumps(made))  # as a worker in another process receives it
 
 
 def params_of(defaults: SamplingDefaults, **fields: Any) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Templates and tokenizers of a hostile publisher: a typed error within limits, and the next text is served."""
+"""Templates and tokenizers of a malicious publisher: a typed error within limits, and the next text is processed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_templates_render_as_in_transformers(tmp_path: Path, template: str) -> N
         chat, tokenize=False, add_generation_prompt=True, x=[1]
     )
     assert HuggingFaceTokenizer(tmp_path).render_chat(chat, (), {"x": [1]}) == expected
-    # Some versions of transformers have only the name that the message has.
+    # Some versions of transformers have only the name in the message.
     names = "{{ messages[-1].thinking }} {{ messages[-1].reasoning_content }}"
     (tmp_path / "chat_template.jinja").write_text(names)
     assert HuggingFaceTokenizer(tmp_path).render_chat(chat, (), {}) == "why why"
@@ -154,7 +154,7 @@ def test_a_decoder_without_bounds_is_no_model(tmp_path: Path) -> None:
 
 
 class PanicException(BaseException):
-    """What Rust's panics look like: no Exception."""
+    """The form of Rust's panics: not an Exception."""
 
 
 def test_a_panic_is_an_error_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

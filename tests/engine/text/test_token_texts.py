@@ -1,4 +1,4 @@
-"""Texts of single tokens: their bytes, one after the other, are the text's."""
+"""Texts of single tokens: their concatenated bytes are those of the text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bytes_of(texts: TokenTexts, token_ids: list[int]) -> bytes:
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=40))
 def test_tokens_are_the_texts_bytes(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    # A vocabulary may lack bytes: what it takes in is what it gives out.
+    # A vocabulary may lack bytes: its decoded output equals its encoded input.
     taken = tokenizer.decode(token_ids, skip_special_tokens=False)
     if "\ufffd" not in taken:
         # Some decoders strip the first space, which is part of a token.

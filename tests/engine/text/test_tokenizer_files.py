@@ -1,4 +1,4 @@
-"""Tokenizers as publishers ship them: converted, and the same ids as their own library gives."""
+"""Tokenizers as publishers ship them: converted, and the same ids as their own library returns."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class TestSentencePiece:
         assert not (tmp_path / "ran").exists()
 
     def test_what_follows_a_special_token(self, tmp_path: Path) -> None:
-        """`legacy`: as after a space; otherwise as it stands."""
+        """`legacy`: as after a space; otherwise unchanged."""
         file = train(tmp_path, model_type="bpe")
         reference = sentencepiece.SentencePieceProcessor(model_file=str(file))
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -209,7 +209,7 @@ class TestTiktoken:
 
 class TestOthers:
     def byte_level(self, directory: Path, kind: str) -> FastTokenizer:
-        """vocab.json and merges.txt, as GPT-2 and OPT ship them; returns what reads them the same way."""
+        """vocab.json and merges.txt, as GPT-2 and OPT ship them; returns a tokenizer that reads them the same way."""
         tokenizer = FastTokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,4 +1,4 @@
-"""Chats with tools on real templates and a real vocabulary: prompts, and forced calls that are valid as they come."""
+"""Chats with tools on real templates and a real vocabulary: prompts, and forced calls that are always valid."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_too_many_names_of_parameters_are_refused(templated: HuggingFaceTokenize
 
 @pytest.mark.slow
 def test_a_model_in_this_process_takes_tools_and_variables(llm: LLM) -> None:
-    """As a job does: the same prompt, and a forced call that the schema allows."""
+    """Like a job: the same prompt, and a forced call that the schema allows."""
     params = SamplingParams(max_tokens=80, temperature=1.0, seed=7)
     assert llm.engine.tokenizer is not None
     chat = ChatFormat(llm.engine.tokenizer).prepare(

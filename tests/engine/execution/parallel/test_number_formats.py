@@ -1,4 +1,4 @@
-"""Formats of numbers, drafts and windows over two processes: what one process computes."""
+"""Number formats, drafts and windows over two processes: the same results as in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 IS_BF16_NATIVE = CpuBackend().module_dtype(torch.bfloat16) is torch.float32
 COPIED = [[9, 3, 60, 33, 8, 21] * 5, *PROMPTS]
-"""Prompts of which one repeats itself: a draft follows."""
+"""Prompts, one of which repeats itself: a draft follows."""
 
 
 def scored(llm: LLM) -> torch.Tensor:
@@ -29,7 +29,7 @@ def scored(llm: LLM) -> torch.Tensor:
 
 
 def both(directory: Path, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same numbers of one process and of two."""
+    """Return the same values of one process and of two."""
     found = []
     for size in (1, 2):
         llm = make_llm(directory, tensor_parallel_size=size, **options)
@@ -41,8 +41,8 @@ def both(directory: Path, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_int8_weights_split_at_whole_groups(tmp_path: Path) -> None:
-    """A rank's groups of inputs are those of the whole, so that sums are the same but for their order. A sum that
-    falls between two integers may be rounded to the other one, so a few numbers differ by more."""
+    """A rank's groups of inputs are those of the complete model, so that sums differ only in their order. A
+    sum between two integers may be rounded to the other one, so a few values differ by more."""
     directory = save("qwen3", tmp_path)  # half of its inputs are 32
     whole, split = both(directory, quantization="int8", dtype="float32")
     exact = scored(make_llm(directory, dtype="float32"))
@@ -52,7 +52,7 @@ def test_int8_weights_split_at_whole_groups(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not IS_BF16_NATIVE, reason="this CPU multiplies no bfloat16 numbers")
 def test_bfloat16_weights(tmp_path: Path) -> None:
-    """Ranks add their products in fp32."""
+    """Ranks add their partial results in fp32."""
     directory = save("qwen3", tmp_path)
     whole, split = both(directory, dtype="bfloat16")
     exact = scored(make_llm(directory, dtype="float32"))
@@ -62,7 +62,7 @@ def test_bfloat16_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_drafts_and_windows(name: str, tmp_path: Path) -> None:
-    """Of Gemma 2 every other layer has a window: two groups of blocks."""
+    """In Gemma 2 every other layer has a window: two groups of blocks."""
     directory = save(name, tmp_path)
     params = SamplingParams(max_tokens=60, **GREEDY)
     plain = make_llm(directory, num_speculative_tokens=0, dtype="float32")

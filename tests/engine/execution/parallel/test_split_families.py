@@ -1,4 +1,4 @@
-"""Every family over several processes: the tokens of one, from parts of the weights."""
+"""Every family over several processes: the tokens of one process, from parts of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.models.test_families import SMALL_STEPS, make_llm, run
 
 CASES = NATIVE_CASES | REMOTE_CASES
 QUICK = ("falcon, as its 40b", 2), ("gpt2", 2)
-"""One whose projections lie together by KV head, and one with transposed weights."""
+"""One whose projections are stored together by KV head, and one with transposed weights."""
 
 
 def described(checkpoint: TinyCheckpoint) -> tuple[Family, Any, TensorSplit]:
@@ -28,7 +28,7 @@ def described(checkpoint: TinyCheckpoint) -> tuple[Family, Any, TensorSplit]:
 
 
 def can_have(checkpoint: TinyCheckpoint, size: int) -> bool:
-    """Return True if so many ranks can have the model."""
+    """Return True if the model can be split over so many ranks."""
     family, model_config, split = described(checkpoint)
     return (
         SplitSizes.from_config(model_config, split, family.num_kv_heads(model_config)).obstacle(size) is None
@@ -61,7 +61,7 @@ def test_output_equals_that_of_one_process(case: str, size: int, tmp_path: Path)
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_rank_takes_its_part_of_the_files(case: str) -> None:
-    """Whole are embeddings, norms and the biases that are added once; keys and values where heads are too few."""
+    """Not split: embeddings, norms and biases that are added once; keys and values if there are too few heads."""
     checkpoint = CASES[case]()
     family, model_config, split = described(checkpoint)
     tensors: Any = family.convert_tensors(dict(checkpoint.tensors), model_config)

@@ -1,4 +1,4 @@
-"""One model over several processes: the same tokens as in one, whatever the scheduler does."""
+"""One model over several processes: the same tokens as in one, for any schedule."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
 pytestmark = pytest.mark.slow
 
 
-VOCAB_SIZE = 61  # no multiple of anything: the last rank has fewer tokens
+VOCAB_SIZE = 61  # not a multiple of anything: the last rank has fewer tokens
 SHARED = [5, 17, 42, 9, 3, 60, 33, 8, 21, 2, 50, 11, 7, 29, 31, 44, 12, 1]
 PROMPTS = [SHARED[:1], SHARED, [*SHARED, 40, 41], [*SHARED, 40, 41, 55], SHARED[::-1] * 2, [9] * 33]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -138,14 +138,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(llama: Path) -> LLM:
-    """The model in one process, with room for everything at once."""
+    """The model in one process, with enough space for all requests together."""
     return make_llm(llama)
 
 
 @pytest.fixture(scope="module")
 def two(llama: Path) -> Iterator[LLM]:
-    """The model in two, with a pool and a budget that everything is too large for, and steps that overlap: a plan
-    is sent before the tokens it goes on from are known."""
+    """The model in two processes, with a small pool and budget, and steps that overlap: a plan is sent before
+    the tokens that it continues from are known."""
     llm = make_llm(
         llama, tensor_parallel_size=2, num_kv_blocks=40, max_num_batched_tokens=12, host_cache_gib=0.001,
         async_scheduling=True, pad_to_bucket=True,
@@ -155,7 +155,7 @@ def two(llama: Path) -> Iterator[LLM]:
 
 
 class TestTwoRanks:
-    """One pair of processes for all: starting them is what takes time."""
+    """One pair of processes for all tests, since startup takes most of the time."""
 
     def test_each_has_half_of_every_layer(self, one: LLM, two: LLM) -> None:
         whole, shared = one.engine.stats(), two.engine.stats()
@@ -248,7 +248,7 @@ def test_every_family_over_two_and_four_ranks(name: str, size: int, tmp_path: Pa
 
 
 def test_phi3_splits_where_its_layers_stay_as_they_are(tmp_path: Path) -> None:
-    """In half precision on a CPU transformers' own attention runs, which tells queries from keys by a configuration."""
+    """In half precision on a CPU transformers' own attention runs, which selects queries by a configuration."""
     directory = save("phi3", tmp_path)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, **GREEDY)
     found = []
@@ -273,7 +273,7 @@ def test_random_weights_are_the_same_on_every_rank(llama: Path) -> None:
 
 
 def test_messages_are_small() -> None:
-    """A step of 64 rows that decode, in bytes; prompts are sent once, and what sampling needs never is."""
+    """A step of 64 decoding rows, in bytes; prompts are sent once, and sampling data never."""
     from pagemill.engine.execution.parallel.plan_delta import decode, encode
     from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
 

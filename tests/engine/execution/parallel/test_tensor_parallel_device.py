@@ -1,4 +1,4 @@
-"""The problems that several GPUs would meet first, as far as they can be seen without one."""
+"""Problems that are most likely with several GPUs, as far as they can be tested without one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 class Ranks:
-    """Processes of which one has died."""
+    """Processes, one of which has crashed."""
 
     def __init__(self, asked_before: int) -> None:
         self._asked_before = asked_before
@@ -64,7 +64,7 @@ def step(device: Device, ranks: Ranks) -> ParallelStep:
 
 
 def test_a_step_is_not_waited_for_beside_a_dead_rank() -> None:
-    """With NCCL the device itself would wait, for minutes, and block every thread that waits for the device."""
+    """With NCCL the device itself would wait for minutes, and block every thread that waits for the device."""
     with pytest.raises(RankLost, match="rank 1 was ended by SIGKILL"):
         step(Device(float("inf")), Ranks(asked_before=5)).wait()
 
@@ -76,7 +76,7 @@ def test_a_step_that_ends_is_collected_whatever_becomes_of_the_ranks_after_it() 
 
 @pytest.mark.parametrize("name", ["cuda", "auto"])
 def test_each_rank_takes_the_gpu_of_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 too: the program around it may have chosen another one for itself."""
+    """Also for rank 0: the surrounding program may have chosen another one for itself."""
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -87,7 +87,7 @@ def test_each_rank_takes_the_gpu_of_its_number(name: str, monkeypatch: pytest.Mo
 
 
 class Nccl:
-    """Stands in for torch's: says what it was made of, and takes what NCCL takes."""
+    """Replaces torch's group: records its arguments, and accepts the same operations as NCCL."""
 
     class Options:
         _timeout = timedelta(0)
@@ -153,7 +153,7 @@ def tiny(directory: Path) -> EngineConfig:
 
 
 def test_a_rank_that_waits_for_the_others_sees_rank_0_go(tmp_path: Path) -> None:
-    """A meeting waits for minutes, with a GPU's memory taken."""
+    """A rendezvous waits for minutes, and holds a GPU's memory."""
     settings = tiny(tmp_path)
     ours, theirs = Pipe()
     with theirs:
@@ -163,7 +163,7 @@ def test_a_rank_that_waits_for_the_others_sees_rank_0_go(tmp_path: Path) -> None
         assert ours.poll(PATIENCE_S)
         assert isinstance(ours.recv(), Loaded)
         ours.send(LIMITS)
-        # It has registered: the meeting is under way.
+        # It has registered: the rendezvous is in progress.
         eventually(lambda: (tmp_path / "store").exists() and (tmp_path / "store").stat().st_size, "the rank")
         assert rank.poll() is None
         ours.close()

@@ -1,4 +1,4 @@
-"""Splits that can't be: refused before a process is started, by the number that does not divide."""
+"""Invalid splits: rejected before a process is started, with the number that does not divide."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_every_registered_family_can_be_split() -> None:
 
 
 def test_embeddings_tied_to_the_head_are_on_every_rank() -> None:
-    """Some versions of transformers plan them too; the head is cut apart from them."""
+    """Some versions of transformers plan them too; the head is split separately."""
     plan = {"layers.*.mlp.up_proj": "colwise", "embed_tokens": "embedding_rowwise"}
     split = planned_split(SimpleNamespace(model_type="other", base_model_tp_plan=plan))
     assert split.layers == {"layers.*.mlp.up_proj": CHANNELS}
@@ -126,7 +126,7 @@ def test_embeddings_tied_to_the_head_are_on_every_rank() -> None:
 
 @pytest.mark.parametrize("style", ["colwise_gather_output", "moe_tp_experts"])
 def test_plans_that_ask_for_more_than_rows_and_columns(style: str) -> None:
-    """Families whose layers hold several projections declare a split of their own."""
+    """Families whose layers hold several projections declare a separate split."""
     config = SimpleNamespace(model_type="other", base_model_tp_plan={"layers.*.mlp.router": style})
     with pytest.raises(ConfigError, match=f"the tensor parallel plan of other models asks for '{style}'"):
         planned_split(config)
@@ -173,7 +173,7 @@ def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_a_rank_that_can_not_load_its_share_says_why(tmp_path: Path) -> None:
-    """Both ranks meet the same file; rank 0 comes first and ends the other."""
+    """Both ranks read the same file; rank 0 comes first and ends the other."""
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ConfigError, match=r"can't load the weights in .*model\.safetensors"):

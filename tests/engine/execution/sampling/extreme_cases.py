@@ -1,4 +1,4 @@
-"""Requests and logits at the ends of what numbers can say, and what may come of them."""
+"""Requests and logits at the limits of their number formats, and the permitted results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Case:
     logits: list[float]
 
     def work(self, row: int) -> SampleWork | None:
-        """None: the request is refused."""
+        """None: the request is rejected."""
         try:
             params = SamplingParams(max_tokens=16, **self.fields)
         except InvalidRequest:
@@ -75,7 +75,7 @@ class Case:
         return SampleWork(sample, new_row)
 
     def allowed(self) -> set[int]:
-        """The tokens that may come, by the definitions."""
+        """The permitted tokens, by the definitions."""
         grammar = frozenset(range(VOCAB_SIZE)) if self.grammar is None else self.grammar
         allowed = grammar & frozenset(self.fields.get("allowed_token_ids", range(VOCAB_SIZE)))
         if len(self.output) < self.fields.get("min_tokens", 0):
@@ -103,7 +103,7 @@ CASES = st.builds(
 
 
 def check(cases: list[Case], *, draws_on_device: bool = False) -> None:
-    """Sample all that are not refused in one step, and look at what came of each."""
+    """Sample all accepted requests in one step, and check the result of each."""
     accepted = [(case, work) for row, case in enumerate(cases) if (work := case.work(row)) is not None]
     if not accepted:
         return
@@ -127,7 +127,7 @@ def check(cases: list[Case], *, draws_on_device: bool = False) -> None:
             continue
         allowed = case.allowed()
         if number in result.without_choice:
-            # Sums and products of logits near the end of fp32 may overflow; no others.
+            # Only sums and products of logits near the limit of fp32 may overflow.
             assert not allowed or max(map(abs, filter(math.isfinite, case.logits))) > 1e30
             continue
         assert token in allowed

@@ -1,4 +1,4 @@
-"""`bad_words`: how they are tokenized, and that they do not come."""
+"""`bad_words`: their tokenization, and their absence from outputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_word_of_several_tokens_does_not_come_and_its_beginning_may() -> None:
 
     free = write()
     assert len(set(free)) == 6
-    word = tokenizer.decode(free[1:4])  # a stretch of its own answer
+    word = tokenizer.decode(free[1:4])  # a part of its own output
     barred = write(word)
     assert word.strip() not in tokenizer.decode(barred)
     assert barred[:3] == free[:3], "only the last token of the word may not come"

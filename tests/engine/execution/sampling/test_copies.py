@@ -1,4 +1,4 @@
-"""What a step of many rows costs the host: copies and operators that do not grow with the rows."""
+"""The host's costs for a step of many rows: copies and operators that do not grow with the rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_work(kinds: list[str]) -> list[SampleWork]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts what would be launched, and tensors made of the host's values: each is a copy from pageable memory."""
+    """Counts launches, and tensors made of the host's values: each is a copy from pageable memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def run(kinds: list[str], logits: torch.Tensor) -> tuple[StepResult, Operators, 
 
 @pytest.fixture(autouse=True)
 def device_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference operator makes tensors of its own; the kernel makes none."""
+    """The reference operator creates tensors; the kernel does not."""
 
     def draw(logits: torch.Tensor, peaks: torch.Tensor, draws: Any) -> torch.Tensor:
         return logits[draws.index].argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Whatever a request asks for, it is refused, fails as `output_invalid`, or gets tokens that it allows."""
+"""Every request is rejected, fails as `output_invalid`, or gets tokens that it allows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT = [10, 11, 12, 10, 11]
 
 @settings(max_examples=200)
 def assert_finite(entries: Iterable[TokenLogprobs | None]) -> None:
-    """JSON has no other numbers."""
+    """JSON does not have other numbers."""
     for entry in filter(None, entries):
         assert entry.logprob is None or math.isfinite(entry.logprob)
         assert all(math.isfinite(value) for _, value in entry.top)
@@ -154,7 +154,7 @@ def test_a_beam_search_that_finds_nothing_fails(llm: LLM) -> None:
         n=2, beam_width=2, max_tokens=4, min_tokens=2, stop_token_ids=(20,), allowed_token_ids=(20, *EOS)
     )
     engine = llm.engine
-    engine.add_request("beams", PROMPT, params)  # past the input processor, which would refuse it
+    engine.add_request("beams", PROMPT, params)  # past the input processor, which would reject it
     outputs = []
     while engine.has_unfinished():
         outputs += engine.step()

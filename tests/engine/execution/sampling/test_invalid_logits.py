@@ -1,4 +1,4 @@
-"""A model that computes NaN for one request fails that request, and leaves nothing behind for the others."""
+"""A model that computes NaN for one request fails that request, without effects on the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that compute the logits of a few tokens alone choose what they would choose among all."""
+"""Steps that compute only the logits of a few tokens make the same choice as among all logits."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_same_tokens_are_chosen_from_few_logits_as_from_all(seed: int) -> No
         by_grammar = rng.random() < 0.5
         params = SamplingParams(temperature=temperature, allowed_token_ids=None if by_grammar else tuple(own))
         work.append(make_work(row, own if by_grammar else None, params))
-    # Coarse numbers: many logits are equal, and the lowest id must win.
+    # Coarse values: many logits are equal, and the lowest id must win.
     logits = (torch.randn(num_rows, SIZE) * 2).round() / 2
     vocabulary = NarrowHead(head()).vocabulary(work)
     assert vocabulary is not None
@@ -212,7 +212,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_familys_outputs_are_the_same(
     case: str, tmp_path: Path, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With whatever it does after the product: a bias, a softcap, tied weights."""
+    """With all operations after the matmul: a bias, a softcap, tied weights."""
     checkpoint = NATIVE_CASES[case]()
     checkpoint.write(tmp_path)
     llm = LLM(str(tmp_path), num_threads=1, num_kv_blocks=64, block_size=4, **checkpoint.options)
@@ -291,7 +291,7 @@ def small_model() -> LLM:
 def test_labels_are_the_same_in_every_order(
     num_free: int, small_model: LLM, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The free row's step needs all logits; those after it, with more rows than one step takes, do not."""
+    """The free row's step needs all logits; later ones, with more rows than one step accepts, do not."""
     prompts, params = labelling(7, num_free)
     with everything_computed(monkeypatch):
         expected = [result.outputs[0] for result in small_model.generate(prompts, params, use_tqdm=False)]

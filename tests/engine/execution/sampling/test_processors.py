@@ -28,7 +28,7 @@ from pagemill.engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 40
 EOS = (3, 9)
-# Prompts and outputs use tokens of their own, so that a processor that looks at the wrong ones is found.
+# Prompts and outputs use separate tokens, so that a processor that reads the wrong ones is detected.
 PROMPT_TOKENS = range(20, 30)
 OUTPUT_TOKENS = range(10)
 SAMPLES = 8
@@ -56,7 +56,7 @@ def tokens_of(work: SampleWork, output: list[int]) -> list[int]:
 
 
 def apply(logits: torch.Tensor, work: list[SampleWork], outputs: list[list[int]]) -> torch.Tensor:
-    """Every row's table goes on with rubbish, as after a sequence that was longer."""
+    """The rest of every row's table is garbage, as after a longer sequence."""
     table = torch.randint(VOCAB_SIZE, (1 + max(item.row.row for item in work), 32))
     for item, output in zip(work, outputs, strict=True):
         tokens = tokens_of(item, output)

@@ -1,4 +1,4 @@
-"""The sampler against exact probabilities, tiny explicit references, and itself in a crowd."""
+"""The sampler against exact probabilities, tiny explicit references, and itself in larger batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.models.families.native_cases import write_llama
 from tests.engine.models.families.tiny import VOCAB_SIZE
 
 EOS = 3
-# Not in order of size, so that a filter that forgets to map back is found.
+# Not in order of size, so that a filter that forgets to map back is detected.
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 0.0, 1.0, -3.0, 1.9])
 
 
@@ -104,7 +104,7 @@ def test_draws_follow_the_exact_distribution(filters: dict[str, Any]) -> None:
         (counts[token] - num_draws * expected[token]) ** 2 / (num_draws * expected[token])
         for token in support
     )
-    # The 99.99 % points of chi-square with 0 to 7 degrees of freedom; the draws are the same at every run.
+    # The 99.99% points of chi-square with 0 to 7 degrees of freedom; the draws are the same in every run.
     limits = [1e-6, 15.14, 18.42, 21.11, 23.51, 25.74, 27.86, 29.88]
     assert statistic <= limits[len(support) - 1]
 
@@ -223,7 +223,7 @@ def test_logprobs_zero_gives_the_chosen_token_alone() -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
 def test_a_draw_is_that_of_the_definition(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled operators find, without noise for all and without sorts, the same as the plain ones."""
+    """The compiled operators return the same as the plain ones, without noise for all rows and without sorts."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(40, 3000)
     filters = [
@@ -276,7 +276,7 @@ def run(checkpoint: Path, numbers: list[int], **options: Any) -> tuple[dict[int,
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> dict[int, list[list[int]]]:
-    """Every request in an engine of its own."""
+    """Every request in a separate engine."""
     outputs = {number: run(checkpoint, [number])[0][number] for number in range(6)}
     assert outputs[1][0] != outputs[1][1], "samples of one request differ"
     return outputs

@@ -1,8 +1,8 @@
-"""A LLaMA-like decoder written from the papers, in double precision, sharing no code with what it judges.
+"""A LLaMA-like decoder written from the papers, in double precision, without code shared with the engine.
 
 RMS norm (arXiv 1910.07467), rotary positions (2104.09864, halves paired) or ALiBi (2108.12409), a gated MLP
-(2002.05202). The families that transformers lacks differ from each other in names and layout alone, so each brings
-only a function that finds a layer's matrices in its own checkpoint.
+(2002.05202). The families that transformers lacks differ only in names and layout, so each brings only a
+function that finds a layer's matrices in its own checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class IndependentDecoder:
     eps: float = 1e-5
     rotary_base: float = 10000.0
     slopes: tuple[float, ...] | None = None
-    """Per head; ALiBi in place of rotation."""
+    """Per head; ALiBi replaces rotation."""
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         x = self.embedding.double()[tokens]
@@ -85,7 +85,7 @@ class IndependentDecoder:
         return out.view(length, -1)
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """Numbers i and i + half are a complex number, turned by position / base ** (2 i / head_dim)."""
+        """Elements i and i + half are a complex number, rotated by position / base ** (2 i / head_dim)."""
         half = x.shape[-1] // 2
         speeds = self.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
         angles = torch.arange(len(x), dtype=torch.float64)[:, None] * speeds

@@ -109,7 +109,7 @@ _GPT_OSS: Config = LLAMA | {
 
 
 def _split(tensors: Tensors, names: tuple[str, str, str]) -> Tensors:
-    """Give every expert tensors of its own."""
+    """Give every expert separate tensors."""
     out: Tensors = {}
     for name, tensor in tensors.items():
         block, is_experts, part = name.partition(".experts.")
@@ -164,7 +164,7 @@ def _gpt_oss() -> TinyCheckpoint:
 
 
 def _gpt_oss_mxfp4() -> TinyCheckpoint:
-    """Experts as OpenAI published them; the reference computes with what transformers makes of these."""
+    """Experts as OpenAI published them; the reference computes with transformers' version of them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     stored: Tensors = {}

@@ -1,4 +1,4 @@
-"""Tries the text of a multimodal type: transformers' whole model is written, and the reference for texts."""
+"""Tries the text of a multimodal type: transformers' complete model is written, and the reference for texts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _TEXTS: dict[str, Config] = {
     kind: {"rope_parameters": _MROPE}
     for kind in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 }
-_TEXTS["qwen3_vl_moe_text"] |= {"moe_intermediate_size": 48}  # twice it is not the model's width
+_TEXTS["qwen3_vl_moe_text"] |= {"moe_intermediate_size": 48}  # twice this is not the model's width
 _TEXT_ONLY = ("aya_vision", "cohere2_vision", "fast_vlm", "gemma3n", "ovis2", "perception_lm")
-"""The reference is the text model: transformers' multimodal class leaves out Cohere's `logit_scale`, or its vision
+"""The reference is the text model: transformers' multimodal class omits Cohere's `logit_scale`, or its vision
 tower needs another library or size."""
 _MISNAMED = {
     "kimi_k25": "language_model.model.blocks.",
@@ -76,7 +76,7 @@ def tiny_multimodal(model_type: str, variant: int, **text_fields: Any) -> Config
 def write_multimodal(
     model_type: str, variant: int, directory: Path, **text_fields: Any
 ) -> tuple[Any, list[list[int]]]:
-    """Write a tiny checkpoint of a multimodal type whose greedy outputs no rounding can change.
+    """Write a tiny checkpoint of a multimodal type whose greedy outputs do not depend on rounding.
 
     Args:
         text_fields: see `tiny_multimodal`.
@@ -105,14 +105,14 @@ def write_multimodal(
 
 
 def wrap(directory: Path, model_type: str, config: Any) -> None:
-    """Make a text model's directory that of a multimodal type."""
+    """Turn a text model's directory into that of a multimodal type."""
     config.architectures = list(MULTIMODAL[model_type].architectures)
     config.save_pretrained(directory)
     rename(directory, "model.", "model.language_model.")
 
 
 def rename(directory: Path, old: str, new: str) -> int:
-    """Change the beginning of tensors' names; returns how many had it."""
+    """Change the prefix of tensors' names; returns how many had it."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     changed = {

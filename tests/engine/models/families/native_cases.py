@@ -183,7 +183,7 @@ WINDOWS: Config = LLAMA | {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-# Wide weights on the wide residual stream of a Gemma: (1 + weight) is what its norms multiply with.
+# Wide weights on the wide residual stream of a Gemma: its norms multiply by (1 + weight).
 GEMMA_NORM_MEAN = 0.0
 
 
@@ -192,7 +192,7 @@ def without(prefix: str) -> Callable[[str], str]:
 
 
 def mask_buffers(layer: str) -> dict[str, torch.Tensor]:
-    """Causal masks and their filler, as checkpoints of 2019 to 2022 carry them."""
+    """Causal masks and their fill value, as in checkpoints of 2019 to 2022."""
     masks: dict[str, torch.Tensor] = {}
     for number in range(2):
         masks[f"{layer.format(number)}.bias"] = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril()
@@ -208,7 +208,7 @@ def mpt(attention: Config | None = None, **fields: Any) -> TinyCheckpoint:
     settings = MPT_ATTENTION | (attention or {})
 
     def honour_bias_max(model: Any) -> None:
-        # transformers reads alibi_bias_max and builds its biases for 8 whatever it is.
+        # transformers reads alibi_bias_max and builds its biases for 8 regardless of the value.
         model.transformer.build_mpt_alibi_tensor = lambda num_heads, length, device=None: (
             build_mpt_alibi_tensor(num_heads, length, settings["alibi_bias_max"], device)
         )
@@ -217,7 +217,7 @@ def mpt(attention: Config | None = None, **fields: Any) -> TinyCheckpoint:
 
 
 def first_release_falcon(model_type: str, **fields: Any) -> TinyCheckpoint:
-    """Falcon as it was before transformers had the family."""
+    """Falcon before transformers supported the family."""
     current = native_checkpoint(FALCON | fields, implementation="sdpa")
     renamed = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"}
     dropped = ("new_decoder_architecture", "auto_map")
@@ -389,5 +389,5 @@ NATIVE_CASES: dict[str, Callable[[], TinyCheckpoint]] = {
 
 
 def write_llama(directory: Path, **fields: Any) -> Path:
-    """A tiny LLaMA for tests about other things."""
+    """A tiny LLaMA for tests of other features."""
     return native_checkpoint(LLAMA | fields).write(directory)

@@ -1,4 +1,4 @@
-"""The families that came with code of their own, which is never run: their config.json, names and layouts."""
+"""The families that were published with custom code, which is never run: their config.json, names and layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG: dict[str, Any] = NO_SPECIAL_TOKENS | {
 
 
 class Maker:
-    """Random tensors under the names asked for."""
+    """Random tensors under the given names."""
 
     def __init__(self) -> None:
         self.tensors: Tensors = {}
@@ -180,7 +180,7 @@ def internlm2(bias: bool) -> TinyCheckpoint:
     tensors = maker.tensors
 
     def rows_of(number: int, first: int, last: int) -> Projection:
-        """Of every KV head's rows, those of its members first .. last - 1 (queries, then key, then value)."""
+        """For every KV head, the rows of its members first .. last - 1 (queries, then key, then value)."""
         wanted = [
             (head * (group + 2) + member) * size + row
             for head in range(num_kv_heads)

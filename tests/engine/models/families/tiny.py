@@ -1,4 +1,4 @@
-"""Tiny random checkpoints on disk, named and laid out as the family's first publisher did, each with a reference."""
+"""Tiny random checkpoints on disk, named and laid out like the family's first publication, each with a reference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ VOCAB_SIZE = 97
 NUM_OUTPUT_TOKENS = 8
 # Lengths around the block size and the token budget; no two prompts share more than their first token.
 PROMPTS = [[(7 * i + 3 * n) % VOCAB_SIZE for i in range(n)] for n in (1, 2, 5, 9, 16, 17, 24)]
-# A reference that decides by less than this could be overruled by rounding.
+# Rounding could change a reference whose margin is smaller than this.
 SMALLEST_MARGIN = 2e-4
 
 Tensors = dict[str, torch.Tensor]
 Logits = Callable[[list[int]], torch.Tensor]
-"""The next token's logits [vocab_size] after all the tokens given, computed from nothing."""
+"""The next token's logits [vocab_size] after all the given tokens, computed from scratch."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TinyCheckpoint:
         return directory
 
     def complete(self, prompt: list[int]) -> list[int]:
-        """The reference's greedy output, everything computed again for every token."""
+        """The reference's greedy output, recomputed completely for every token."""
         tokens = list(prompt)
         for _ in range(NUM_OUTPUT_TOKENS):
             top = self.logits(tokens).topk(2)
@@ -58,7 +58,7 @@ def write_tensors(directory: Path, tensors: Tensors, *, num_shards: int = 1) -> 
     weight_map = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
-        # Dealt out like cards: neighbors in a layer end up in different files.
+        # Distributed in turn: neighbors in a layer are in different files.
         dealt = {name: tensor for i, (name, tensor) in enumerate(tensors.items()) if i % num_shards == shard}
         save_file(dealt, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(dealt, file)
@@ -67,7 +67,7 @@ def write_tensors(directory: Path, tensors: Tensors, *, num_shards: int = 1) -> 
 
 
 def randomise(module: torch.nn.Module, *, norm_mean: float = 1.0) -> None:
-    """Wide weights: those of a fresh model would leave the best tokens almost tied."""
+    """Wide weights: those of a new model would leave the best tokens almost tied."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -94,7 +94,7 @@ def native_checkpoint(
     prepare: Callable[[Any], None] = lambda _model: None,
     options: dict[str, Any] | None = None,
 ) -> TinyCheckpoint:
-    """A family that transformers has: its module in its own attention implementation is the reference."""
+    """A family that transformers has: the reference is its module with its own attention implementation."""
     model_config: Any = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     model = model_class._from_config(

@@ -1,4 +1,4 @@
-"""What is given in place of a model: one line that says what to do, before anything large is read."""
+"""Invalid model folders: one line with the remedy, before any large file is read."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_loop_of_directories(tmp_path: Path) -> None:
 
 
 def sparse(directory: Path, *, missing_bytes: int = 0) -> None:
-    """A checkpoint of 8 GiB that takes no room on the disk, in two shards."""
+    """A checkpoint of 8 GiB that does not use disk space, in two shards."""
     index = {}
     for shard in (1, 2):
         file = directory / f"model-0000{shard}-of-00002.safetensors"
@@ -105,7 +105,7 @@ def other_tensors(directory: Path) -> None:
 
 
 def sparse_pickle(directory: Path) -> None:
-    """What a download leaves that has reserved its room: 8 GiB of zeros."""
+    """The file of a download that has reserved its space: 8 GiB of zeros."""
     write_config(directory)
     with (directory / "pytorch_model.bin").open("wb") as opened:
         opened.truncate(8 * GIB)
@@ -198,7 +198,7 @@ def test_checkpoint_that_can_not_be_loaded(
 
 
 def test_a_model_of_the_hubs_cache_is_links_that_lead_out(tmp_path: Path) -> None:
-    """Allowed: it is the names in an index that may not."""
+    """Allowed: the restriction applies to the names in an index."""
     native_checkpoint(LLAMA).write(tmp_path / "blobs", num_shards=2)
     (tmp_path / "snapshot").mkdir()
     for file in (tmp_path / "blobs").iterdir():

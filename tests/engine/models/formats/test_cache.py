@@ -1,4 +1,4 @@
-"""The cache of converted models: all or nothing, once, within its limit, and never from under who uses one."""
+"""The cache of converted models: atomic, one conversion, within its limit, and never deleted while in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from pagemill.engine.errors import ConfigError, EngineError, ModelLoadError
 from pagemill.engine.models.formats.cache import cached_conversion, identity
 
-# A converter whose slow part is made up: it writes a file, says so, and waits for leave to go on.
+# A converter with a simulated slow part: it writes a file, reports it, and waits for permission to continue.
 CONVERTER = """
 import sys, time
 from pathlib import Path
@@ -65,7 +65,7 @@ class Converters:
         self._leave.touch()
 
     def finished(self) -> list[Path]:
-        """What looks like a finished model."""
+        """Entries that look like a finished model."""
         return [path for path in self.cache.iterdir() if path.is_dir() and not path.name.startswith(".")]
 
     def kill_all(self) -> None:
@@ -129,7 +129,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_what_cannot_be_kept_says_where_it_could_be(
     code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A directory that was asked for is a wrong setting, any other and a full disk are the machine's failure."""
+    """A configured directory is a wrong setting; any other and a full disk are the machine's failure."""
 
     def write(directory: Path) -> None:
         raise OSError(code, os.strerror(code))
@@ -174,7 +174,7 @@ sys.stdin.read()
 
 
 class TestLimit:
-    """Of 2,500 bytes, by models of 1,000."""
+    """A limit of 2,500 bytes, with models of 1,000."""
 
     @pytest.fixture(autouse=True)
     def users(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

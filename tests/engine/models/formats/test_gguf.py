@@ -1,4 +1,4 @@
-"""GGUF files: gguf's own numbers under transformers' names, and one line for what is damaged."""
+"""GGUF files: gguf's own values under transformers' names, and one line for damaged content."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama.cpp stores those of queries and keys."""
+    """The row order of queries and keys in llama.cpp."""
     return weights.reshape(heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
 
 
@@ -115,7 +115,7 @@ def write(
             weights = permuted(weights, heads)
         try:
             data = gguf.quantize(weights, kind)
-        except NotImplementedError:  # gguf can read it alone: any bytes that make no infinite scale
+        except NotImplementedError:  # only gguf can read it: any bytes that do not produce an infinite scale
             block, size = gguf.GGML_QUANT_SIZES[kind]
             data = random.integers(0, 256, (rows, HIDDEN // block * size), dtype=np.uint8) & 0xBF
         if name != leave_out:
@@ -192,7 +192,7 @@ GROUPED = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q4_K, Kind.IQ4_NL)
 def test_the_layers_multiply_the_numbers_of_the_file(
     kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logits as from the same numbers in fp32, to the last bit; integers stay integers where a scale has 32 inputs."""
+    """Logits as from the same values in fp32, bit for bit; integers stay integers if a scale has 32 inputs."""
     write(file := tmp_path / "Tiny.gguf", kinds=(kind,))
     dense = dense_directory(model_directory(str(file)))
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=3)
@@ -325,7 +325,7 @@ def write_experts(file: Path, kinds: tuple[Kind, Kind, Kind]) -> dict[str, torch
 
 
 def assert_greedy(llm: LLM, reference: Any) -> None:
-    """What the engine generates is what transformers' module gives, token by token."""
+    """The engine's output equals that of transformers' module, token by token."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     for prompt in ("ab 1234567", "x"):
         (out,) = llm.generate(prompt, params, use_tqdm=False)
@@ -539,7 +539,7 @@ def test_rope_factors_of_llama_3_are_recognised() -> None:
 
 
 def test_a_text_is_cut_as_the_file_says(tmp_path: Path) -> None:
-    """Digits by threes in Llama 3's tokenizer; GPT-2's pattern would take all of them at once."""
+    """Digits in groups of three in Llama 3's tokenizer; GPT-2's pattern would join all of them."""
     from types import SimpleNamespace
 
     from tokenizers import Tokenizer, models
@@ -559,7 +559,7 @@ def test_a_text_is_cut_as_the_file_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sentencepiece_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
-    """Those of Mistral's first tokenizer, from the file's lists of pieces, scores and types."""
+    """The ids of Mistral's first tokenizer, from the file's lists of pieces, scores and types."""
     import sentencepiece
 
     from pagemill.engine.models.formats.gguf_tokenizer import sentencepiece_of
@@ -621,7 +621,7 @@ print(before, peak(), model.weight_bytes())
 def test_a_large_file_takes_little_more_memory_than_its_packed_weights(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mapped pages included: they are given back, a matrix at a time."""
+    """Including mapped pages: they are released one matrix after the other."""
     size = 2048
     monkeypatch.setitem(globals(), "HIDDEN", size)
     monkeypatch.setitem(globals(), "LAYERS", 10)

@@ -1,4 +1,4 @@
-"""The tokenizer's fields of a GGUF file: each is used, has no effect, or is refused by name."""
+"""The tokenizer's fields of a GGUF file: each is used, has no effect, or is rejected with its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickled weights: the same tensors as in the file, and nothing that a file says is run."""
+"""Pickled weights: the same tensors as in the file, and code in a file is never run."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_is_converted_once_and_again_when_the_file_changes(
 
 
 def test_large_weights_are_written_in_several_files(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process: a gigabyte a file is too much for a test."""
+    """In this process: a gigabyte per file is too much for a test."""
     from pagemill.engine.models.formats import shards
     from pagemill.engine.models.formats.pickle_conversion import convert_pickles
 
@@ -134,7 +134,7 @@ def test_large_weights_are_written_in_several_files(model: Path, monkeypatch: py
 
 
 class Calls:
-    """A pickle that calls something as it is read."""
+    """A pickle that calls a function when it is read."""
 
     def __init__(self, function: Callable[..., object], *arguments: object) -> None:
         self._call = function, arguments
@@ -168,12 +168,12 @@ def plain_pickle(model: Path, file: Path) -> None:
 
 
 def by_name(model: Path, file: Path) -> None:
-    """`getattr` of an allowed module's own import of os, without naming os."""
+    """`getattr` of an allowed module's import of os, without naming os."""
     zipped(b"\x80\x02c__builtin__\ngetattr\nctorch.serialization\nos\nX\x06\x00\x00\x00system\x86R.", file)
 
 
 def persistent(model: Path, file: Path) -> None:
-    """A storage whose place in the archive leads out of it."""
+    """A storage whose path in the archive points outside it."""
     zipped(pickle_of_storage("../../../../etc/passwd", 1000), file)
 
 
@@ -206,7 +206,7 @@ def huge_storage(model: Path, file: Path) -> None:
 
 
 def zip_bomb(model: Path, file: Path) -> None:
-    """A pickle of a megabyte that says it unpacks to almost four gigabytes."""
+    """A pickle of a megabyte that claims to unpack to almost four gigabytes."""
     zipped(bytes(2**20), file, compression=zipfile.ZIP_DEFLATED)
     content = file.read_bytes()
     file.write_bytes(content.replace(struct.pack("<I", 2**20), struct.pack("<I", 2**32 - 16)))
@@ -221,7 +221,7 @@ def nested(model: Path, file: Path) -> None:
 
 
 def repeated(model: Path, file: Path) -> None:
-    """A tensor of one number, said to be a trillion."""
+    """A tensor of one value that claims a trillion."""
     tensor = torch.zeros(1)
     torch.save({"a": tensor.expand(2**40)}, file)
 
@@ -258,7 +258,7 @@ HOSTILE = (
 )  # fmt: skip
 
 QUICK = (system, evaluated, zip_bomb, huge_storage, repeated)
-"""Each takes the seconds that torch takes to import."""
+"""Each takes the seconds that torch needs for its import."""
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Checkpoints laid out as their publishers uploaded them: names of files and tensors, shards, dtypes, oddities.
 
-A folder's greedy output must be what the model gives that its tensors were taken from.
+A folder's greedy output must equal that of the model from which its tensors were taken.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Published:
     checkpoint: TinyCheckpoint
     num_shards: int = 1
     files: tuple[str, ...] = ()
-    """Python files beside it, which must not run."""
+    """Additional Python files, which must not run."""
 
     def write(self, directory: Path) -> Path:
         directory.mkdir()
@@ -71,7 +71,7 @@ class Published:
 
 
 def rounded(config: dict[str, Any], dtype: torch.dtype, **options: Any) -> TinyCheckpoint:
-    """A native family's checkpoint in half precision; its reference computes with the same numbers."""
+    """A native family's checkpoint in half precision; its reference computes with the same values."""
 
     def prepare(model: Any) -> None:
         for parameter in model.parameters():
@@ -90,7 +90,7 @@ def gpt2() -> Published:
 
 
 def opt(prefix: str) -> Published:
-    """facebook/opt-125m says `decoder.` where transformers says `model.decoder.`; larger ones come in shards."""
+    """facebook/opt-125m uses `decoder.` where transformers uses `model.decoder.`; larger ones come in shards."""
     checkpoint = rounded(
         native_cases.OPT, torch.float16, rename=lambda name: name.replace("model.decoder.", prefix)
     )
@@ -111,7 +111,7 @@ CASES: dict[str, Callable[[], Published]] = {
     "BLOOM-560m": lambda: Published(native_checkpoint(native_cases.BLOOM)),
 }
 QUICK = ("OPT-125m", "GPT-2")
-"""Each is converted in a process of its own, which takes seconds to start."""
+"""Each is converted in a separate process, which takes seconds to start."""
 
 
 def check(directory: Path, checkpoint: TinyCheckpoint) -> LLM:
@@ -137,7 +137,7 @@ def test_pickled_as_published(name: str, tmp_path: Path) -> None:
 
 
 def enlarge(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make room for a real tokenizer's ids."""
+    """Extend the vocabulary for a real tokenizer's ids."""
     monkeypatch.setattr(remote_cases, "VOCAB_SIZE", vocab_size)
     monkeypatch.setitem(remote_cases.CONFIG, "vocab_size", vocab_size)
 
@@ -170,7 +170,7 @@ def test_baichuan_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_qwen_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of safetensors, qwen.tiktoken, QWenConfig; the vocabulary is padded past the tokenizer's."""
+    """Shards of safetensors, qwen.tiktoken, QWenConfig; the vocabulary is padded beyond the tokenizer's."""
     enlarge(900, monkeypatch)
     checkpoint = qwen()
     (directory := tmp_path / "model").mkdir()

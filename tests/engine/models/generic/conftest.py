@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own: what has been compared is remembered there."""
+    """A separate cache for each test: the results of comparisons are stored there."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("PAGEMILL_CACHE_DIR", str(directory))
     return directory

@@ -1,7 +1,7 @@
 """Tries every `model_type` of transformers' causal language models that no registered family names.
 
-`python -m tests.engine.models.generic.sweep [TYPE ...]` writes outcomes.json, some minutes for all of them, and the
-lists in docs/models.md that follow from it.
+`python -m tests.engine.models.generic.sweep [TYPE ...]` writes outcomes.json, in a few minutes for all types,
+and the resulting lists in docs/models.md.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _BEGIN, _END = "<!-- tried: begin -->\n", "<!-- tried: end -->\n"
 
 
 def tried_types() -> list[str]:
-    """Return the types that are left to the generic family."""
+    """Return the types that the generic family handles."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(SUPPORTED_MODEL_TYPES))
 
 
 def stored_outcomes() -> tuple[str, dict[str, Outcome]]:
-    """Return transformers' version and what came of each type."""
+    """Return transformers' version and the outcome of each type."""
     content = json.loads(STORED.read_text())
     return content["transformers"], {kind: Outcome(**fields) for kind, fields in content["types"].items()}
 
 
 def multimodal_outcomes() -> dict[str, str | None]:
-    """Return why the text of each multimodal type is refused; None: it is as exact as its text type."""
+    """Return the reason why the text of each multimodal type is rejected; None: it is as exact as its text type."""
     _, outcomes = stored_outcomes()
     refusals = {kind: outcomes[kind].refusal for kind in outcomes if kind not in SUPPORTED_MODEL_TYPES}
     return {kind: refusals.get(row.loaded_type) for kind, row in MULTIMODAL.items()}
@@ -80,7 +80,7 @@ def _kind_name(reason: str) -> str:
 
 
 def page() -> str:
-    """Return docs/models.md with its lists as they follow from the stored outcomes."""
+    """Return docs/models.md with its lists generated from the stored outcomes."""
     before, _, rest = PAGE.read_text().partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return before + _BEGIN + section(*stored_outcomes()) + _END + after

@@ -1,4 +1,4 @@
-"""Latent attention over a cache of latents: transformers' tokens and logits, whatever becomes of the blocks."""
+"""Latent attention over a cache of latents: transformers' tokens and logits, regardless of the blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 NUM_TOKENS = 12
 NEAR = 2e-3
-"""Log-probabilities of weights that are far apart: sums in another order."""
+"""Log-probabilities of weights that differ widely: sums in another order."""
 DSV2_LITE = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 1,
     "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
@@ -80,7 +80,7 @@ class Case:
 
 
 class Cases(dict[str, Case]):
-    """Each is written when a test asks for it."""
+    """Each is written on a test's request."""
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def case(request: pytest.FixtureRequest, cases: Cases) -> Case:
 
 
 def prompts() -> list[list[int]]:
-    """Of lengths around the block size and the token budget, some with a common beginning."""
+    """With lengths around the block size and the token budget, some with a common prefix."""
     rng = random.Random(5)
     made = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 4, 25, 40, 33, 61)]
     for prompt in made[-3:]:
@@ -223,7 +223,7 @@ def test_a_resumed_request_goes_on(case: Case) -> None:
 )
 @pytest.mark.parametrize("name", ["V2 Lite", "wide"])
 def test_other_numbers_stay_near(name: str, options: dict[str, Any], cases: Cases) -> None:
-    """The start compares the logits with transformers' own."""
+    """Startup compares the logits with transformers' own."""
     assert len(outputs(cases[name].load(**options))[0][0]) == NUM_TOKENS
 
 

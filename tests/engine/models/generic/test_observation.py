@@ -1,4 +1,4 @@
-"""What a start sees of attention, beyond the tokens that a comparison reaches."""
+"""Attention as startup observes it, beyond the tokens that a comparison reaches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.models.generic.tiny_configs import tiny_config
 
 
 def start(directory: Path, **fields: Any) -> LLM:
-    """A start with random weights that compares nothing."""
+    """Startup with random weights and without a comparison."""
     config = tiny_config("olmo2", 0) | {"model_type": "olmo2"} | fields
     (directory / "config.json").write_text(json.dumps(config))
     return LLM(str(directory), load_format="dummy", verify=False, num_threads=1, num_kv_blocks=8)

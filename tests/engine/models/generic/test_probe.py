@@ -1,4 +1,4 @@
-"""The comparison at the start: what it catches, when it is skipped, and what is remembered of it."""
+"""The comparison at startup: detected differences, skipped cases, and stored results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load(directory: Path, **options: Any) -> LLM:
 
 
 def test_a_model_that_mixes_its_batch_is_refused(olmo2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token takes something from the one before it, which in a packed batch may be somebody else's."""
+    """Each token depends on the one before it, which in a packed batch may belong to another sequence."""
     forward = modeling_olmo2.Olmo2MLP.forward
     monkeypatch.setattr(
         modeling_olmo2.Olmo2MLP, "forward", lambda self, x: forward(self, x + 0.1 * x.roll(1, dims=1))
@@ -142,7 +142,7 @@ def test_an_outline_says_what_stays_transformers_own(olmo2: Path) -> None:
 
 
 def test_scores_and_choices_are_those_of_the_model(olmo2: Path) -> None:
-    """Prompt logprobs go past the head, choices through a part of it."""
+    """Prompt logprobs bypass the head, choices use a part of it."""
     llm = load(olmo2)
     prompt = list(range(1, 12))
     scored = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)[0]

@@ -1,4 +1,4 @@
-"""Models that keep a state per sequence: whatever is scheduled, the numbers are transformers'."""
+"""Models that keep a state per sequence: for any schedule, the values are transformers'."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Saved:
 
     @torch.inference_mode()
     def logprobs(self, prompt: list[int], output: list[int]) -> torch.Tensor:
-        """Return transformers' log probabilities of the output, everything computed at once."""
+        """Return transformers' log probabilities of the output, computed in one pass."""
         logits = self.module(input_ids=torch.tensor([prompt + output]), use_cache=False).logits[0]
         predicting = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
         return predicting[torch.arange(len(output)), output]
@@ -181,7 +181,7 @@ def test_slots_are_counted(saved: Saved) -> None:
 
 @pytest.mark.slow
 def test_prefixes_begin_with_a_cached_state(saved: Saved) -> None:
-    """Tokens and log probabilities are those without: through eviction, preemption and label trees as well."""
+    """Tokens and log probabilities equal those without it: also with eviction, preemption and label trees."""
     shared, rng = PROMPTS[-1][:13], random.Random(1)
     prompts = [
         shared[: rng.choice([5, 13])] + [rng.randrange(97) for _ in range(rng.randint(1, 9))]

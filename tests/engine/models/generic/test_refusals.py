@@ -1,4 +1,4 @@
-"""Every `model_type` of transformers is taken up, or refused in one line of a known kind that says what to use."""
+"""Every `model_type` of transformers is supported, or rejected in one line of a known kind with an alternative."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOLED = {kind for family in POOLING_FAMILIES for kind in family.model_types}
 
 
 def refusal(model_type: str, directory: Path) -> str | None:
-    """Return what a config.json of this type with transformers' own sizes is told, before weights are looked at."""
+    """Return the error for a config.json of this type with transformers' own sizes, before weights are read."""
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     try:
         check_config(directory)
@@ -43,14 +43,14 @@ def test_every_type_is_taken_or_refused_by_kind(tmp_path: Path) -> None:
             assert model_type in MULTIMODAL
             continue
         if f"model type {model_type!r} lacks " in message or message.startswith("can't read "):
-            # transformers' own sizes are none, or refused by transformers
+            # transformers' own sizes are missing, or rejected by transformers
             assert model_type in {*SUPPORTED_MODEL_TYPES, *OUTCOMES}
             continue
         assert message.startswith(f"model type {model_type!r} is not supported: "), message
         found = [kind.name for kind in KINDS if message.endswith(kind.advice)]
         assert len(found) == 1, message
         kinds.setdefault(found[0], set()).add(model_type)
-    # What else is known only from the module is in the outcomes.
+    # Errors that are known only from the module are in the outcomes.
     assert taken <= {*SUPPORTED_MODEL_TYPES, *POOLED, *OUTCOMES}
     assert len(taken) > 100
     assert {"idefics", "florence2", "qwen2_audio", "paligemma"} <= kinds["images, audio or video"]
@@ -73,7 +73,7 @@ def test_infinities_are_read_as_transformers_writes_them() -> None:
 
 
 def test_a_type_is_refused_before_its_values(tmp_path: Path) -> None:
-    """No model of it can be served, whatever its config.json says."""
+    """No model of this type can be served, regardless of its config.json."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv", "hidden_size": "many"}))
     with pytest.raises(ModelLoadError, match=r"model type 'rwkv' is not supported: .*use a model") as refused:
         check_config(tmp_path)

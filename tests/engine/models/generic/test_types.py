@@ -1,4 +1,4 @@
-"""Decoders that no registered family describes: exact or refused by name, as docs/models.md says."""
+"""Decoders that no registered family describes: exact or rejected with their name, as docs/models.md states."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.engine.models.generic.trial import try_type
 
 VERSION, OUTCOMES = stored_outcomes()
 IS_SAME_VERSION = transformers.__version__ == VERSION
-# Of each way to attend, one: windows by layer, keys wider than values, layers that attend twice, keys shared by
-# layers, windows that only the mask knows, sinks; and of each kind of refusal.
+# One for each attention variant: windows by layer, keys wider than values, layers with two attentions, keys
+# shared by layers, windows that only the mask knows, sinks; and one for each kind of rejection.
 REPRESENTATIVES = (
     "cohere2", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "gemma3n_text", "granite", "granite_swa", "minicpm3",
     "modernbert-decoder", "olmo2", "bart", "doge", "falcon_h1", "hrm_text", "jamba",

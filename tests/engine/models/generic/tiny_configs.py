@@ -51,7 +51,7 @@ _SIZES: Config = {
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 _EVEN_IF_NONE = frozenset({"num_key_value_heads", "head_dim", "n_inner", "pad_token_id"})
-"""Fields whose default None stands for a number that follows from others."""
+"""Fields whose default None represents a value that follows from others."""
 
 _MAMBA: Config = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 _ZAMBA: Config = {
@@ -148,22 +148,22 @@ _SECOND: dict[str, Config] = {
     "phimoe": _PLAIN_ROPE,
     "recurrent_gemma": _PLAIN_ROPE,
 }
-"""Beside what every second configuration changes."""
+"""In addition to the changes of every second configuration."""
 _NESTED: dict[str, Config] = {
     "dots3_note": {},
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text"} | _NO_INPUTS_PER_LAYER},
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"} | _NO_INPUTS_PER_LAYER},
 }
-"""Types refused by their nested configurations, which shrink to nothing valid."""
+"""Types rejected by their nested configurations, which cannot be shrunk to valid ones."""
 
 
 def tiny_config(model_type: str, variant: int) -> Config:
     """config.json of a tiny model: grouped heads and its defaults, or in variant 1 as many KV heads as heads,
-    the head tied the other way, windows in the other layers, and scaled rotation."""
+    the opposite tying of the head, windows in the other layers, and scaled rotation."""
     if model_type in _NESTED:
         return _NESTED[model_type]
     fields = shrunk(CONFIG_MAPPING[model_type]().to_dict())
-    if "qk_rope_head_dim" in fields:  # latent attention: every query has a key of its own
+    if "qk_rope_head_dim" in fields:  # latent attention: every query has a separate key
         fields |= {"head_dim": _LATENT["qk_rope_head_dim"], "num_key_value_heads": 4}
     fields |= _EXCEPTIONS.get(model_type, {})
     if variant == 1:
@@ -175,7 +175,7 @@ def shrunk(fields: Mapping[str, Any]) -> Config:
     small: Config = {}
     for name, value in fields.items():
         if name == "text_config":
-            small[name] = value  # refused, whatever it says
+            small[name] = value  # rejected, for any value
         elif isinstance(value, dict) and name.endswith("_config"):
             small[name] = shrunk(value)
         elif name in _SIZES and (value is not None or name in _EVEN_IF_NONE):

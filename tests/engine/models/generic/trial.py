@@ -1,4 +1,4 @@
-"""Tries a `model_type`: tiny random models of it, written by transformers and served, against transformers itself."""
+"""Tries a `model_type`: tiny random models of it, written by transformers and served, compared with transformers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tests.engine.models.generic.tiny_configs import VARIANTS, tiny_config
 
 _MOST_PARAMETERS = 30_000_000
 _SEEDS = range(8)
-# Chunks, blocks half full, rows that come and go.
+# Chunks, half-full blocks, changing rows.
 _SMALL_STEPS: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 4, "max_num_batched_tokens": 5}
-# Two of the longest sequences don't fit: some are preempted. With windows they hold less than at most.
+# Two of the longest sequences do not fit: some are preempted. With windows they hold less than the maximum.
 _FEW_BLOCKS: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 16}
 _FEW_COLUMNS = 12
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
 
 
 class NoMargin(Exception):
-    """Every seed gave a reference that rounding could overrule."""
+    """Every seed gave a reference that rounding could change."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a type."""
+    """The outcome of a type."""
 
     architecture: str
     refusal: str | None
@@ -57,7 +57,7 @@ def try_type(model_type: str, directory: Path, variants: Sequence[int] = VARIANT
 
 
 def _reason(error: ModelLoadError) -> str:
-    """Return the reason of a refusal by name, without figures."""
+    """Return the reason of a rejection with its name, without numbers."""
     _, is_named, reason = str(error).partition(" is not supported: ")
     assert is_named, f"not refused by name: {error}"
     return reason.partition("; ")[0].partition(" by ")[0]
@@ -72,7 +72,7 @@ def check_variant(model_type: str, variant: int, directory: Path) -> Any:
     directory.mkdir(parents=True)
     fields = tiny_config(model_type, variant)
     (directory / "config.json").write_text(json.dumps(fields | {"model_type": model_type}))
-    LLM(str(directory), load_format="dummy", num_threads=1, num_kv_blocks=8)  # a refusal needs no weights
+    LLM(str(directory), load_format="dummy", num_threads=1, num_kv_blocks=8)  # a rejection needs no weights
     module, expected = write_checkpoint(build(model_type, fields), directory)
     check_served(directory, module, expected)
     return module
@@ -110,7 +110,7 @@ def build(model_type: str, fields: dict[str, Any]) -> Any:
 
 
 def write_checkpoint(module: Any, directory: Path) -> tuple[Any, list[list[int]]]:
-    """Save random weights whose greedy outputs no rounding can change.
+    """Save random weights whose greedy outputs do not depend on rounding.
 
     Returns:
         The module that transformers itself loads from there, and its outputs.
@@ -132,12 +132,12 @@ def write_checkpoint(module: Any, directory: Path) -> tuple[Any, list[list[int]]
 
 
 def _counts_padding(module: Any) -> bool:
-    """Return True if positions depend on padding tokens: Pagemill's texts have none."""
+    """Return True if positions depend on padding tokens, which Pagemill's texts do not have."""
     return any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules())
 
 
 def randomise(module: torch.nn.Module, seed: int) -> None:
-    """Draw wide weights, as those of a fresh model would leave the best tokens almost tied; norms are left near 1."""
+    """Draw wide weights, as those of a new model would leave the best tokens almost tied; norms are left near 1."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -150,7 +150,7 @@ def randomise(module: torch.nn.Module, seed: int) -> None:
 
 @torch.inference_mode()
 def complete(module: Any, prompt: list[int]) -> list[int] | None:
-    """Return transformers' greedy output, everything computed again for every token; None if one is a near tie."""
+    """Return transformers' greedy output, recomputed completely for every token; None if one is a near tie."""
     tokens = list(prompt)
     for _ in range(NUM_OUTPUT_TOKENS):
         best = module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].topk(2)
@@ -181,7 +181,7 @@ def check_logprobs(llm: LLM, module: Any, expected: list[list[int]]) -> None:
 
 
 def resumed(llm: LLM, prompt: list[int], output: list[int]) -> list[int]:
-    """Return the output of a request that goes on after the first half of it."""
+    """Return the output of a request that resumes after its first half."""
     half = output[: len(output) // 2]
     tokens, params = llm.engine.input_processor.process(prompt_token_ids=prompt, params=_GREEDY)
     llm.engine.add_request("resumed", tokens, params, resume=[SampleState(0, half, None)])

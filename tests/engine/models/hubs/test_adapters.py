@@ -1,4 +1,4 @@
-"""Adapters from a hub on loopback, each in a process of its own: the library reads its settings at import."""
+"""Adapters from a hub on loopback, each in a separate process: the library reads its settings at import."""
 
 from __future__ import annotations
 

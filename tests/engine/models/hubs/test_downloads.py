@@ -1,4 +1,4 @@
-"""Downloads from a hub on loopback, each in a process of its own: the libraries read their settings at import."""
+"""Downloads from a hub on loopback, each in a separate process: the libraries read their settings at import."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ except EngineError as error:
 """
 HUBS = ("", "modelscope:")
 CHUNK = 10 * 2**20
-"""huggingface_hub writes, and so resumes, in these."""
+"""huggingface_hub writes, and therefore resumes, in units of this size."""
 WEIGHTS = bytes(range(256)) * (24 * 2**20 // 256)
 SMALL = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
 SURPLUS = {
@@ -66,7 +66,7 @@ def hub() -> Iterator[LoopbackHub]:
 
 @pytest.fixture
 def get(hub: LoopbackHub, tmp_path: Path) -> Get:
-    """Get a model, with caches of the test's own."""
+    """Get a model, with caches for this test only."""
 
     def run(model: str, limit: int = 0, **environment: str) -> Outcome:
         settings = {
@@ -135,7 +135,7 @@ def test_a_download_that_failed_keeps_files_that_are_whole(hub: LoopbackHub, get
     hub.add("org/two", {**SMALL, **shards, "model.safetensors.index.json": index})
     hub.refuse["m-2.safetensors"] = (403, {})
     assert get("org/two").first == "ModelLoadError"
-    assert get("org/two", HF_HUB_OFFLINE="1").first == "ModelLoadError"  # half a model is none
+    assert get("org/two", HF_HUB_OFFLINE="1").first == "ModelLoadError"  # half a model is not a model
     hub.refuse.clear()
     hub.asked.clear()
     assert get("org/two").files["m-2.safetensors"] == b"2"

@@ -1,4 +1,4 @@
-"""What a download shows."""
+"""The progress display of a download."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tiny checkpoints as the publishers of each format write them, and the weights that they stand for.
+"""Tiny checkpoints as the publishers of each format write them, and the weights that they represent.
 
-Packing is written out number by number, from the formats' documentation, and shares nothing with the engine.
+Packing is written out value by value, from the formats' documentation, and shares no code with the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Words = list[list[int]]
 
 @dataclass
 class Stored:
-    """A linear layer's tensors by part, and the weight they stand for, fp32 [out, in]."""
+    """A linear layer's tensors by part, and the weight that they represent, fp32 [out, in]."""
 
     parts: Tensors
     weight: torch.Tensor
@@ -37,7 +37,7 @@ class Format:
 
 
 def write_pair(directory: Path, form: Format) -> tuple[Path, Path]:
-    """Write a tiny LLaMA in this format, its head left out as publishers do, and its twin of plain fp32 numbers."""
+    """Write a tiny LLaMA in this format, except its head as publishers do, and its counterpart of plain fp32 values."""
     plain, stored = directory / "plain", directory / "stored"
     save_tiny_llama(plain, hidden_size=128, intermediate_size=256, std=0.15)
     quantise(plain, stored, form)
@@ -45,7 +45,7 @@ def write_pair(directory: Path, form: Format) -> tuple[Path, Path]:
 
 
 def quantise(plain: Path, stored: Path, form: Format) -> None:
-    """Write a copy of a checkpoint with its projections in this format, and into it the numbers they stand for."""
+    """Write a copy of a checkpoint with projections in this format, and the represented values into the original."""
     tensors, out = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         if "_proj" in name and name.endswith(".weight") and tensor.ndim == 2:
@@ -65,7 +65,7 @@ def quantise(plain: Path, stored: Path, form: Format) -> None:
 
 
 def pack_words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Pack [rows, n] along the columns, int32 [rows, ceil(n * bits / 32)]; `order`: the column in each place."""
+    """Pack [rows, n] along the columns, int32 [rows, ceil(n * bits / 32)]; `order`: the column at each position."""
     each = 32 // bits
     rows = []
     for row in numbers.tolist():
@@ -81,7 +81,7 @@ def pack_words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None =
 def round_to_grid(
     weight: torch.Tensor, bits: int, groups: torch.Tensor, *, is_symmetric: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return numbers from 0, scales, zero points [out, num_groups], and (number - zero) * scale in fp32."""
+    """Return values from 0, scales, zero points [out, num_groups], and (value - zero) * scale in fp32."""
     most = 2**bits - 1
     scales, zeros = [], []
     for group in range(int(groups.max()) + 1):
@@ -107,18 +107,18 @@ def in_sequence(in_features: int, group_size: int) -> torch.Tensor:
 
 def gptq(bits: int = 4, group_size: int = 32, *, sym: bool = True, desc_act: bool = False, version: int = 1,
          bias: bool = False) -> Format:  # fmt: skip
-    """AutoGPTQ's files; with `bias` the zeros that it writes for layers that have none."""
+    """AutoGPTQ's files; with `bias` the zeros that it writes for layers without a bias."""
 
     def store(weight: torch.Tensor) -> Stored:
         out_features, in_features = weight.shape
         g_idx = in_sequence(in_features, group_size)
-        if desc_act:  # the same for all layers of the same inputs, as the order of activations is
+        if desc_act:  # the same for all layers with the same inputs, like the order of activations
             g_idx = g_idx[torch.randperm(in_features, generator=torch.Generator().manual_seed(in_features))]
         numbers, scales, zeros, exact = round_to_grid(
             weight, bits, g_idx, is_symmetric=sym, dtype=torch.float16
         )
         if version == 1:
-            zeros = zeros.clamp(min=1)  # it can't store 0
+            zeros = zeros.clamp(min=1)  # it cannot store 0
             exact = ((numbers - zeros[:, g_idx]).double() * scales.double()[:, g_idx]).float()
         parts = {
             "qweight": pack_words(numbers, bits).t(),
@@ -214,7 +214,7 @@ def packed(bits: int = 4, group_size: int = 32, *, sym: bool = True, actorder: b
 
 
 def int8(*, sym: bool = True) -> Format:
-    """W8A8 of compressed-tensors: a scale per output, and per token as activations arrive."""
+    """W8A8 of compressed-tensors: a scale per output, and a dynamic scale per token."""
 
     def store(weight: torch.Tensor) -> Stored:
         groups = in_sequence(weight.shape[1], -1)
@@ -232,7 +232,7 @@ def int8(*, sym: bool = True) -> Format:
 
 
 def _float8(weight: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e4m3 numbers of weight / scales, and what they stand for."""
+    """Return e4m3 values of weight / scales, and the weights that they represent."""
     codes = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
     return codes, (codes.double() * scales.double()).float()
 
@@ -282,7 +282,7 @@ _FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def _float4(weight: torch.Tensor, scales: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e2m1 pairs of weight / scales, and what they stand for."""
+    """Return e2m1 pairs of weight / scales, and the weights that they represent."""
     each = scales.repeat_interleave(group, 1)
     scaled = weight / each
     codes = (scaled.abs()[..., None] - _FLOAT4).abs().argmin(-1)
@@ -352,4 +352,4 @@ FORMATS: dict[str, tuple[Format, str]] = {
     "mxfp4-blocks": (mxfp4("gpt-oss"), "8-bit integers, lossless"),
     "nvfp4": (nvfp4(), "widened to float32"),
 }
-"""Each with the form that a CPU keeps its weights in."""
+"""Each with the form in which a CPU keeps its weights."""

@@ -1,4 +1,4 @@
-"""What the compressed-tensors library itself writes, against what it reads back. NVFP4 and MXFP4 included."""
+"""Checkpoints of the compressed-tensors library, compared with the library's own reader. Includes NVFP4 and MXFP4."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def scales_for(layout: str, args: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return scales, and zero points, of the shapes that the library calibrates."""
+    """Return scales and zero points with the shapes that the library calibrates."""
     size = args.get("group_size") or IN
     shapes = {"tensor": (1,), "block": (-(-OUT // 16), IN // 64)}
     shape = shapes.get(args["strategy"], (OUT, IN // size))
@@ -77,5 +77,5 @@ def test_read_as_the_library_reads_it(name: str) -> None:
     tensors = {f"m.{part}": tensor.detach() for part, tensor in stored.items()}
     found = widened(join_parts(tensors, read, torch.float32))["m.weight"]
     assert found.shape == (OUT, IN)
-    # The library widens NVFP4 to bf16.
+    # The library dequantizes NVFP4 to bf16.
     torch.testing.assert_close(found, expected.float(), rtol=2**-8 if name == "nvfp4" else 1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""A quantized checkpoint computes what its numbers stand for, to the last bit of a plain fp32 checkpoint's."""
+"""A quantized checkpoint computes with its represented values, bit for bit like a plain fp32 checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_as_the_plain_numbers(name: str, tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "fp8-blocks"])
 def test_as_transformers_computes_it(name: str, tmp_path: Path) -> None:
-    """A second opinion on the whole, on the numbers that the format stands for."""
+    """An independent check of the complete model, with the values that the format represents."""
     stored, plain = write_pair(tmp_path, FORMATS[name][0])
     model = LlamaForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     for prompt, (tokens, logprobs) in zip(PROMPTS, answers(stored), strict=True):

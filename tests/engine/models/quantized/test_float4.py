@@ -1,4 +1,4 @@
-"""gpt-oss's experts, widened as transformers widens them."""
+"""gpt-oss's experts, dequantized as transformers dequantizes them."""
 
 from __future__ import annotations
 

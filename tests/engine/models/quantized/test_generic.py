@@ -1,4 +1,4 @@
-"""Quantized checkpoints of types that no family names, latent attention among them: their weights are widened first."""
+"""Quantized checkpoints of types that no family names, also with latent attention: weights are dequantized first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FP8, INT8 = float8_blocks(32, 32), int8()
 
 
 def write_pair(directory: Path, model_type: str, fields: dict[str, Any], form: Format) -> tuple[Path, Path]:
-    """Write a tiny model with all projections in this format, those of single experts too, and its plain twin."""
+    """Write a tiny model with all projections in this format, also those of experts, and its plain counterpart."""
     plain, stored = directory / "plain", directory / "stored"
     plain.mkdir()
     write_checkpoint(build(model_type, tiny_config(model_type, 0) | fields), plain)
@@ -49,7 +49,7 @@ def test_as_the_plain_numbers(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The start compares them with transformers' own logits, too."""
+    """Startup also compares them with transformers' own logits."""
     stored, plain = write_pair(tmp_path, model_type, fields, form)
     settings = OPTIONS | options
     with caplog.at_level(logging.INFO, logger="pagemill.engine"):

@@ -1,4 +1,4 @@
-"""What can't be read of a quantized checkpoint ends the start, with one line that says what and why."""
+"""Unsupported content of a quantized checkpoint stops startup, with one line that states it and the reason."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_settings_without_such_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
 def test_settings_in_a_file_of_their_own(name: str, tmp_path: Path) -> None:
-    """Where the first releases of AutoGPTQ and AutoAWQ put them."""
+    """The location in the first releases of AutoGPTQ and AutoAWQ."""
     form = gptq() if name.startswith("quantize") else awq()
     stored, _ = write_pair(tmp_path, form)
     config = json.loads((stored / "config.json").read_text())

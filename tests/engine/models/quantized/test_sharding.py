@@ -1,4 +1,4 @@
-"""A quantized model over two ranks: cut at whole groups as it is stored, elsewhere widened."""
+"""A quantized model over two ranks: split at complete groups as it is stored, otherwise dequantized."""
 
 from __future__ import annotations
 

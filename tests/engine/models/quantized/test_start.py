@@ -1,4 +1,4 @@
-"""What a start of a quantized checkpoint says and takes, and what a resumed job goes by."""
+"""Startup of a quantized checkpoint: its log and memory, and the identity that a resumed job checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_fingerprint_names_the_format_and_the_computation(tmp_path: Path) ->
     assert own != fingerprint(stored, quantization="int8")
     assert fingerprint(plain) == fingerprint(plain, RoundingBackend())
     config = json.loads((stored / "config.json").read_text())
-    config["quantization_config"]["checkpoint_format"] = "gptq_v2"  # other numbers of the same file
+    config["quantization_config"]["checkpoint_format"] = "gptq_v2"  # other values of the same file
     (stored / "config.json").write_text(json.dumps(config))
     assert own != fingerprint(stored)
 
@@ -97,7 +97,7 @@ print(before, max(highest, anonymous()), model.weight_bytes())
 @pytest.mark.slow
 @needs_own_kernel
 def test_layers_are_converted_one_at_a_time(tmp_path: Path) -> None:
-    """The peak beside the mapped file: what is kept, and a few bytes a weight of one layer."""
+    """The peak in addition to the mapped file: the kept weights, and a few bytes per weight of one layer."""
     stored, _ = write_pair(tmp_path, gptq())
     config = json.loads((stored / "config.json").read_text())
     hidden, intermediate, layers = 1024, 4096, 8

@@ -1,4 +1,4 @@
-"""The host tier of the prefix cache: evicted blocks and those of preempted sequences return with the same bits."""
+"""The host tier of the prefix cache: evicted blocks and those of preempted sequences return bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiered(**changes: object) -> Harness:
 
 
 def collide(harness: Harness) -> tuple[Request, Request]:
-    """For a pool of 6 blocks: the older request needs a fourth while the younger has filled its third in part."""
+    """For a pool of 6 blocks: the older request needs a fourth while the younger has partly filled its third."""
     old = harness.add(make_request("old", PROMPT, max_tokens=10))
     return old, harness.add(make_request("young", [50, *PROMPT[2:]], arrival=1.0, max_tokens=10))
 
@@ -112,7 +112,7 @@ class TestEvictedPrefixes:
 
 
 def test_a_block_that_is_discarded_between_two_plans_is_stored_before_it_is_loaded() -> None:
-    """A victim that returns before the next plan: else it would load what the host block held before."""
+    """A victim that returns before the next plan: otherwise it would load the host block's former content."""
     tier = HostTier(2, 4)
     tier.store("own", 3)
     host = tier.lookup("own")

@@ -1,4 +1,4 @@
-"""The KV cache as a state machine: random sequences come, fork, are preempted and go, next to a naive cache.
+"""The KV cache as a state machine: random sequences start, fork, are preempted and end, next to a naive cache.
 
 With one group of layers, and with groups whose layers have windows.
 """
@@ -25,7 +25,7 @@ NUM_HOST_BLOCKS, MAX_HOST_COPIES = 6, 4
 
 
 class NaiveCache:
-    """The same pool as plain lists and a dict of whole prefixes: obviously right, and slow."""
+    """The same pool as plain lists and a dict of complete prefixes: obviously correct, and slow."""
 
     def __init__(self, num_blocks: int, block_size: int, windows: Windows) -> None:
         self.block_size, self.windows = block_size, windows
@@ -38,8 +38,8 @@ class NaiveCache:
         self.busy_until: dict[int, int] = {}
         self.retired = -1
         self.host: dict[Any, int | None] = {}
-        """Prefixes, and entries of preempted sequences, that the host tier has, least recently used first; the
-        step of their copy."""
+        """Prefixes, and entries of preempted sequences, in the host tier, least recently used first; the step
+        of their copy."""
         self.in_use: set[Any] = set()
         self.num_stores = 0
         self.num_discarded = 0
@@ -160,7 +160,7 @@ class NaiveCache:
 class KVCacheMachine(RuleBasedStateMachine):
     """Random sequences over a small pool; after every rule the manager must agree with `NaiveCache`.
 
-    `contents` plays execution's part: (token, position, group) per slot, written and copied as the slots say.
+    `contents` represents execution: (token, position, group) per slot, written and copied according to the slots.
     """
 
     windows: Windows = (None,)
@@ -184,7 +184,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.contents = {block: [(-1, -1, -1)] * self.block_size for block in range(num_blocks)}
         self.step = 0
         self.registered: list[tuple[int, int, Key]] = []
-        """(step, block, group and prefix) of what has become findable."""
+        """(step, block, group and prefix) of entries that have become findable."""
 
     def pick(self, index: int) -> Sequence:
         return self.sequences[index % len(self.sequences)]
@@ -195,7 +195,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.enter(make_request("r", prompt).sequences[0])
 
     def enter(self, sequence: Sequence) -> bool:
-        """Give a sequence what is cached of it. False: the pool has no blocks for what is on the host."""
+        """Assign the cached blocks to a sequence. False: the pool has no blocks for the content on the host."""
         tokens, count = sequence.token_ids(), len(self.windows)
         entries: list[Any] = self.naive.hit(tokens)
         num_columns, end = len(entries) // count, min(sequence.num_kept_tokens, len(tokens) - 1)
@@ -281,7 +281,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.settle(sequence, table, start // size, was_full)
 
     def settle(self, sequence: Sequence, table: list[int], first: int, was_full: int) -> None:
-        """What full columns bring about: they are findable, and what their windows leave behind is released."""
+        """The effects of full columns: they are findable, and blocks outside their windows are released."""
         tokens, size, count = sequence.token_ids(), self.block_size, len(self.windows)
         end = sequence.num_computed_tokens
         for index in range(first * count, end // size * count):
@@ -340,7 +340,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sequences) < 6 and any(s.block_ids for s in self.sequences))
     @rule(index=st.integers(0, 5))
     def preempt_and_resume(self, index: int) -> None:
-        """A sequence of events that is rare by chance."""
+        """A sequence of events that is rare at random."""
         self.preempt(index)
         self.launch()
         self.resume(len(self.preempted) - 1)
@@ -353,7 +353,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.kv.drop_kept(sequence)
 
     def copy(self) -> None:
-        """Carry out the copies that the next plan would bring, in its order."""
+        """Execute the copies of the next plan, in its order."""
         self.naive.plan(self.step)
         stores, loads = self.kv.host.take_copies(self.step)
         assert len(stores) <= MAX_HOST_COPIES

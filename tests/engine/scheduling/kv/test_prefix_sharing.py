@@ -1,4 +1,4 @@
-"""The prefix cache across requests: what is found again, what is evicted first, and who shares with whom."""
+"""The prefix cache across requests: hits, eviction order, and sharing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_tails_are_evicted_before_the_prefixes_they_hang_on() -> None:
     harness = Harness(make_config(num_kv_blocks=9))
     harness.add(make_request("old", range(16), max_tokens=1))
     harness.run()
-    # Six blocks of another request leave room for two of the four: the first ones are kept.
+    # Six blocks of another request leave two of the four: the first ones are kept.
     harness.add(make_request("other", range(30, 53), max_tokens=1))
     harness.run()
     assert cached_tokens(harness, make_request("again", range(16), max_tokens=1)) == 8
@@ -76,7 +76,7 @@ class TestSalts:
         assert schedule(harness).num_tokens == 13 + 1 + 13 + 1 + 13
 
     def test_no_salt_continues_somebody_elses_chain(self) -> None:
-        """A salt is hashed, so that one who knows a block's digest can't begin where that block ends."""
+        """A salt is hashed, so that knowing a block's digest does not permit a continuation after that block."""
         kv = KVCacheManager(num_blocks=16, block_size=4)
         victim = make_request("victim", range(9)).sequences[0]
         kv.admit(victim, kv.match_prefix(victim), step_id=0)

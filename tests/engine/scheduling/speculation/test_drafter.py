@@ -1,4 +1,4 @@
-"""Drafts are made where they pay, by measured acceptance and measured step times."""
+"""Drafts are made where they pay off, by measured acceptance and measured step times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def copying() -> Sequence:
 
 
 def follow(drafter: Drafter, sequence: Sequence, *, num_rows: int) -> list[int]:
-    """The number of drafts, step by step, for a sequence that does what is predicted."""
+    """The number of drafts, step by step, for a sequence that follows the predictions."""
     counts = []
     for token in SOURCE[8:30]:
         drafter.begin_step(num_rows)

@@ -1,4 +1,4 @@
-"""Predictions are what followed the latest earlier occurrence of the last tokens."""
+"""Predictions are the tokens after the latest earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 

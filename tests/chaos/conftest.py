@@ -25,7 +25,7 @@ def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> str:
-    """Where the workers' engine is: see `on_both_hosts`."""
+    """The location of the workers' engine: see `on_both_hosts`."""
     return str(getattr(request, "param", "own"))
 
 
@@ -39,7 +39,7 @@ def endpoint() -> Iterator[EchoEndpoint]:
 def fork_server(
     request: pytest.FixtureRequest, own_valkey: RedisServer, queue_name: str, tmp_path: Path, engine: str
 ) -> Iterator[ForkServer]:
-    """Workers on the test's own server; what is left of them at the end is killed."""
+    """Workers on the test's own server; remaining ones are killed at the end."""
     settings = process_settings(own_valkey.url, queue_name)
     if engine == "endpoint":
         url = request.getfixturevalue("endpoint").url

@@ -1,7 +1,7 @@
-"""An endpoint in a process of its own that echoes prompts, as the echo model does; to be killed and frozen.
+"""An endpoint in a separate process that echoes prompts, as the echo model does; to be killed and frozen.
 
-`python -m tests.chaos.echo_endpoint PORT VERSION` serves it. It does not know where a prompt ends and the text of a
-resumed job begins: that follows from max_tokens, which in these tests is the length of the prompt.
+`python -m tests.chaos.echo_endpoint PORT VERSION` serves it. It does not know the boundary between a prompt
+and the text of a resumed job: that follows from max_tokens, which in these tests is the length of the prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.worker.engine_host.endpoint.stub import Handler, Stub, serving
 from tests.worker.harness import eventually
 
 TOKENS = 4
-"""Tokens of an event: bytes, as of the echo model."""
+"""Tokens per event: bytes, as in the echo model."""
 DELAY_S = 0.02
 
 

@@ -1,10 +1,10 @@
-"""Worker processes by the hundred: forked from one that has imported everything, so each starts in milliseconds.
+"""Hundreds of worker processes, forked from a process that has imported everything, so each starts in milliseconds.
 
-They are processes of their own in every respect that counts here: own connections, killed by real signals. Their
-echo model has faults that the real one lacks, each in the step that begins a prompt: the byte 7 at its end kills the
+They are separate processes in every respect that matters here: own connections, killed by real signals. Their echo
+model has faults that the real one does not have, each in the step that starts a prompt: the byte 7 at its end kills the
 worker, the byte 8 makes the step hang, once per fork server, the byte 9 kills the device, and so does any prompt, as
-often as the fork server says. On a dead device every step raises what CUDA would say. (The canaries of an audit, which
-an idle worker computes, have every byte, but end with others.)
+often as the fork server specifies. On a dead device every step raises CUDA's error. (The canaries of an audit, which an
+idle worker computes, have every byte, but end with others.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagemill.producer.wire.schema.outputs import Result
 from tests.worker.harness import QueueClient, eventually
 
 _SHOWN = 4000
-"""Characters of the log of a worker that has died."""
+"""Characters of the log of a crashed worker."""
 
 _FORK_SERVER = """
 import json, os, signal, sys
@@ -77,7 +77,7 @@ for line in sys.stdin:
 
 
 class ForkedWorker:
-    """A worker process that is not our child: signals go to its id, and it is gone when that is."""
+    """A worker process that is not our child: signals go to its id, and it has exited when the id no longer exists."""
 
     def __init__(self, pid: int, log_path: Path) -> None:
         self.pid = pid
@@ -100,7 +100,7 @@ class ForkedWorker:
         self.wait()
 
     def wait(self, patience_s: float = 60.0) -> None:
-        """Until it is gone."""
+        """Until it has exited."""
         give_up = time.monotonic() + patience_s
         while self.is_alive:
             assert time.monotonic() < give_up, f"worker {self.pid} does not end"
@@ -150,12 +150,12 @@ class ForkServer:
         return worker
 
     def kill_devices(self, times: int) -> None:
-        """The next steps, this many, that begin a prompt kill the device of their worker, whichever it is."""
+        """The next steps, this many, that start a prompt kill the device of their worker, whichever it is."""
         for number in range(times):
             (self._faults / f"kill-device-{number}").touch()
 
     def taken_over(self, client: QueueClient, job_ids: list[str]) -> list[Result]:
-        """The results of jobs whose worker is killed once it has begun one, and which another takes over."""
+        """The results of jobs whose worker is killed once it has started one, and which another worker takes over."""
         worker = self.spawn()
 
         def has_begun() -> bool:

@@ -1,4 +1,4 @@
-"""Invariants after every fault: all jobs ended once, all counts add up, nothing is left over."""
+"""Invariants after every fault: all jobs finished once, all counts add up, no data is left over."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STAYS = re.compile(
     r"|(job|out|md|in|ckpt|history|batch|bjobs|bfeed|backed|bowner|about|worker|puller|serves"
     r"|turns|bell|idem|usage|spent|rollout|ran|sampled|started|spells|alive|over|audit|did|agreed):.*)"
 )
-"""Records of ended jobs, of batches and of workers; every name of the living (wait, lanes, leases, delayed,
-deadlines, outbox, followers, twins) must be gone."""
+"""Records of finished jobs, of batches and of workers; every name of active jobs (wait, lanes, leases,
+delayed, deadlines, outbox, followers, twins) must have been removed."""
 
 
 def check(client: QueueClient, ids: Sequence[str], *, patience_s: float = 300.0) -> list[Outcome]:
-    """Wait for the end of all jobs, which were submitted as batch `all`; returns how they ended, in order."""
+    """Wait until all jobs, which were submitted as batch `all`, have finished; returns their outcomes, in order."""
     outcomes = client.wait(ids, patience_s)
     states = Counter(outcome.state for outcome in outcomes)
     assert set(states) <= {"succeeded", "failed", "cancelled", "expired", "dead"}
@@ -37,7 +37,7 @@ def check(client: QueueClient, ids: Sequence[str], *, patience_s: float = 300.0)
 
 
 def check_echoes(outcomes: Sequence[Outcome], texts: Sequence[str]) -> None:
-    """Every job succeeded with exactly its own prompt: nothing lost, repeated or mixed up by a takeover."""
+    """Every job succeeded with exactly its own prompt: no output is lost, repeated or mixed up by a takeover."""
     for outcome, text in zip(outcomes, texts, strict=True):
         result = outcome.value()
         assert result is not None
@@ -56,7 +56,7 @@ def _check_sums(client: QueueClient, states: Counter[str | None], total: int) ->
 
 
 def _check_ledger(client: QueueClient, outcomes: Sequence[Outcome]) -> None:
-    """Every job is in it once, with what its result says. (Of ends without a result nothing else tells the tokens.)"""
+    """Every job is in it once, with the values of its result. (Only this has the tokens of jobs without a result.)"""
     rows = [
         row
         for day in client.run(usage.days(client.queue))
@@ -74,7 +74,7 @@ def _check_ledger(client: QueueClient, outcomes: Sequence[Outcome]) -> None:
 
 
 def leftovers(client: QueueClient) -> list[str]:
-    """Keys of the living, without the queue's prefix."""
+    """Keys of active jobs and workers, without the queue's prefix."""
     prefix = keys.prefix(client.queue)
     names = [name.decode().removeprefix(prefix) for name in client.redis.scan_iter(f"{prefix}*", 1000)]
     return [name for name in names if not STAYS.fullmatch(name)]

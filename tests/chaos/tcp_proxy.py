@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves on demand: resets, silence in either direction, slowness, refusal."""
+"""A TCP proxy with configurable faults: resets, silence in either direction, slowness, refused connections."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import threading
 from typing import Literal
 
 Mode = Literal["pass", "silent", "deaf", "refuse"]
-"""silent: nothing is forwarded, connections stay open (a partition). deaf: requests arrive, answers don't (half
-open). refuse: new connections are closed at once."""
+"""silent: data is not forwarded, connections stay open (a partition). deaf: requests arrive, replies do not
+(half open). refuse: new connections are closed immediately."""
 
 
 class TcpProxy:
@@ -22,7 +22,7 @@ class TcpProxy:
         self._mode: Mode = "pass"
         self._delay_s = 0.0
         self._open: dict[asyncio.Task[None], list[socket.socket]] = {}
-        """The connections that are forwarded: a client's socket, and one to the target."""
+        """The forwarded connections: a client's socket, and one to the target."""
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
@@ -87,7 +87,7 @@ class TcpProxy:
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Close the sockets, also those of a task that was canceled before it began."""
+        """Close the sockets, also those of a task that was canceled before it started."""
         for sock in self._open.pop(task):
             sock.close()
 

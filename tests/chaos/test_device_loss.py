@@ -1,4 +1,4 @@
-"""Devices die under their workers: the jobs go on elsewhere, and only one that kills every device is buried."""
+"""Devices fail under their workers: the jobs continue elsewhere, and only a job that kills every device is buried."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def submit(client: QueueClient, texts: list[str]) -> list[str]:
 
 
 def check_nothing_counted(client: QueueClient, ids: list[str]) -> list[Outcome]:
-    """All succeeded with what they were to say, at their first attempt: they have no other."""
+    """All succeeded with the right output, at their first attempt, which is the only one."""
     outcomes = invariants.check(client, ids)
     invariants.check_echoes(outcomes, TEXTS)
     assert {client.status(job_id).attempt for job_id in ids} == {1}
@@ -35,7 +35,7 @@ def check_nothing_counted(client: QueueClient, ids: list[str]) -> list[Outcome]:
 
 
 def keep_running(spawn: Spawn, client: QueueClient, ids: list[str], workers: int) -> list[ForkedWorker]:
-    """A supervisor: starts what has ended again until all jobs have ended. Returns those that lost their device."""
+    """A supervisor: restarts exited workers until all jobs have finished. Returns those that lost their device."""
     running = [spawn() for _ in range(workers)]
     started = list(running)
     while client.counts("all").ended < len(ids):
@@ -49,7 +49,7 @@ def keep_running(spawn: Spawn, client: QueueClient, ids: list[str], workers: int
 
 
 def requeued(worker: ForkedWorker) -> tuple[int, int]:
-    """Count the jobs that a worker gave up: those not blamed, and those that may have killed its device."""
+    """Count the jobs that a worker released: the unblamed ones, and those that may have killed its device."""
     log = worker.log()
     return len(re.findall("job requeued", log)), len(re.findall("may have killed the device", log))
 
@@ -58,7 +58,7 @@ def test_the_jobs_of_a_worker_whose_device_died_succeed_on_another(
     client: QueueClient, spawn: Spawn, fork_server: ForkServer
 ) -> None:
     ids = submit(client, TEXTS[:8])
-    # 0.2 s per token: these jobs are half way when the next prompt, which kills the device, begins.
+    # 0.2 s per token: these jobs are half done when the next prompt, which kills the device, starts.
     first = spawn(model="echo:200")
     eventually(lambda: all(client.generated(job_id) for job_id in ids), "tokens on record")
     fork_server.kill_devices(1)

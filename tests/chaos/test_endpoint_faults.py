@@ -29,7 +29,7 @@ def check(
 
 
 def test_kill_9_of_the_endpoint(client: QueueClient, spawn: Spawn, endpoint: EchoEndpoint) -> None:
-    """The workers stay, and no job counts a crash or an attempt for it."""
+    """The workers keep running, and no job counts a crash or an attempt for it."""
     texts = prompts(60)
     ids = submit(client, texts)
     workers = [spawn(), spawn()]
@@ -49,7 +49,7 @@ def test_kill_9_of_the_endpoint(client: QueueClient, spawn: Spawn, endpoint: Ech
 def test_endpoint_and_workers_die_at_random(
     seed: int, client: QueueClient, spawn: Spawn, endpoint: EchoEndpoint
 ) -> None:
-    """An endpoint of another version is a lost device: its workers exit, and are started again."""
+    """An endpoint of another version is a lost device: its workers exit, and are restarted."""
     rng = random.Random(seed)
     texts = prompts(200)
     ids = submit(client, texts)
@@ -75,7 +75,7 @@ def test_endpoint_and_workers_die_at_random(
             if not worker.is_alive:
                 workers[index] = spawn()
                 started.append(workers[index])
-    while client.counts("all").ended < len(ids):  # the last fault may still end a worker
+    while client.counts("all").ended < len(ids):  # the last fault may still stop a worker
         for index, worker in enumerate(workers):
             if not worker.is_alive:
                 workers[index] = spawn()

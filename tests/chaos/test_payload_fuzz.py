@@ -1,4 +1,4 @@
-"""Whatever bytes are put into the queue: each job fails alone, or runs; the worker lives, every other job ends."""
+"""Random bytes in the queue: each job fails alone, or runs; the worker survives, every other job finishes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 CHUNK = 200
 
-# JSON of every shape, numbers that no float holds, and text with every kind of character.
+# JSON of every shape, numbers outside every float's range, and text with every kind of character.
 SCALARS = (
     st.none()
     | st.booleans()
@@ -63,7 +63,7 @@ def client(valkey_url: str) -> Iterator[QueueClient]:
 
 
 def run(client: QueueClient, worker: Worker, payloads: list[bytes]) -> Counter[str]:
-    """Submit payloads with a good job after every tenth, wait for all; returns how the payloads ended."""
+    """Submit payloads with a good job after every tenth, wait for all; returns the outcomes of the payloads."""
     given = [
         item for i, payload in enumerate(payloads) for item in ([payload, GOOD] if i % 10 == 9 else [payload])
     ]
@@ -111,7 +111,7 @@ def test_shapes_that_hypothesis_thinks_of(examples: int, client: QueueClient, wo
 
 
 def mutated(rng: random.Random) -> bytes:
-    """Bytes at random, or a real envelope with a few of its bytes changed, cut or doubled."""
+    """Random bytes, or a real envelope with a few of its bytes changed, cut or doubled."""
     if rng.random() < 0.3:
         return rng.randbytes(rng.randrange(200))
     fields: dict[str, Any] = {

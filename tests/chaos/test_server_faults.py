@@ -1,4 +1,4 @@
-"""The server is killed, slow, full, out of reach, replaced, or has another idea of the time."""
+"""The server is killed, slow, full, unreachable or replaced, or its clock differs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def middle(client: QueueClient) -> bool:
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 @on_both_hosts
 def test_kill_9_of_the_server(kills: int, client: QueueClient, spawn: Spawn, own_valkey: RedisServer) -> None:
-    """appendfsync everysec: what a killed process had written, the kernel still writes out."""
+    """appendfsync everysec: the kernel still writes the data that a killed process has written."""
     rng = random.Random(kills)
     texts = prompts(kills * 30)
     ids = submit(client, texts)
@@ -77,7 +77,7 @@ def proxy(own_valkey: RedisServer) -> Iterator[TcpProxy]:
 def test_the_network_misbehaves(
     faults: int, calm_s: float, client: QueueClient, spawn: Spawn, proxy: TcpProxy
 ) -> None:
-    """Resets, partitions that look like silence, answers that never come, refusal, slowness: in turn, at random."""
+    """Resets, partitions that look like silence, missing replies, refusal, slowness: alternately, at random."""
     rng = random.Random(faults)
     texts = prompts(faults * 12)
     ids = submit(client, texts)
@@ -116,7 +116,7 @@ def test_one_worker_is_cut_off_and_the_other_goes_on(
     proxy.set_mode("silent")
     spawn()
     check(client, ids, texts)
-    proxy.set_mode("pass")  # what it still holds is worth nothing by now
+    proxy.set_mode("pass")  # its leases are worthless by now
     proxy.reset_all()
     eventually(lambda: "is back" in cut.log(), "the other to come back")
     check(client, ids, texts)
@@ -125,7 +125,7 @@ def test_one_worker_is_cut_off_and_the_other_goes_on(
 
 @pytest.mark.slow
 def test_a_producer_behind_a_bad_network(client: QueueClient, spawn: Spawn, proxy: TcpProxy) -> None:
-    """Its connections are reset all the time: each job arrives once, each end is read once."""
+    """Its connections are reset all the time: each job arrives once, each outcome is read once."""
     jobs = 1000
     calm = threading.Event()
 
@@ -155,7 +155,7 @@ def test_a_producer_behind_a_bad_network(client: QueueClient, spawn: Spawn, prox
 
 
 def stubbornly(submit: Callable[[], T]) -> T:
-    """Submit until it is answered; the same ids make that harmless."""
+    """Submit until a reply arrives; the same ids make repetitions harmless."""
     for _ in range(100):
         try:
             return submit()
@@ -195,7 +195,7 @@ def test_a_full_server_refuses_jobs_and_takes_every_end(client: QueueClient, spa
 
 @pytest.mark.slow
 def test_the_servers_clock_is_set(tmp_path: Path, queue_name: str) -> None:
-    """An hour ahead: every lease has lapsed, and is fought for. An hour back: none would lapse for an hour."""
+    """An hour ahead: every lease has expired, and workers compete. An hour back: none would expire for an hour."""
     with clocked_server(tmp_path) as server:
         client = QueueClient(server.url, queue_name)
         with ForkServer(tmp_path, process_settings(server.url, queue_name)) as fork_server:
@@ -208,7 +208,7 @@ def test_the_servers_clock_is_set(tmp_path: Path, queue_name: str) -> None:
                 server.set(step)
                 time.sleep(0.6)
             server.set(-3600)
-            victim.kill()  # its leases run for an hour yet, if the clock is to be believed
+            victim.kill()  # by the clock, its leases last for another hour
             check(client, ids, texts)
         client.redis.close()
 
@@ -227,7 +227,7 @@ def test_leases_from_before_a_step_back_do_not_hold_jobs_for_ever(client: QueueC
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
 def test_sentinel_fails_over_under_load(seed: int, tmp_path: Path, queue_name: str) -> None:
-    """Everything had been replicated: nothing is lost, and what was committed stays committed."""
+    """Everything had been replicated: no data is lost, and committed results stay committed."""
     texts = prompts(80)
     with (
         sentinel_setup(tmp_path, sentinels=3) as setup,

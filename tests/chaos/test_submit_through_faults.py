@@ -1,4 +1,4 @@
-"""Producers submit while the server restarts, forgets its scripts, or is out of reach: only our errors reach them."""
+"""Producers submit while the server restarts, forgets scripts, or is unreachable: they raise only Pagemill errors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_restarts_and_flushes(own_valkey: RedisServer, queue_name: str) -> None:
 def test_a_server_that_never_keeps_a_script_is_away(
     own_valkey: RedisServer, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that is flushed between every load and every call; without a bound this would go on for ever."""
+    """Like a server that is flushed between every load and every call; without a limit this would never end."""
     from pagemill.producer.wire.server import transport
 
     monkeypatch.setattr(transport.scripts, "sha1", lambda name: "0" * 40)
@@ -161,11 +161,11 @@ def test_connections_are_cut_at_every_phase(own_valkey: RedisServer, queue_name:
     client.redis.close()
 
 
-# What servers say
+# Errors of servers
 
 
 def submitted(url: str, queue: str, *, bulk: bool = True) -> list[BaseException]:
-    """The errors of a submit, a bulk submit and their asynchronous twins. In bulk they retry for a while."""
+    """The errors of a submit, a bulk submit and their asynchronous counterparts. In bulk they retry for a while."""
     job = {"prompt": "p", "model": "echo"}
 
     async def asynchronously(bulk: bool) -> None:
@@ -230,7 +230,7 @@ def test_a_replica_and_a_full_memory(own_valkey: RedisServer, queue_name: str) -
 
 
 def test_a_disk_that_takes_nothing(tmp_path: Path, queue_name: str) -> None:
-    """A snapshot can't be written, and the server refuses writes with MISCONF, as it does on a full disk."""
+    """A snapshot cannot be written, and the server rejects writes with MISCONF, as it does on a full disk."""
     options = ("--enable-protected-configs", "yes", "--appendonly", "no", "--save", "3600 1")
     server = RedisServer(server_binary("valkey-server"), tmp_path / "valkey", options)
     server.start()

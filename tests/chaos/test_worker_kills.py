@@ -1,4 +1,4 @@
-"""Workers die, freeze, hang and drain in the middle of jobs; every job still ends, once, with the right result."""
+"""Workers crash, freeze, hang and drain in the middle of jobs; every job still finishes once with the right result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def submit(client: QueueClient, texts: Sequence[str]) -> list[str]:
 
 
 def running_and_ended(client: QueueClient) -> bool:
-    """Some jobs have ended, some run with tokens on record, some wait: the middle."""
+    """Some jobs have finished, some run with tokens on record, some wait: the middle."""
     counts = client.counts("all")
     return counts.succeeded >= 10 and counts.running >= 5 and counts.queued >= 10
 
@@ -79,7 +79,7 @@ def test_one_of_two_workers_is_killed(client: QueueClient, spawn: Spawn) -> None
 @pytest.mark.parametrize("kills", [6, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 @on_both_hosts
 def test_workers_are_killed_at_random_points(kills: int, client: QueueClient, spawn: Spawn) -> None:
-    """Whatever a worker was doing: starting, pulling, announcing, stepping, checkpointing, committing, leaving."""
+    """In every activity of a worker: starting, pulling, announcing, stepping, checkpointing, committing, exiting."""
     rng = random.Random(kills)
     texts = prompts(kills * 4)
     ids = submit(client, texts)
@@ -93,7 +93,7 @@ def test_workers_are_killed_at_random_points(kills: int, client: QueueClient, sp
         workers[victim].kill()
         workers[victim] = spawn()
     outcomes = invariants.check(client, ids)
-    # With a death every half second, a job may meet five in a row before it gets anywhere, and is then a suspect.
+    # With a crash every half second, a job may meet five in a row without progress, and is then a suspect.
     unlucky = [index for index, outcome in enumerate(outcomes) if outcome.state == "dead"]
     assert len(unlucky) <= kills / 50
     for index in unlucky:
@@ -112,14 +112,14 @@ def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spa
     eventually(lambda: running_and_ended(client), "the middle of the run")
     frozen.signal(signal.SIGSTOP)
     rescuer = spawn()
-    # Commits alone would not do: a quick rescuer makes them of waiting jobs, before any lease has lapsed.
+    # Commits alone would not suffice: a fast second worker commits waiting jobs, before any lease has expired.
     eventually(
         lambda: re.search("job taken over .*resumed_tokens=[1-9]", rescuer.log()),
         "the other worker to take over",
     )
     frozen.signal(signal.SIGCONT)
     check_all_ended_once(client, ids, texts)
-    # With the next renewal, or with a commit that comes before it.
+    # With the next renewal, or with an earlier commit.
     eventually(
         lambda: re.search("lost its lease|belongs to another worker", frozen.log()),
         "the thawed worker to notice",
@@ -128,14 +128,14 @@ def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spa
 
 @pytest.mark.slow
 def test_a_hung_engine_loses_its_jobs_to_a_healthy_one(client: QueueClient, spawn: Spawn) -> None:
-    """The process lives, its threads renew and answer; only its steps end no more."""
+    """The process lives, its threads renew and respond; only its steps never finish."""
     texts = [f"{i} \x08" if i == 0 else f"{i:03d} " * 25 for i in range(20)]
     ids = submit(client, texts)
     hung = spawn(engine_stall_s=1.0)
     eventually(lambda: "nowhere" in hung.log(), "the first worker to say that it hangs")
     spawn()
     check_all_ended_once(client, ids, texts)
-    hung.wait()  # a supervisor starts it again
+    hung.wait()  # a supervisor restarts it
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_a_drained_worker_hands_back_and_another_goes_on(client: QueueClient, sp
 
 @pytest.mark.slow
 def test_two_parties_reclaim_at_once(own_valkey: RedisServer, client: QueueClient) -> None:
-    """Eight sweep and pull at the same time; every lapsed job goes to exactly one of them."""
+    """Eight sweep and pull in parallel; every expired job goes to exactly one of them."""
     client.submit(*({"prompt": "p"} for _ in range(200)), batch_id="all")
     pull = transitions.pull(client.queue, "gone", ["echo"], 200, 10**9, 1)
     assert len(client.run(pull).jobs) == 200
@@ -259,5 +259,5 @@ def test_workers_and_server_die_at_random(
                 own_valkey.kill()
                 time.sleep(rng.uniform(0.0, 1.0))
                 own_valkey.start()
-    spawn()  # one that was just starting when the server died has given up
+    spawn()  # one that was just starting when the server crashed has given up
     check_all_ended_once(client, ids, texts)

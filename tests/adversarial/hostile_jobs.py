@@ -18,14 +18,14 @@ Check = Callable[[Result], bool]
 
 @dataclass(frozen=True)
 class HostileJob:
-    """Fields of an envelope, or bytes in its place; and what a result of it must be like."""
+    """Fields of an envelope, or bytes instead of it; and the check of its result."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     raw: bytes | None = None
     header: dict[str, Any] = field(default_factory=dict)
     is_signed: bool = True
     is_right: Check | None = None
-    """Of a result; None: any will do."""
+    """The check of a result; None: any result is accepted."""
 
 
 def job(is_right: Check | None = None, **fields: Any) -> HostileJob:
@@ -137,7 +137,7 @@ def extreme_sampling() -> Iterator[HostileJob]:
 
 
 def banned_tokens() -> Iterator[HostileJob]:
-    """Nothing is left to choose from; or one token that is pushed down as far as it goes."""
+    """No token is left to choose from; or one token with the lowest possible bias."""
     only = {"allowed_token_ids": [65]}
     for more in (
         {},
@@ -148,7 +148,7 @@ def banned_tokens() -> Iterator[HostileJob]:
         {"stop_token_ids": [65], "min_tokens": 8},
         {"logprobs": 20, "n": 8},
     ):
-        # The echo model says what it was told, whatever is allowed.
+        # The echo model repeats its prompt, regardless of the allowed tokens.
         yield job(
             lambda result: result.model == "echo" or set(result.token_ids) <= {65}, seed=1, **only | more
         )
@@ -218,7 +218,7 @@ def wrong_signatures() -> Iterator[HostileJob]:
 
 
 def equal_jobs() -> Iterator[HostileJob]:
-    """More than may follow one, each with as much output as a job may have."""
+    """More than may follow one, each with the maximum output of a job."""
     for _ in range(257):
         fields = {"prompt": "equal", "n": 64, "logprobs": 20, "seed": 1, "max_tokens": 60, "ignore_eos": True}
         yield HostileJob(fields, header={"twin": "evil:equal", "cost": 1, "n": 64})

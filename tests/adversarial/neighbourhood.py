@@ -1,4 +1,4 @@
-"""A worker process with two tenants: one means well, and knows what it has when it is alone."""
+"""A worker process with two tenants: one is well-behaved, and its results when alone are known."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from tests.worker.harness import QueueClient, WorkerProcess, process_settings
 KEY = "k" * 32
 SIGNER = Keys([KEY])
 PATIENCE_S = 60.0
-"""For the hostile jobs of one kind to end, on a model that costs nothing; a real one has ten times as long."""
+"""The time limit for hostile jobs of one kind, on a model without compute costs; a real one has ten times as long."""
 SLOWER = 20
-"""Until the good tenant's jobs have ended, the worker may compute for this many times what they take alone, and for
-`GRACE_S` more."""
+"""Until the good tenant's jobs have finished, the worker may compute for this many times their time alone,
+plus `GRACE_S`."""
 GRACE_S = 5.0
 LONGEST = {"echo": 4000, "smollm2": 8000}
-"""Tokens of a prompt that the model only just takes. Whoever asks for it has a right to its turns, and beside it
-everybody's steps are long ones."""
+"""Tokens of a prompt just below the model's limit. Its client has a right to its turns, and it makes all
+concurrent steps long."""
 MAX_GROWTH_MB = 700
-"""Of the worker's memory beside what it has with good jobs alone."""
+"""The worker's memory compared with good jobs alone."""
 TYPED = FINAL_CODES | {"deadline_exceeded", "attempts_exhausted"}
 UNTYPED_CAUSES = {"engine_error", "worker_lost", "out_of_memory"}
-"""Codes of internal errors: no job causes them."""
+"""Codes of internal errors, which no job may cause."""
 
 
 @dataclass
 class Neighbourhood:
-    """A worker process, its queue, and what the good tenant has when it is alone."""
+    """A worker process, its queue, and the good tenant's results when it is alone."""
 
     client: QueueClient
     model: str
     process: WorkerProcess
     texts: list[list[Output]]
     alone_s: float
-    """Processor time for the good jobs."""
+    """CPU time for the good jobs."""
     memory_mb: float
 
     def limit_s(self, kind: str) -> float:
-        """Processor time until the good jobs have ended beside hostile ones of this kind."""
+        """CPU time until the good jobs have finished next to hostile ones of this kind."""
         return SLOWER * self.alone_s + GRACE_S + (self.run_longest() if kind == "large inputs" else 0.0)
 
     def good_jobs(self) -> list[str]:
@@ -98,7 +98,7 @@ class Neighbourhood:
         )
 
     def what_is_wrong(self, job: HostileJob, job_id: str) -> str:
-        """With how it ended; empty: nothing. Results that may be anything are not read: they may be large."""
+        """With its outcome; empty: none. Results without a check are not read: they may be large."""
         found = self.client.redis.hget(f"{keys.prefix(self.client.queue)}job:{job_id}", "state")
         state = (found or b"never stored").decode()
         if state == "never stored":
@@ -114,11 +114,11 @@ class Neighbourhood:
         return "" if is_typed else f"{error.code} {error.cause}: {error.message[:200]}"
 
     def run_good_jobs(self) -> tuple[list[list[Output]], float]:
-        """Return the outcomes, and the worker's processor time until the last had ended."""
+        """Return the outcomes, and the worker's CPU time until the last job had finished."""
         return self._run(self.good_jobs)
 
     def run_longest(self) -> float:
-        """Return the worker's processor time for a prompt of `LONGEST` tokens by itself."""
+        """Return the worker's CPU time for a prompt of `LONGEST` tokens alone."""
         fields = {"prompt_token_ids": [65] * LONGEST[self.model], "max_tokens": 8, "tenant": "good"}
         item = self._item(json.loads(Job.parse(fields | {"model": self.model}).to_payload()), {}, "good")
         return self._run(lambda: self._submit([item]))[1]
@@ -159,18 +159,18 @@ def memory_mb(process: WorkerProcess) -> float:
 
 
 def processor_s(process: WorkerProcess) -> float:
-    """Of the worker and what it has started: what else the machine is busy with takes none of it."""
+    """The CPU time of the worker and its children: other load on the machine does not count."""
     worker = psutil.Process(process.process.pid)
     spent_s = 0.0
     for one in (worker, *worker.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):  # one that has just ended is in its parent's times
+        with suppress(psutil.NoSuchProcess):  # a process that has just exited is in its parent's times
             spent_s += sum(one.cpu_times()[:4])
     return spent_s
 
 
 @contextmanager
 def watched(process: WorkerProcess) -> Iterator[list[float]]:
-    """The worker's memory, twenty times a second."""
+    """The worker's memory, sampled twenty times per second."""
     found = [memory_mb(process)]
     stop = threading.Event()
 

@@ -1,4 +1,4 @@
-"""An evil tenant beside a good one, on a worker process of their own: only the evil one's jobs may suffer."""
+"""A malicious tenant next to a good one, on a separate worker process: only malicious jobs may suffer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELS = {"echo": {}, "smollm2": {"batch_invariant": True, "num_kv_blocks": 512}
 
 
 class Street:
-    """The neighbourhood of one model; another one where the last was left in ruins."""
+    """The worker and tenants for one model; replaced if the last test has left it damaged."""
 
     def __init__(self, url: str, directory: Path) -> None:
         self._url, self._directory = url, directory
@@ -41,7 +41,7 @@ class Street:
         return self._one
 
     def leave(self) -> None:
-        """All is well with it."""
+        """The worker is healthy."""
         self._is_whole = True
 
     def close(self) -> None:

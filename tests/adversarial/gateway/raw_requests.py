@@ -1,4 +1,4 @@
-"""Requests as bytes, and what random hands do to them: heads, bodies, chunks, JSON and forms."""
+"""Requests as bytes, and random damage to them: headers, bodies, chunks, JSON and forms."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ CHUNK_HEADS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Bytes in pieces, and whether the client then hangs up without waiting for an answer."""
+    """Bytes in pieces, and whether the client then disconnects without waiting for a response."""
 
     pieces: list[bytes]
     hangs_up: bool = False
@@ -115,7 +115,7 @@ def post(path: str, body: bytes, kind: str = "application/json", *more: str) -> 
 
 
 def mutated_json(rng: random.Random, path: str) -> bytes:
-    """A valid body with one to three things wrong, as values or as bytes."""
+    """A valid body with one to three errors, as values or as bytes."""
     body: Any = json.loads(json.dumps(BODIES[path]))
     for _ in range(rng.randint(0, 3)):
         name = rng.choice([*body, "tools", "user", "seed", "structured_outputs", "x" * 300])
@@ -140,7 +140,7 @@ def mutated_json(rng: random.Random, path: str) -> bytes:
 
 
 def form(rng: random.Random) -> tuple[bytes, str]:
-    """An upload, and its content type; most often with something wrong."""
+    """An upload, and its content type; most often with an error."""
     boundary = rng.choice(["b", "x" * 70, "x" * 3000, "a b", "--", "'", ""])
     said = rng.choice([boundary] * 6 + ["other", f'"{boundary}"', ""])
     newline = rng.choice([b"\r\n"] * 6 + [b"\n", b"\r"])
@@ -183,7 +183,7 @@ def form(rng: random.Random) -> tuple[bytes, str]:
 
 
 def chunked(rng: random.Random, body: bytes) -> bytes:
-    """A body in chunks, one of which may lie about itself."""
+    """A body in chunks, one of which may have a wrong size."""
     raw, rest = b"", body
     while rest:
         size = rng.randint(1, max(1, len(body) // 3))
@@ -243,7 +243,7 @@ KINDS: tuple[Callable[[random.Random], bytes], ...] = (
 
 
 def conversation(rng: random.Random) -> Conversation:
-    """One to four requests on a connection, cut anywhere; some clients hang up in the middle, or at the end."""
+    """One to four requests on a connection, split anywhere; some clients disconnect in the middle, or at the end."""
     raw = b"".join(rng.choice(KINDS)(rng) for _ in range(rng.choice([1, 1, 1, 2, 4])))
     hangs_up = rng.random() < 0.25
     if hangs_up and rng.random() < 0.7:

@@ -1,4 +1,4 @@
-"""A client at the level of bytes: says its pieces, and holds what comes back to the grammar of HTTP/1.1."""
+"""A client at the level of bytes: sends its pieces, and checks responses against the grammar of HTTP/1.1."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import struct
 from tests.adversarial.gateway.raw_requests import Conversation
 
 QUIET_S = 0.8
-"""After a whole answer: nothing more comes."""
+"""After a complete response: no more bytes arrive."""
 PATIENCE_S = 45.0
-"""In which a gateway that owes something answers or closes."""
+"""The time in which a gateway with a pending response sends it or closes."""
 _STATUS = re.compile(rb"HTTP/1\.1 ([1-5]\d\d) [ -~]*")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e\x80-\xff\t]*)")
 
 
 class NoHttp(AssertionError):
-    """The bytes received are no answer."""
+    """The received bytes are not a response."""
 
 
 def split_answers(raw: bytes, methods: list[bytes]) -> tuple[list[int], bytes]:
-    """The statuses of the whole answers in these bytes, and what is left. Raises NoHttp.
+    """The statuses of the complete responses in these bytes, and the rest. Raises NoHttp.
 
-    `methods` are those that were asked, as far as one can tell: an answer to HEAD has no body.
+    `methods` are those of the requests, as far as known: a response to HEAD does not have a body.
     """
     statuses: list[int] = []
     while raw:
@@ -75,7 +75,7 @@ def _end_of_body(headers: dict[bytes, bytes], rest: bytes) -> int | None:
 
 
 async def talk(port: int, said: Conversation) -> list[int]:
-    """The statuses that came back. Raises NoHttp when there is neither a whole answer nor an end."""
+    """The received statuses. Raises NoHttp if there is neither a complete response nor an end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     found = b""
     try:
@@ -120,14 +120,14 @@ async def _listen(reader: asyncio.StreamReader, said: Conversation, found: bytes
         if not methods:
             statuses, left = split_answers(found, methods)
         else:
-            # Which of several answers is the one without a body is the gateway's to know.
+            # Only the gateway knows which of several responses is the one without a body.
             if not found.startswith(b"HTTP/1.1 "[: len(found)]):
                 raise NoHttp(f"no status line: {found[:100]!r}")
             statuses = [int(code) for code in re.findall(rb"(?:\A|\n)HTTP/1\.1 (\d{3}) ", found)]
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Gone without a word."""
+    """Closed without a response."""
     sock = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

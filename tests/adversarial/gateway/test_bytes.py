@@ -1,4 +1,4 @@
-"""A gateway process under bytes that mean no good: it lives, answers others, and keeps nothing."""
+"""A gateway process with malicious bytes: it survives, serves other clients, and keeps no data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Besieged:
     log_read: int = 0
 
     def check(self, said: str) -> None:
-        """As it was before."""
+        """In the initial state."""
         assert self.process.is_running(), f"the gateway died: {said}\n{self.log.read_text()[-3000:]}"
         assert httpx.get(f"{self.served.url}/healthz", timeout=30).status_code == 200, said
         errors = self._news()
@@ -60,7 +60,7 @@ class Besieged:
         return sum(row.laddr.port == self.served.port for row in self.process.net_connections("tcp"))
 
     def check_rest(self) -> None:
-        """Nothing is left of anybody: no socket, no memory, no job."""
+        """Nothing of any client remains: no socket, no memory, no job."""
         eventually(lambda: self.connections() <= self.sockets, "its sockets to close", 60)
         assert (self.process.memory_info().rss >> 20) - self.memory < MAX_GROWTH_MB
         eventually(lambda: not self.active(), f"no job to be left: {self.active()}", 60)
@@ -96,7 +96,7 @@ def besieged(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 async def storm(port: int, said: list[Conversation]) -> tuple[Counter[int], list[str]]:
-    """All of them, some at a time; statuses, and what was no answer."""
+    """Send all conversations, a few together; returns statuses, and the bytes that were not a response."""
     room = asyncio.Semaphore(AT_ONCE)
     statuses: Counter[int] = Counter()
     faults: list[str] = []
@@ -123,7 +123,7 @@ async def storm(port: int, said: list[Conversation]) -> tuple[Counter[int], list
     ],
 )
 async def test_random_conversations(besieged: Besieged, seed: int, conversations: int) -> None:
-    """`seed` makes the bytes; a fault names the number of its conversation."""
+    """`seed` produces the bytes; a fault names the number of its conversation."""
     rng = random.Random(seed)
     statuses: Counter[int] = Counter()
     faults: list[str] = []
@@ -140,7 +140,7 @@ async def test_random_conversations(besieged: Besieged, seed: int, conversations
 
 @pytest.mark.slow
 def test_a_request_cut_at_every_byte(besieged: Besieged) -> None:
-    """Those who hang up there, and those who go on a moment later."""
+    """Clients that disconnect there, and clients that continue a moment later."""
     body = json.dumps({"model": "echo", "prompt": "cut", "max_tokens": 3}).encode()
     raw = post("/v1/completions", body)
     gone = [Conversation([raw[:at]], hangs_up=True) for at in range(len(raw) + 1)]
@@ -172,7 +172,7 @@ def test_a_refused_request_leaves_no_job(besieged: Besieged) -> None:
 
 @pytest.mark.slow
 def test_readers_that_stop_reading(besieged: Besieged) -> None:
-    """Streams whose readers take the first bytes and then nothing: closed after a while, their jobs cancelled."""
+    """Streams whose readers read only the first bytes: closed after a while, their jobs cancelled."""
     body = json.dumps({"model": "echo", "prompt": "z" * 1000, "max_tokens": 4000, "n": 128, "stream": True,
                        "ignore_eos": True, "logprobs": 5}).encode()  # fmt: skip
     with ExitStack() as deaf:
@@ -190,7 +190,7 @@ def test_readers_that_stop_reading(besieged: Besieged) -> None:
 
 @pytest.mark.slow
 def test_requests_in_one_go(besieged: Besieged) -> None:
-    """Pipelined: as many answers as requests, in their order."""
+    """Pipelined: as many responses as requests, in their order."""
     count = 200
     texts = [f"p{i:03d}" for i in range(count)]
     asks = [{"model": "echo", "prompt": text, "max_tokens": 4} for text in texts]

@@ -28,10 +28,10 @@ from tests.worker.harness import QueueClient, process_settings
 
 WORKERS = 3
 PAUSE_S = (0.05, 0.6)
-"""Between two kills, anything in between."""
+"""The delay between two kills is random in this range."""
 BACKLOG = 60
 POISON = "\x07"
-"""A prompt that kills the worker which begins it (tests/chaos/fork_server.py)."""
+"""A prompt that kills the worker which starts it (tests/chaos/fork_server.py)."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Toll:
     kind: str
     has_poison: bool
     kills: int
-    """By us; poison kills more."""
+    """Killed by this program; poison jobs kill more."""
     jobs: int
     lost: int
-    """Without an end, or with another's result."""
+    """Unfinished, or with another job's result."""
     doubled: int
-    """Ends that were counted, or told, more than once."""
+    """Outcomes that were counted, or reported, more than once."""
     leaked: int
     """Keys of live workers left over when none is alive."""
     buried: int
-    """Dead, though nothing was wrong with them."""
+    """Dead, although the jobs were valid."""
     seconds: float
     fault: str = ""
     """Violations of the invariants of tests/chaos."""
@@ -73,7 +73,7 @@ HEADER = (
 
 
 class Load:
-    """Jobs that keep coming, of half a second to one and a half each."""
+    """A continuous stream of jobs, of half a second to one and a half each."""
 
     def __init__(self, client: QueueClient, rng: random.Random) -> None:
         self._client = client

@@ -1,7 +1,7 @@
-"""The permitted states of a queue: a plain account of the guarantees in docs/protocol.md, kept beside a real one.
+"""The permitted states of a queue: a simple account of the guarantees in docs/protocol.md, next to a real queue.
 
-It does not predict states, since time passes as it likes. It knows of every job what was asked for and what was
-answered, so it can tell which ends have a reason, which replies are lies, and how long a record must be there.
+It does not predict states, since the passage of time is not controlled. It knows the requests and replies of every job,
+so it can check the reason for each outcome, detect wrong replies, and compute how long a record must exist.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 RECORD_MS = {"dead": 14 * DAY_MS}
-"""The time an end is kept where it is not a day."""
+"""How long an outcome is kept if not for a day."""
 NOTICE_MS = BATCH_MS = 7 * DAY_MS
 FAR_LEASE_MS = 600_000
-"""A lease that ends later than this was left by a clock that was set back, and is cut."""
+"""A later end of a lease was caused by a clock that was set back, and is shortened."""
 CRASHES_TO_DEATH = 5
 
 
 @dataclass(slots=True)
 class KnownJob:
-    """One job that a submit answered with `created`."""
+    """One job to which a submit replied `created`."""
 
     id: str
     tenant: str
@@ -34,33 +34,33 @@ class KnownJob:
     idem: str | None = None
     digest: str = ""
     boxes: frozenset[str] = frozenset()
-    """Outboxes that its end goes into: '' for webhooks, else a relay's name."""
+    """Outboxes that receive its outcome: '' for webhooks, otherwise a relay's name."""
     max_attempts: int = 3
     deadline_ms: float = float("inf")
     affinity: str | None = None
     model: str = ""
     revision: str | None = None
-    """The one that it names."""
+    """The key that it names."""
     parents: tuple[str, ...] = ()
     """The jobs it waits for."""
     is_lenient: bool = False
-    """It runs whatever their ends are."""
+    """It runs regardless of their outcomes."""
     reads: bool = False
-    """It is given their outputs."""
+    """It receives their outputs."""
 
     is_invalid: bool = False
-    """A row that is no job: it ended when it was submitted."""
+    """A row that is not a job: it finished when it was submitted."""
     is_metered: bool = False
-    """A worker said with its end what it took."""
+    """A worker reported its usage with its outcome."""
     token: int = 0
-    """The last one that was issued."""
+    """The last token that was issued."""
     is_held: bool = False
-    """Its last token was not given back."""
+    """Its last token was not returned."""
     lease_until_ms: float = 0.0
     has_stepped: bool = False
     has_advanced: bool = False
     crashes: int = 0
-    """An upper bound: executions that entered a step, got no further, and were taken over."""
+    """An upper bound: executions that entered a step, made no progress, and were taken over."""
     failures: int = 0
     is_cancelled: bool = False
     """A cancel was requested."""
@@ -68,17 +68,17 @@ class KnownJob:
     lengths: Counter[int] = field(default_factory=Counter)
 
     state: str = "queued"
-    """As last seen; for ever, once it is terminal."""
+    """As last seen; permanent, once it is terminal."""
     finished_at_ms: float = 0.0
     text: str = ""
     """The outcome of its one commit."""
     told: set[str] = field(default_factory=set)
-    """Outboxes that handed its end out."""
+    """Outboxes that returned its outcome."""
     settled: set[str] = field(default_factory=set)
     is_fed: bool = False
-    """Its end was read in its batch's feed."""
+    """Its outcome was read in its batch's feed."""
     is_freed: bool = False
-    """Acknowledged, or purged: its record may be gone."""
+    """Acknowledged, or purged: its record may no longer exist."""
     is_purged: bool = False
 
     @property
@@ -86,7 +86,7 @@ class KnownJob:
         return self.state in END_STATES
 
     def must_live_until_ms(self) -> float:
-        """Its record is there until then at least; `inf` while it has not ended."""
+        """Its record exists at least until then; `inf` while it has not finished."""
         if not self.has_ended:
             return float("inf")
         if self.boxes - self.settled:
@@ -100,20 +100,20 @@ class KnownJob:
 
 @dataclass
 class Ledger:
-    """Every job there ever was."""
+    """All jobs ever created."""
 
     jobs: dict[str, KnownJob] = field(default_factory=dict)
     batches: dict[str, list[str]] = field(default_factory=dict)
     holders: dict[str, str] = field(default_factory=dict)
-    """Idempotency key -> the job that was created under it last."""
+    """Idempotency key -> the last job that was created with it."""
     active: set[str] = field(default_factory=set)
     now_ms: float = 0.0
     latest_ms: float = 0.0
-    """The furthest that the clock has been: what has expired stays so."""
+    """The latest time of the clock: expired data stays expired."""
 
     def set_time(self, now_ms: float) -> None:
-        """The server's clock says so. Where it was set back, what had lapsed by then may have been taken over,
-        and a lease that is far ahead now is cut."""
+        """The server's clock. If it was set back, jobs that had expired before may have been taken over, and
+        a lease that is now far in the future is shortened."""
         if now_ms < self.now_ms:
             for job in self.jobs.values():
                 if job.has_ended:
@@ -135,8 +135,8 @@ class Ledger:
             self.holders[job.idem] = job.id
 
     def _check_free(self, job: KnownJob) -> None:
-        """A key stands for a job that waits, runs, or succeeded (for as long as a record lives), unless somebody has
-        asked for its end or its deadline has passed."""
+        """A key represents a job that waits, runs, or succeeded (while its record exists), unless a client
+        has requested its cancellation or its deadline has passed."""
         holder = self.jobs.get(self.holders.get(job.idem or "", ""))
         if holder is not None:
             is_to_end = holder.is_cancelled or holder.deadline_ms <= self.latest_ms
@@ -148,11 +148,11 @@ class Ledger:
             assert holder.state != "succeeded" or is_forgotten, f"{holder.id} succeeded under {job.idem}"
 
     def refused(self, idem: str, digest: str, word: str, other: str) -> None:
-        """A submit was told that its key is another job's."""
+        """A submit received the reply that its key belongs to another job."""
         holder = self.jobs[other]
         assert holder.idem == idem, f"{other} never had the key {idem}"
         assert (holder.digest == digest) == (word == "same")
-        # One that waited may have ended in that very call, after the key was looked up: its parent had failed before.
+        # A waiting job may have ended in that very call, after the key lookup: its parent had failed before.
         assert not holder.has_ended or holder.state == "succeeded" or holder.parents
 
     def pulled(
@@ -212,7 +212,7 @@ class Ledger:
             self.active.discard(job.id)
 
     def seen(self, job: KnownJob, state: str | None, finished_at_ms: float, leader: str | None) -> None:
-        """The server says that this is the job's state; None: it knows no such job."""
+        """The server reports this state for the job; None: it does not know such a job."""
         if state is None:
             assert self.latest_ms >= job.must_live_until_ms(), f"{job.id} was lost, it was {job.state}"
         elif job.has_ended:
@@ -225,7 +225,7 @@ class Ledger:
             self.ended(job, state, finished_at_ms)
 
     def _check_reason(self, job: KnownJob, state: str, leader: KnownJob | None) -> None:
-        """A job ends by a commit, a cancel, a deadline, or the death of five workers, and by nothing else."""
+        """A job ends only by a commit, a cancel, a deadline, or the crash of five workers."""
         match state:
             case "cancelled" if job.parents and not job.is_lenient:
                 states = [self.jobs[parent].state for parent in job.parents]

@@ -1,4 +1,4 @@
-"""A queue whose every call is weighed: commands that the server ran for it, and bytes that came back."""
+"""A queue whose every call is measured: commands that the server ran for it, and bytes of the reply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 NOT_OF_SCRIPTS = {"cmdstat_info", "cmdstat_evalsha", "cmdstat_script|load", "cmdstat_script"}
 
 DEAR = {"sweep", "pull", "submit", "cancel", "batch_cancel", "batch_ack", "outbox_claim"}
-"""Counted at every call; of the others one in ten is."""
+"""Counted at every call; one in ten calls of other scripts is."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Meter:
     max_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: int = 0
     killed: list[str] = field(default_factory=list)
-    """Scripts during which the server was killed, and how many calls came before."""
+    """Scripts during which the server was killed, and the number of earlier calls."""
 
     def run(self, call: Call[T]) -> T:
         name = call.script

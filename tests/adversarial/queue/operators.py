@@ -1,4 +1,4 @@
-"""Those who run the queue of a storm: quotas, rollouts, a server that is short of memory."""
+"""The operators of a storm's queue: quotas, rollouts, a server that is short of memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = 16_384
 
 
 class Operators(Readers):
-    """Settings that change while jobs run, and what must hold whatever they are."""
+    """Settings that change while jobs run, and the conditions that hold for any values."""
 
     def set_quota(self) -> None:
         rng = self.rng
@@ -51,7 +51,7 @@ class Operators(Readers):
                 self.finish_rollout(model)
 
     def finish_rollout(self, model: str) -> None:
-        """As `rollout finish` does."""
+        """Like `rollout finish`."""
         if self.send(rollouts.end(self.queue.name, model)) != "none":
             while self.send(rollouts.move_back(self.queue.name, model)):
                 pass
@@ -59,7 +59,7 @@ class Operators(Readers):
             assert self.send(rollouts.forget(self.queue.name, ended)) == "ok"
 
     def announce(self) -> None:
-        """A worker lives for ten seconds more, or leaves."""
+        """A worker lives for ten seconds more, or exits."""
         worker = self.rng.choice(WORKERS)
         info = WorkerInfo(id=worker, models=MODELS, revision=revision_of(worker))
         self.send(registry.heartbeat(self.queue.name, info))
@@ -74,7 +74,7 @@ class Operators(Readers):
         client.config_set("maxmemory", 0)
         client.hdel(f"{self.queue.prefix}meta", "memory_at", "memory_looked")
 
-    # What must hold of a pull.
+    # Conditions on a pull.
 
     def check_pull(self, worker: str, jobs: Sequence[PulledJob], rollouts_then: list[RolloutStatus]) -> None:
         self._check_quotas([job.job_id for job in jobs if self.ledger.jobs[job.job_id].token == 0])
@@ -83,7 +83,7 @@ class Operators(Readers):
                 self._check_side(worker, job, status)
 
     def _check_quotas(self, started: list[str]) -> None:
-        """Whoever started jobs for the first time has not spent more of them than it may."""
+        """A tenant that started jobs for the first time has not spent more of them than permitted."""
         limits = self.queue.run(quotas.quotas(self.queue.name))
         for tenant in {self.ledger.jobs[job_id].tenant for job_id in started}:
             quota = limits.get(tenant) or limits.get(quotas.EVERYBODY)
@@ -110,6 +110,6 @@ class Operators(Readers):
         assert lane.endswith(f"~{status.to}") == is_canary, f"{job.id} is on the other side"
 
     def served(self, worker: str) -> tuple[str, ...]:
-        """The names that a worker pulls by."""
+        """The names with which a worker pulls."""
         models = self.rng.choice([MODELS, MODELS[:1], MODELS[1:]])
         return names_of(models, revision_of(worker))

@@ -27,7 +27,7 @@ TENANTS = ("a", "b", "c@x")
 WORKERS = tuple(f"w{i}" for i in range(6))
 RELAYS = ("", "celery", "other")
 MAX_BYTES = 8 << 20
-"""Of a result or a checkpoint: what a worker lets a job have."""
+"""The maximum size of a result or a checkpoint that a worker permits."""
 START_S = 1_800_000_000
 CANARIES = WORKERS[4:]
 """Workers of revision r2; the others are of r1."""
@@ -37,7 +37,7 @@ ENDED_BY_REQUEST = {"cancelled": "cancelled", "expired": "expired"}
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Lengths of leases, pauses and deadlines (ms): time is jumped over, or has to pass."""
+    """Lengths of leases, pauses and deadlines (ms): time is skipped, or must pass."""
 
     leases: tuple[int, ...]
     pause: tuple[int, int]
@@ -48,7 +48,7 @@ WAITED = Pace((20, 200, 5_000), (5, 400))
 
 
 USED = JobUsage(7, 2, 5, 0.0)
-"""What each execution says it took, that ends its job."""
+"""The reported usage of each execution that finishes its job."""
 
 
 def revision_of(worker: str) -> str:
@@ -56,7 +56,7 @@ def revision_of(worker: str) -> str:
 
 
 def names_of(models: tuple[str, ...], revision: str) -> tuple[str, ...]:
-    """The names under which a worker of the revision pulls."""
+    """The names with which a worker of the revision pulls."""
     return (*models, *(f"{model}~{revision}" for model in models))
 
 
@@ -80,19 +80,19 @@ class Parties:
             clock.stop_at(self.clock_s)
         self.week = 0
         self.held: list[tuple[str, int]] = []
-        """Job and token of each execution whose worker goes on, rightly or not."""
+        """Job and token of each execution whose worker continues, rightly or not."""
         self.feeds: dict[str, dict[int, str]] = {}
-        """Per batch the ends that were read, by their positions."""
+        """The outcomes that were read, per batch, by their positions."""
         self.notices: dict[tuple[str, str], int] = {}
-        """Per job and outbox the latest try to tell its end."""
+        """The latest delivery attempt, per job and outbox."""
         self.kills_done = 0
         self.asked_before_ms = 0.0
         """The server's time just before the last call."""
         self.is_unsure = False
-        """The last call may have been carried out twice: its first reply was lost."""
+        """The last call may have been executed twice: its first reply was lost."""
         self.read_time()
 
-    # The way to the server.
+    # Connection to the server.
 
     def read_time(self) -> None:
         seconds, micros = self.queue.client.time()
@@ -109,12 +109,12 @@ class Parties:
         return reply
 
     def send_twice(self, call: Call[T]) -> tuple[T, T | None]:
-        """The reply, and now and then that to the same call again."""
+        """The reply, and sometimes that to a repetition of the call."""
         first = self.send(call)
         return first, self.meter.run(call) if self.rng.random() < 0.2 else None
 
     def _kill_after(self, call: Call[Any]) -> None:
-        """The server dies with a call on its way or done; whatever it had answered is there when it is back."""
+        """The server crashes during or after a call; all data of earlier replies exists when it is back."""
         assert self.clock is not None
         self.meter.killed.append(f"{call.script} after {self.meter.calls}")
         pending = self.queue.transport.begin(call)
@@ -126,7 +126,7 @@ class Parties:
         self.is_unsure = True
 
     def observe(self, ids: list[str]) -> None:
-        """Look these jobs up. Leaders come before those who share their ends."""
+        """Look up these jobs. Primary jobs come before those that share their outcomes."""
         with self.queue.client.pipeline(transaction=False) as pipeline:
             for job_id in ids:
                 pipeline.hmget(f"{self.queue.prefix}job:{job_id}", "state", "finished_at", "leader")
@@ -141,10 +141,10 @@ class Parties:
                 leader.decode() if leader else None,
             )
 
-    # What they do.
+    # Their actions.
 
     def size(self) -> int:
-        """Bytes: few as a rule, up to 8 MiB at times."""
+        """Bytes: usually few, sometimes up to 8 MiB."""
         if self.rng.random() < 0.99:
             return int(2 ** self.rng.uniform(0, 10))
         return int(2 ** self.rng.uniform(10, 23))
@@ -211,7 +211,7 @@ class Parties:
         return job, header
 
     def link(self, job: KnownJob, lane: str) -> dict[str, Any]:
-        """Let a job wait for others, which may have ended, be gone, or be another tenant's."""
+        """Make a job wait for others, which may have finished, no longer exist, or belong to another tenant."""
         recent = list(self.ledger.jobs)[-300:]
         is_own = self.rng.random() < 0.97
         pool = [other for other in recent if not is_own or self.ledger.jobs[other].tenant == job.tenant]
@@ -249,7 +249,7 @@ class Parties:
                 assert word == "full" or len(job.payload) > 1000
             if again is not None:
                 if word in ("full", "same", "conflict") and any(job.parents for job, _ in made):
-                    # The first call ended jobs at once whose parents had failed, which made room and freed keys.
+                    # The first call immediately ended jobs whose parents had failed, which freed space and keys.
                     if again[i].status == "created":
                         self.enter(job, header)
                         continue
@@ -257,7 +257,7 @@ class Parties:
                         continue
                 expected = "exists" if word == "created" else word
                 if word == "unknown" and again[i].status in ("full", "same", "conflict"):
-                    continue  # later ones of the first call took the room, or the key
+                    continue  # later ones of the first call used the space, or the key
                 assert again[i].status == expected, f"{job.id}: {word}, then {again[i].status}"
         if self.rng.random() < 0.1 and (known := self.pick(self.ledger.jobs, 3)):
             self.submit_known([job_id for job_id in known if not self.ledger.jobs[job_id].is_freed])
@@ -273,7 +273,7 @@ class Parties:
             self.ledger.ended(job, "failed", self.asked_before_ms)
 
     def submit_known(self, ids: list[str], batch: str | None = None) -> None:
-        """Under an id that is known nothing is stored, whatever else it says."""
+        """With a known id nothing is stored, regardless of the other fields."""
         self.observe(ids)
         known = [i for i in ids if batch or self.ledger.latest_ms < self.ledger.jobs[i].must_live_until_ms()]
         items = [
@@ -320,7 +320,7 @@ class Parties:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """End an execution, sometimes long after it was another's."""
+        """Finish an execution, sometimes long after another one owned the job."""
         for _ in range(min(len(self.held), self.rng.choice([1, 1, 8, 30]))):
             index = self.rng.randrange(len(self.held))
             job_id, token = self.held[index]
@@ -372,8 +372,8 @@ class Parties:
             self.ledger.given_back(job, token)
 
     def _write(self, job: KnownJob, token: int, call: Call[Any], meaning: dict[str, str]) -> str:
-        """Send what a worker says about a job it may hold. The word, as if it had been heard the first time:
-        `meaning` has what the call must have answered, by the state that it left."""
+        """Send a worker's call for a job it may hold. Returns the reply, as if it had arrived the first time:
+        `meaning` has the reply that follows from the state that the call left."""
         may = self.ledger.may_write(job, token)
         word, again = self.send_twice(call)
         if word == "already_done" and self.is_unsure and may:
@@ -397,7 +397,7 @@ class Parties:
         index, width = 0, self.rng.choice([0, 1, 32])
         offset = (0 if restart else job.lengths[index]) + self.rng.choice([0] * 9 + [3])
         room = MAX_BYTES - sum(map(len, job.entries))
-        # An entry like the last one would be taken for the same call; no worker writes text without tokens twice.
+        # An entry like the last one would look like the same call; no worker writes text without tokens twice.
         text = f"{self.rng.getrandbits(32)}" + "y" * min(self.size(), max(0, room))
         news = delta(offset, *range(width), index=index, text=text)
         progress = DECODE if is_new else DECODE.model_copy(update={"phase": "waiting"})

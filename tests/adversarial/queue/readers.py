@@ -1,4 +1,4 @@
-"""The other half of a storm: who cancels, reads, acknowledges, is told, and what time does."""
+"""The other half of a storm: cancels, reads, acknowledgments, notifications, and the passage of time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Readers(Parties):
             self.ledger.jobs[job_id].is_cancelled = True
 
     def cancel_batch(self) -> None:
-        """A slice of one, as a client that goes away in the middle."""
+        """A part of a response, as with a client that disconnects in the middle."""
         if self.ledger.batches:
             batch = self.rng.choice(sorted(self.ledger.batches))
             start = self.rng.randint(0, len(self.ledger.batches[batch]))
@@ -47,7 +47,7 @@ class Readers(Parties):
         self.send(transitions.sweep(self.queue.name))
 
     def read_job(self) -> None:
-        """A result says what was committed, and goes on saying it."""
+        """A result contains the committed data, and stays the same."""
         (job_id,) = self.pick(self.ledger.jobs, 1) or [""]
         if job_id:
             self.observe([job_id])
@@ -66,7 +66,7 @@ class Readers(Parties):
             assert outcome.result.text.startswith(ran.text), f"{job_id} has another's result"
 
     def read_feed(self) -> None:
-        """A page from where the reader was, or again from the middle: it says the same."""
+        """A page from the reader's position, or again from the middle: it has the same content."""
         if not self.ledger.batches:
             return
         batch = self.rng.choice(sorted(self.ledger.batches))
@@ -88,7 +88,7 @@ class Readers(Parties):
             assert item.state == self.ledger.jobs[item.id].state
 
     def acknowledge(self) -> None:
-        """Up to where one has read; some in the order of the submits."""
+        """Up to the reader's position; some in the order of the submits."""
         if not self.feeds:
             return
         batch = self.rng.choice(sorted(self.feeds))
@@ -108,14 +108,14 @@ class Readers(Parties):
                     self.ledger.jobs[job_id].is_freed = True
 
     def _acknowledge_in_order(self, batch: str) -> None:
-        """Each that has ended; of the others nothing changes."""
+        """Each job that has finished; nothing changes for the others."""
         ids = self.ledger.batches[batch][:50]
         self.observe(ids)
         self.send(batches.ack(self.queue.name, batch, f"s{len(ids)}", 0))
         freed = [self.ledger.jobs[job_id] for job_id in ids if self.ledger.jobs[job_id].has_ended]
         for job in freed:
             job.is_freed = True
-        # Their ids stay known to the batch, for as long as there is one.
+        # Their ids stay known to the batch, as long as it exists.
         fresh = [job.id for job in freed if self.ledger.latest_ms < job.finished_at_ms + BATCH_MS]
         self.submit_known(fresh[-3:], batch)
 
@@ -147,7 +147,7 @@ class Readers(Parties):
 
     def _replay(self, dead: str) -> None:
         job, header = self.make_job(None)
-        # It was told of the ends it waited for.
+        # It received the outcomes that it waited for.
         job.parents, job.is_lenient, job.reads = (), False, False
         header = {
             name: value for name, value in header.items() if name not in ("after", "otherwise", "reads")
@@ -161,7 +161,7 @@ class Readers(Parties):
             assert reply.status in ("same", "conflict", "full", "too_large")
 
     def tell(self) -> None:
-        """Deliver ends, fail to, or die in between."""
+        """Deliver outcomes, fail to, or crash in between."""
         box, claim_ms = self.rng.choice(RELAYS), self.rng.choice(self.pace.leases)
         notices = self.send(outbox.claim(self.queue.name, self.rng.choice([1, 20, 100]), claim_ms, relay=box))
         self.observe([notice.outcome.job_id for notice in notices])
@@ -177,7 +177,7 @@ class Readers(Parties):
                 self.settle(notice.outcome.job_id, notice.tries, again_ms, box)
 
     def settle(self, job_id: str, tries: int, again_ms: int | None, box: str) -> None:
-        """Of an earlier try nothing counts any more."""
+        """An earlier attempt has no effect any more."""
         job = self.ledger.jobs[job_id]
         if tries > 1 and self.rng.random() < 0.2:
             assert not self.send(outbox.finish_delivery(self.queue.name, job_id, tries - 1, None, relay=box))
@@ -206,7 +206,7 @@ class Readers(Parties):
                 self.send(limits.set_weights(self.queue.name, weights))
 
     def look(self) -> None:
-        """At the whole: every total is the sum of its parts."""
+        """The totals: every total is the sum of its parts."""
         stats = registry.stats(self.send, self.queue.name)
         assert stats.counts.get("running", 0) == stats.leases
         assert stats.counts.get("queued", 0) == sum(stats.waiting.values()) + stats.followers
@@ -219,7 +219,7 @@ class Readers(Parties):
                 assert sum(counts.model_dump(exclude={"total"}).values()) == counts.total
 
     def jump(self) -> None:
-        """Time goes on, or back, or a day is gone; a week takes the records that were not read."""
+        """Time advances, or steps back, or a day passes; a week removes the records that were not read."""
         if self.clock is None:
             return
         self.observe(sorted(self.ledger.active))
@@ -228,7 +228,7 @@ class Readers(Parties):
             self.tell_all()
             self.week += 1
         if kind == "back":
-            self.queue.names()  # removes what has expired: the server may not have, and earlier it would be there again
+            self.queue.names()  # removes expired data, which would reappear at an earlier time
         self.clock_s += {
             "seconds": self.rng.randint(1, 90), "hour": self.rng.randint(60, HOURS_S),
             "back": -self.rng.randint(60, 2 * HOURS_S), "day": 25 * HOURS_S, "week": 8 * DAY_MS // 1000,
@@ -237,9 +237,9 @@ class Readers(Parties):
         self.read_time()
 
     def tell_all(self) -> None:
-        """Return every notice owed, claimed or not: none may be missing afterwards.
+        """Return every pending notification, claimed or not: none may be missing afterwards.
 
-        A server that is killed after a claim answers the repeated call without what it gave to the first one.
+        A server that is killed after a claim replies to the repeated call without the notifications of the first one.
         """
         for box in RELAYS:
             key = f"{self.queue.prefix}outbox{':' if box else ''}{box}"

@@ -1,4 +1,4 @@
-"""A storm over one queue: thousands of random steps, and at its end the account of everything that was promised."""
+"""A storm over one queue: thousands of random steps, and at its end a check of all guarantees."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.producer.driving import DECODE, PLENTY
 from tests.producer.queue_sets import check_sets
 
 STAYS = re.compile(r"meta|counts|weights|turns:.*|usage(:.*)?")
-"""The keys that an idle queue keeps for good or for a year: totals, settings, the turns of tenants, the ledger."""
+"""The keys that an idle queue keeps permanently or for a year: totals, settings, the turns of tenants, the ledger."""
 OF_JOBS = re.compile(r"(job|in|out|ckpt|md|history):(.*)")
 OF_BATCHES = re.compile(r"(batch|bjobs|bfeed|backed|bowner):(.*)")
 FOR_A_TIME = re.compile(r"(workers|dead|bexpiry|(end|sharers):.*)")
-"""Sweep removes their members; an end goes with the last batch whose jobs share it."""
+"""Sweep removes their members; an outcome is removed with the last batch whose jobs share it."""
 LEDGER_S = 390 * 86_400
 """The ledger keeps a day for 400 days."""
 MEGABYTE = 1 << 20
 MAX_COMMANDS = {"batch_cancel": 12_000, "submit": 6_000}
 MAX_COMMANDS_ELSE = 5_000
-"""Of any script: 128 ends, or 256 followers that get another leader, cost a few thousand."""
+"""The maximum of any script: 128 outcomes, or 256 duplicates that get another primary job, cost a few thousand."""
 MAX_REPLY = 4 * MEGABYTE + 2 * MAX_BYTES + 2 * MEGABYTE
 """The size limit of a reply, and one job more: its payload, its checkpoint, its result or error."""
 
@@ -53,7 +53,7 @@ class Storm(Operators):
         self.rng.choices(names, weights)[0]()
 
     def check_all(self) -> None:
-        """Every job's state, and every set that holds it."""
+        """Every job's state, and every set that contains it."""
         ids = [job_id for job_id, job in self.ledger.jobs.items() if not job.is_freed]
         self.observe(ids)
         states = {job_id: self.ledger.jobs[job_id].state for job_id in self.ledger.active}
@@ -61,7 +61,7 @@ class Storm(Operators):
         self.look()
 
     def rest(self) -> None:
-        """Let everything end, be read and be told; then look for what was lost, doubled or left."""
+        """Let all jobs finish, and read all outcomes; then search for lost, doubled or remaining data."""
         self.send(registry.set_paused(self.queue.name, False))
         self.send(limits.set_limits(self.queue.name, limits.QueueLimits()))
         self.clear_quotas()
@@ -142,7 +142,7 @@ class Storm(Operators):
             assert is_late or job.told == job.boxes, f"nobody was told the end of {job.id}"
 
     def _check_lifetimes(self) -> None:
-        """Every key is the queue's own, or an ended job's or batch's with an end to its time."""
+        """Every key is the queue's own, or belongs to a finished job or batch and expires."""
         names = sorted(self.queue.names())
         with self.queue.client.pipeline(transaction=False) as pipeline:
             for name in names:
@@ -165,7 +165,7 @@ class Storm(Operators):
             assert size <= MAX_REPLY, f"{script} answered {size} bytes\n{self.meter.report()}"
 
     def _let_all_expire(self) -> None:
-        """Two weeks later nothing is left of any job."""
+        """Two weeks later no data of any job remains."""
         assert self.clock is not None
         self.clock_s += 16 * DAY_MS // 1000
         self.clock.stop_at(self.clock_s)

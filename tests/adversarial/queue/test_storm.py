@@ -1,4 +1,4 @@
-"""A queue in a storm of random calls, with a clock that jumps; nothing that docs/protocol.md promises may break."""
+"""A queue in a storm of random calls, with a clock that jumps; all guarantees of docs/protocol.md must hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.server_clock import ClockedServer, clocked_server
 from tests.topologies import KINDS, any_server
 
 ALL_WRITTEN = ("--appendfsync", "always")
-"""Under `everysec` a server that is killed while its disk is busy loses what it had just answered."""
+"""With `everysec` a server that is killed while its disk is busy loses data of its latest replies."""
 LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
@@ -30,8 +30,8 @@ def opened(url: str, name: str) -> Iterator[Queue]:
 def run_storm(
     queue: Queue, seed: int, jobs: int, clock: ClockedServer | None = None, *, kills: bool = False
 ) -> None:
-    """Says, when it fails, what storm it was. With a clock that stands still the same one comes again; without, and
-    where servers are killed, only its calls are drawn the same."""
+    """Prints its parameters when it fails. With a stopped clock they reproduce the storm; otherwise, and with
+    killed servers, they reproduce only the choice of calls."""
     storm = Storm(queue, seed, clock, kills=kills)
     try:
         storm.run(jobs)
@@ -57,7 +57,7 @@ def test_while_its_clock_jumps(binary: str, seed: int, jobs: int, tmp_path: Path
 @pytest.mark.parametrize("binary", ["valkey-server", "redis-server"])
 @pytest.mark.parametrize("seed", [4, 5])
 def test_while_its_server_is_killed(binary: str, seed: int, tmp_path: Path, queue_name: str) -> None:
-    """And its clock jumps; some calls are on their way when it dies."""
+    """In addition, its clock jumps; some calls are in flight when it crashes."""
     with clocked_server(tmp_path, binary, ALL_WRITTEN) as clock, opened(clock.url, queue_name) as queue:
         run_storm(queue, seed, 8_000, clock, kills=True)
 
@@ -66,6 +66,6 @@ def test_while_its_server_is_killed(binary: str, seed: int, tmp_path: Path, queu
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_servers_in_company(kind: str, tmp_path: Path, queue_name: str) -> None:
-    """Their clocks are the machine's: leases and pauses are short, and time has to pass."""
+    """These servers use the machine's clock: leases and pauses are short, and time has to pass."""
     with any_server(kind, tmp_path / "server") as url, opened(url, queue_name) as queue:
         run_storm(queue, 6, 5_000)

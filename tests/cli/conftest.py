@@ -1,4 +1,4 @@
-"""The commands are tried on what the producer's and the worker's tests are tried on."""
+"""The commands run on the same servers as the producer's and the worker's tests."""
 
 from __future__ import annotations
 

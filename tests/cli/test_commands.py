@@ -329,7 +329,7 @@ def test_variables_of_kubernetes_services_are_not_settings(monkeypatch: pytest.M
 def test_commands_say_that_they_wait_for_redis(
     own_valkey: RedisServer, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a server that takes connections and does not answer."""
+    """For a server that accepts connections and does not reply."""
     monkeypatch.setattr(cli_app, "SILENT_S", 0.1)
     process = own_valkey.process
     assert process is not None
@@ -366,7 +366,7 @@ def test_a_refused_password_names_the_variables(pagemill: Pagemill, valkey_url: 
 
 
 def test_a_closed_stderr_is_replaced_under_its_number() -> None:
-    """A worker without it logs to nowhere, and none of its sockets gets what libraries write there."""
+    """A worker without it does not log, and none of its sockets receives the output of libraries."""
     script = (
         "import sys; from pagemill.__main__ import fill_closed_streams; fill_closed_streams();"
         "from pagemill.monitoring.logging import configure_logging; configure_logging();"

@@ -1,4 +1,4 @@
-"""Shell completion, as a shell asks for it: the script, then words for what has been typed."""
+"""Shell completion, as a shell calls it: the script, then candidates for the typed words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START = "import sys; sys.argv[0] = 'pagemill'; from pagemill.__main__ import mai
 
 
 def pagemill(**variables: str) -> str:
-    """Return the program's output for a shell that asks through these variables."""
+    """Return the program's output for a shell that calls it with these variables."""
     result: str = CliRunner().invoke(app, [], env=variables, prog_name="pagemill").stdout
     return result
 

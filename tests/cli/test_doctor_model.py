@@ -1,4 +1,4 @@
-"""`pagemill doctor --model`: how a worker here would run a model."""
+"""`pagemill doctor --model`: how a local worker would run a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.worker.harness import running_worker, worker_config
 
 
 def finding(model: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the finding on the model alone."""
+    """Return only the finding on the model."""
     monkeypatch.setattr(cli_doctor, "examine", lambda *_: ([], True))
     document = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--model", model]).stdout)
     (only,) = document["findings"]
@@ -53,7 +53,7 @@ def test_it_asks_the_running_worker(tmp_path: Path, valkey_url: str, queue_name:
 
 @pytest.mark.slow
 def test_files_that_a_start_would_refuse_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same words as a start's: for a tokenizer that is missing, and for weights that are cut off."""
+    """The same errors as at startup: for a missing tokenizer, and for truncated weights."""
     save_tiny_llama(tmp_path)
     config = EngineConfig(model=str(tmp_path), num_kv_blocks=8)
     found = finding(str(tmp_path), monkeypatch)

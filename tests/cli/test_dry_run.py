@@ -1,4 +1,4 @@
-"""A dry run checks every prompt's length against what the model takes, and prints long ones without their middle."""
+"""A dry run checks every prompt's length against the model's limit, and prints long ones without their middle."""
 
 from __future__ import annotations
 

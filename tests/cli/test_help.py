@@ -1,4 +1,4 @@
-"""`--help` of every command: a list with a sentence for each, a word on every option; and commands in pages."""
+"""`--help` of every command: a list with a sentence for each, a text on every option; and commands in pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """Every command and group, with the words that name it."""
+    """Every command and group, with its words."""
     command = get_command(app) if command is None else command
     found = [(path, command)]
     for name, below in getattr(command, "commands", {}).items():

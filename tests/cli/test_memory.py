@@ -1,4 +1,4 @@
-"""What the commands say of a server whose memory runs out."""
+"""The commands' messages about a server whose memory runs out."""
 
 from __future__ import annotations
 

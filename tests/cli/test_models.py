@@ -74,7 +74,7 @@ def test_what_is_pulled_is_listed(run: Run, hub: LoopbackHub, tmp_path: Path) ->
     )
     elsewhere = tmp_path / "ms/models/org--good/snapshots/master"
     shutil.copytree(directory, elsewhere)
-    # Half of a model, and one that can't be run; as other programs leave them.
+    # Half of a model, and one that cannot run; as other programs leave them.
     (directory / "model.safetensors").unlink()
     strange = tmp_path / "hf/hub/models--org--bad/snapshots" / ("b" * 40)
     strange.mkdir(parents=True)

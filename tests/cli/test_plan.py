@@ -1,4 +1,4 @@
-"""`pagemill doctor --plan`, as it is typed."""
+"""`pagemill doctor --plan`, as users type it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_what_can_not_be_is_refused(queue: Queue) -> None:
 
 
 def committing(revision: str) -> Any:
-    """A worker that writes the revision's name where the prompt's number is odd, and the same as others elsewhere."""
+    """A worker that writes the revision's name if the prompt's number is odd, and otherwise the same as others."""
 
     def run(queue: Queue, pulled: PulledJob) -> None:
         prompt = Job.from_payload(pulled.payload).prompt or ""
@@ -126,7 +126,7 @@ def test_agreement_is_counted_on_the_stable_revision(queue: Queue) -> None:
     assert one.comparison.difference is not None
     found = document(queue, "status", "m")
     assert (found["compared"], found["agreed"]) == (20, 10)
-    assert found["canary"]["jobs"] == 20  # copies count on no side
+    assert found["canary"]["jobs"] == 20  # copies do not count on either side
     assert found["stable"]["jobs"] == 0
     (day,) = queue.run(usage.days(queue.name))
     assert [row.jobs for row in queue.run(usage.rows(queue.name, day))] == [20]

@@ -36,7 +36,7 @@ def or_one(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the schema of a recipe: its own keys, and those of a job's fields that a step may have."""
+    """Return the schema of a recipe: its own keys, and the job fields that a step may have."""
     job = Job.model_json_schema()
     when = TypeAdapter(dict[str, Condition | str | list[str]]).json_schema()
     conditions = when["$defs"]["Condition"]["properties"]

@@ -15,7 +15,7 @@ FLAG = "--served-model-name"
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerConfig]:
-    """The configurations that workers would have started with."""
+    """The configurations with which workers would have started."""
     configs: list[WorkerConfig] = []
     monkeypatch.setattr(worker_command, "_run", lambda config: configs.append(config) or 0)
     return configs

@@ -1,6 +1,6 @@
-"""Every option of every command, and every setting: what makes no sense ends with code 2 and a line that names it.
+"""Every option of every command, and every setting: invalid values exit with code 2 and a line that names it.
 
-The lists are made from the parser and the classes of settings, so a new one without validation fails here.
+The lists come from the parser and the classes of settings, so a new one without validation fails here.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pagemill.worker.config import SECRETS, WorkerConfig
 from tests.cli.test_help import COMMANDS
 
 CONTENT = {
-    # What a model is asked, or a name inside a file: the job or the dataset run says what is wrong with it.
+    # Model inputs, or a name inside a file: the job or the dataset run reports errors in them.
     "prompt", "system", "stop", "choice", "continuation", "field", "template", "choices", "json_schema", "regex",
     "where",
-    # Paths that a command makes, or says are not there once it opens them.
+    # Paths that a command creates, or reports as missing when it opens them.
     "source", "sources", "out", "template_file", "report_file", "keys", "run_dir", "image",
-    # TENANT=WEIGHT, and names of settings: tried by themselves below.
+    # TENANT=WEIGHT, and names of settings: tested separately below.
     "pairs", "option", "worker_option",
 }  # fmt: skip
 WITH_SPACES = {"gold", "output_column", "image_column"}
@@ -90,11 +90,11 @@ BLAMED = {
     ("lease_s", "3.9"): "PAGEMILL_RENEW_S",
     ("webhook_hosts", "a.example"): "PAGEMILL_WEBHOOK_SECRETS",
 }
-"""The variable that a message names, where it is not the bad setting's."""
+"""The variable that a message names, if it is not the bad setting's."""
 
 
 def bad_values(name: str) -> tuple[str, ...]:
-    """Values that a setting must refuse; a kind of setting that is not known here is a failure."""
+    """Values that a setting must reject; an unknown kind of setting is a failure."""
     if name in SPECIAL:
         return tuple(bad for bad in SPECIAL[name] if bad)
     kinds = leaves(HINTS[name])
@@ -159,7 +159,7 @@ PROGRAM = get_command(app)
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
-    """Runs a command that must refuse to start; returns the one line that it says."""
+    """Runs a command that must not start; returns its single line of output."""
 
     def run(config: WorkerConfig) -> int:
         raise AssertionError(f"a worker would have started with {config}")
@@ -181,7 +181,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 class Offenses:
-    """Collects what fails, so that a loop lists all of it."""
+    """Collects failures, so that a loop lists all of them."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -202,7 +202,7 @@ def offenses() -> Iterator[Offenses]:
 
 
 def test_every_setting_has_a_flag_of_its_name_with_a_help_text() -> None:
-    """Secrets have none; of the exceptions, all but --engine are older than the rule."""
+    """Secrets do not have one; all exceptions but --engine are older than the rule."""
     names = {"drain_grace_s": "--drain-grace", "adapters": "--adapter", "engine_url": "--engine"}
     wrong = []
     for command, classes, without in (
@@ -241,7 +241,7 @@ def refuse_option(path: tuple[str, ...], command: Any, parameter: Any, bad: str,
         assert line.startswith(str(parameter.metavar or parameter.name.upper()))
     for variable in filter(None, [parameter.envvar]):
         assert variable in line
-        # An empty variable is one that is not set.
+        # An empty variable counts as not set.
         if bad and variable != "PAGEMILL_MODEL":
             assert variable in told(*words, **{variable: bad})
 
@@ -276,7 +276,7 @@ def test_options_that_are_no_settings_are_refused(told: Told) -> None:
 
 
 def test_a_setting_given_as_an_option_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was: the flag that was not given had overruled it."""
+    """It was once overruled: by the default of an absent flag."""
     started: list[WorkerConfig] = []
     monkeypatch.setattr(worker_command, "_run", lambda config: started.append(config) or 0)
     words = ["worker", "--model", "echo", "--option", "drain_grace_s=1", "--option", "max_num_seqs=7"]
@@ -294,7 +294,7 @@ def test_an_engine_refuses_what_makes_no_sense(offenses: Offenses) -> None:
     for option in (each.name for each in fields(EngineConfig)):
         for bad in (*bad_values(option), float("nan"), [], object()):
             if option == "adapters" and bad == []:
-                continue  # none is a number of them too
+                continue  # an empty list is valid
             with (
                 offenses.of(f"{option}={bad!r}"),
                 pytest.raises(ConfigError, match=option if option != "model" else None),

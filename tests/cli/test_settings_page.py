@@ -53,13 +53,13 @@ Pagemill also reads variables of [model hubs](models.md#download-a-model), `OTEL
 """
 
 COMMON = {"PAGEMILL_REDIS_URL", "PAGEMILL_QUEUE", "PAGEMILL_LOG_LEVEL", "PAGEMILL_LOG_FORMAT"}
-"""Variables of the options that many commands have alike."""
+"""Variables of the options that many commands share."""
 INTERNAL = {"PAGEMILL_PRIVATE_KERNEL_CACHE"}
 """Set by a process for its children, not by a user."""
 
 
 def settings_table(owner: type, *others: type) -> str:
-    """Return a row per setting that `others` do not have alike: its name, its default and its docstring."""
+    """Return a row per setting that is not shared with `others`: its name, its default and its docstring."""
     rows = ["| Setting | Default | Meaning |", "| --- | --- | --- |"]
     known = {(name, setting.doc) for name, setting in settings_of(*others, without={"engine"}).items()}
     for name, setting in settings_of(owner, without={"engine"}).items():

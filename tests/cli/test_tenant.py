@@ -21,7 +21,7 @@ def test_purge(valkey_queue: Queue) -> None:
     queue = valkey_queue
     queue.submit("a", "b", tenant="acme", batch_id="both")
     queue.submit("c", tenant="other")
-    purge(queue, code=2)  # there is nobody to ask
+    purge(queue, code=2)  # there is no terminal to ask
     counted = json.loads(purge(queue, "--dry-run", "--json").stdout)
     assert counted["jobs"] == {"queued": 2}
     assert not counted["proven"]

@@ -1,4 +1,4 @@
-"""What commands print of other people's text: it cannot control a terminal, and adds no line or cell."""
+"""Untrusted text in the commands' output: it cannot control a terminal, and does not add a line or cell."""
 
 from __future__ import annotations
 

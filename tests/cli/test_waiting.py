@@ -1,4 +1,4 @@
-"""What takes long says so on the screen."""
+"""Long operations report it on the screen."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_long_drain_says_how_many_jobs_run_on(valkey_url: str, queue_name: str
 def test_local_worker_may_start_slowly_while_it_logs_progress(
     logs_progress: bool, valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two polls are further apart than half of the limit, as on a machine that stands still between them."""
+    """Two polls are further apart than half of the limit, as on a machine that stalls between them."""
     clock = itertools.count(step=0.6 * local_worker.SILENCE_LIMIT_S)
     fake = SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep)
     monkeypatch.setattr(local_worker, "time", fake)

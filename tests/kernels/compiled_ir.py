@@ -1,8 +1,8 @@
 """Executes the kernels' compiled Triton IR for sm_90, in bf16, and compares the results with fp64.
 
-Neither the interpreter, which runs a kernel's Python, nor a compilation without a GPU does this. ttsem also reports
-races between programs, accesses out of bounds, and reads of memory that nothing wrote. A program of its own, for
-another Triton than the tests':
+Neither the interpreter, which runs a kernel's Python, nor a compilation without a GPU does this. ttsem also
+reports races between programs, accesses out of bounds, and reads of uninitialized memory. It is a separate
+program, for another Triton version than the tests':
 
     make compiled-ir
 """
@@ -56,7 +56,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def splits() -> Iterator[tuple[str, str | None]]:
-    """Rows in parts, and rows of one part beside them."""
+    """Rows in parts, next to rows of one part."""
     for options in ({}, {"sinks": True}, {"sliding_window": 100}):
         for split in _SPLITS:
             sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
@@ -78,8 +78,8 @@ def splits() -> Iterator[tuple[str, str | None]]:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # A CPU has this product of its own; the kernel is what is looked at. Matrices of adapters are read by their
-    # addresses, of which ttsem knows nothing.
+    # A CPU has its own version of this matmul; here the kernel is tested. Matrices of adapters are read by
+    # their addresses, which ttsem does not support.
     scaled_matmul.library_takes = lambda *_: False  # type: ignore[assignment]
     for module in (attention_prefill, copy_blocks):
         module.to_device = lambda array, _: torch.from_numpy(array)  # type: ignore[attr-defined]  # nothing can be pinned

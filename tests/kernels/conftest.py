@@ -1,7 +1,7 @@
-"""Triton binds to its interpreter or to its compiler when a kernel is defined: one process cannot have both.
+"""Triton binds to its interpreter or to its compiler when a kernel is defined: one process cannot use both.
 
-`interpreter/` is collected only under TRITON_INTERPRET=1, everything else only without it. Plain `pytest` covers
-both, because test_interpreter_suite.py runs the other process.
+`interpreter/` is collected only under TRITON_INTERPRET=1, everything else only without it. Plain `pytest`
+covers both, because test_interpreter_suite.py runs the other process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HERE = Path(__file__).parent
 
 def pytest_configure(config: pytest.Config) -> None:
     if _INTERPRETED:
-        # How Triton 3.6's interpreter reads the bounds of a loop.
+        # Triton 3.6's interpreter causes it when it reads the bounds of a loop.
         config.addinivalue_line(
             "filterwarnings", "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
         )

@@ -1,4 +1,4 @@
-"""A stand-in for the op of FlashAttention 3: the schema of vLLM 0.23's library, its checks, and plain torch."""
+"""A replacement for the op of FlashAttention 3: the schema of vLLM 0.23's library, its checks, and plain torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from pagemill.kernels.gpu.flash_attention import NAMESPACE
 
-# As the library has it, but for spaces.
+# As in the library, except for spaces.
 SCHEMA = (
     "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, "
@@ -30,7 +30,7 @@ _library: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Define the op for CPU tensors, once in a process."""
+    """Define the op for CPU tensors, once per process."""
     if not _library:
         library = torch.library.Library(NAMESPACE, "DEF")
         library.define(SCHEMA)

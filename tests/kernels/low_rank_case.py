@@ -18,7 +18,7 @@ class LowRankCase:
     rows: AdapterRows
 
     def expected(self) -> torch.Tensor:
-        """The outputs in float64, a row at a time."""
+        """The outputs in float64, row by row."""
         wanted, starts = self.out.double(), self.table.starts.tolist()
         for row, slot in enumerate(self.rows.slots.tolist()):
             for part, matrices in enumerate(self.table.matrices[slot] if slot >= 0 else ()):
@@ -43,7 +43,7 @@ def low_rank_case(
     widths: list[int],
     dtype: torch.dtype = torch.float32,
 ) -> LowRankCase:
-    """`ranks`: of each part, for each slot; 0: the adapter has nothing there."""
+    """`ranks`: for each part, for each slot; 0: the adapter does not have this part."""
     torch.manual_seed(3)
     starts = [0, *np.cumsum(widths).tolist()]
     entries = torch.zeros(len(ranks), len(widths), 3, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Random paged batches with everything that must not be read poisoned, and the truth about them.
+"""Random paged batches with poison in all memory that must not be read, and the exact results.
 
 Unused blocks, unused slots of used blocks and padded query tokens hold NaN; block-table entries past a row's
 length hold ids far outside the cache. A kernel that touches any of them returns NaN or faults.
@@ -25,8 +25,8 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, tor
 
 @dataclass
 class PagedCase:
-    """One step over one layer's cache. `dense_keys[row]` are the row's keys [seq_len, num_kv_heads, head_dim], with
-    the numbers that the cache holds."""
+    """One step over one layer's cache. `dense_keys[row]` are the row's keys [seq_len, num_kv_heads,
+    head_dim], with the values in the cache."""
 
     query: torch.Tensor
     cache: LayerCache
@@ -36,7 +36,7 @@ class PagedCase:
     scoring: Scoring
 
     def to(self, device: torch.device) -> PagedCase:
-        """The same numbers on `device`; lengths on the host stay there."""
+        """The same values on `device`; lengths on the host stay there."""
         moved = {
             name: getattr(self.metadata, name).to(device)
             for name in ("block_tables", "query_start_loc", "seq_lens", "slot_mapping")
@@ -56,7 +56,7 @@ class PagedCase:
         )
 
     def in_double(self) -> PagedCase:
-        """The same numbers in fp64, without scales."""
+        """The same values in fp64, without scales."""
         return PagedCase(
             self.query.double(),
             LayerCache(
@@ -82,7 +82,7 @@ def _in_double(numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tens
 
 
 class _Blocks:
-    """A cache in the making: poison everywhere but where keys are put."""
+    """A cache under construction: poison everywhere except where keys are stored."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
         self.is_scaled = cache_dtype.itemsize == 1
@@ -94,7 +94,7 @@ class _Blocks:
         self._dtype = dtype
 
     def put(self, block: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Store tokens [n, num_kv_heads, head_dim] from the block's start on; return what they are afterwards."""
+        """Store tokens [n, num_kv_heads, head_dim] from the block's start on; return their stored values."""
         n, stored = len(tokens), tokens
         if self.scales is None:
             numbers = tokens.to(self.numbers.dtype)
@@ -123,8 +123,8 @@ class _Pool:
         self._block_size = shape[2]
 
     def put(self, table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_kept: int) -> None:
-        """Store a row's keys and values, and their blocks in its table; those that end before token `first_kept` are
-        given up. `keys` and `values` become what is stored of them."""
+        """Store a row's keys and values, and their blocks in its table; blocks that end before token
+        `first_kept` are released. `keys` and `values` are replaced by their stored values."""
         for index, start in enumerate(range(0, len(keys), self._block_size)):
             if start + self._block_size <= first_kept:
                 continue
@@ -163,11 +163,11 @@ def make_case(
     free_outside_window: bool = False,
     seed: int = 0,
 ) -> PagedCase:
-    """Rows with one query token first. `padded_decode_rows` rows of length 0 follow the decode rows, with a token
-    each, as a bucket of a captured graph has them; `padded_tokens` tokens of no row end the batch.
+    """Rows with one query token first. `padded_decode_rows` rows of length 0 follow the decode rows, with a
+    token each, as in a bucket of a captured graph; `padded_tokens` tokens without a row end the batch.
 
-    `dtype` is the queries', and the cache's too unless `cache_dtype` is given.
-    `free_outside_window` also gives up the blocks that no query token's window reaches, as an engine may.
+    `dtype` is that of the queries, and of the cache unless `cache_dtype` is given.
+    `free_outside_window` also releases the blocks that no query token's window reaches, as an engine may.
     """
     generator = torch.Generator().manual_seed(seed)
 

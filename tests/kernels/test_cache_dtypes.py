@@ -1,4 +1,4 @@
-"""Caches of every dtype on CPU: what is written, and attention over it, against torch and fp64."""
+"""Caches of every dtype on CPU: written values, and attention over them, compared with torch and fp64."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def stored(numbers: torch.Tensor, num_tokens: int) -> torch.Tensor:
     "options", [{}, {"alibi": True, "softcap": 2.0, "sliding_window": 37}], ids=["plain", "biased"]
 )
 def test_attention_computes_with_exactly_what_is_stored(dtype, shape, options):
-    """Decode rows of one and of several splits, prompts, chunks, padding; poison wherever nothing is stored."""
+    """Decode rows of one and of several splits, prompts, chunks, padding; poison in all unwritten memory."""
     case = make_case(
         [1, 1, 1, 7, 40, 2],
         [5, 300, 16, 7, 70, 290],
@@ -73,7 +73,7 @@ def test_attention_computes_with_exactly_what_is_stored(dtype, shape, options):
     "options", [{}, {"alibi": True, "softcap": 2.0, "sliding_window": 37}], ids=["plain", "biased"]
 )
 def test_prompts_of_a_model_of_few_bits_round_queries_and_weights(cache_dtype, head_dim, block_size, options):
-    """Near the exact result; single tokens as ever."""
+    """Near the exact result; single tokens unchanged."""
     lengths = [1, 1, 40, 7, 130], [5, 300, 70, 200, 130]
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
     case = make_case(
@@ -116,7 +116,7 @@ def test_rounded_prompts_do_not_depend_on_their_chunks(window, cache_dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [7, 64, 96])
 def test_writing_rounds_to_nearest_even_as_torch_does(dtype, head_dim):
-    """Around every number of one byte, and halfway between neighbors; the limit in each row makes its scale 1."""
+    """Around every value of one byte, and halfway between neighbors; the limit in each row makes its scale 1."""
     limit = largest_number(dtype) or 1.0
     if dtype is FP8:
         numbers = torch.arange(127, dtype=torch.uint8).view(FP8).float()
@@ -159,7 +159,7 @@ def test_writing_equals_the_reference(dtype):
         (ours.values, ours.value_scales, theirs.values, theirs.value_scales),
     ):
         torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0.0)
-        # A product with the reciprocal rounds differently from a quotient now and then: by one step.
+        # A multiplication by the reciprocal sometimes rounds differently from a quotient: by one step.
         steps = (as_bytes(numbers).to(torch.int16) - as_bytes(expected).to(torch.int16)).abs()
         assert steps.max() <= 1
         assert steps.float().mean() < 1e-3
@@ -167,7 +167,7 @@ def test_writing_equals_the_reference(dtype):
 
 @pytest.mark.parametrize("dtype", SCALED)
 def test_a_scale_serves_one_token_and_head(dtype):
-    """An outlier costs precision in its own head of its own token, and nowhere else."""
+    """An outlier costs precision only in its own head of its own token."""
     torch.manual_seed(42)
     tokens = torch.randn(6, 2, 64)
     calm = write(tokens, dtype)

@@ -1,4 +1,4 @@
-"""FlashAttention 3: how our arguments map to the op's, over a stand-in of the same schema. No kernel runs here."""
+"""FlashAttention 3: the mapping of arguments to the op's, with a replacement of the same schema. No kernel runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_captured_step_passes_no_number_of_the_step() -> None:
     calls = []
     for lengths in ([3, 3, 90], [40, 1, 2]):
         case = _case([1, 1, 1], lengths)
-        case.metadata.max_seq_len = 128  # as a capture has it
+        case.metadata.max_seq_len = 128  # as in a capture
         calls.append(_run(case))
         fa3_op.calls.clear()
     first, second = (

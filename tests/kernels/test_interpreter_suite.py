@@ -25,7 +25,7 @@ def _version(text: str) -> tuple[int, ...]:
 )
 @pytest.mark.timeout(1800)
 def test_kernels_in_the_interpreter() -> None:
-    """Every test of interpreter/, in a process of its own whose kernels run as numpy code."""
+    """Every test of interpreter/, in a separate process whose kernels run as numpy code."""
     run = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "",

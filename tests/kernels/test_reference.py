@@ -50,7 +50,7 @@ def test_attention_computes_in_fp32_for_half_inputs() -> None:
     out = reference.paged_attention(case.query, case.cache, case.metadata, case.scoring)
     assert out.dtype == torch.bfloat16
     exact = dense_attention(case.in_double())
-    # One rounding of the result and nothing more: half a unit in the last place of a value below 2.
+    # Exactly one rounding of the result: half a unit in the last place of a value below 2.
     assert_close(out, exact, case, 2.0**-8)
 
 

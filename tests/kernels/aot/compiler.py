@@ -1,4 +1,4 @@
-"""Compile a Triton kernel for a GPU that is not here, and read what the compiler made of it."""
+"""Compile a Triton kernel for a GPU that is not present, and read the compiler's output."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from triton.compiler import ASTSource
 
 from pagemill.kernels.gpu.tuning import Tile
 
-# `make oldest-triton` asks for one: a gate that ran on another would say nothing.
+# `make oldest-triton` requires one: a gate that ran on another version would prove nothing.
 assert os.environ.get("PAGEMILL_TRITON", triton.__version__) == triton.__version__
 
 _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
-# Shared memory that one program may have, in bytes (CUDA programming guide, table of compute capabilities).
+# Maximum shared memory of one program, in bytes (CUDA programming guide, table of compute capabilities).
 SHARED_MEMORY_LIMIT = {
     80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024,
 }  # fmt: skip
@@ -36,9 +36,9 @@ class Compiled:
     stack_bytes: int
     shared_bytes: int
     spill_instructions: int  # loads and stores of local memory
-    wgmma: int  # Hopper's tensor-core products
+    wgmma: int  # Hopper's tensor-core matmuls
     mma: int  # the older ones
-    wgmma8: int  # the same of 8-bit numbers
+    wgmma8: int  # the same for 8-bit numbers
     mma8: int
     async_copies: int
     wide_loads: int  # 16 bytes from global memory, synchronous or not
@@ -47,12 +47,12 @@ class Compiled:
 def compile_kernel(
     kernel: Any, arguments: dict[str, Any], capability: int, tile: Tile, *, fp_fusion: bool = True
 ) -> Compiled:
-    """Compile `kernel` as a launch with `arguments` would; the compiler may spill nothing.
+    """Compile `kernel` as a launch with `arguments` would; the compiler must not spill.
 
     `arguments` maps every parameter to a Triton type ("*bf16", "i32", "fp32") or, for a constexpr, its value,
     in any order.
-    Pointers and integers are taken to be multiples of 16, but for `_ANY_INTEGER`: Triton's launcher finds them
-    so at run time, since every supported head dim is one, and compiles for that.
+    Pointers and integers are assumed to be multiples of 16, except `_ANY_INTEGER`: Triton's launcher detects
+    this at run time, since every supported head dim is one, and compiles for it.
     """
     assert set(arguments) == set(kernel.arg_names)
     arguments = {name: arguments[name] for name in kernel.arg_names}
@@ -89,7 +89,7 @@ def compile_kernel(
 
 
 def _check_resources(compiled: Compiled, capability: int) -> None:
-    """The gate that every kernel passes: nothing spilled, and no more shared memory than there is."""
+    """The gate for every kernel: no spills, and no more shared memory than available."""
     assert compiled.stack_bytes == 0, compiled
     assert compiled.spill_instructions == 0, compiled
     assert compiled.shared_bytes <= SHARED_MEMORY_LIMIT[capability], compiled

@@ -10,7 +10,7 @@ SCALED = ("i8", "fp8e4nv")
 
 
 def typed(kind: str | None, names: str) -> dict[str, Any]:
-    """Parameters of one Triton type, or pointers that this launch leaves out."""
+    """Parameters of one Triton type, or pointers that this launch omits."""
     return dict.fromkeys(names.split(), kind)
 
 
@@ -73,7 +73,7 @@ def prefill_arguments(
 def _attention_arguments(
     element: str, head_dim: int, group_size: int, tile: Tile, cache: str | None, block_size: int
 ) -> dict[str, Any]:
-    """What both attention kernels take."""
+    """Parameters of both attention kernels."""
     return {
         **typed(f"*{element}", "out_ptr query_ptr"),
         **typed(f"*{cache or element}", "key_cache_ptr value_cache_ptr"),

@@ -1,4 +1,4 @@
-"""The compiler's output for the fused row kernels and for sampling, for GPUs that are not here."""
+"""The compiler's output for the fused row kernels and for sampling, for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kernels.aot.specialisations import row_tile, typed
 
 pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 
-slow = pytest.mark.slow  # a compilation takes seconds: what differs little from a case that runs always
+slow = pytest.mark.slow  # slow to compile, and similar to a case that always runs
 
 
 @pytest.mark.parametrize("size", [4096, pytest.param(1024, marks=slow), pytest.param(16384, marks=slow)])

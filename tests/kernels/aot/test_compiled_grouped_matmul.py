@@ -1,4 +1,4 @@
-"""What the compiler makes of products with weights of few bits, for GPUs that are not here."""
+"""The compiler's output for matmuls with low-bit weights, for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _cases() -> list[Any]:
             for kind in (NIBBLES, BYTES, FLOATS):
                 for chunk in (LARGEST_CHUNK, SMALLEST_CHUNK):
                     for element in ("fp32",) if size == 4 else ("bf16", "fp16"):
-                        # A compilation takes seconds: what differs little from a case that runs always.
+                        # A compilation takes seconds: these are similar to a case that always runs.
                         runs_always = (
                             capability in (80, 90)
                             and (kind, chunk, element) == (NIBBLES, LARGEST_CHUNK, "bf16")

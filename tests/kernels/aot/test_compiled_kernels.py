@@ -1,4 +1,4 @@
-"""The compiler's output for the kernels' other shapes and options, for GPUs that are not here."""
+"""The compiler's output for the kernels' other shapes and options, for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kernels.aot.specialisations import SCALED, decode_arguments, prefill_
 
 pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 
-slow = pytest.mark.slow  # a compilation takes seconds: what differs little from a case that runs always
+slow = pytest.mark.slow  # slow to compile, and similar to a case that always runs
 
 
 def _prefill(
@@ -84,7 +84,7 @@ def test_heads_smaller_than_a_tensor_core_product(capability: int) -> None:
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
 def test_options(options: dict[str, object], capability: int) -> None:
-    """An option costs registers: where there are fewest to spare. No model with sinks has heads of more than 128."""
+    """An option costs registers: tested where the fewest are free. No model with sinks has heads of more than 128."""
     _prefill("bf16", 128, capability, group_size=7, **options)
     if "sinks" not in options:
         _prefill("bf16", 256, capability, group_size=7, **options)
@@ -94,7 +94,7 @@ def test_options(options: dict[str, object], capability: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [128, 64, 256])
 def test_fp32(head_dim: int, capability: int) -> None:
-    """Exact products, which no tensor core makes."""
+    """Exact matmuls, which tensor cores do not compute."""
     assert _prefill("fp32", head_dim, capability).mma == 0
     assert _decode("fp32", head_dim, 4, capability).mma == 0
 
@@ -103,7 +103,7 @@ def test_fp32(head_dim: int, capability: int) -> None:
 @pytest.mark.parametrize("cache", SCALED)
 @pytest.mark.parametrize("head_dim", [128, 256, 64, 80])
 def test_scaled_caches(head_dim: int, cache: str, capability: int) -> None:
-    """Converting a tile takes registers: at the widest heads and with the largest groups most of all."""
+    """Converting a tile needs registers, most of all at the widest heads and with the largest groups."""
     if cache == "fp8e4nv" and capability < 89:
         pytest.skip("no fp8 before sm_89: the engine refuses it there")
     prefill = _prefill("bf16", head_dim, capability, cache=cache)

@@ -1,4 +1,4 @@
-"""What the compiler makes of the low-rank products of adapters, for GPUs that are not here."""
+"""The compiler's output for the low-rank matmuls of adapters, for GPUs that are not present."""
 
 from __future__ import annotations
 

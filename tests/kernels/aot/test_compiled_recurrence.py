@@ -1,4 +1,4 @@
-"""The recurrences' kernels, compiled ahead of time for GPUs that are not here."""
+"""The recurrences' kernels, compiled ahead of time for GPUs that are not present."""
 
 from __future__ import annotations
 

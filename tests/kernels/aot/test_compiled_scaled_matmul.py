@@ -1,4 +1,4 @@
-"""What the compiler makes of products of 8-bit numbers and of rounding to them, for GPUs that are not here."""
+"""The compiler's output for 8-bit matmuls and for rounding to 8 bits, for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.kernels.aot.specialisations import row_tile, typed
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 INTEGERS, FLOATS = "i8", "fp8e4nv"
 
-slow = pytest.mark.slow  # a compilation takes seconds: what differs little from a case that runs always
+slow = pytest.mark.slow  # slow to compile, and similar to a case that always runs
 
 
 def product_arguments(numbers: str, element: str, tile: Tile, *, whole: bool) -> dict[str, Any]:
@@ -63,12 +63,12 @@ def test_product(numbers: str, element: str, whole: bool, tile: Tile, capability
     arguments = product_arguments(numbers, element, tile, whole=whole)
     compiled = compile_kernel(scaled_matmul_kernel, arguments, capability, tile, fp_fusion=False)
     if capability == 100:
-        return  # its products are instructions of another name
+        return  # its matmuls use another instruction
     assert compiled.async_copies > 0, "weights must be copied behind the products"
     if capability == 90 and tile.block_m >= 64:
         assert compiled.wgmma8 > 0
     elif capability == 90 and numbers == FLOATS:
-        assert compiled.mma > 0  # widened: only wgmma, of 64 rows and more, multiplies e4m3 there
+        assert compiled.mma > 0  # dequantized: there only wgmma, for 64 rows and more, multiplies e4m3
     else:
         assert compiled.mma8 > 0, "the tensor cores are not used"
 

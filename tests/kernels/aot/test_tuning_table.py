@@ -1,4 +1,4 @@
-"""The gate for every entry of `pagemill.kernels.gpu.tuning`: compiled ahead of time, for GPUs that are not here."""
+"""The gate for every entry of `pagemill.kernels.gpu.tuning`: compiled ahead of time, for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDEST_HEAD = 256
 LARGEST_GROUP = 128
 
 
-# The architectures that get the tiles of one: sm_86, sm_89 and sm_120 have less shared memory than sm_80.
+# The architectures that use the tiles of one: sm_86, sm_89 and sm_120 have less shared memory than sm_80.
 TUNED = {80: (80, 86, 89, 120), 90: (90, 100)}
 
 
@@ -27,7 +27,7 @@ def _caches(entry: AttentionEntry, architecture: int) -> Iterator[str | None]:
     if not entry.is_scaled:
         yield None
     if entry.is_scaled is not False and entry.numbers == "half":
-        yield "fp8e4nv" if architecture >= 89 else "i8"  # no fp8 before sm_89: the engine refuses it there
+        yield "fp8e4nv" if architecture >= 89 else "i8"  # no fp8 before sm_89: the engine rejects it there
         if architecture >= 89:
             yield "i8"
 
@@ -38,7 +38,7 @@ def _cases(kernel: str) -> Iterator[Any]:
         for architecture in (each for one in tuned for each in TUNED[one]):
             for cache in _caches(entry, architecture):
                 for element in ("bf16", "fp16") if entry.numbers == "half" else ("fp32",):
-                    # A compilation takes seconds: what differs little from a case that runs always.
+                    # A compilation takes seconds: these are similar to a case that always runs.
                     is_extra = (
                         element == "fp16"
                         or (architecture == 90 and cache == "i8")
@@ -56,12 +56,12 @@ def _cases(kernel: str) -> Iterator[Any]:
 
 
 def _head_dim(entry: AttentionEntry) -> int:
-    """The widest that an entry is for, of those that models have."""
+    """The widest size in models to which an entry applies."""
     return min(entry.head_dim, WIDEST_HEAD)
 
 
 def _group_size(entry: AttentionEntry) -> int:
-    """Three quarters of the most rows that an entry is for, so that some are padding."""
+    """Three quarters of an entry's maximum rows, so that some are padding."""
     return min(entry.rows, LARGEST_GROUP) * 3 // 4
 
 
@@ -85,7 +85,7 @@ def test_prefill_runs_on_the_tensor_cores(
     if entry.numbers == "fp32":
         return
     if architecture == 100:
-        return  # its products are instructions of another name
+        return  # its matmuls use another instruction
     assert (compiled.wgmma if architecture == 90 else compiled.mma) > 0
     if cache is None:
         assert compiled.async_copies > 0, "keys and values must be copied behind the products"
@@ -113,7 +113,7 @@ def test_decode_streams_its_keys(
 
 
 def test_every_other_launch_is_compiled_in_this_folder() -> None:
-    """By the name that `row_tile` is asked for; the gate is in `compile_kernel`, as above."""
+    """By the name that `row_tile` gets; the gate is in `compile_kernel`, as above."""
     asked = {
         node.args[0].value
         for path in Path(__file__).parent.glob("test_compiled*.py")

@@ -1,4 +1,4 @@
-"""Machine code for a CPU that this may not be."""
+"""Machine code for a CPU that may differ from this one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def environment_of(cpu: str, features: Iterable[str]) -> dict[str, str]:
 
 
 def instructions(code: str, cpu: str, features: Iterable[str], cache: Path) -> list[list[str]]:
-    """Return the lines, word by word, of what the function `run` is compiled to, which `code` defines."""
+    """Return the compiled lines, split into words, of the function `run`, which `code` defines."""
     done = run_python(
         "-c", code + _PRINT, env=environment_of(cpu, features) | {"NUMBA_CACHE_DIR": str(cache)}, check=True
     )

@@ -1,4 +1,4 @@
-"""Operands of the products whose kernels round them."""
+"""Operands of the matmuls whose kernels round them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 def make(
     kernel: ModuleType, in_features: int, out_features: int
 ) -> tuple[torch.Tensor, PackedPanels, torch.Tensor]:
-    """(weight, packed, bias), the bias with NaN where no channel is."""
+    """(weight, packed, bias), the bias with NaN where there is no channel."""
     sizes = torch.rand(out_features, 1) if kernel is int8 else in_features**-0.5
     weight = torch.randn(out_features, in_features) * sizes
     packed = kernel.pack(weight)
@@ -24,7 +24,7 @@ def make(
 
 
 def activations(num_rows: int, in_features: int) -> torch.Tensor:
-    """Rows of different sizes, with outliers and zeros, and a stride of their own."""
+    """Rows of different sizes, with outliers and zeros, and a non-contiguous stride."""
     x = torch.randn(num_rows, in_features + 3)[:, 1:-2] * torch.rand(num_rows, 1) * 10
     x[torch.rand(x.shape) < 0.01] *= 100
     x[torch.rand(x.shape) < 0.1] = 0.0

@@ -1,4 +1,4 @@
-"""The largest number of a row and its place, against torch's: ties, zeros of both signs, NaN and infinities."""
+"""The largest value of a row and its position, compared with torch's: ties, zeros of both signs, NaN and infinities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INF, NAN = torch.inf, torch.nan
 
 
 def make_rows(num_rows: int, size: int, seed: int, *, levels: int, special: float | None) -> torch.Tensor:
-    """Rows in a tensor with a stride of its own; `levels`: the number of different values, so that there are ties."""
+    """Rows in a non-contiguous tensor; `levels`: the number of different values, so that there are ties."""
     torch.manual_seed(seed)
     wide = torch.randn(num_rows, size + 5)
     if levels:

@@ -1,4 +1,4 @@
-"""The CPU face of paged attention and the cache writes, against a dense fp64 computation of its own."""
+"""The CPU version of paged attention and the cache writes, compared with a separate dense fp64 computation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
 from tests.kernels.paged_case import first_key
 
-NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
+NO_BLOCK = 2**31 - 1  # an id outside every cache: reading it is a crash
 SPLIT = 256  # keys; the decode kernel's, so that lengths around it cross the merge
 
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 @dataclass
 class Step:
-    """A ragged batch whose caches hold NaN wherever no row's keys stand."""
+    """A ragged batch whose caches hold NaN outside the rows' keys."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -66,7 +66,7 @@ def make_step(
     tables = torch.full((len(rows), max(block_counts) + 2), NO_BLOCK, dtype=torch.int32)
     key_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim), math.nan)
     value_cache = key_cache.clone()
-    # Packed as a fused projection leaves them: query, key and value of a token side by side.
+    # Packed like the output of a fused projection: query, key and value of a token side by side.
     num_heads = num_kv_heads * group
     num_tokens = sum(query_len for query_len, _ in rows) + num_padded_tokens
     packed = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
@@ -140,7 +140,7 @@ def assert_exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1, 700]
 MIXED = [(1, 5), (1, 300), (1, 16), (7, 7), (16, 40), (33, 33), (2, 290)]
-SINKS = torch.tensor([-200.0, -2.0, 0.0, 2.0, 8.0, 200.0])  # the last one leaves nothing to the values
+SINKS = torch.tensor([-200.0, -2.0, 0.0, 2.0, 8.0, 200.0])  # the last one leaves no weight for the values
 BIASES = {
     "plain": {},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.015])},
@@ -206,7 +206,7 @@ def test_a_chunk_never_reads_the_blocks_before_it():
 
 def test_large_scores_do_not_overflow():
     step = make_step([(1, 300), (3, 300)])
-    # Scores near 1000 carry rounding errors of 1e-4 themselves.
+    # Scores near 1000 themselves have rounding errors of 1e-4.
     torch.testing.assert_close(
         step.attend(scale=40.0).double(), dense(step, scale=40.0), rtol=1e-3, atol=1e-3
     )
@@ -267,7 +267,7 @@ def test_a_prompt_cut_into_chunks_gives_the_same_bits(options):
     "options", [{}, {"sliding_window": 100}, {"softcap": 5.0}], ids=["plain", "window", "cap"]
 )
 def test_rows_that_share_blocks_get_the_bits_they_get_alone(options, block_size, head_dim):
-    """The panels of shared keys are gathered once: by block numbers, so a row that parts earlier must not see them."""
+    """The panels of shared keys are gathered once, by block numbers; a row that diverges earlier must not see them."""
     lengths = [(70, 700), (50, 700), (9, 650), (3, 90), (60, 60), (5, 699), (2, 1300)]
     step = make_step(lengths, block_size=block_size, head_dim=head_dim)
     tables = step.metadata.block_tables
@@ -293,7 +293,7 @@ def test_rows_that_share_blocks_get_the_bits_they_get_alone(options, block_size,
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 33}], ids=["plain", "window"])
 def test_what_is_not_finite_stays_in_its_row(options):
-    """Memory that a row's keys and values were gathered in serves the next one, whose tiles may not fill it."""
+    """The memory for a row's gathered keys and values is reused for the next one, whose tiles may not fill it."""
     torch.set_num_threads(1)
     lengths = [(130, 130), (5, 37), (20, 90), (2, 75)]
     step = make_step(lengths)
@@ -307,7 +307,7 @@ def test_what_is_not_finite_stays_in_its_row(options):
 @pytest.mark.parametrize("options", BIASES.values(), ids=BIASES.keys())
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_query_or_key_that_is_not_finite_makes_no_numbers(bad, options):
-    """An overflow in the product before, of an adapter for instance: finite outputs would hide it."""
+    """An overflow in an earlier matmul, of an adapter for instance: finite outputs would hide it."""
     step = make_step([(1, 40), (1, 700), (1, 9), (30, 60), (5, 300)])
     expected = step.attend(**options)
     for token in (1, 10):
@@ -411,8 +411,8 @@ def test_huge_pages_are_advice_only():
 
 
 def test_partial_results_live_until_they_are_merged() -> None:
-    """Of more than 32 MiB: pages that glibc gives back as soon as they are freed."""
+    """More than 32 MiB: pages that glibc returns as soon as they are freed."""
     step = make_step([(1, 1100)] * 6, group=512, num_kv_heads=1, head_dim=576)
     merged = step.attend(scale=0.05)
-    step.metadata.num_decode_rows = 0  # the other kernel has no partial results
+    step.metadata.num_decode_rows = 0  # the other kernel does not have partial results
     torch.testing.assert_close(merged, step.attend(scale=0.05), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Products of bfloat16 numbers: against a chain of fp32 additions, bit by bit, and against fp64."""
+"""Matmuls of bfloat16 values: compared with a chain of fp32 additions, bit by bit, and with fp64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_native = pytest.mark.skipif(not bf16.is_native(), reason="needs a CPU with
 
 
 def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The definition: rounded operands, whose products fp32 holds, added one by one, of every pair the second first."""
+    """The definition: rounded operands, whose products fit into fp32, added one by one; in a pair the second first."""
     x, weight = x.bfloat16().float(), weight.bfloat16().float()
     if x.shape[1] % PAIR:
         x, weight = (torch.nn.functional.pad(operand, (0, 1)) for operand in (x, weight))
@@ -38,7 +38,7 @@ def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Ten
 
 
 def amx_twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The same for AMX: of a group, the first numbers of all pairs one by one, the second ones, and then both sums."""
+    """The same for AMX: per group, first the first elements of all pairs, then the second ones, then both sums."""
     padding = (0, -x.shape[1] % GROUP)
     x, weight = (torch.nn.functional.pad(operand.bfloat16().float(), padding) for operand in (x, weight))
     out = bias.expand(len(x), -1).clone()
@@ -161,7 +161,7 @@ run.compile("void(int64, int64, int64, int64)")
 
 @pytest.mark.slow
 def test_a_tile_for_such_a_cpu_keeps_its_sums_in_registers(tmp_path):
-    """Compiled for a CPU that this may not be."""
+    """Compiled for a CPU that may differ from this one."""
     lines = instructions(INSTRUCTIONS, "cooperlake", TARGET, tmp_path)
     products = [line for line in lines if line[0] == "vdpbf16ps"]
     assert len(products) == 28, "a tile is 14 rows by two vectors"

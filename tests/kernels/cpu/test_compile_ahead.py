@@ -1,4 +1,4 @@
-"""A layer's kernels compiled by several processes: none is compiled twice, and none is needed to succeed."""
+"""A layer's kernels compiled by several processes: none is compiled twice, and failures are tolerated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes that are started."""
+    """The started processes."""
     started: list[subprocess.Popen[bytes]] = []
     start = compile_ahead._start
 
@@ -46,7 +46,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Part]:
-    """The parts that are compiled here, where each takes no time."""
+    """The parts that are compiled here, with each compilation replaced by a fast one."""
     taken: list[Part] = []
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(Part, "compile", lambda part: taken.append(part))
@@ -54,7 +54,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Part]:
 
 
 def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """Let every other process run this program."""
+    """Make every other process run this program."""
     popen = subprocess.Popen
     monkeypatch.setattr(
         compile_ahead.subprocess,
@@ -183,7 +183,7 @@ def test_a_python_that_cannot_be_started_is_nobodys_harm(compiled, monkeypatch, 
 
 @pytest.mark.parametrize("name", stack.PARTS)
 def test_a_layer_runs_what_was_compiled(name):
-    """A part is compiled for the very types that a layer calls it with."""
+    """A part is compiled for exactly the types with which a layer calls it."""
     kernel = getattr(stack, name)
     stack.compile_part(name, kind="fp32", cache_dtype=torch.float32)
     compiled = set(kernel.signatures)

@@ -1,4 +1,4 @@
-"""News of kernels that are being compiled: as they end, at most so often, and none of what is compiled already."""
+"""Progress reports of kernel compilations: when they finish, at a limited rate, and without cached kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_reports_what_has_been_compiled() -> None:
 
     with report_compiling(note, every=0.0):
         assert outer(1) == 3
-        assert [count for count, _ in reports] == [1, 2]  # what it calls comes first
+        assert [count for count, _ in reports] == [1, 2]  # its callees come first
         assert outer(2) == 4
     assert len(reports) == 2
     assert all(seconds >= 0 for _, seconds in reports)

@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CPU: the kernels beside their plain torch twins, and bits that no neighbor changes."""
+"""MoE models on a CPU: the kernels compared with plain torch, and bits that do not depend on neighbors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: list[KindName] = ["fp32", "int8", *(["bf16"] if bf16.is_native() else [])
 
 @pytest.fixture(autouse=True, params=[1, 2])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Every test with one thread and with two: more are other kernels, from some thousand numbers a thread on."""
+    """Every test with one thread and with two: with about a thousand values per thread, other kernels run."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -58,7 +58,7 @@ def test_numbers_that_are_not_finite_choose_distinct_experts(routing: Routing, b
 
 @pytest.mark.parametrize("size", [3, 16, 90])
 def test_clamped_swiglu(size: int) -> None:
-    """Gates and ups beyond the limit, some of them far; a row alone gives the same bits."""
+    """Gates and ups beyond the limit, some of them far; a row alone returns the same bits."""
     torch.manual_seed(0)
     x = torch.randn(2000, 2 * size) * 5
     x[7], x[8] = 1e4, -1e4

@@ -1,4 +1,4 @@
-"""A lock on a file: one process at a time, no longer than asked for, and no harm where there are no locks."""
+"""A lock on a file: one process at a time, for the requested duration, and harmless without lock support."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_process_that_was_forked_meanwhile_holds_nothing(tmp_path):
     path = tmp_path / "lock"
     with file_lock.hold(path, 0.0) as is_held:
         assert is_held
-        # What a forked process has: the same open file.
+        # The state of a forked process: the same open file.
         copy = os.dup(next(fd for fd in map(int, os.listdir("/proc/self/fd")) if _leads_to(fd, path)))
     with file_lock.hold(path, 0.0) as is_held:
         assert is_held, "although the file is still open"

@@ -1,4 +1,4 @@
-"""The CPU face's fused row operators against the same formulas in fp64."""
+"""The CPU version's fused row operators compared with the same formulas in fp64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def strided(num_rows: int, size: int) -> torch.Tensor:
-    """A view between two columns of NaN, which a read or a write out of bounds would carry over or break."""
+    """A view between two columns of NaN, which an access out of bounds would copy or overwrite."""
     base = torch.full((num_rows, size + 2), torch.nan)
     base[:, 1:-1] = torch.randn(num_rows, size)
     return base[:, 1:-1]

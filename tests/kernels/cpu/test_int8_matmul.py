@@ -1,4 +1,4 @@
-"""Products of 8-bit integers: the packed kernel against its plain twin, bit by bit, and the twin against fp64."""
+"""Matmuls of 8-bit integers: the packed kernel against the plain version, bit by bit, and the latter against fp64."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_weights_take_little_more_than_a_byte_each():
 
 
 def integers(weight_format: int, out_features: int, num_groups: int) -> torch.Tensor:
-    """A weight made of integers of this format, all of them at its ends in the first group."""
+    """A weight made of integers of this format, all of them at its limits in the first group."""
     low, high = {
         grids.SIGNED_BYTES: (-127, 127), grids.SIGNED_NIBBLES: (-8, 7), grids.OFFSET_NIBBLES: (0, 15)
     }[int8.GRIDS[weight_format]]  # fmt: skip
@@ -121,7 +121,7 @@ def integers(weight_format: int, out_features: int, num_groups: int) -> torch.Te
     numbers[:, :, 1] = high
     numbers[:, 0] = high
     numbers[out_features // 2 :, 0] = low
-    numbers[:, :, 0] = low  # the offset is the least number
+    numbers[:, :, 0] = low  # the offset is the lowest value
     scales = (torch.rand(out_features, num_groups, 1) + 0.1).half().float()
     offsets = torch.randn(out_features, num_groups, 1).half().float()
     if FORMATS[weight_format].factor_bytes == F32:
@@ -179,7 +179,7 @@ def test_signed_integers_of_four_bits_say_the_same_in_eight():
 
 
 def test_scales_of_either_sign():
-    """llama.cpp's Q4_0: the number of largest size has the code of -8."""
+    """llama.cpp's Q4_0: the value with the largest magnitude has the code of -8."""
     torch.manual_seed(42)
     numbers = torch.randint(-8, 8, (40, 4, GROUP)).float()
     numbers[:, :, 0] = -8
@@ -296,11 +296,11 @@ run.compile("void(int64, int64, int64, int64, int64, int64)")
 """
 
 
-# With offsets the mask of halves of bytes is read again: it has no register left.
+# With offsets the mask of half bytes is read again: no register is left for it.
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_format", [EIGHT_BITS, EIGHT_BITS_HALVES, FOUR_BITS_HALVES])
 def test_a_tile_for_such_a_cpu_keeps_a_groups_weights_in_registers(tmp_path, weight_format):
-    """Compiled for a CPU that this may not be."""
+    """Compiled for a CPU that may differ from this one."""
     program, form = INSTRUCTIONS.format(form=weight_format), FORMATS[weight_format]
     lines = instructions(program, "cascadelake", TARGET.split(), tmp_path)
     num_rows, halves = WIDE.most_rows, WIDE.halves

@@ -1,4 +1,4 @@
-"""What is compiled, and how often: a kernel once for a machine, whoever calls it and however many start together."""
+"""The number of compilations: one per kernel and machine, for any caller and any number of parallel starts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def start(program: str, cache: Path) -> subprocess.Popen[str]:
 
 
 def report(child: subprocess.Popen[str]) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """(how often LLVM met each function, how often each kernel became a root, what counts references)."""
+    """(how often LLVM compiled each function, how often each kernel became a root, functions that count references)."""
     output, _ = child.communicate(timeout=570)
     assert child.returncode == 0
     code, roots, counting = json.loads(output)
@@ -126,7 +126,7 @@ def test_llvm_meets_the_expensive_kernels_of_a_model_once(kind: str, dtype: str,
 
 @pytest.mark.slow
 def test_threads_do_not_wait_for_each_others_counts(tmp_path: Path) -> None:
-    """A count of references to what all threads read, twice a task, once took more time than the tasks."""
+    """Reference counts of shared data, twice per task, once took more time than the tasks."""
     code, _, counting = report(start(_ATTENTION, tmp_path))
     for kernel in ("_attend_task", "_score_task", "_attend_turns", "attend_tile"):
         assert any(kernel in name for name in code)

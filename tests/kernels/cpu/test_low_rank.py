@@ -1,4 +1,4 @@
-"""Low-rank products of adapters on the CPU, against float64."""
+"""Low-rank matmuls of adapters on the CPU, compared with float64."""
 
 from __future__ import annotations
 

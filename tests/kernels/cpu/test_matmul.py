@@ -1,4 +1,4 @@
-"""Products with packed weights against fp64, and what a row's bits depend on."""
+"""Matmuls with packed weights compared with fp64, and the dependencies of a row's bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = [*range(1, 31), 56, 57, 141, 290]
 
 
 def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedWeight, torch.Tensor]:
-    """(weight, packed, bias), the bias with NaN where no channel is."""
+    """(weight, packed, bias), the bias with NaN where there is no channel."""
     torch.manual_seed(42)
     weight = torch.randn(out_features, in_features) * in_features**-0.5
     packed = pack(weight)
@@ -45,7 +45,7 @@ def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedWeigh
 def test_equals_fp64(in_features, out_features):
     weight, packed, bias = make(in_features, out_features)
     for num_rows in ROWS:
-        x = torch.randn(num_rows, in_features + 3)[:, 1:-2]  # rows with a stride of their own
+        x = torch.randn(num_rows, in_features + 3)[:, 1:-2]  # rows with a non-contiguous stride
         out = fp32.multiply(x, packed, bias)
         assert out.shape == (num_rows, out_features)
         expected = x.double() @ weight.double().t() + bias[:out_features].double()
@@ -175,7 +175,7 @@ for _ in range(20):
 
 @pytest.mark.slow
 def test_a_kernels_arrays_outlive_the_addresses_it_takes_of_them():
-    """With arrays mapped one by one, any read of freed memory is a segmentation fault."""
+    """With separately mapped arrays, any read of freed memory is a segmentation fault."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
     done = subprocess.run([sys.executable, "-c", TALL_PRODUCTS], env=environment, check=False)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""The recurrences on CPUs beside plain torch, and however the tokens are divided."""
+"""The recurrences on CPUs compared with plain torch, for any division of the tokens."""
 
 from __future__ import annotations
 

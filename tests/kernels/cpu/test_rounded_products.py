@@ -1,4 +1,4 @@
-"""What a row's bits depend on in products of bfloat16 numbers and of 8-bit integers."""
+"""The dependencies of a row's bits in matmuls of bfloat16 values and of 8-bit integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws and cuts that the compiled operators find, against their definitions: always the same, never nearly."""
+"""Draws and cuts of the compiled operators, compared with their definitions: exactly equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill.kernels.cpu.sampling import selection as cpu_selection
 
 
 def make_logits(num_rows: int, size: int, spread: float, seed: int, *, levels: int = 0) -> torch.Tensor:
-    """Rows with maximum 0, in a tensor with a stride of its own; `levels`: the number of different values."""
+    """Rows with maximum 0, in a non-contiguous tensor; `levels`: the number of different values."""
     torch.manual_seed(seed)
     logits = torch.randn(num_rows, size + 3)[:, :size]
     if levels:
@@ -25,7 +25,7 @@ def make_logits(num_rows: int, size: int, spread: float, seed: int, *, levels: i
 
 
 def bar(logits: torch.Tensor, share: float) -> None:
-    """Set about that share of every row to minus infinity, but for the largest."""
+    """Set about that share of every row, except the largest value, to minus infinity."""
     logits[(torch.rand(logits.shape) < share) & (logits < 0.0)] = -torch.inf
 
 
@@ -60,7 +60,7 @@ def test_draws_from_a_real_vocabulary_are_the_definitions():
 
 
 def test_equal_sums_go_to_the_lowest_token(monkeypatch):
-    """With noise of one value for all, equal logits make equal sums."""
+    """With the same noise for all, equal logits have equal sums."""
     monkeypatch.setattr(cpu_noise, "gumbel_noise", lambda keys, ids: torch.zeros(ids.shape))
     logits = torch.zeros(5, 40)
     chosen = cpu_noise.argmax_with_noise(logits, keys_of(5, 0))
@@ -69,7 +69,7 @@ def test_equal_sums_go_to_the_lowest_token(monkeypatch):
 
 
 def test_more_candidates_than_room_are_drawn_the_long_way():
-    """Only where no logit is 0: every token then may win, as far as the scores tell."""
+    """Only if no logit is 0: then every token may win, as far as the scores show."""
     logits, keys = torch.full((3, 5000), -200.0), keys_of(3, 7)
     counts = cpu_noise.candidates(logits, keys)[1]
     assert (counts > cpu_noise.MOST_CANDIDATES).all()

@@ -1,4 +1,4 @@
-"""Decode rows that read the same leading blocks: found, taken together, and the same to the last bit as without."""
+"""Decode rows that read the same leading blocks: found, processed together, and with unchanged bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
 from tests.kernels.paged_case import first_key
 
-NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
+NO_BLOCK = 2**31 - 1  # an id outside every cache: reading it is a crash
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
@@ -33,12 +33,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Case:
-    """Decode rows by their own numbers of tokens, in groups that begin with the same blocks."""
+    """Decode rows by the length of their separate parts, in groups that start with the same blocks."""
 
     groups: list[
         tuple[int, list[int]]
-    ]  # (tokens that the group shares, in whole blocks at most; own tokens by row)
-    common_tokens: int = 0  # before what a group shares, and shared by all groups
+    ]  # (tokens that the group shares, in complete blocks; separate tokens by row)
+    common_tokens: int = 0  # before a group's shared part, and shared by all groups
     block_size: int = 16
     heads: Heads = field(default_factory=lambda: Heads(2, 3, 64))
     dtype: torch.dtype = torch.float32
@@ -129,7 +129,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def tasks_of(step: Step, window: int = 0, group: int = 3, num_kv_heads: int = 1) -> np.ndarray:
-    """What the kernel shares out: rows of `decode_tasks`' columns."""
+    """The kernel's shares of work: rows of `decode_tasks`' columns."""
     lengths, num_rows = step.metadata.seq_lens, len(step.metadata.seq_lens)
     rows, order = np.empty((num_rows, 3), np.int64), np.empty((num_rows, 2), np.int64)
     num_splits, _ = decode_tasks.plan_rows(rows, lengths.numpy(), num_rows, window)
@@ -267,7 +267,7 @@ def test_what_is_found_is_found_once_a_step() -> None:
     address = sharing_of(metadata)
     assert address == sharing_of(metadata) != 0
     assert metadata.count_sharing_rows() == 5
-    assert replace(metadata).sharing is None  # of other tables, perhaps
+    assert replace(metadata).sharing is None  # possibly of other tables
 
 
 @pytest.mark.slow
@@ -284,9 +284,9 @@ def test_common_blocks_are_those_with_the_row_before(case: Case) -> None:
         pair = tables[order[place - 1]], tables[order[place]]
         differs = np.flatnonzero(pair[0] != pair[1])
         assert common[place] == (differs[0] if len(differs) else tables.shape[1])
-    if tables.shape[1] > 32:  # not all columns are sorted by
+    if tables.shape[1] > 32:  # only some columns are sorted
         return
-    # Of all that a row has in common with others, it keeps the most: with one of its neighbours.
+    # Of its common prefixes, a row keeps the longest: with one of its neighbors.
     for place, row in enumerate(order):
         equal = (tables == tables[row]).cumprod(axis=1).sum(axis=1)
         equal[row] = 0

@@ -1,4 +1,4 @@
-"""The machine code's cache is named after every source that it may be compiled from."""
+"""The name of the machine code's cache depends on every source from which it may be compiled."""
 
 from __future__ import annotations
 

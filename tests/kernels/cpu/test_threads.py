@@ -1,4 +1,4 @@
-"""Kernels that all threads run: every share once, with the arguments as they were given."""
+"""Kernels that all threads run: every share once, with unchanged arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights kept in few bits: every number comes back, and products don't know the difference."""
+"""Weights kept in few bits: every value is restored, and matmuls return the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPES = [(1, 32), (33, 64), (100, 288), (64, 1536)]
 
 
 def weight_in(weight_format: int, out_features: int, in_features: int) -> torch.Tensor:
-    """Random weights that this format holds, and none that takes fewer bits."""
+    """Random weights that this format represents, and no format with fewer bits."""
     torch.manual_seed(out_features + in_features)
     noise = torch.randn(out_features, in_features)
     if weight_format == BFLOAT16:
@@ -82,7 +82,7 @@ def test_halves_need_no_groups(weight_format, in_features):
 )  # fmt: skip
 def test_what_gguf_files_hold_keeps_its_size(kind, weight_format):
     torch.manual_seed(1)
-    # Real checkpoints have outliers, channels of little use, and groups of nothing but zeros.
+    # Real checkpoints have outliers, channels of little use, and groups of zeros.
     weight = torch.randn(70, 320) * torch.logspace(-6, 1, 70)[:, None]
     weight[3, :64], weight[9, 5] = 0.0, 40.0
     weight = through_gguf(weight, gguf.GGMLQuantizationType[kind])
@@ -128,7 +128,7 @@ def test_any_grid_comes_back(levels, scale, offset, seed):
 
 @pytest.mark.parametrize("weight_format", [BFLOAT16, FLOAT16, BYTES, NIBBLES])
 def test_products_have_the_bits_of_fp32_weights(weight_format):
-    for out_features, in_features in ((100, 288), (800, 1568)):  # whole pieces and not, lines and not
+    for out_features, in_features in ((100, 288), (800, 1568)):  # complete pieces and not, lines and not
         weight = weight_in(weight_format, out_features, in_features)
         packed, plain = pack(weight), pack(weight, ())
         assert (packed.weight_format, plain.weight_format) == (weight_format, FLOAT32)
@@ -149,7 +149,7 @@ def test_channels_apart_from_their_panels():
 @pytest.mark.parametrize("sizes", [(64, 32, 96), (64, 7), (5, 32, 32), (40,)], ids=str)
 @pytest.mark.parametrize("other_format", FORMATS)
 def test_weights_below_each_other_are_packed_as_one(sizes, other_format):
-    """Whatever the last one fits in holds for all of them."""
+    """A format that fits the last one also fits all of them."""
     weights = [weight_in(NIBBLES, size, 64) for size in sizes]
     weights[-1] = weight_in(other_format, sizes[-1], 64)
     together, merged = pack(torch.cat(weights)), pack_merged(weights)

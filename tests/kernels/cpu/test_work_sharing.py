@@ -1,4 +1,4 @@
-"""Work that threads take piece by piece: every piece is taken once, and pieces are no larger than promised."""
+"""Work that threads take piece by piece: every piece is taken once, and pieces do not exceed their limit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_blocks_cover_the_rows(num_rows: int, num_threads: int) -> None:
     assert (sizes <= BLOCK_ROWS).all()
     assert len(sizes) == 1 or (sizes >= FEWEST_ROWS).all()
     assert (bounds[:-1] % MOST_ROWS == 0).all()
-    if num_threads > 1 and len(sizes) > 1:  # nobody is left alone with much
+    if num_threads > 1 and len(sizes) > 1:  # no thread has much work left alone
         assert sizes[-1] < 2 * FEWEST_ROWS
 
 
@@ -73,5 +73,5 @@ def test_turns_cover_the_tasks(costs: list[int], num_threads: int) -> None:
     assert (np.diff(bounds) > 0).all()
     most = max(totals[-1] // (2 * num_threads), 1)
     for first, last in pairwise(bounds):
-        # Within a thread's half share, but for the task that reaches beyond it.
+        # Within half of a thread's share, except the task that exceeds it.
         assert totals[last - 1] - totals[first] <= most

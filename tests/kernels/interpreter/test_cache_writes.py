@@ -87,7 +87,7 @@ def test_only_padding_writes_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(6, 2, 16, 64), (6, 3, 8, 80), (6, 1, 128, 96)], ids=str)
 def test_copy_blocks_equals_the_reference(shape: tuple[int, ...]) -> None:
-    """One source for two destinations; blocks of less and of more than a program's chunk."""
+    """One source for two destinations; blocks smaller and larger than a program's chunk."""
     key_cache, value_cache = torch.randn(shape), torch.randn(shape)
     expected = key_cache.clone(), value_cache.clone()
     pairs = [(0, 5), (0, 1), (3, 2)]
@@ -100,7 +100,7 @@ def test_copy_blocks_equals_the_reference(shape: tuple[int, ...]) -> None:
 
 
 def test_addresses_past_the_range_of_int32() -> None:
-    """A cache of more than 2^31 elements. Its pages are never touched, so it takes address space, not memory."""
+    """A cache of more than 2^31 elements. Its pages are never touched, so it uses address space, not memory."""
     num_blocks = 2**31 // (16 * 64) + 8
     cache = torch.empty((num_blocks, 1, 16, 64), dtype=torch.float16)
     tokens = torch.randn(2, 1, 64, dtype=torch.float16)

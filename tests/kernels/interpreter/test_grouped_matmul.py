@@ -1,4 +1,4 @@
-"""Products with weights of few bits, run by Triton's interpreter, against what the numbers stand for."""
+"""Matmuls with low-bit weights, run by Triton's interpreter, compared with the represented values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank products of adapters, run by Triton's interpreter, against float64."""
+"""Low-rank matmuls of adapters, run by Triton's interpreter, compared with float64."""
 
 from __future__ import annotations
 

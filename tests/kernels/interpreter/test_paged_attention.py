@@ -19,7 +19,7 @@ from tests.kernels.paged_case import TOLERANCE, PagedCase, assert_close, make_ca
 
 assert INTERPRETED
 
-# The interpreter's time goes by operation, not by element: large tiles, few heads, few rows.
+# The interpreter's time depends on operations, not on elements: large tiles, few heads, few rows.
 SMALL = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
 
 
@@ -40,7 +40,7 @@ def _check(case: PagedCase, tolerance: float | None = None) -> None:
 
 
 def _decode(case: PagedCase, **plan: object) -> torch.Tensor:
-    """The decode kernel alone, over the decode rows."""
+    """Only the decode kernel, over the decode rows."""
     rows = case.metadata.num_decode_rows
     out = _poisoned(case.query)
     paged_attention_decode(
@@ -64,7 +64,7 @@ def test_decode_at_block_boundaries(block_size: int) -> None:
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
 def test_prefill_at_block_boundaries(block_size: int) -> None:
-    """A prompt of just under, at and just over a block, and a chunk that ends where a block does."""
+    """A prompt of just under, at and just over a block, and a chunk that ends at a block boundary."""
     query_lens = [block_size - 1, block_size, block_size + 1, 2]
     seq_lens = [block_size - 1, block_size, block_size + 1, 2 * block_size]
     _check(make_case(query_lens, seq_lens, block_size=block_size, **SMALL))
@@ -73,7 +73,7 @@ def test_prefill_at_block_boundaries(block_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("block_size", [1, 7, 24, 33, 48, 63, 80, 96, 100, 129, 160, 192, 250])
 def test_block_sizes_that_no_tile_divides(block_size: int, dtype: torch.dtype) -> None:
-    """A tile may begin in one block and end in another, or in the one after that."""
+    """A tile may start in one block and end in another, or in the one after that."""
     lens = [150, 2 * block_size + 5, block_size + 200]
     _check(make_case([1, 1, 40], lens, block_size=block_size, dtype=dtype, **SMALL))
 
@@ -95,14 +95,14 @@ def test_group_sizes_in_a_mixed_batch(num_heads: int, num_kv_heads: int, dtype: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
 def test_head_dims_in_a_mixed_batch(head_dim: int, dtype: torch.dtype) -> None:
-    """bf16 by the upcast the interpreter needs: it shows that no product of bf16 tiles is left in a kernel."""
+    """bf16 by the upcast that the interpreter needs: this shows that no kernel still has a matmul of bf16 tiles."""
     _check(make_case([1, 6], [33, 40], num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16, torch.int8, FP8])
 def test_cache_dtypes_in_a_mixed_batch(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Full tiles, masked tiles and a merge; what is not stored is poison, scales included."""
+    """Full tiles, masked tiles and a merge; unwritten memory is poison, including scales."""
     case = make_case(
         [1, 1, 90],
         [33, 300, 100],
@@ -140,7 +140,7 @@ def test_scaled_caches_under_every_option(cache_dtype: torch.dtype) -> None:
     ("size", "dtype"), [(1e-9, torch.bfloat16), (1e-3, torch.float16), (1e3, torch.bfloat16)], ids=str
 )
 def test_scaled_caches_of_any_size(size: float, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    """Products are in fp16, whose range is 39 bits: values of any size, and beside ones a million times larger."""
+    """Matmuls are in fp16, whose range is 39 bits: values of any size, next to ones a million times larger."""
     case = make_case(
         [1, 1, 20],
         [200, 70, 90],
@@ -217,7 +217,7 @@ def test_a_padded_row_writes_nothing() -> None:
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )  # fmt: skip
 def test_options(options: dict[str, object], dtype: torch.dtype) -> None:
-    """Long enough that a window skips tiles; blocks that it has left behind are gone from the table."""
+    """Long enough that a window skips tiles; blocks before the window are no longer in the table."""
     _check(
         make_case(
             [1, 20],
@@ -236,7 +236,7 @@ def test_options(options: dict[str, object], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 20])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_splits_merge_to_the_whole(sinks: bool, num_splits: int, sliding_window: int | None) -> None:
-    """Rows that use all splits, some, one and none of them; 20 is more than the merge kernel takes at once."""
+    """Rows that use all splits, some, one and none of them; 20 is more than the merge kernel processes together."""
     options: dict[str, Any] = {"sliding_window": sliding_window, "sinks": sinks} | SMALL
     case = make_case([1] * 4, [1, 32, 65, 640], padded_decode_rows=1, **options)
     tile = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1)

@@ -1,4 +1,4 @@
-"""Rows of 8-bit numbers in Triton's interpreter: the definition's bits, and products against exact sums."""
+"""Rows of 8-bit values in Triton's interpreter: bits equal to the definition, and matmuls compared with exact sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 
 
 def rows_of_every_size(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of sizes far apart, one of zeros, of the dtype's largest number, and with infinity and NaN."""
+    """Rows of very different sizes, one of zeros, one with the dtype's largest value, and with infinity and NaN."""
     torch.manual_seed(3)
     x = torch.randn(num_rows, size) * torch.logspace(-6, 4, num_rows)[:, None]
     x[1] = 0.0
@@ -37,7 +37,7 @@ def assert_same(ours: ScaledRows, expected: ScaledRows) -> None:
 @DTYPES
 @pytest.mark.parametrize("size", [8, 100, 9000])
 def test_rows_are_quantised_as_defined(size: int, dtype: torch.dtype, numbers: torch.dtype) -> None:
-    """To the last bit: what is not finite marks its own row alone, and a row may take several pieces."""
+    """Bit for bit: non-finite values affect only their own row, and a row may need several pieces."""
     x = rows_of_every_size(9, size, dtype)
     with dispatch.override("triton"):
         ours = dispatch.quantise_rows(x, numbers)
@@ -60,7 +60,7 @@ def test_rows_are_quantised_as_defined(size: int, dtype: torch.dtype, numbers: t
 def test_norms_and_activations_are_quantised_on_their_way(
     adds: bool, keeps: bool, numbers: torch.dtype
 ) -> None:
-    """The bits of the operators one after the other."""
+    """The bits of the separate operators."""
     torch.manual_seed(4)
     x, residual = torch.randn(5, 200).half(), torch.randn(5, 200).half() if adds else None
     x[3, 5] = float("nan")
@@ -94,7 +94,7 @@ def test_norms_and_activations_are_quantised_on_their_way(
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 40, 128), (17, 50, 83), (33, 257, 300), (70, 130, 256)], ids=str)
 def test_integer_products_are_exact(shape: tuple[int, int, int], has_bias: bool, dtype: torch.dtype) -> None:
-    """To the last bit, scales, bias and rounding included; but the interpreter does not round to bfloat16, it cuts."""
+    """Bit for bit, including scales, bias and rounding; but the interpreter truncates to bfloat16."""
     num_rows, out_features, in_features = shape
     torch.manual_seed(5)
     rows = row_scaled.quantise_rows((3 * torch.randn(num_rows, in_features)).to(dtype), torch.int8)
@@ -143,7 +143,7 @@ def test_a_row_that_is_not_finite_stays_so_alone() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
 def test_the_library_gives_the_same(num_rows: int) -> None:
-    """`torch._scaled_mm`, of which the CPU has one too, up to the rounding of bfloat16."""
+    """`torch._scaled_mm`, which also exists on CPUs, up to the rounding of bfloat16."""
     torch.manual_seed(7)
     rows = row_scaled.quantise_rows(torch.randn(num_rows, 128).bfloat16(), FP8)
     weight, bias = row_scaled.quantise_rows(torch.randn(96, 128), FP8), torch.randn(96).bfloat16()

@@ -69,7 +69,7 @@ def test_draws_what_a_sort_draws(vocab_size: int) -> None:
 
 @pytest.mark.parametrize("top", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.9}], ids=str)
 def test_ties_with_the_last_token_kept_are_kept(top: dict[str, float]) -> None:
-    """Five tokens of one logit and many far below: any filter keeps all five, whatever their number."""
+    """Five tokens with one logit and many far below: any filter keeps all five, regardless of its number."""
     logits = torch.full((12, 300), -4.0)
     logits[:, [1, 50, 101, 102, 299]] = 2.0
     params = [SamplingParams(temperature=1.0, **top)] * 12  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_ties_with_the_last_token_kept_are_kept(top: dict[str, float]) -> None:
 
 
 def test_noise_is_the_same_as_on_the_cpu() -> None:
-    """With equal logits the noise alone decides: 48 rows, 97 tokens."""
+    """With equal logits only the noise decides: 48 rows, 97 tokens."""
     logits = torch.zeros(48, 97)
     rows = _rows([SamplingParams(temperature=1.0)] * 48, torch.arange(48) * 7919)
     with dispatch.override("triton"):
@@ -107,7 +107,7 @@ def test_a_row_of_nan_gives_some_token_and_leaves_others_alone() -> None:
 
 
 def _bits_of_the_cut(row: torch.Tensor, params: SamplingParams) -> int:
-    """By a sort: the largest distance that top-k and top-p keep, as an integer."""
+    """With a sort: the largest distance that top-k and top-p keep, as an integer."""
     distances = ((row.amax() - row) / params.temperature).sort().values
     if 0 < params.top_k < len(row):
         distances = distances[distances <= distances[params.top_k - 1]]
@@ -120,7 +120,7 @@ def _bits_of_the_cut(row: torch.Tensor, params: SamplingParams) -> int:
 
 
 def _misleading() -> torch.Tensor:
-    """Logits at the edges of two bins, so that the middles of the bins give another cut for 0.69 of the weight."""
+    """Logits at the edges of two bins, so that the middles of the bins result in another cut for 0.69 of the weight."""
     row = torch.full((9000,), -40.0)
     row[0] = 0.0
     row[1:3001] = -51 / 12 + 1e-5
@@ -149,7 +149,7 @@ _CUT_ROWS: dict[str, tuple[torch.Tensor, dict[str, float], bool]] = {
 
 @pytest.mark.parametrize("num_multiprocessors", [1, 32], ids=["one split", "three splits"])
 def test_cuts_are_those_of_a_sort(num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a row has a band, and however many programs share it."""
+    """With and without a band in a row, and for any number of programs that share it."""
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: num_multiprocessors)
     logits = torch.stack([row for row, _, _ in _CUT_ROWS.values()])
     params = [SamplingParams(**({"temperature": 1.0} | options)) for _, options, _ in _CUT_ROWS.values()]
@@ -164,7 +164,7 @@ def test_cuts_are_those_of_a_sort(num_multiprocessors: int, monkeypatch: pytest.
     assert dict(zip(_CUT_ROWS, cuts, strict=True)) == dict(zip(_CUT_ROWS, expected, strict=True))
 
 
-# numpy's word on infinity less infinity; a device says nothing.
+# numpy's warning about infinity minus infinity; a device does not warn.
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
 @settings(max_examples=60)
 @given(st.lists(CASES, min_size=1, max_size=4))

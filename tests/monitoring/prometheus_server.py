@@ -1,4 +1,4 @@
-"""A real Prometheus of the test's own, and the files under monitoring/ that it is given."""
+"""A real Prometheus for a single test, and its files under monitoring/."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ REQUIRED = "PAGEMILL_REQUIRE_PROMETHEUS"
 SERIES = re.compile(
     r"(?<![\w:.\"])((?:[a-z_]+:)?(?:pagemill_\w+|DCGM_\w+)(?::\w+)*|up)(\{[^{}]*\})?(?![\w:(\"])"
 )
-"""A metric's name and its matchers, as our queries write them."""
+"""A metric's name and its matchers, as in Pagemill's queries."""
 
 
 def program(name: str) -> str:
-    """The path of `prometheus` or `promtool`. Skips without it, or fails where it is required."""
+    """The path of `prometheus` or `promtool`. Skips the test without it, or fails where it is required."""
     path = shutil.which(name)
     if path is None:
         reason = f"{name} is not installed (Debian's package prometheus)"
@@ -51,7 +51,7 @@ def promtool(*args: str | Path, stdin: str | None = None) -> subprocess.Complete
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """An alert as its file states it."""
+    """An alert as defined in its file."""
 
     name: str
     expr: str
@@ -74,7 +74,7 @@ def recorded_names() -> set[str]:
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A board's panels, those inside collapsed rows too."""
+    """A dashboard's panels, including those inside collapsed rows."""
     for panel in board["panels"]:
         if panel["type"] != "row":
             yield panel
@@ -82,14 +82,14 @@ def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def boards() -> dict[str, dict[str, Any]]:
-    """The committed boards by their title."""
+    """The committed dashboards by their title."""
     paths = sorted((MONITORING / "grafana" / "dashboards").glob("*.json"))
     documents = [json.loads(path.read_text()) for path in paths]
     return {document["title"]: document for document in documents}
 
 
 def panel_queries() -> list[tuple[str, str]]:
-    """(board / panel / query, expression) of every query on every board."""
+    """(dashboard / panel / query, expression) of every query on every dashboard."""
     return [
         (f"{title} / {panel['title']} / {target['refId']}", target["expr"])
         for title, board in boards().items()
@@ -99,7 +99,7 @@ def panel_queries() -> list[tuple[str, str]]:
 
 
 def substituted(expr: str, *, window: str = "1m", worker: str = ".+", queue: str = ".+") -> str:
-    """The query as Grafana would send it, with everything chosen."""
+    """The query as Grafana would send it, with all values selected."""
     values = {
         "$__rate_interval": window, "$worker": worker, "$queue": queue, "$model": ".+", "$gateway": ".+",
     }  # fmt: skip
@@ -111,7 +111,7 @@ def substituted(expr: str, *, window: str = "1m", worker: str = ".+", queue: str
 
 @dataclass
 class PrometheusServer:
-    """Scrapes `targets` every second with our rules; `for:` is cut to a second, the expressions are ours."""
+    """Scrapes `targets` every second with our rules; `for:` is reduced to a second, the expressions are unchanged."""
 
     directory: Path
     targets: dict[str, list[str]]
@@ -174,7 +174,7 @@ class PrometheusServer:
             self.process = None
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """The instant vector of an expression. Raises when Prometheus refuses it."""
+        """The instant vector of an expression. Raises if Prometheus rejects it."""
         reply = self._get("/api/v1/query", query=expr)
         assert reply["status"] == "success", reply
         result: list[dict[str, Any]] = reply["data"]["result"]

@@ -1,4 +1,4 @@
-"""Snapshots to export, and an exposition read back."""
+"""Snapshots to export, and a parser for an exposition."""
 
 from __future__ import annotations
 

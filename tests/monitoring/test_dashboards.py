@@ -1,4 +1,4 @@
-"""The boards: fresh, complete, and about metrics that exist."""
+"""The dashboards: up to date, complete, and with existing metrics."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_query_is_about_metrics_that_exist(place: str, expr: str) -> None:
 
 @pytest.mark.parametrize(("place", "expr"), QUERIES, ids=[place for place, _ in QUERIES])
 def test_what_several_processes_export_is_counted_once(place: str, expr: str) -> None:
-    """A queue's figures come from every worker of it: max before sum."""
+    """Every worker of a queue exports its metrics: max before sum."""
     for match in QUEUES.finditer(expr):
         before = expr[: match.start()]
         assert re.search(r"max by \([\w, ]+\) \((?:rate\()?$", before), f"{match.group()} is not taken by max"

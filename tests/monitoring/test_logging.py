@@ -1,4 +1,4 @@
-"""Log lines as a collector and as a person read them."""
+"""Log lines as a collector and as an operator read them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pagemill.monitoring.logging import (
 def _restore_root() -> Iterator[None]:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
-    # basicConfig(force=True) closes what it replaces; pytest's own handlers must survive.
+    # basicConfig(force=True) closes the handlers that it replaces; pytest's own handlers must survive.
     root.handlers = []
     yield
     root.handlers, root.level = before, level

@@ -1,4 +1,4 @@
-"""The rules as operators get them: valid, tested both ways, about metrics that exist, and explained."""
+"""The rules as operators get them: valid, tested both ways, with existing metrics, and explained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUNBOOK = MONITORING.parent / "docs" / "runbook.md"
 
 
 def exported_series() -> set[str]:
-    """The names that a scrape can hold."""
+    """The names that a scrape can contain."""
     names = set()
     for metric in CATALOGUE:
         name = metric.prefix + metric.name
@@ -111,7 +111,7 @@ def test_every_alert_is_tested_firing_and_quiet() -> None:
 
 @pytest.mark.slow
 def test_the_tests_notice_when_an_alert_is_gone(tmp_path: Path) -> None:
-    """Each rule in turn is made to never fire; promtool must then fail."""
+    """Each rule in turn is changed so that it never fires; promtool must then fail."""
     path = RULES / "alerts" / "redis.yml"
     document: dict[str, Any] = yaml.safe_load(path.read_text())
     (tmp_path / "tests").mkdir()
@@ -173,7 +173,7 @@ def test_recording_rules_are_about_metrics_that_exist_and_are_used() -> None:
 
 
 def test_bucket_bounds_in_rules_are_bounds_of_those_histograms() -> None:
-    """A bound that no bucket has would silently find nothing."""
+    """A limit without a bucket would silently find nothing."""
     stats = Engine.from_config(EngineConfig(model="echo")).stats()
     exposition = metrics(stats).render().decode()
     text = "".join(path.read_text() for path in RULE_FILES)

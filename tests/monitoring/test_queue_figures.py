@@ -1,4 +1,4 @@
-"""The drain estimate, from readings as scrapes take them."""
+"""The drain estimate, from readings like those of scrapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every series that a worker exports from its first scrape on has a writer: no label value that nothing can count."""
+"""Every series that a worker exports from its first scrape on can be incremented: no unused label value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 DECLARING = {"monitoring/counters.py", "pagemill/common/error_codes.py"}
 SHIPPED = ("worker", "engine", "monitoring", "producer/wire")
 ANYTHING_ELSE = "other"
-"""Counted where a value is none of the declared ones."""
+"""Counted if a value is none of the declared ones."""
 
 
 def label_values(counter: Any) -> set[str]:
@@ -31,7 +31,7 @@ COUNTERS = {
 
 @cache
 def nodes() -> list[ast.AST]:
-    """Of all shipped code that may count, declarations left out."""
+    """All shipped code that may count, without declarations."""
     paths = [path for folder in SHIPPED for path in (ROOT / folder).rglob("*.py")]
     sources = [path for path in paths if str(path.relative_to(ROOT)) not in DECLARING]
     return [node for path in sources for node in ast.walk(ast.parse(path.read_text()))]
@@ -44,7 +44,7 @@ def literals(node: ast.AST) -> Iterator[str]:
 
 
 def writes(name: str) -> list[ast.expr]:
-    """The label arguments of the calls that count."""
+    """The label arguments of the counting calls."""
     return [
         node.args[0]
         for node in nodes()
@@ -63,6 +63,6 @@ def test_every_label_value_has_a_writer(name: str) -> None:
     assert arguments, "nothing counts it"
     counted = {value for argument in arguments for value in literals(argument)}
     if any(not list(literals(argument)) for argument in arguments):
-        # The value comes from elsewhere: somebody must make it.
+        # The value comes from other code, some of which must produce it.
         counted |= {value for node in nodes() for value in literals(node)}
     assert label_values(COUNTERS[name]) - counted - {ANYTHING_ELSE} == set()

@@ -29,7 +29,7 @@ BOUNDED_LABELS = {
     "side", "quantile",
 }  # fmt: skip
 INFO_ONLY = {"device", "dtype", "tier", "fingerprint", "version", "worker"}
-"""Labels that change with a restart or a deployment: only series that say 1 may carry them."""
+"""Labels that change with a restart or a deployment: only series with value 1 may have them."""
 
 
 @pytest.mark.parametrize("metric", CATALOGUE, ids=lambda m: m.name)
@@ -60,7 +60,7 @@ def test_the_heart_is_there() -> None:
 
 
 def test_every_histogram_of_the_engine_has_a_family() -> None:
-    """Each histogram that a real engine hands out gets a count only it has, and every count is exported."""
+    """Each histogram of a real engine gets a unique count, and every count is exported."""
     engine = Engine.from_config(EngineConfig(model="echo"))
     shapes = {name: next(iter(children)) for name, children in engine.stats().histograms.items()}
     histograms = {}
@@ -123,7 +123,7 @@ VLLM_BOARD = [
     "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_queue_time_seconds_sum",
     "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_max_num_generation_tokens_sum",
 ]  # fmt: skip
-"""What vLLM's published board asks for, in its versions from 0.5 to today."""
+"""The metrics that vLLM's published dashboard queries, in its versions from 0.5 to today."""
 
 
 def test_vllms_board_finds_every_series_that_it_asks_for() -> None:

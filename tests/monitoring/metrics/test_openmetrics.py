@@ -1,4 +1,4 @@
-"""A scraper that asks for OpenMetrics gets it, with the same numbers as in the text format."""
+"""A scraper that requests OpenMetrics gets it, with the same values as in the text format."""
 
 from __future__ import annotations
 

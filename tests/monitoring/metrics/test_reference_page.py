@@ -1,4 +1,4 @@
-"""docs/metrics.md says what the catalogue says."""
+"""docs/metrics.md matches the catalogue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill.monitoring.metrics.vllm_names import ALIASES
 
 
 def lines() -> list[str]:
-    """Return the lines of the page, each item of a list in one."""
+    """Return the lines of the page, with each list item on one line."""
     return page().replace("\n  ", " ").splitlines()
 
 

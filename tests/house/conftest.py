@@ -1,4 +1,4 @@
-"""Artefacts built from the sources, once for all tests."""
+"""Artifacts built from the sources, once for all tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git tracks, so that nothing left behind by an earlier build gets in."""
+    """A copy of git's tracked files, so that leftovers of an earlier build are excluded."""
     directory = tmp_path_factory.mktemp("source")
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", directory], input=archive, check=True)
@@ -22,7 +22,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By the build backend's own hook, as `python -m build --sdist` calls it."""
+    """With the build backend's own hook, as `python -m build --sdist` calls it."""
     directory = tmp_path_factory.mktemp("sdist")
     script = f"from setuptools import build_meta; build_meta.build_sdist({str(directory)!r})"
     subprocess.run([sys.executable, "-c", script], cwd=source, capture_output=True, check=True)

@@ -89,7 +89,7 @@ class Environment:
 
 
 def pinned() -> str:
-    """Return constraints.txt with the versions of torch and Triton that are installed here.
+    """Return constraints.txt with the installed versions of torch and Triton.
 
     On a machine without a GPU that is torch's CPU build; pip would prefer the CUDA build, which is several GB.
     """

@@ -1,4 +1,4 @@
-"""No list of class names stands where a family's declaration belongs."""
+"""No list of class names replaces a family's declaration."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _CLASS = re.compile(r"^class ([A-Z]\w*[a-z0-9]\w*[A-Z]\w*)", re.MULTILINE)
 
 @cache
 def classes_of_models() -> frozenset[str]:
-    """Every class that transformers' models are made of, but for those whose names are plain words."""
+    """Every class in transformers' models, except those whose names are plain words."""
     library = Path(transformers.__path__[0])
     files = [*library.glob("models/*/modeling_*.py"), *library.glob("*.py")]
     return frozenset(name for file in files for name in _CLASS.findall(file.read_text()))
 
 
 def offences(source: str) -> list[str]:
-    """Strings that name a class of a model, and questions for the name of a class."""
+    """Strings that name a class of a model, and queries of a class's name."""
     tree = ast.parse(source)
     named = [
         node.value

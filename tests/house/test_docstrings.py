@@ -1,4 +1,4 @@
-"""Docstrings of the Python reference: Google style, in full, and equal for the asyncio twins."""
+"""Docstrings of the Python reference: Google style, complete, and equal for the asyncio counterparts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def of_class(file: str, node: ast.ClassDef, *, with_init: bool) -> Iterator[Desc
             continue
         doc = ast.get_docstring(member) or ""
         if member.name == "__init__":
-            if with_init and "producer" not in parameters(member):  # such an object is a producer's
+            if with_init and "producer" not in parameters(member):  # a producer creates such an object
                 yield Described(f"{file}: {node.name}", member, (ast.get_docstring(node) or "") + doc)
         elif not member.name.startswith("_") and not any(
             ast.unparse(decorator).endswith(".setter") for decorator in member.decorator_list
@@ -78,7 +78,7 @@ def parameters(function: Function) -> list[str]:
 
 
 def lacking(function: Function, doc: str) -> Iterator[str]:
-    """Yield what a docstring lacks."""
+    """Yield the missing parts of a docstring."""
     if re.search(r"\bRaises `?[A-Z]", doc):
         yield "Raises as a section"
     names = parameters(function)

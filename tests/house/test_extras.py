@@ -1,6 +1,6 @@
-"""The base install and each extra by itself: the wheel in an empty environment, and one real command in each.
+"""The base install and each extra alone: the wheel in an empty environment, and one real command in each.
 
-An extra that misses a package still works in the environment of the other tests, which has all extras.
+An extra that lacks a package still works in the environment of the other tests, which has all extras.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXCLUDED = {
 """Extras without an environment here, and the reason."""
 
 TOGETHER = {"gguf": ("worker",), "images": ("worker",)}
-"""Extras that are of no use alone, and what the documentation installs with them."""
+"""Extras that are useless alone, and the packages that the documentation installs with them."""
 
 SLOW = {"gguf", "images", "ray"}
 
@@ -194,7 +194,7 @@ def _check_base(environment: Environment) -> None:
 
 
 def _check_testing(environment: Environment) -> None:
-    """The example of docs/testing.md, with a service that it could be written for."""
+    """The example of docs/testing.md, with a service for which it could be written."""
     example = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
     assert example is not None
     environment.install("pytest")
@@ -241,7 +241,7 @@ def _check_encryption(environment: Environment) -> None:
 
 
 def _check_celery(environment: Environment) -> None:
-    """A task of each kind. The engine is elsewhere: an environment that has one needs `worker` or `echo` as well."""
+    """A task of each kind. The engine is remote: an environment with a local one needs `worker` or `echo` as well."""
     queue = f"q-{uuid.uuid4().hex[:12]}"
     command = ("pagemill", "celery-worker", "--model", "echo", "--native-queue", queue)
     with running_worker(worker_config(environment.variables["PAGEMILL_REDIS_URL"], queue)):
@@ -285,7 +285,7 @@ def _check_modelscope(environment: Environment) -> None:
 
 
 def _check_docs(environment: Environment) -> None:
-    """One page, with a module's reference, by the settings of the real site."""
+    """One page, with a module's reference, with the settings of the real site."""
     (environment.folder / "mkdocs.yml").write_text(
         f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: pages\nnav: [index.md]\n"
     )

@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows."""
+"""Project rules that linters do not know."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERYTHING = sorted(
 
 MAX_LINES = 700
 MAX_FUNCTION_LINES = 70
-"""Outside kernels/: a compiled function is one loop nest, and what is cut out of it is compiled into it again."""
+"""Outside kernels/: a compiled function is one loop nest, and its extracted parts are compiled into it again."""
 
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "stuff"}
 
@@ -62,14 +62,14 @@ def test_every_module_says_what_it_owns() -> None:
 
 
 def test_kernels_is_a_bare_docstring() -> None:
-    """transformers probes for a package of that name: ours must offer nothing that looks like it."""
+    """transformers checks for a package of that name: Pagemill's must not offer any of its names."""
     (statement,) = ast.parse((ROOT / "kernels/__init__.py").read_text()).body
     assert isinstance(statement, ast.Expr)
     assert isinstance(statement.value, ast.Constant)
 
 
 def test_every_folder_with_code_is_a_package() -> None:
-    """The wheel holds packages alone."""
+    """The wheel contains only packages."""
     bare = {path.parent for path in SOURCES if not (path.parent / "__init__.py").is_file()}
     assert not bare
 
@@ -82,7 +82,7 @@ def test_a_bare_name_is_refused(part: str) -> None:
 
 
 FOREIGN = {"os", "torch", "dist", "channel", "kernel", "compiled", "module_class", "celery_log"}
-"""Names under which parts of other libraries are reached that have no public name."""
+"""Names that access private parts of other libraries."""
 
 
 def foreign_privates(path: Path) -> Iterator[str]:
@@ -115,8 +115,8 @@ SHARED = ("pagemill.common.",)
 
 
 def test_the_wire_contract_stands_alone() -> None:
-    """`pagemill.producer.wire` is what a worker imports: nothing in it may reach for the rest of the producer, nor
-    for anything else of ours but the plain modules that all sides share."""
+    """`pagemill.producer.wire` is imported by workers: it must not import the rest of the producer, or any
+    other code of Pagemill except the plain modules that all sides share."""
     outward = [
         f"{name(path)}:{node.lineno}: {name}"
         for path in (ROOT / "producer/wire").rglob("*.py")

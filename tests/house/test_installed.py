@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own, used in a folder whose files have the names that ours once had."""
+"""The wheel in a separate environment, used in a folder whose files have former names of Pagemill's folders."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def shop(wheel: Path, valkey_url: str, tmp_path_factory: pytest.TempPathFactory)
     shop = Environment(environment, folder, valkey_url)
     shop.pip("install", "-q", "--no-deps", str(wheel))
     purelib = shop.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    # Folders named in a .pth file are searched, their own .pth files are not read: our editable install stays out.
+    # Folders named in a .pth file are searched, their own .pth files are not read: the editable install is excluded.
     Path(purelib, "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     for name, text in THEIRS.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def worker(shop: Environment) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_every_command_has_its_help(shop: Environment) -> None:
-    """The groups' lists included. One process runs them all, for each start of a process takes seconds."""
+    """Including the groups' lists. One process runs them all, since each process takes seconds to start."""
     assert "Usage: pagemill" in shop.run("pagemill", "--help")
     paths = [list(path) for path, _ in COMMANDS.values()]
     failed = json.loads(shop.python(HELP, json.dumps(paths)))
@@ -138,7 +138,7 @@ def test_the_commands_on_a_queue(shop: Environment) -> None:
 
 @pytest.mark.slow
 def test_a_model_on_two_ranks(shop: Environment, tmp_path: Path) -> None:
-    """In half precision, for which few kernels are compiled: what it computes is for the engine's own tests."""
+    """In half precision, for which few kernels are compiled: its results are tested by the engine's own tests."""
     save_tiny_llama(tmp_path)
     assert shop.python(GENERATE, str(tmp_path)) == "4\n"
 

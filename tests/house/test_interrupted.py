@@ -1,6 +1,6 @@
 """A test run reports an unclosed connection where it was opened, and failures also when it is interrupted.
 
-One that is killed leaves no server.
+A killed run does not leave a server running.
 """
 
 from __future__ import annotations

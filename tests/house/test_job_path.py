@@ -1,4 +1,4 @@
-"""docs/architecture.md shows the path of a job through the worker as the job takes it."""
+"""docs/architecture.md shows the real path of a job through the worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def documented() -> list[tuple[str, str]]:
 
 
 def passed() -> set[str]:
-    """The types that the page says pass between the stops."""
+    """The types that, according to the page, are passed between the stops."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     return set(re.findall(r"`(\w+)`", text.partition("Between them pass")[2].partition(":\n")[0]))
 

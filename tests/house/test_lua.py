@@ -1,4 +1,4 @@
-"""The queue's scripts: the core names no feature, and each file begins with what it needs."""
+"""The queue's scripts: the core does not name a feature, and each file starts with its includes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_core_names_no_feature() -> None:
 
 
 def test_each_file_begins_with_what_it_needs() -> None:
-    """Every script has core/common.lua, and a section of a feature what is there where it is included."""
+    """Every script has core/common.lua, and a section of a feature has the definitions of the including script."""
     includes = {
         name: set(re.findall(r"^-- @include ([\w/]+)$", text, re.MULTILINE)) for name, text in TEXTS.items()
     }
@@ -56,7 +56,7 @@ def test_each_file_begins_with_what_it_needs() -> None:
 
 
 def test_replies_may_grow() -> None:
-    """A reply of more than three values is a map, and a shorter one may get more: older clients ignore them."""
+    """A reply of more than three values is a map, and a shorter one may be extended: older clients ignore additions."""
     rigid = []
     for path in (ROOT / "producer" / "wire" / "calls").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -69,7 +69,7 @@ def test_replies_may_grow() -> None:
 
 
 def _unpacked(node: ast.AST) -> tuple[ast.AST | None, ast.AST | None]:
-    """Return the target of an assignment or a loop, and what it takes apart."""
+    """Return the target of an assignment or a loop, and the value that it unpacks."""
     if isinstance(node, ast.Assign):
         return node.targets[0], node.value
     if isinstance(node, ast.For | ast.comprehension):

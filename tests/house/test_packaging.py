@@ -19,7 +19,7 @@ from tests.house.conftest import built
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PARTS = ("producer", "engine", "kernels", "worker", "monitoring")
 BESIDE = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py", "MANIFEST.in"}
-"""Files of an sdist beside the package."""
+"""Files of an sdist besides the package."""
 
 
 def test_extras_name_each_other_rightly() -> None:
@@ -63,7 +63,7 @@ def test_the_sdist_holds_real_files_and_builds_the_same_wheel(
 @pytest.mark.slow
 def test_a_copy_without_its_links_does_not_build(source: Path, tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "copy", symlinks=True)
-    for part in PARTS:  # as an archive unpacks them where there are no symbolic links
+    for part in PARTS:  # unpacked on a system without symbolic links
         (tmp_path / "copy/pagemill" / part).unlink()
         (tmp_path / "copy/pagemill" / part).write_text(f"../{part}")
     script = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
@@ -75,7 +75,7 @@ def test_a_copy_without_its_links_does_not_build(source: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_an_index_would_accept_both(sdist: Path, wheel: Path, tmp_path: Path) -> None:
-    """Twine is no part of the development tools: it brings a keyring and 20 other packages."""
+    """Twine is not one of the development tools: it installs a keyring and 20 other packages."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path), "twine>=6"]
     if subprocess.run(pip, check=False).returncode:
         pytest.skip("twine cannot be installed: no package index")

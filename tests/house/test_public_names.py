@@ -1,4 +1,4 @@
-"""`import pagemill` is light, and everything that it offers is there."""
+"""`import pagemill` is light, and all of its public names exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAVY = ("torch", "transformers", "triton", "numba", "numpy", "typer", "rich", "
 
 
 def loaded(code: str, *names: str) -> list[str]:
-    """Which of these modules a process has loaded after it ran some code."""
+    """The modules of this set that a process has loaded after it ran some code."""
     program = f"import sys\n{code}\nprint(*(name for name in {names} if name in sys.modules))"
     done = run_python("-c", program, check=True)
     return done.stdout.split()
@@ -56,7 +56,7 @@ def test_a_name_that_is_not_there_says_so() -> None:
 
 
 def test_prompts_in_outputs_out() -> None:
-    """The example that vLLM's users know, but for the name of the import."""
+    """The example that vLLM's users know, except for the name of the import."""
     prompts = ["Hello, my name is", "The capital of France is"]
     outputs = LLM(model="echo").generate(prompts, SamplingParams(temperature=0.8, top_p=0.95), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -27,7 +27,7 @@ CALL = re.compile(rf"\b(?:files|find_spec|import_module|importorskip)\(\"(?:{PAR
 THEIRS = {
     "queries.yml", "test.yml", "2e/logging.py", "benchmarks.no_such_module",
 }  # fmt: skip
-"""A container's, and what tests make up."""
+"""A container's, and names that tests invent."""
 FILES_OF_NO_MODULE = re.compile(r"\.(?:toml|json|log|jsonl|prom|key)$")
 
 
@@ -46,12 +46,12 @@ READ = sorted(
     if name.endswith((".py", ".md", ".lua", ".toml", ".yml", "Makefile", "Dockerfile", "run"))
     and not (ROOT / name).is_symlink()
     and Path(name).stem
-    not in ("test_references", "test_installed", "test_runner")  # they name what is not there
+    not in ("test_references", "test_installed", "test_runner")  # they name files that do not exist
 )
 
 
 def prose(name: str) -> Iterator[tuple[int, str]]:
-    """Line numbers and text; of a program only strings and comments."""
+    """Line numbers and text; for a program only strings and comments."""
     text = (ROOT / name).read_text()
     if not name.endswith(".py"):
         yield from enumerate(text.splitlines(), start=1)

@@ -1,4 +1,4 @@
-"""The runner of the tests: failures run again alone, and every test belongs to one part."""
+"""The test runner: failures are rerun alone, and every test belongs to one part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_broken():
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with tests of its own, and with our plugin; `run.ROOT` points there."""
+    """A folder with separate tests, and with our plugin; `run.ROOT` points there."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/failures.py").write_text((ROOT / "tests/failures.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nmarkers = slow: left out\n")
@@ -63,7 +63,7 @@ class FakePytest:
         ([(1, ["a"]), (0, [])], 0, [], ["a"]),
         ([(1, ["a"]), (1, ["a"]), (0, [])], 0, [], ["a"]),
         ([(1, ["a"]), (1, ["a"]), (1, ["a"])], 1, ["a"], []),
-        ([(1, ["a"]), (1, ["a"]), (5, [])], 1, ["a"], []),  # it exists among others alone
+        ([(1, ["a"]), (1, ["a"]), (5, [])], 1, ["a"], []),  # it exists only together with others
         ([(1, ["a", "b"]), (1, ["a"]), (1, ["a"]), (0, [])], 1, ["a"], ["b"]),
         ([(1, [])], 1, [], []),
         ([(2, ["tests/test_unreadable.py"])], 2, ["tests/test_unreadable.py"], []),
@@ -139,7 +139,7 @@ def test_every_test_file_belongs_to_one_part() -> None:
 
 
 def _files(part: str, files: set[str]) -> list[str]:
-    """Select as pytest does, by the arguments of a part."""
+    """Select tests like pytest, by the arguments of a part."""
     arguments = run.paths_of(part)
     ignored = [each.removeprefix("--ignore=") for each in arguments if each.startswith("--ignore=")]
     paths = [each for each in arguments if not each.startswith("--ignore=")]

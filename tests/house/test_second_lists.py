@@ -17,7 +17,7 @@ CHANGES_ORDER = {
     "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens",
     "structured_outputs", "thinking_token_budget", "label_probs",
 }  # fmt: skip
-"""A difference between two greedy replays is not compared with a tie in log-probabilities where one of these is set."""
+"""A difference between two greedy replays is not treated as a tie in log-probabilities if one of these is set."""
 
 
 def test_a_replay_knows_whether_a_field_changes_the_order_of_candidates() -> None:

@@ -1,4 +1,4 @@
-"""The conditions of `make shake` are what they are called."""
+"""The conditions of `make shake` match their names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(json.dumps({"date": time.time(), "uptime": time.monotonic(), "cores": len(
 
 
 def _probe(setup: shake.Setup) -> dict[str, Any]:
-    """Return what a program sees that runs as the tests would."""
+    """Return the observations of a program that runs like the tests."""
     prefix = setup.command[: -len(shake.TESTS)] if setup.command[-len(shake.TESTS) :] == shake.TESTS else ()
     done = subprocess.run(
         [*prefix, sys.executable, "-c", PROBE],
@@ -57,7 +57,7 @@ def test_one_core() -> None:
 @pytest.mark.parametrize(("name", "seconds"), [("uptime-8h", 30_000), ("uptime-12d", 1_000_000)])
 def test_uptime(name: str, seconds: int, usual: dict[str, Any]) -> None:
     seen = _seen(name)
-    # Of the first namespace: these tests may themselves run in one of make shake.
+    # In the first namespace: these tests may themselves run in one of make shake.
     usual_uptime = usual["uptime"] - _monotonic_offset()
     assert 0 <= seen["uptime"] - usual_uptime - seconds < 600
     assert 0 <= seen["date"] - usual["date"] < 600

@@ -1,4 +1,4 @@
-"""The documentation as a site: no warnings, every public name in the reference, and no link into nowhere."""
+"""The documentation as a site: no warnings, every public name in the reference, and no broken links."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pages(site: Path) -> dict[Path, Page]:
 def missing(pages: dict[Path, Page], site: Path) -> Iterator[str]:
     for path, page in pages.items():
         if path.name == "404.html":
-            continue  # its links begin at the site's root
+            continue  # its links start at the site's root
         for link in page.links:
             address, fragment = urldefrag(link)
             if urlsplit(address).scheme or address.startswith("//"):

@@ -15,7 +15,7 @@ import pagemill.producer
 
 
 def declared(package: ModuleType) -> Iterator[tuple[str, str]]:
-    """Yield the names that a package's stub exports, and the modules that it imports them from."""
+    """Yield the names that a package's stub exports, and the modules from which it imports them."""
     for node in ast.parse(Path(str(package.__file__)).with_suffix(".pyi").read_text()).body:
         assert isinstance(node, ast.ImportFrom), ast.unparse(node)
         for alias in node.names:

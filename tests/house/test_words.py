@@ -58,7 +58,7 @@ HELP = re.compile(
     r"(?:Of|As|Also|Beyond|With|Only|From|Further|Perhaps|Taken|What|Where|When|Who|Those|Their|Between|Times|Default|For"
     r"|The most|The same|\d+:|1;)(?!\w)"
 )
-"""How a help text starts that has no noun of its own."""
+"""Starts of help texts without a noun."""
 NAMES = re.compile(
     r"_{0,2}(?:tell|told|hear|teach|settle|say|let_go|look|ask|whole|words|took|together|given|shown|kept|named"
     r"|one|outlook|asked|left|used|news|wanted|what_\w+|how_\w+|why_\w+|(?:tell|tells|say|settle|look|ask|hold|let|stand)_(?!up\b)\w+)"
@@ -81,7 +81,7 @@ def _of_pages() -> Iterator[tuple[str, str]]:
 
 
 def _of_sources() -> Iterator[tuple[str, str]]:
-    """Docstrings, comments, and strings that read like sentences."""
+    """Docstrings, comments, and strings that look like sentences."""
     for path in SOURCES:
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
@@ -93,7 +93,7 @@ def _of_sources() -> Iterator[tuple[str, str]]:
 
 
 def _raised(node: ast.AST) -> str:
-    """Return the text of an error that is raised; X stands for values."""
+    """Return the text of a raised error; X represents values."""
     if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
         return ""
     parts = getattr(node.exc.args[0], "values", [node.exc.args[0]])

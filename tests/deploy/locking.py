@@ -1,4 +1,4 @@
-"""deploy/lock.py, which is a script and in no package."""
+"""deploy/lock.py, which is a script outside any package."""
 
 from __future__ import annotations
 

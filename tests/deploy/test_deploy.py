@@ -153,7 +153,7 @@ def test_prometheus_reads_the_rules_that_are_mounted_and_the_ports_that_are_serv
         assert f"/etc/prometheus/{pattern.partition('/')[0]}" in mounted
     jobs = {config["job_name"]: config for config in prometheus["scrape_configs"]}
     services = COMPOSE["services"]
-    # Workers and gateways by name, so that `--scale` is seen.
+    # Workers and gateways by name, so that `--scale` is included.
     ports = {
         "worker": services["worker"]["environment"]["PAGEMILL_HTTP_PORT"],
         "gateway": services["gateway"]["ports"][0].rpartition(":")[2],

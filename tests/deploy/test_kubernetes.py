@@ -38,7 +38,7 @@ OURS = ("worker", "gateway", "exporter")
 
 @cache
 def base() -> list[dict[str, Any]]:
-    """Every object of the base, as written."""
+    """Every object of the base, unchanged."""
     listed = yaml.safe_load((KUBERNETES / "base" / "kustomization.yaml").read_text())["resources"]
     return [made for name in listed for made in documents(KUBERNETES / "base" / name)]
 
@@ -112,7 +112,7 @@ def test_every_overlay_builds_valid_objects(overlay: str) -> None:
     assert len({(o["kind"], o["metadata"]["name"]) for o in objects}) == len(objects)
     for made in objects:
         is_workers = made["metadata"]["name"] == "pagemill-worker"
-        # ScaledObject is no part of Kubernetes: see below. The rest of an overlay is the base, the last one shows it.
+        # ScaledObject is not part of Kubernetes: see below. The rest of an overlay is the base, as the last one shows.
         if made["kind"] != "ScaledObject" and (is_workers or overlay == OVERLAYS[-1]):
             kubernetes_validate.validate(made, VERSIONS[-1], strict=True)
 
@@ -128,7 +128,7 @@ def test_kustomizations_name_what_is_there() -> None:
         assert files <= set(named), f"{path} leaves out {files - set(named)}"
 
 
-# What the pods run
+# The programs of the pods
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -140,7 +140,7 @@ def test_our_own_command_line_takes_the_arguments(name: str) -> None:
         variants.append(pod(patch)["containers"][0]["args"])
     for command, *arguments in variants:
         chosen = group.commands[command]  # type: ignore[attr-defined]
-        context = chosen.make_context(command, list(arguments))  # refuses what it doesn't know
+        context = chosen.make_context(command, list(arguments))  # rejects unknown keys
         assert context.info_name == name
 
 
@@ -254,7 +254,7 @@ def test_the_redis_command_keeps_what_is_queued_and_asks_for_a_password(tmp_path
     assert [claim["metadata"]["name"] for claim in claims] == [made["volumeMounts"][0]["name"]]
 
 
-# How the pods run
+# The pods' settings
 
 
 def test_no_pod_has_more_rights_than_it_needs() -> None:
@@ -356,7 +356,7 @@ def test_keda_scales_the_worker_from_zero_and_takes_unknown_for_unknown() -> Non
     assert [trigger["name"] for trigger in spec["triggers"]] == ["depth", "oldest-age"]
     for trigger in spec["triggers"]:
         assert trigger.keys() == {"type", "name", "metricType", "metadata"}
-        # A fallback works for average values alone.
+        # A fallback works only for average values.
         assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
         metadata = trigger["metadata"]
         assert metadata.keys() == {
@@ -396,7 +396,7 @@ def test_only_one_party_says_how_many_workers_there_are(overlay: str) -> None:
     assert replicas == 2 if overlay == "fixed" else scaled
 
 
-# The Prometheus operator: its types are in no schema of Kubernetes
+# The Prometheus operator: no Kubernetes schema has its types
 
 
 def monitored(tmp_path: Path) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ def test_a_lock_is_of_the_versions_that_are_tested(image: str) -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_a_lock_is_complete(image: str) -> None:
-    """Everything that is asked for, and what that asks for in turn: pip resolves nothing when the image is built."""
+    """Every requirement, and its own requirements: pip does not resolve any when the image is built."""
     missing: set[str] = set()
     seen: set[str] = set()
     todo = [Requirement(text) for text in requirements(IMAGES[image])]
@@ -144,7 +144,7 @@ def test_the_image_has_a_user_by_number_and_writes_where_volumes_are() -> None:
 
 
 def written(dockerfile: str) -> dict[str, str]:
-    """The variables of the image that name places to write."""
+    """The image's variables that name writable paths."""
     return dict(re.findall(r"\b(HOME|\w+_CACHE_DIR)=(\S+)", dockerfile))
 
 
@@ -157,10 +157,10 @@ print(compiler.numba.config.CACHE_DIR)
 
 @pytest.fixture
 def confined() -> list[str]:
-    """A command prefix: a user without rights, a read-only root, the declared volumes and nothing else."""
+    """A command prefix: a user without rights, a read-only root, and only the declared volumes."""
     mounts = "mount -t tmpfs none /var/cache && mkdir /var/cache/pagemill && chown 10001 /var/cache/pagemill"
     mounts += " && mount -t tmpfs none /tmp && chmod 1777 /tmp && mount -o remount,bind,ro /"
-    # To read files of root's is no right that a container's user needs: there they are everybody's to read.
+    # A container's user does not need the right to read root's files: in the image all users can read them.
     user = (
         "setpriv --reuid 10001 --regid 10001 --clear-groups --no-new-privs --inh-caps -all,+dac_read_search"
     )

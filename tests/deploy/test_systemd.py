@@ -1,4 +1,4 @@
-"""deploy/systemd: units that systemd takes, whose settings the commands know."""
+"""deploy/systemd: units that systemd accepts, whose settings the commands support."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
 
 
 def installed(unit: Path, folder: Path) -> Path:
-    """The unit as it would be where /opt/pagemill and its user are: systemd looks for both."""
+    """The unit as installed with /opt/pagemill and its user: systemd checks both."""
     python = sys.executable.replace("%", "%%")
     text = unit.read_text().replace("/opt/pagemill/bin/pagemill", f'"{python}" -m pagemill')
     text = re.sub(r"^(User|Group)=pagemill$", r"\1=root", text, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Commands to a supervisor that is about to end."""
+"""Commands to a supervisor that is about to exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill.supervisor.run_directory import SOCKET_FILE
 
 
 def test_one_that_ends_with_a_command_unread_does_not_run(tmp_path: Path) -> None:
-    """The kernel resets the connection, as it does with those that its socket's queue still holds."""
+    """The kernel resets the connection, like those that are still in its socket's queue."""
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
         ThreadPoolExecutor(1) as pool,

@@ -1,4 +1,4 @@
-"""Groups of cards, and shares of the CPU."""
+"""Groups of GPUs, and shares of the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From flags, variables and a file to what each child is started with."""
+"""From flags, variables and a file to the start arguments of each child."""
 
 from __future__ import annotations
 

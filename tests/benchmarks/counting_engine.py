@@ -1,4 +1,4 @@
-"""An engine process for the tests of the protocol: every token it makes is the number of its pass."""
+"""An engine process for the tests of the protocol: every generated token is the number of its pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import measure
 
 
 def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
-    # Engines have children of their own, which have to stop and go on with them; they end when the engine does.
+    # Engines have child processes, which must stop and continue with them; they exit when the engine does.
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     if path := os.environ.get("COUNTING_PIDS"):
         with open(path, "a") as file:

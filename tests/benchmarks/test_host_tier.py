@@ -1,4 +1,4 @@
-"""The benchmark of the host tier runs, and finds what it is about: hits for evicted prefixes, equal outputs."""
+"""The benchmark of the host tier runs, with its expected results: hits for evicted prefixes, equal outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every benchmark can be imported, `benchmarks.all` runs only what there is, and a page cites every result."""
+"""Every benchmark can be imported, `benchmarks.all` runs only existing ones, and a page cites every result."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The process state letter of /proc; empty once the process is gone."""
+    """The process state letter of /proc; empty once the process no longer exists."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -104,7 +104,7 @@ def test_a_waiting_engine_is_stopped_with_its_children_and_goes_on_when_asked(
     engine: EngineProcess, tmp_path: Path
 ) -> None:
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2  # the engine and the child it starts
+    assert len(pids) == 2  # the engine and its child process
     for number in (1, 2):
         wait_until(lambda: all(state_of(pid) == "T" for pid in pids))
         timing = engine.measure(SMALL)

@@ -1,6 +1,6 @@
-"""Refuses the folders' bare names: beside `pagemill.engine`, `import engine` would load every module a second time.
+"""Rejects the folders' bare names: in addition to `pagemill.engine`, `import engine` would load every module again.
 
-Lint sees neither strings nor `-m` nor lazy imports, so this is on PYTHONPATH and guards the processes of the tests too.
+Lint does not see strings, `-m` or lazy imports, so this is on PYTHONPATH and also guards the processes of the tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BARE_NAMES = frozenset({"producer", "engine", "kernels", "worker", "monitoring"}
 
 
 class Guard(MetaPathFinder):
-    """`kernels` itself passes: transformers imports any package of that name to ask for its version."""
+    """`kernels` itself passes: transformers imports any package of that name to read its version."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] in BARE_NAMES and name != "kernels":

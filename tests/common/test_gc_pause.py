@@ -1,4 +1,4 @@
-"""The pause of the garbage collector ends with the body, and is not begun where the collector is off."""
+"""The pause of the garbage collector ends with the body, and does not start if the collector is off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of others in lines that people read."""
+"""Untrusted text in lines for users."""
 
 from __future__ import annotations
 

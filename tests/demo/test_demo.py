@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it, on few rows, with the real model."""
+"""The demo as a new user runs it, on few rows, with the real model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_it_labels_rows_and_says_how_it_went() -> None:
     output, errors = demo.communicate(timeout=LIMIT_S)
     assert demo.returncode == 0, output + errors
     assert "12 of 12, 0 outside the choices" in output
-    # What the worker is at; which of its stages are seen, its speed decides.
+    # The worker's status; its speed determines which of its stages are visible.
     assert re.search(r"starting Valkey and a worker for smollm2: [a-z]+", errors)
     assert "labelling: 12 of 12 rows" in errors
     agreeing = re.search(r"agree with people\s+(\d+) of 12", output)

@@ -21,7 +21,7 @@ EXAMPLE = ROOT / "tests" / "plugins" / "example"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example, in a folder of its own with the metadata of its distribution."""
+    """The example, in a separate folder with the metadata of its distribution."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
     for file in EXAMPLE.rglob("*"):
         if file.suffix in (".py", ".toml"):
@@ -34,7 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(script: str, installed: Path | None, *arguments: str, **environment: str) -> tuple[Any, str]:
-    """Run a script beside the example; returns the JSON that it prints, and its log."""
+    """Run a script next to the example; returns its JSON output, and its log."""
     paths = [*([] if installed is None else [str(installed)]), str(ROOT)]
     ran = run_python(
         "-c",
@@ -90,7 +90,7 @@ def test_a_family_and_a_hub_serve_a_model(installed: Path, tmp_path: Path) -> No
 
 
 def test_nothing_of_it_is_imported_for_others(installed: Path, tmp_path: Path) -> None:
-    """Also where a name of Pagemill's own is taken: that is logged, and not used."""
+    """Also if a name is already Pagemill's own: that is logged, and not used."""
     write_llama(tmp_path)
     (outcomes, is_imported), log = run(GENERATE, installed, str(tmp_path))
     assert len(outcomes[0]) == 4

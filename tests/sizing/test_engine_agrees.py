@@ -1,4 +1,4 @@
-"""Sizes that are read from config.json, beside those of the engine that loads the model."""
+"""Sizes from config.json, compared with those of the engine that loads the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOWS: dict[str, Any] = {
 
 
 def blocks_planned(config: EngineConfig) -> tuple[int, int]:
-    """Blocks and a block's bytes, as a plan has them."""
+    """Blocks and a block's bytes, according to a plan."""
     model = read_figures(config, on_card=False)
     load = Load(prompt_tokens=20, output_tokens=10, jobs_per_s=1.0)
     limits = WorkerLimits(max_num_seqs=8, kv_bytes=config.kv_cache_memory_bytes)
@@ -60,7 +60,7 @@ def test_blocks_of_other_settings(settings: dict[str, Any], tmp_path: Path) -> N
 
 
 def test_blocks_of_a_type_that_no_family_names(tmp_path: Path) -> None:
-    """Its attention is only seen where it runs: here in one narrow layer."""
+    """Its attention is only known at run time: here in one narrow layer."""
     sizes = {
         "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,

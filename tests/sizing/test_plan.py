@@ -1,4 +1,4 @@
-"""Plans: against the engine's own arithmetic, a measured load, and what must be so."""
+"""Plans: compared with the engine's own arithmetic, a measured load, and necessary conditions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_plan_adds_up(llama_8b: Path) -> None:
         made.workers * made.jobs_per_s * 0.8 >= LOAD.jobs_per_s > (made.workers - 1) * made.jobs_per_s * 0.8
     )
     assert made.busy_rows * made.workers == pytest.approx(LOAD.jobs_per_s * made.service_s), "Little's law"
-    # A token needs at least its arithmetic, and a step its reading.
+    # A token needs at least its arithmetic, and a step the time to read the weights.
     flops = 2 * (model.layer_parameters + model.head_parameters)
     assert made.output_tokens_per_s < 989e12 / flops
     assert made.step_s > model.weight_bytes / 3.35e12

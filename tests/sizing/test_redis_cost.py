@@ -1,4 +1,4 @@
-"""What a plan says of Redis, beside a real server."""
+"""A plan's estimates for Redis, compared with a real server."""
 
 from __future__ import annotations
 

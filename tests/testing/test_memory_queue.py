@@ -97,7 +97,7 @@ def test_errors_are_those_of_a_server(queue: MemoryQueue) -> None:
 
 @pytest.mark.slow
 def test_a_killed_workers_job_goes_on(queue: MemoryQueue) -> None:
-    """The lease of a worker that is no more lapses, and the next one takes the job."""
+    """The lease of a worker that no longer exists expires, and the next worker takes the job."""
     producer = queue.producer()
     settings = {"lease_s": 0.5, "renew_s": 0.1}
     first = EchoWorker(queue.url, model="echo:20", **settings).start()

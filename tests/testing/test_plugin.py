@@ -1,4 +1,4 @@
-"""The fixtures in a project of their own, as its pytest sees them."""
+"""The fixtures in a separate project, as its pytest sees them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_queue_without_a_worker(pagemill_queue):
 """
 
 
-# The installed package's entry point names it already; a source tree that is not installed has none.
+# The installed package's entry point already names it; a source tree without an installation does not have one.
 NAMED = () if any(entry_points(group="pytest11", name="pagemill")) else ("-p", "pagemill.testing.plugin")
 
 
@@ -113,7 +113,7 @@ def _name(requirement: str) -> str:
 
 
 def _closure(names: set[str]) -> set[str]:
-    """Return the packages with all that they require themselves."""
+    """Return the packages with all of their requirements."""
     found: set[str] = set()
     while names:
         found |= names

@@ -1,3 +1,3 @@
-"""A module that can't be imported."""
+"""A module that cannot be imported."""
 
 raise RuntimeError("a part is missing")

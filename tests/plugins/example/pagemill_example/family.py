@@ -1,4 +1,4 @@
-"""A model family: LLaMA's layout under a model type that neither Pagemill nor transformers knows."""
+"""A model family: LLaMA's layout with a model type unknown to Pagemill and transformers."""
 
 from __future__ import annotations
 

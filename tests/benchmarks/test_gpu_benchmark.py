@@ -110,7 +110,7 @@ def _part_run(part: Part, out: Path, *, scale: Scale = Scale.TINY, row_seconds: 
 
 
 _SLOW = {"worker", "ranks", "switches"}
-"""They start processes, or many engines."""
+"""These sections start processes, or many engines."""
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_ctrl_c_does_not_wait_for_files_that_are_under_way(
     try:
         eventually(lambda: hub.downloads("model.safetensors"), "the download")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=PATIENCE_S)  # the hub sends nothing more
+        _, said = process.communicate(timeout=PATIENCE_S)  # the hub sends no more data
     finally:
         hub.hold.set()
         process.kill()

@@ -136,7 +136,7 @@ def test_bits_stay_through_preemption(name: str, host_cache_gib: float, tmp_path
     directory = str(CASES[name][0]().write(tmp_path))
     options = OPTIONS | {"batch_invariant": True, "max_num_batched_tokens": 16}
     ample = LLM(directory, **options)
-    # Outputs are longer than admission foresees.
+    # Outputs are longer than the forecast at admission.
     tight = LLM(
         directory, **options | {"num_kv_blocks": NUM_TIGHT_BLOCKS[name], "host_cache_gib": host_cache_gib}
     )

@@ -39,7 +39,7 @@ def tracked() -> list[str]:
 FILES = {name for name in tracked() if (ROOT / name).is_file()}
 FOLDERS = {str(parent) for name in FILES for parent in Path(name).parents}
 ENDINGS = {name.split("/", n)[n] for name in FILES for n in range(name.count("/") + 1)}
-"""A page may call a file by the end of its path."""
+"""A page may name a file by the end of its path."""
 READ = sorted(
     name
     for name in FILES

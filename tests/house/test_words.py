@@ -48,7 +48,7 @@ PROSE = {
     "card: GPU": r"(?<!model )\b[Cc]ards?\b",
     "board: dashboard": r"\b[Bb]oards?\b",
 }
-"""What to write instead: a pattern."""
+"""Replacement -> pattern."""
 ERRORS = {
     "an error starts with its object": r"^(?:it|its|they)\b",
     "is none: is not one of": r"\b(?:is|are) no(?:ne)?\b(?! longer)",

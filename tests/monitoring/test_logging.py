@@ -79,7 +79,7 @@ def test_fields_of_the_process_are_on_json_lines_only() -> None:
 
 @pytest.mark.parametrize("format", ["json", "console"])
 def test_a_traceback_shows_no_variables(format: LogFormat) -> None:
-    """They may be prompts."""
+    """The values may be prompts."""
     stream = io.StringIO()
     configure_logging("info", format, stream)
     prompt = "".join(["my ", "secret ", "prompt"])

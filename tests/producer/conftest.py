@@ -39,7 +39,7 @@ def own_queue(own_valkey: RedisServer) -> Iterator[Queue]:
 
 @pytest.fixture
 def producer(queue: Queue) -> Iterator[Producer]:
-    """A producer of `queue`; of `valkey_queue` in folders that override it."""
+    """A producer of `queue`; folders may override it with one of Valkey only."""
     with Producer(queue.url, queue=queue.name) as producer:
         yield producer
 

@@ -37,7 +37,7 @@ class Case:
 
     groups: list[
         tuple[int, list[int]]
-    ]  # (tokens that the group shares, in complete blocks; separate tokens by row)
+    ]  # (tokens that the group shares, in complete blocks at most; separate tokens by row)
     common_tokens: int = 0  # before a group's shared part, and shared by all groups
     block_size: int = 16
     heads: Heads = field(default_factory=lambda: Heads(2, 3, 64))

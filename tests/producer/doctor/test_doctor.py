@@ -97,7 +97,7 @@ def test_what_endangers_jobs_is_found(queue: Queue, setting: str, value: str, ch
 @pytest.mark.slow
 def test_slow_writes_are_found_though_no_fsync_counts_as_late(queue: Queue) -> None:
     queue.client.config_set("appendfsync", "always")
-    queue.client.client_pause(3000, all=False)  # writes alone
+    queue.client.client_pause(3000, all=False)  # only writes
     document = json.loads(doctor(queue.url, "--queue", queue.name, "--json").stdout)
     found = {finding["check"]: finding for finding in document["findings"]}
     assert (found["fsync"]["level"], found["write latency"]["level"]) == ("ok", "warning")
@@ -214,7 +214,7 @@ def test_versions(info: dict[str, Any], level: str) -> None:
 
 @pytest.fixture
 def admin(queue: Queue) -> Iterator[redis.Redis]:
-    """A client that keeps all permissions whatever becomes of the default user."""
+    """A client that keeps all permissions regardless of the default user."""
     queue.client.execute_command("ACL", "SETUSER", "admin", "on", ">secret", "~*", "&*", "+@all")
     with redis.Redis.from_url(queue.url.replace("redis://", "redis://admin:secret@")) as client:
         yield client

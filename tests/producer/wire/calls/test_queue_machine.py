@@ -284,7 +284,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 50), kind=st.sampled_from(["leases", "delayed", "deadlines"]))
     def pass_time(self, index: int, kind: str) -> None:
-        """Let one lease lapse, one delay or one deadline pass."""
+        """Let one lease, one delay or one deadline expire."""
         if self.jobs:
             job_id = self.jobs[index % len(self.jobs)]
             if kind == "delayed" and self.queue.status(job_id).waits_for:

@@ -1,4 +1,4 @@
-"""What a relay reports for requests that were interrupted before."""
+"""Reports of a relay for requests that were interrupted before."""
 
 from __future__ import annotations
 

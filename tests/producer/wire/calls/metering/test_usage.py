@@ -287,7 +287,7 @@ def test_a_damaged_row_stops_no_end(queue: Queue) -> None:
 
 
 def test_many_ends_are_counted_between_two_looks(queue: Queue) -> None:
-    """More than one call moves into the rows; yesterday's entries stay in yesterday's rows."""
+    """More entries than the list of new ones keeps; yesterday's entries stay in yesterday's rows."""
     queue.submit(*(f"j{number}" for number in range(150)))
     for job in queue.pull(150):
         commit(queue, job)

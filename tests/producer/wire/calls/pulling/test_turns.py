@@ -315,7 +315,7 @@ def test_jobs_that_came_back_unseen_wait_for_their_turn(queue: Queue) -> None:
 
 
 def test_the_turn_of_the_longest_waiting_is_its_own(queue: Queue) -> None:
-    """The age bound comes before affinity."""
+    """The age limit has precedence over affinity."""
     queue.submit("warm-up", prompt=f"a {LONG}")
     queue.pull_one()
     queue.submit("old", prompt=f"b {LONG}")

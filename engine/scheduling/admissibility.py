@@ -1,4 +1,4 @@
-"""The check that a request could run if it were alone."""
+"""Checks whether a request can run alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pagemill.engine.tasks import Score
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
     """Raise NeverFits if the rows, the budget or the pool can't hold a request even alone."""
-    # Scored continuations and labels can run one after another.
+    # Scored continuations and labels can run sequentially.
     runs_apart = isinstance(request.task, Score) or request.labels is not None
     num_sequences = 1 if runs_apart else len(request.live_sequences)
     if num_sequences > config.max_num_seqs:
         raise NeverFits(f"{num_sequences} sequences need as many rows, there are {config.max_num_seqs}")
-    # The last token is never written; full prompt blocks are shared, the rest is each sequence's own.
+    # The last token is never written; full prompt blocks are shared, all others are separate per sequence.
     groups = BlockGroups.from_config(config)
     num_columns = groups.columns(request.max_num_tokens - 1)
     num_shared = len(request.prompt_token_ids) // config.block_size if num_sequences > 1 else 0

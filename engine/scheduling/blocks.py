@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 
 class KVBlock:
-    """One block of the pool. All are created once; none while the engine runs."""
+    """One block of the pool. All are created at startup, none while the engine runs."""
 
     __slots__ = (
         "block_hash",
@@ -24,13 +24,13 @@ class KVBlock:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.group = 0
-        """The group of layers that it holds keys and values of."""
+        """The group of layers whose keys and values it holds."""
         self.ref_count = 0
         self.block_hash: bytes | None = None
         self.num_filled = 0
         """Slots written, or to be written by a step already planned."""
         self.last_step_id = -1
-        """The newest step that named it for a holder that has since released it."""
+        """The newest step that referenced it for a holder that has since released it."""
         self.is_reserved = False
         self.prev_free: KVBlock | None = None
         self.next_free: KVBlock | None = None

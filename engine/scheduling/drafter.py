@@ -1,7 +1,7 @@
-"""Decides how many tokens to draft for each row of a step, by what they have been worth.
+"""Decides how many tokens to draft for each row of a step, by their measured benefit.
 
-A draft is computed as its own row, of one token, that shares its sequence's block table: the numbers are
-those of a decode, to the last bit, and sampling depends on the position alone. So drafts change no output,
+A draft is computed as a separate row of one token that shares its sequence's block table: the values are
+bit-identical to those of a decode, and sampling depends only on the position. So drafts do not change any output,
 only the number of steps.
 """
 
@@ -13,11 +13,11 @@ from pagemill.engine.scheduling.speculation.prompt_lookup import Acceptance, Pro
 from pagemill.engine.scheduling.speculation.step_cost import StepCost
 
 MARGIN = 1.1
-"""Drafts must promise this much more than the time they take: estimates are noisy."""
+"""Factor by which the expected benefit of drafts must exceed their time: estimates are noisy."""
 
 
 class Drafter:
-    """Drafts for the rows of one step after another; none if `max_drafts`, the most for a row in a step, is 0.
+    """Drafts for the rows of successive steps, up to `max_drafts` per row and step; 0 disables them.
 
     A step of T tokens that yields E output tokens takes seconds(T). A draft that will be accepted with
     probability p pays if the step's output per second grows: p / E > slope / seconds(T). So one row drafts
@@ -35,12 +35,12 @@ class Drafter:
         self._num_expected = 0.0
 
     def begin_step(self, num_rows: int) -> None:
-        """Start to draft for a step with this many rows."""
+        """Start drafting for a step with this many rows."""
         self._slope = self._cost.slope * MARGIN
         self._num_tokens, self._num_expected = num_rows, float(num_rows)
 
     def draft(self, sequence: Sequence, room: int) -> list[int]:
-        """Return the drafts that pay, at most `room`, for a sequence whose tokens are all known."""
+        """Return the drafts that pay, up to `room`, for a sequence whose tokens are all known."""
         lookup = sequence.lookup
         if lookup is None:
             lookup = sequence.lookup = PromptLookup(self._acceptance)
@@ -51,7 +51,7 @@ class Drafter:
         return lookup.predict(self._num_paying(lookup.num_matched, min(room, self.max_drafts)))
 
     def retire(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn from a step's time."""
+        """Update the estimate with a step's time."""
         if self.max_drafts and plan.kind == "decode":
             self._cost.observe(plan.num_tokens, result.prepare_s + result.forward_s + result.sample_s)
 
@@ -71,7 +71,7 @@ class Drafter:
 def accepted(
     result: StepResult, number: int, drafts: list[int]
 ) -> tuple[list[int], list[TokenLogprobs] | None]:
-    """Return the tokens, and their log-probabilities, that a row sampled up to the first that its drafts missed.
+    """Return a row's sampled tokens and log-probabilities, up to the first mismatch with its drafts.
 
     `number` is the sample after the row's newest token; those after its drafts follow it.
     """

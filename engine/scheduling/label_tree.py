@@ -1,7 +1,7 @@
-"""The labels of a choice as a tree of their tokens, and the probabilities that follow from its branches.
+"""The labels of a choice as a token tree, and the label probabilities computed from its branches.
 
-A node of the tree is what the model has read: the prompt and the tokens so far. Its branches are the tokens that may
-follow there, each with a log-probability, so a prefix that labels share is one path, computed once.
+A node of the tree represents the tokens that the model has read: the prompt and a label prefix. Its branches are the
+possible next tokens, each with a log-probability. A prefix that labels share is one path, computed once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Chain:
     """A path down the tree, for one sequence to compute. It leaves its parent's path after `num_shared` tokens."""
 
     parent: int | None
-    """The number of an earlier chain; None for the first, which begins at the prompt."""
+    """The number of an earlier chain; None for the first, which starts at the prompt."""
     num_shared: int
     token_ids: tuple[int, ...]
-    """From the prompt's end on, shared ones included. The last one predicts nothing and is not computed."""
+    """All tokens after the prompt, including shared ones. The last one predicts nothing and is not computed."""
     reads: tuple[tuple[int, ...], ...]
-    """The branches at each node that this chain is the first to reach: the tokens whose log-probabilities are wanted.
-    Empty where none is needed."""
+    """The branches at each node that this chain is the first to reach: the tokens whose log-probabilities are read.
+    Empty for nodes that need none."""
 
     @property
     def first_read(self) -> int:
@@ -35,23 +35,23 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class LabelScores:
-    """The probabilities of all labels, in the order given, and the most probable one: the first of those that tie."""
+    """The probabilities of all labels, in their original order, and the most probable one (ties: the first)."""
 
     probs: tuple[float, ...]
     chosen: int
     logprob: float
-    """Of the chosen label: before the normalization over all labels, and before any by length."""
+    """Log-probability of the chosen label, before normalization over all labels or by length."""
 
 
 @dataclass(slots=True)
 class _Node:
     branches: dict[int, _Node] = field(default_factory=dict)
     place: tuple[int, int] = (0, 0)
-    """The chain that reads it, and the number of the read."""
+    """The chain that reads it, and the index of the read."""
 
 
 class LabelTree:
-    """Read-only once built: any number of requests may share it."""
+    """Immutable once built: any number of requests can share it."""
 
     def __init__(self, labels: Sequence[Sequence[int]], kind: LabelProbs) -> None:
         """
@@ -69,7 +69,7 @@ class LabelTree:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a label."""
+        """Maximum number of tokens of a label."""
         return max(map(len, self.labels))
 
     @property
@@ -109,7 +109,7 @@ class LabelTree:
         return chains
 
     def _places_of(self, root: _Node, path: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return (chain, read, branch) of the log-probabilities that make a label's."""
+        """Return (chain, read, branch) of the log-probabilities that add up to a label's."""
         places, node = [], root
         for token in path:
             chain, read = node.place
@@ -130,7 +130,7 @@ def _grow(paths: Sequence[Sequence[int]]) -> _Node:
 
 
 def _up_to_last_branch(labels: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Cut each label after the token that distinguishes it from all others: what follows is forced."""
+    """Cut each label after the token that distinguishes it from all others: later tokens are forced."""
     order = sorted(range(len(labels)), key=labels.__getitem__)
     kept = [1] * len(labels)
     for one, other in pairwise(order):
@@ -141,7 +141,7 @@ def _up_to_last_branch(labels: Sequence[tuple[int, ...]]) -> list[tuple[int, ...
 
 
 def _normalised(values: Sequence[float]) -> list[float]:
-    """Return log-probabilities that sum to one. Lower ones than a float's exponent holds become probability 0."""
+    """Return normalized log-probabilities. Those too low for a float's exponent become probability 0."""
     if not values:
         return []
     peak = max(values)

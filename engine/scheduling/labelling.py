@@ -1,4 +1,4 @@
-"""Requests for the probabilities of labels: their chains fork off each other, and end together."""
+"""Requests for label probabilities: their chains fork off each other, and finish together."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pagemill.engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Labelling:
-    """Lets chains enter once their parents have computed what they share, and finds those that can end.
+    """Admits chains once their parents have computed the shared tokens, and finds those that can finish.
 
-    A complete chain keeps its blocks until the chains that fork off it have entered. Where rows or blocks are short it
-    goes before: they then take the full blocks from the prefix cache, or compute them again.
+    A complete chain keeps its blocks until the chains that fork off it have entered. If rows or blocks run short, it
+    is removed earlier: those chains then reuse the full blocks of the prefix cache, or compute them again.
     """
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self._waiting = waiting
         self._requests: dict[Request, None] = {}
-        """Those with several chains, of which the first has entered."""
+        """Requests with several chains, the first of which has entered."""
 
     def entered(self, sequence: Sequence) -> None:
         """Note that a sequence has entered the batch."""
@@ -27,12 +27,12 @@ class Labelling:
         self._requests.pop(request, None)
 
     def enqueue(self) -> None:
-        """Queue the chains that can enter: between two steps."""
+        """Queue the chains that can enter. Call it between two steps."""
         for request in self._requests:
             self._waiting.enqueue(request)
 
     def idle(self, *, keeps_parents: bool) -> list[Sequence]:
-        """Return the complete chains; with `keeps_parents` without those that others are yet to fork off."""
+        """Return the complete chains; `keeps_parents` excludes those from which others have yet to fork."""
         found = []
         for request in self._requests:
             waiting = {s.fork_of for s in request.sequences if s.status is SequenceStatus.WAITING}

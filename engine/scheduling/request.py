@@ -1,4 +1,4 @@
-"""A request is what the caller submitted; it owns n sequences, each with its own tokens, blocks and row."""
+"""A request, as submitted by the caller, and its n sequences, each with separate tokens, blocks and row."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Grammar(Protocol):
     """A constraint on a sequence's next token. One per sequence; independent of the model."""
 
     def allowed_token_ids(self) -> list[int] | None:
-        """The tokens that may come next; None = any, or see `token_mask`."""
+        """The allowed next tokens; None = any, or see `token_mask`."""
         ...
 
     def token_mask(self) -> bytes | None:
-        """The same as a bit per token id, lowest bit first, for long lists. None = any."""
+        """The allowed next tokens as a bit per token id, lowest bit first, for long lists. None = any."""
         ...
 
     def prepare(self, token_id: int) -> None:
-        """Begin to compute the state after a sampled token: `advance` takes it once the grammar is ready."""
+        """Start computing the state after a sampled token; call `advance` once the grammar is ready."""
         ...
 
     @property
@@ -41,43 +41,43 @@ class Grammar(Protocol):
         ...
 
     def advance(self, token_id: int) -> list[int]:
-        """Take the prepared token; returns tokens that are forced to follow it (jump-forward)."""
+        """Accept the prepared token; return the tokens that are forced to follow it (jump-forward)."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """True if no token may follow: the sequence ends with finish reason `stop`."""
+        """True if no token can follow: the sequence ends with finish reason `stop`."""
         ...
 
     @property
     def failure(self) -> EngineError | None:
-        """Why it can't continue: it exceeded a limit or took a disallowed token. The request fails."""
+        """Why it can't continue: it exceeded a limit or received a disallowed token. The request fails."""
         ...
 
 
 class Scoring(Protocol):
-    """What a sequence that is given its tokens wants to know about them. It samples none, see scoring.py."""
+    """Log-probabilities requested for a sequence with given tokens, which samples none; see scoring.py."""
 
     num_scored: int
-    """Tokens after the prompt that are scored as the prompt's are."""
+    """Number of tokens after the prompt that are scored like the prompt's."""
 
     @property
     def is_complete(self) -> bool:
-        """True if all that is wanted was found."""
+        """True if all requested values were found."""
         ...
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Leading tokens that need not be computed for what is still missing."""
+        """Number of leading tokens that the missing values do not require to be computed."""
         ...
 
     def request(self, work: RowWork) -> None:
-        """Ask for what these tokens determine."""
+        """Request the values that these tokens determine."""
         ...
 
     def take(self, work: RowWork, found: Any) -> Ends | None:
-        """Record what a step found; returns the sequences that it ends, and the updates of the caller. A repetition
-        changes nothing."""
+        """Record a step's values; return the sequences that it ends, and the updates for the caller. Repeated values
+        have no effect."""
         ...
 
 
@@ -104,41 +104,41 @@ class Sequence:
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache, or to be written by a step already planned."""
     num_pending_tokens: int = 0
-    """Samples planned in steps that have not retired, and one for which the sequence is held: the host proceeds
+    """Samples planned in steps that have not retired, and one for which the sequence is held. The host proceeds
     without them."""
     is_held: bool = False
     """True if its newest step has retired and its next token is undecided: the grammar is not ready, or a driver
     chooses among candidates. It is left out of steps."""
     grammar: Grammar | None = None
     last_step_id: int = -1
-    """The newest step whose plan names this sequence's blocks."""
+    """The newest step whose plan references this sequence's blocks."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Chained hashes of the full blocks of known tokens, as far as they were needed."""
+    """Chained hashes of the full blocks of known tokens, computed on demand."""
     num_registered_blocks: int = 0
-    """Leading blocks of the table that are already in the prefix cache."""
+    """Number of leading blocks of the table that are already in the prefix cache."""
     state_ends: tuple[int, ...] = ()
-    """Numbers of computed tokens after which its recurrent state is to be cached."""
+    """Numbers of computed tokens after which its recurrent state will be cached."""
     forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
     """(position, token) of tokens that were not sampled and not yet sent to execution."""
     is_row_new: bool = False
     """True if it got its row between two steps: the next plan with work for it must bring a `NewRow`."""
     continuation: tuple[int, ...] = ()
-    """The tokens that it is given. `output_token_ids` has all but the last, which predicts nothing."""
+    """Its given tokens. `output_token_ids` has all but the last, which predicts nothing."""
     scoring: Scoring | None = None
-    """What is wanted of its continuation. None: it samples."""
+    """The values requested for its continuation. None: it samples."""
     fork_of: Sequence | None = None
     """The chain whose first `fork_at` tokens this one shares; it enters once they are computed."""
     fork_at: int = 0
     num_lost_tokens: int = 0
-    """Computed tokens that a preemption discarded; 0 after readmission."""
+    """Number of computed tokens that a preemption discarded; 0 after readmission."""
     kept_entries: range = range(0)
-    """Entries of its table at its preemption that the host tier was given under its own key."""
+    """Entries of its table that the host tier stored under the sequence's key at its preemption."""
     num_kept_tokens: int = 0
     """Computed tokens at that preemption."""
     lookup: PromptLookup | None = None
-    """What predicts its next tokens, once it has drafted."""
+    """The predictor of its next tokens, once it has drafted."""
     displaced_at: int | None = None
-    """Its known tokens when it last gave its row to an urgent request."""
+    """Number of known tokens when it last lost its row to an urgent request."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -146,12 +146,12 @@ class Sequence:
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt and output tokens whose values the host knows."""
+        """Number of prompt and output tokens whose values the host knows."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and those in flight."""
+        """Number of tokens that are known or in flight."""
         return self.num_known_tokens + self.num_pending_tokens
 
     @property
@@ -160,7 +160,7 @@ class Sequence:
 
     @property
     def can_enter(self) -> bool:
-        """True unless it waits for a parent to compute the tokens that they share."""
+        """True unless it waits for a parent to compute their shared tokens."""
         parent = self.fork_of
         if parent is None or parent.is_finished:
             return True
@@ -168,7 +168,7 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Leading tokens that the prefix cache may serve: a token that is not computed has no logits."""
+        """Number of leading tokens that the prefix cache may serve: a token that is not computed has no logits."""
         if self.scoring is not None:
             return self.scoring.num_cacheable_tokens
         return 0 if self.request.lacks_prompt_logprobs() else self.num_known_tokens - 1
@@ -212,12 +212,12 @@ class Request:
     cache_salt: str = ""
     """Only requests with the same salt share prefix cache blocks."""
     media: PromptMedia | None = None
-    """Vectors for some of the prompt's tokens. None: it is a text."""
+    """Vectors for some of the prompt's tokens. None: text only."""
     adapter_slot: int = -1
-    """Where execution finds its adapter; -1: it has none. Set before it is scheduled."""
+    """Slot of its adapter in execution; -1: none. Set before it is scheduled."""
     is_plain: bool = False
-    """One sample, with no candidates, grammar or log probabilities of the prompt: its next work depends on its
-    numbers of tokens alone. Set by `classify`."""
+    """One sample, without candidates, grammar or log probabilities of the prompt: its next work depends only on its
+    token counts. Set by `classify`."""
     num_candidates: int = 0
     """Most likely tokens that a step returns for each sequence, which is then held until a driver extends or ends it.
     0: tokens are sampled."""
@@ -226,15 +226,15 @@ class Request:
     admitted_at: float = 0.0
     """`time.monotonic()` at its first admission."""
     stay: Stay = field(default_factory=Stay)
-    """What its time went to."""
+    """Breakdown of its time."""
     peak_blocks: int = 0
-    """The most KV blocks that its samples' tables held together when one of them left the batch."""
+    """Maximum number of KV blocks in its samples' tables together, whenever one of them left the batch."""
     warnings: tuple[str, ...] = ()
-    """What the caller should know of the output."""
+    """Warnings about the output for the caller."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """`params.bad_words` as token sequences."""
     labels: LabelTree | None = None
-    """The tree whose chains this request's sequences are; the first of them is the one that is reported."""
+    """The tree whose chains are this request's sequences; only the first of them is reported."""
     num_open_chains: int = 0
     """Chains that still lack log-probabilities."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -247,17 +247,17 @@ class Request:
 
     @property
     def reported(self) -> list[Sequence]:
-        """The sequences of which the caller hears."""
+        """The sequences that are reported to the caller."""
         return self.sequences if self.labels is None else self.sequences[:1]
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens of the prompt and of the continuations to be scored."""
+        """Number of tokens of the prompt and of the continuations to be scored."""
         return len(self.prompt_token_ids) + self.task.num_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens, including those from before a resume."""
+        """Number of generated tokens, including those from before a resume."""
         if isinstance(self.task, Score) or self.num_open_chains:
             return 0
         return sum(len(sequence.output_token_ids) for sequence in self.reported)
@@ -272,7 +272,7 @@ class Request:
         return all(sequence.is_finished for sequence in self.sequences)
 
     def classify(self) -> None:
-        """Set `is_plain`, once everything else is set."""
+        """Set `is_plain`, once all other fields are set."""
         self.is_plain = (
             len(self.sequences) == 1
             and not self.sequences[0].continuation
@@ -286,12 +286,12 @@ class Request:
         return None in self.prompt_logprobs[start + 1 : None if end is None else end + 1]
 
     def record_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
-        """Record a step's logprobs of the prompt tokens from `start` on; a repetition changes nothing."""
+        """Record a step's logprobs of the prompt tokens from `start` on; repeated values have no effect."""
         self.prompt_logprobs[start : start + len(entries)] = entries
 
 
 Ends = tuple[list[Sequence], list["SequenceUpdate"]]
-"""Sequences that end, and what the caller hears of it."""
+"""Sequences that end, and the updates for the caller."""
 
 
 @dataclass(slots=True)

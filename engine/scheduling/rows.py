@@ -12,8 +12,8 @@ from pagemill.engine.scheduling.request import Request, Sequence
 class RowTable:
     """Free rows, lowest first.
 
-    A request whose sequences fork off one of them claims the others' rows when it is admitted: two
-    half-admitted requests would wait for each other's rows.
+    A request whose sequences fork off one of them claims the others' rows when it is admitted. Otherwise two
+    partially admitted requests would wait for each other's rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -22,7 +22,7 @@ class RowTable:
         self._freed: set[int] = set()
         """Rows left since the last plan."""
         self._claims: dict[Request, list[Sequence]] = {}
-        """Request -> its sequences that hold nothing yet."""
+        """Request -> its sequences that do not hold a row yet."""
         self._num_claimed = 0
 
     @property
@@ -50,7 +50,7 @@ class RowTable:
         return self._claims.get(request, ())
 
     def cancel_claims(self, request: Request) -> list[Sequence]:
-        """Release all of a request's claims; returns their sequences."""
+        """Release all of a request's claims; return their sequences."""
         sequences = self._claims.pop(request, [])
         self._num_claimed -= len(sequences)
         return sequences

@@ -1,4 +1,4 @@
-"""The sequences that hold rows: how they enter, grow, fork, and lose their row when blocks run out."""
+"""The sequences that hold rows: admission, growth, forks, and preemption when blocks run out."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pagemill.engine.scheduling.stay import Occupancy
 from pagemill.engine.scheduling.step_builder import StepBuilder
 
 NEARLY_DONE = 8
-"""A row with this many tokens to go is not worth taking."""
+"""A row with this many tokens left to generate is not preempted."""
 MIN_PROGRESS = 16
-"""Tokens between two displacements of a sequence."""
+"""Minimum number of tokens between two displacements of a sequence."""
 
 
 def is_urgent(sequence: Sequence) -> bool:
-    """Return True if it may take rows from low requests, those of a priority above 0."""
+    """Return True if a request can preempt low requests, those with a priority above 0."""
     return sequence.request.priority < 0
 
 
@@ -40,8 +40,8 @@ def _may_be_displaced(sequence: Sequence) -> bool:
 class RunningBatch:
     """Adds running and waiting sequences to a step.
 
-    A request whose n samples start out equal enters as one sequence, its leader, which prefills the prompt;
-    the others fork off in the step that completes it.
+    A request whose n samples start out equal enters as one sequence, its leader, which prefills the prompt.
+    The others fork off in the step that completes the prompt.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
@@ -66,7 +66,7 @@ class RunningBatch:
         return max(0, self._kv.pool.num_available - self._watermark_blocks)
 
     def schedule(self, step: StepBuilder, candidates: Iterable[Sequence]) -> list[Sequence]:
-        """Add these running sequences in order, within the budget; returns those preempted."""
+        """Add these running sequences in order, within the budget; return the preempted ones."""
         preempted: list[Sequence] = []
         for sequence in list(candidates):
             if not step.budget:
@@ -78,10 +78,10 @@ class RunningBatch:
         return preempted
 
     def admit(self, step: StepBuilder, sequence: Sequence, siblings: list[Sequence]) -> bool:
-        """Give a waiting sequence a row, blocks and work, and its siblings claims of rows. False: not now.
+        """Give a waiting sequence a row, blocks and work, and its siblings row claims. Return False if it must wait.
 
-        Admission needs room for all known tokens, not just the chunk, and for one own column per sibling that
-        will fork off later, above the watermark. A sequence alone in the batch may use everything.
+        Admission requires blocks above the watermark for all known tokens, not just the chunk, and for one separate
+        column per sibling that will fork off later. A sequence alone in the batch can use all blocks.
         """
         if sequence.num_pending_tokens or self.rows.num_unclaimed < 1 + len(siblings):
             self.waiting_for = "rows"
@@ -100,16 +100,16 @@ class RunningBatch:
         return True
 
     def displace(self, sequence: Sequence, siblings: list[Sequence], num_waiting: int) -> list[Sequence]:
-        """Take rows and blocks from the newest low requests for an urgent one, if that gets it in.
+        """Preempt the newest low requests for an urgent one, if that frees enough rows and blocks to admit it.
 
-        Rows that will be free in a few tokens are waited for. A sequence that was displaced before has
-        progressed since, and at most half of the rows are taken in this way: low requests never stop.
+        Rows that become free after a few more tokens are not preempted. A sequence that was displaced before must have
+        progressed since, and at most half of the rows are preempted in this way, so low requests never stall.
 
         Args:
-            num_waiting: displaced sequences that wait.
+            num_waiting: number of displaced sequences that wait.
 
         Returns:
-            Those preempted; none if the urgent request needs none, or more than may be taken.
+            The preempted sequences. Empty if the urgent request needs none, or more than the limit allows.
         """
         left = self.rows.num_rows // 2 - num_waiting
         candidates = [s for s in reversed(list(self.sequences)) if _may_be_displaced(s)][: max(0, left)]
@@ -132,19 +132,19 @@ class RunningBatch:
         return preempted
 
     def commit_drafts(self, sequence: Sequence, num_accepted: int) -> None:
-        """Keep a running sequence's first drafts, which it sampled too, and drop the others."""
+        """Keep a running sequence's first drafts, which sampling confirmed, and drop the others."""
         self.drafter.num_accepted += num_accepted
         self._kv.roll_back(sequence, sequence.num_known_tokens + num_accepted)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence's row and blocks; its tokens stay."""
+        """Release a sequence's row and blocks; it keeps its tokens."""
         self._leave(sequence)
         self._kv.free(sequence)
         self.rows.cancel_claims(sequence.request)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a sequence enter between two steps, with the blocks of its parent. Without a row or a parent that runs,
-        it stays outside and is computed like any other."""
+        """Let a sequence enter between two steps, with the blocks of its parent. Without a row or a running parent,
+        it remains in the waiting queue and is computed like any other."""
         if parent.row is None or not self.rows.num_unclaimed:
             return
         self._fork(parent, child)
@@ -153,7 +153,7 @@ class RunningBatch:
         self.sequences.add(child)
 
     def without_state(self, plan: StepPlan) -> list[Sequence]:
-        """Remove the sequences whose state a step that raised was to copy; returns them."""
+        """Remove and return the sequences whose state would have been copied by a step that raised."""
         rows = {destination for _, destination in plan.state_copies}
         lost = [sequence for sequence in self.sequences if sequence.row in rows]
         for sequence in lost:
@@ -161,7 +161,7 @@ class RunningBatch:
         return lost
 
     def preempt(self, victim: Sequence, cause: StayCause = "preempted") -> None:
-        """Take a sequence's row and blocks; it continues later."""
+        """Preempt a sequence: release its row and blocks; it continues later."""
         self._leave(victim)
         if not any(sequence.row is not None for sequence in victim.request.sequences):
             victim.request.stay.enter(cause)
@@ -180,7 +180,7 @@ class RunningBatch:
 
     def _schedule_newest(self, step: StepBuilder, sequence: Sequence) -> bool:
         """A fast path for nearly every row of nearly every step: a plain sequence computes its newest token
-        in a block that it has. False, with nothing changed: use `_schedule_sequence`.
+        in a block that it already holds. If it returns False, nothing has changed: use `_schedule_sequence`.
 
         Measured on two virtual cores: planning 64 rows takes 0.14 ms instead of 0.20, 1,000 rows 2.9 ms
         instead of 3.7.
@@ -206,7 +206,7 @@ class RunningBatch:
         rows = self._config.max_num_seqs - len(self.sequences)
         room = min(
             sequence.request.max_num_tokens - sequence.num_known_tokens - 1,
-            step.budget // 2 - len(self.sequences),  # prompts, and requests that wait, need some too
+            step.budget // 2 - len(self.sequences),  # prompts and waiting requests also need budget
             max(rows, self.drafter.max_drafts) - step.num_drafts,
         )
         drafts = (
@@ -247,7 +247,7 @@ class RunningBatch:
             or request.num_candidates
             or known + pending >= request.max_num_tokens
         ):
-            # These need the token itself; at the limit no token may follow.
+            # These depend on the token itself; at the limit no further token is allowed.
             return 0
         return self._kv.limit_chunk(
             sequence, self._chunk(known + pending - sequence.num_computed_tokens, budget)
@@ -260,8 +260,8 @@ class RunningBatch:
     def _make_room(
         self, step: StepBuilder, sequence: Sequence, num_tokens: int, preempted: list[Sequence]
     ) -> bool:
-        """Preempt from the end of the order until a sequence's tokens fit. False: it was itself preempted, or must
-        wait for blocks that steps in flight still name.
+        """Preempt from the end of the order until a sequence's tokens fit. Return False if it was itself preempted, or
+        must wait for blocks that steps in flight still reference.
         """
         pool = self._kv.pool
         step.is_short = True
@@ -276,7 +276,7 @@ class RunningBatch:
         return True
 
     def _take_hits(self, step: StepBuilder, sequence: Sequence, num_siblings: int) -> int:
-        """Give a waiting sequence its prefix hits; returns the tokens of its first chunk, 0 if it must wait."""
+        """Give a waiting sequence its prefix hits; return the size of its first chunk in tokens, 0 if it must wait."""
         parent = _parent(sequence, step)
         if parent is None or not self._kv.can_fork_at(parent, sequence.fork_at):
             parent = None
@@ -318,12 +318,12 @@ class RunningBatch:
         return num_siblings * self._kv.groups.num_groups
 
     def _num_offered(self, step: StepBuilder) -> int:
-        """Return the number of blocks that a newcomer may take while others run."""
+        """Return the number of blocks that a new sequence can allocate while others run."""
         return self._kv.pool.num_available - step.promised_blocks - self._watermark_blocks
 
     def _plan(self, step: StepBuilder, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> None:
         """Add work whose blocks are allocated; fork the siblings if it reaches the prompt's last token."""
-        if sequence.is_row_new:  # the row comes with the new blocks
+        if sequence.is_row_new:  # the `NewRow` contains the new blocks
             self._enter(step, sequence)
             slots = AllocatedSlots(block_copies=slots.block_copies)
         is_caught_up = step.add_work(sequence, num_tokens, slots)
@@ -366,7 +366,7 @@ class RunningBatch:
 
 
 def _parent(sequence: Sequence, step: StepBuilder) -> Sequence | None:
-    """Return the chain that a sequence can fork off: blocks are copied before a step writes into any."""
+    """Return the chain that a sequence can fork from: a step copies blocks before it writes to any."""
     parent = sequence.fork_of
     is_there = parent is not None and parent.status is SequenceStatus.RUNNING and sequence.can_enter
     return parent if is_there and parent is not None and parent.last_step_id < step.step_id else None

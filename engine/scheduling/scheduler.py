@@ -1,8 +1,8 @@
-"""Plans the tokens computed in the next step, and applies the results when it retires.
+"""Plans the tokens that the next step computes, and applies the results when it retires.
 
 There is no prefill phase and no decode phase: each sequence has `num_computed_tokens` chasing `num_tokens`,
-and every step hands out one token budget, to running sequences first, then to waiting ones, oldest first. A
-decode is a sequence one token behind; a chunked prefill is one further behind than the budget reaches.
+and every step distributes one token budget, to running sequences first, then to waiting ones, oldest first. A
+decode is a sequence one token behind; a chunked prefill is one that is behind by more than the budget.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pagemill.engine.scheduling.suspects import Suspects
 from pagemill.engine.scheduling.waiting_queue import WaitingQueue, siblings, will_fork
 
 Sampled = tuple[list[int], list[TokenLogprobs] | None]
-"""Tokens, and their log-probabilities if the request wants them."""
+"""Tokens, and their log-probabilities if requested."""
 
 
 class Scheduler:
@@ -38,8 +38,8 @@ class Scheduler:
     Every plan that `schedule` returns must be settled once, in order, by `update` or by `recover`; only the
     plan of a step that failed to launch may be recovered while an older one is in flight.
 
-    The oldest running sequence can always be scheduled, if need be by preempting others, so every request
-    that `add_request` accepted ends. Victims keep their arrival and all their tokens; their KV is recomputed.
+    The oldest running sequence can always be scheduled, if necessary by preempting others, so every request
+    that `add_request` accepted finishes. Victims keep their arrival and all their tokens; their KV is recomputed.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -53,7 +53,7 @@ class Scheduler:
         self._suspects = Suspects()
         self._in_flight: deque[InFlightStep] = deque()
         self._unread: dict[Sequence, Sampled] = {}
-        """What sequences sampled that are held for their grammars."""
+        """Samples of sequences that are held for their grammars."""
         self._insertions = count()
         self._next_step_id = 0
         self._steps_failed = 0
@@ -118,7 +118,7 @@ class Scheduler:
         sequence.output_token_ids.append(token_id)
 
     def fork(self, parent: Sequence, place: Sequence) -> Sequence:
-        """Return a copy of a held sequence, in the place of one of its request that has ended."""
+        """Return a copy of a held sequence that replaces a finished sequence of the same request."""
         assert parent.is_held
         assert place.is_finished
         child = Sequence(parent.request, place.index, list(parent.output_token_ids), is_held=True)
@@ -129,14 +129,14 @@ class Scheduler:
         return child
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step. None: nothing can run before a step in flight retires or a request arrives."""
+        """Plan the next step. Return None if nothing can run before a step in flight retires or a request arrives."""
         unsettled = sum(not step.is_settled for step in self._in_flight)
         assert unsettled <= self._config.depth, f"{unsettled} steps in flight"
         self._batch.occupancy.tick(self.num_running, self._batch.waiting_for if len(self._waiting) else None)
         step = StepBuilder(self._next_step_id, self._config.max_num_batched_tokens)
         self._labelling.enqueue()
         if self._suspects:
-            step.may_draft = False  # what raises alone must be the request's own doing
+            step.may_draft = False  # an error in a separate step must be caused by the request alone
             self._schedule_suspects(step)
         else:
             self._batch.drafter.begin_step(self.num_running)
@@ -162,7 +162,7 @@ class Scheduler:
         """Retire the oldest step in flight: append the sampled tokens, end the sequences that are complete.
 
         A row that computed a chunk of its prompt gets an update without tokens. Tokens sampled for a sequence
-        that has since ended are discarded; those of one that was since preempted count.
+        that has since ended are discarded; those of one that was preempted meanwhile are appended.
         """
         step = self._in_flight[0]
         assert step.plan.step_id == plan.step_id == result.step_id, (
@@ -219,11 +219,11 @@ class Scheduler:
         return bool(self._unread)
 
     def recover(self, plan: StepPlan) -> None:
-        """Undo the step of this plan, which raised. Its requests wait again, as suspects.
+        """Undo the step of this plan, which raised. Its requests return to the waiting queue as suspects.
 
-        Steps planned after it read what it was to write, so they are void as well; settle them as usual:
-        their results are ignored and their requests are not blamed. A suspect gets its own steps until it
-        has got past its earlier position; the caller fails one that raises alone.
+        Steps planned after it read data that it should have written, so they are void as well; settle them as usual:
+        their results are ignored and their requests are not blamed. A suspect runs in separate steps until it
+        has passed its earlier position; the caller fails one that raises alone.
         """
         void = [step for step in self._in_flight if step.plan.step_id >= plan.step_id]
         assert void, "only a step in flight can fail"
@@ -332,11 +332,11 @@ class Scheduler:
         return [sequence for sequence in self._batch.sequences if not is_urgent(sequence)]
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence that is not held."""
+        """Return the first waiting sequence that is not on hold."""
         return next((sequence for sequence in self._waiting if not sequence.is_held), None)
 
     def _admit(self, step: StepBuilder, sequence: Sequence) -> bool:
-        """Move a waiting sequence into the batch. False: not now."""
+        """Move a waiting sequence into the batch. Return False if it must wait."""
         if not step.budget or step.is_short:
             self._batch.waiting_for = "kv" if step.is_short else "budget"
             return False
@@ -347,7 +347,7 @@ class Scheduler:
         return True
 
     def _schedule_suspects(self, step: StepBuilder) -> None:
-        """Give the first suspect that can run its own step; if none can, run the others, admit none."""
+        """Run the first runnable suspect in a separate step; if there is none, run the others and admit none."""
         for request in self._suspects:
             self._schedule_running(step, [s for s in self._batch.sequences if s.request is request])
             for sequence in [s for s in request.sequences if s in self._waiting and not s.is_held]:
@@ -359,7 +359,7 @@ class Scheduler:
         self._schedule_running(step, [s for s in self._batch.sequences if s.request not in self._suspects])
 
     def _preempt_held(self) -> bool:
-        """Preempt the last sequence held for candidates, if what it holds may be all that others wait for."""
+        """Preempt the last sequence held for candidates, if others might only wait for its row or blocks."""
         held = [s for s in self._batch.sequences if s.is_held and s.request.num_candidates]
         if self._in_flight or not held or self._next_waiting() is None:
             return False
@@ -382,7 +382,7 @@ class Scheduler:
         return []
 
     def _wait_for_grammar(self, sequence: Sequence, sampled: Sampled) -> bool:
-        """Give a sampled token to the sequence's grammar. True: it needs time, and the sequence is held."""
+        """Pass a sampled token to the sequence's grammar. Return True if it is not ready: the sequence is held."""
         assert sequence.grammar is not None
         sequence.grammar.prepare(sampled[0][0])
         if sequence.grammar.is_ready:
@@ -402,7 +402,7 @@ class Scheduler:
         update = append_sampled(sequence, token_ids, logprobs, self._eos_token_ids)
         self.kv_cache.register_full_blocks(sequence)
         failure = None if sequence.grammar is None else sequence.grammar.failure
-        # A grammar fails at EOS where the output has to be verified, and is not what its schema allows.
+        # A grammar fails at EOS if the output requires verification and its schema does not allow it.
         is_at_eos = sequence.finish_reason == "stop" and sequence.stop_reason is None
         if failure is not None and (is_at_eos or sequence.finish_reason is None):
             updates += self._end_request(sequence.request.request_id, "error", str(failure), failure.code)
@@ -440,7 +440,7 @@ class Scheduler:
         return [SequenceUpdate(sequence, error=error, error_code=error_code) for sequence in live]
 
     def _end(self, sequence: Sequence) -> None:
-        """Release all that an ended sequence holds."""
+        """Release all resources of a finished sequence."""
         request = sequence.request
         if sequence.status is SequenceStatus.RUNNING:
             self._batch.remove(sequence)
@@ -463,7 +463,7 @@ class Scheduler:
             self.kv_cache.retire(step.plan.step_id)
 
     def _undo(self, step: InFlightStep) -> None:
-        """Return a void step's sequences to waiting, without the tokens it was to sample."""
+        """Return a void step's sequences to the waiting queue, without its pending samples."""
         step.has_failed = True
         self._batch.rows.mark_freed(step.plan.freed_rows, self._batch.sequences)
         for sequence in step.sampled:

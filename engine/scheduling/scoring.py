@@ -1,4 +1,4 @@
-"""Sequences that are given their tokens and sample none: what they ask of a step, and how they end."""
+"""Sequences with given tokens that sample none: their log-probability reads, and their completion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill.engine.scheduling.request import Ends, Request, Sequence, Sequence
 
 
 class Scores:
-    """The log-probabilities of a continuation's own tokens. A `Score` task."""
+    """The log-probabilities of a continuation's tokens. A `Score` task."""
 
     def __init__(self, sequence: Sequence, continuation: SequenceType[int]) -> None:
         sequence.continuation, sequence.output_token_ids = tuple(continuation), list(continuation[:-1])
@@ -48,12 +48,12 @@ class Scores:
 
 
 class Reads:
-    """The log-probabilities that a chain of a label tree wants: one read per position, after that token."""
+    """The log-probabilities that a chain of a label tree reads: one read per position, after that token."""
 
     num_scored = 0
 
     def __init__(self, sequence: Sequence, first: int, wanted: SequenceType[tuple[int, ...]]) -> None:
-        """`wanted`: per position from `first` on the token ids; none: nothing is read there."""
+        """`wanted`: the token ids per position, starting at `first`; none: nothing is read there."""
         self._sequence = sequence
         self._first = first
         self._wanted = wanted
@@ -67,7 +67,7 @@ class Reads:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """The position after which the first missing read comes: this token must be computed."""
+        """The position of the first missing read: the token there must be computed."""
         return self._first + self._next
 
     def request(self, work: RowWork) -> None:
@@ -80,7 +80,7 @@ class Reads:
         ]
 
     def take(self, work: RowWork, found: list[list[float]]) -> Ends | None:
-        """Record what a step read. The last read of all chains ends the request."""
+        """Record the log-probabilities of a step. The last read of all chains ends the request."""
         request, was_complete = self._sequence.request, self.is_complete
         for (index, _), values in zip(work.reads, found, strict=True):
             self.found[work.start + index - self._first] = values
@@ -97,7 +97,7 @@ class Reads:
 
 
 def start_labels(request: Request, tree: LabelTree) -> None:
-    """Make a request's one sequence into the chains of a tree; its first stays the one that is reported."""
+    """Replace a request's only sequence by the chains of a tree; its first remains the reported one."""
     start = len(request.prompt_token_ids)
     request.params = replace(request.params, max_tokens=tree.longest)
     request.labels, request.num_open_chains = tree, len(tree.chains)
@@ -111,7 +111,7 @@ def start_labels(request: Request, tree: LabelTree) -> None:
 
 
 def drop_chains(request: Request) -> Sequence:
-    """Drop what the chains were given to compute, and return the sequence that is reported."""
+    """Drop the given tokens of the chains, and return the reported sequence."""
     request.num_open_chains = 0
     for sequence in request.sequences:
         sequence.continuation, sequence.output_token_ids = (), []

@@ -44,7 +44,7 @@ class SequenceQueue:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests with a sequence in the queue."""
+        """Number of requests with a sequence in the queue."""
         return self._num_requests
 
     def add(self, sequence: Sequence) -> None:
@@ -56,7 +56,7 @@ class SequenceQueue:
         self._keys.insert(index, key)
 
     def discard(self, sequence: Sequence) -> bool:
-        """Remove a sequence; False if it was not there."""
+        """Remove a sequence; return False if it was not in the queue."""
         index = self._find(sequence)
         if index is None:
             return False

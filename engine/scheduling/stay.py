@@ -1,4 +1,4 @@
-"""What a request's time in the engine went to: sums per request, and per step for the whole batch."""
+"""Breakdown of a request's time in the engine: sums per request, and per step for the batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _REASONS: tuple[WaitReason, ...] = ("rows", "kv", "budget")
 
 @dataclass(slots=True)
 class Occupancy:
-    """Of all steps: sequences in the batch times seconds, and the seconds in which a request waited, by the reason."""
+    """Sums over all steps: sequences in the batch times seconds, and waiting time in seconds by reason."""
 
     row_seconds: float = 0.0
     waited: dict[WaitReason, float] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0.0))
     _ticked_at: float = 0.0
 
     def tick(self, num_running: int, waiting_for: WaitReason | None) -> None:
-        """Count the time since the last step was planned; None: nothing waited."""
+        """Add the time since the last step was planned; None: no request waited."""
         now = time.monotonic()
         passed = now - self._ticked_at if self._ticked_at else 0.0
         self._ticked_at = now
@@ -29,9 +29,9 @@ class Occupancy:
 
 
 class Stay:
-    """Seconds of one request by cause; at any moment one cause counts.
+    """Seconds of one request by cause; exactly one cause counts at a time.
 
-    What is computed again after a preemption counts as the preemption, up to the next token.
+    Recomputation after a preemption counts as the preemption, up to the next token.
     """
 
     __slots__ = ("_before", "_occupancy", "_row_seconds", "_since", "cause", "seconds")
@@ -45,7 +45,7 @@ class Stay:
         self._row_seconds = 0.0
 
     def enter(self, cause: StayCause, now: float | None = None) -> None:
-        """Count the time so far for the cause until now, and what follows for this one."""
+        """Add the time so far to the current cause, and switch to this one."""
         now = time.monotonic() if now is None else now
         self.seconds[self.cause] = self.seconds.get(self.cause, 0.0) + max(0.0, now - self._since)
         if (self.cause == "decode") != (cause == "decode"):
@@ -54,13 +54,13 @@ class Stay:
         self.cause, self._since = cause, now
 
     def wait(self, occupancy: Occupancy) -> None:
-        """Begin to wait for a place in the batch."""
+        """Start waiting for a place in the batch."""
         self._occupancy = occupancy
         self._before = tuple(occupancy.waited.values())
         self.enter("budget")
 
     def admitted(self) -> None:
-        """End the wait for the first place in the batch, by what was short meanwhile."""
+        """End the wait for the first place in the batch; record it under the resource that was short."""
         if self.cause != "budget":
             return
         self.enter("prompt")
@@ -74,8 +74,8 @@ class Stay:
             self.seconds[reason] = self.seconds.get(reason, 0.0) + waited * seconds / (total or 1.0)
 
     def report(self, num_sequences: int, now: float) -> dict[StayCause, int]:
-        """Return milliseconds by cause up to now, and as `others` tenths of the mean number of other sequences in
-        the batch while it decoded."""
+        """Return milliseconds by cause up to now. `others` is the mean number of other sequences in the batch while it
+        decoded, in tenths."""
         self.enter("others", now)
         decode_s = self.seconds.get("decode", 0.0)
         report = {cause: round(seconds * 1000) for cause, seconds in self.seconds.items()}

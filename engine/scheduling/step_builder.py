@@ -22,11 +22,11 @@ class InFlightStep:
     sampled: list[Sequence] = field(default_factory=list)
     """Parallel to `plan.samples`."""
     prefilling: list[Sequence] = field(default_factory=list)
-    """The sequences of `computed` with more of their prompt to compute."""
+    """The sequences of `computed` whose prompt is still incomplete."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    """Number in `sampled` of a row's first sample -> its drafts. As many samples of the row follow."""
+    """Index in `sampled` of a row's first sample -> its drafts. One more sample of the row follows per draft."""
     has_failed: bool = False
-    """True if it or an earlier step raised: its result is ignored."""
+    """True if this or an earlier step raised: its result is ignored."""
     is_settled: bool = False
     """The caller has reported its failure and will not settle it again."""
 
@@ -34,7 +34,7 @@ class InFlightStep:
         return list(dict.fromkeys(sequence.request for sequence in self.computed))
 
     def outcomes(self) -> Iterator[tuple[int, Sequence, list[int]]]:
-        """Yield a sample number, its sequence, and the drafts whose samples follow, which belong to it."""
+        """Yield a sample number, its sequence, and its drafts, whose samples follow."""
         num_drafts = 0
         for number, sequence in enumerate(self.sampled):
             if num_drafts:
@@ -45,7 +45,7 @@ class InFlightStep:
             yield number, sequence, drafts
 
     def progress(self) -> list[SequenceUpdate]:
-        """Return updates without tokens, of the sequences with more of their prompt to compute."""
+        """Return updates without tokens for the sequences whose prompt is still incomplete."""
         return [
             SequenceUpdate(sequence)
             for sequence in self.prefilling
@@ -61,7 +61,7 @@ class StepBuilder:
     budget: int
     """Tokens that can still be added."""
     is_short: bool = False
-    """A sequence did not get the blocks it needed: none after it may take any."""
+    """True if a sequence did not get the blocks it needed: sequences after it must not allocate any."""
     promised_blocks: int = 0
     """Blocks that rows whose prefill the budget cuts short will need before they can sample."""
     may_draft: bool = True

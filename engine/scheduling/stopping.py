@@ -1,4 +1,4 @@
-"""Applies a step's result to a sequence: appends the token, advances the grammar, checks for the end."""
+"""Applies a step's result to a sequence: appends the token, advances the grammar, checks stop conditions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def append_sampled(
 
     Sets `finish_reason` and `stop_reason` when the sequence ends; the scheduler sets its status. The token
     that stops a sequence is part of its output; tokens after it are dropped. A grammar that completes with
-    the last allowed token ends in `stop`, not in `length`. One that fails ends nothing: the scheduler fails
-    the whole request.
+    the last allowed token sets `stop`, not `length`. A failed grammar does not end the sequence: the scheduler
+    fails the entire request.
     """
     if len(token_ids) == 1 and sequence.grammar is None and sequence.request.params.logprobs is None:
         return _append_alone(sequence, token_ids[0], eos_token_ids)
@@ -37,7 +37,7 @@ def append_sampled(
 
 
 def _append_alone(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> SequenceUpdate:
-    """Append one token that nothing accompanies: the case of most steps."""
+    """Append one token without drafts or forced tokens, the case in most steps."""
     sequence.output_token_ids.append(token_id)
     if not _stops(sequence, token_id, eos_token_ids) and _is_full(sequence):
         sequence.finish_reason = "length"
@@ -45,7 +45,7 @@ def _append_alone(sequence: Sequence, token_id: int, eos_token_ids: frozenset[in
 
 
 def _follow_grammar(update: SequenceUpdate, token_id: int, eos_token_ids: frozenset[int]) -> bool:
-    """Advance the grammar and append what it forces, up to the limit. True: the end."""
+    """Advance the grammar and append its forced tokens, up to the limit. Return True if the sequence ends."""
     sequence = update.sequence
     grammar = sequence.grammar
     assert grammar is not None

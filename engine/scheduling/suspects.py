@@ -24,7 +24,7 @@ class Suspects:
         return iter(sorted(self._requests, key=lambda request: scheduling_key(request.sequences[0])))
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Suspect the unfinished requests of a failed step."""
+        """Mark the unfinished requests of a failed step as suspects."""
         for request in requests:
             if not request.is_finished:
                 request.num_step_failures += 1
@@ -34,7 +34,7 @@ class Suspects:
         self._requests.discard(request)
 
     def clear(self, step: InFlightStep) -> None:
-        """Clear one that sampled in a separate step and is caught up: it did not cause the failure."""
+        """Clear a suspect that sampled in a separate step and has caught up: it did not cause the failure."""
         if not self._requests or not step.sampled:
             return
         requests = step.requests()

@@ -8,14 +8,14 @@ from pagemill.engine.scheduling.sequence_queue import SequenceQueue
 
 
 class WaitingQueue(SequenceQueue):
-    """The waiting sequences that enter by themselves; those that will fork off another are not in it."""
+    """The waiting sequences that enter independently, not those that will fork off another."""
 
     def __init__(self, rows: RowTable) -> None:
         super().__init__()
         self._rows = rows
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request's waiting sequences; call again whenever one begins to wait or ends."""
+        """Queue a request's waiting sequences; call it again whenever one starts waiting or ends."""
         waiting = [s for s in request.sequences if s.status is SequenceStatus.WAITING]
         for sequence in waiting:
             self.discard(sequence)
@@ -34,7 +34,7 @@ def siblings(sequence: Sequence) -> list[Sequence]:
 
 
 def will_fork(request: Request) -> bool:
-    """Return True if several samples start out equal: all wait, and none has a token, known or in flight."""
+    """Return True if several samples start out equal: all wait, and none has a known or in-flight token."""
     live = request.live_sequences
     return len(live) > 1 and all(
         s.status is SequenceStatus.WAITING

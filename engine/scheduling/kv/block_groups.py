@@ -1,4 +1,4 @@
-"""The groups of layers that share the pool, by their windows: how tables are laid out, and what a window keeps.
+"""The groups of layers that share the pool, by their windows: table layout and window retention.
 
 A column of a block table is a sequence's blocks of the same tokens, one per group, side by side: entry
 `column * groups + group`. Columns of a group that no query can read any more hold the null block.
@@ -12,17 +12,17 @@ from pagemill.engine.config import SchedulerConfig
 from pagemill.kernels.types.window import first_visible
 
 _SLACK = 3
-"""Blocks in addition to window and chunk: the parts at both ends, and what is freed with the next full block."""
+"""Blocks in addition to window and chunk: partial ones at both ends, and those freed with the next full block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGroups:
-    """Windows by group, as `first_visible` takes them; None: the group's layers read everything."""
+    """Windows by group, in the format of `first_visible`; None: the group's layers read everything."""
 
     block_size: int
     windows: tuple[int | None, ...] = (None,)
     max_chunk: int = 2**31
-    """The most tokens of a sequence in a step."""
+    """Maximum number of tokens of a sequence in a step."""
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> BlockGroups:
@@ -53,9 +53,9 @@ class BlockGroups:
 
     @property
     def limits(self) -> tuple[int | None, ...]:
-        """The most blocks that a sequence holds at the same time in each group; None: one for each of its columns."""
+        """Maximum number of blocks that a sequence holds at the same time in each group; None: one per column."""
         return tuple(None if window is None else self.most_held(window, 2**31) for window in self.windows)
 
     def key(self, block_hash: bytes, group: int) -> bytes:
-        """Return what finds a group's block, by the hash of its column's prefix."""
+        """Return the key of a group's block, from the hash of its column's prefix."""
         return block_hash if len(self.windows) == 1 else block_hash + bytes((group,))

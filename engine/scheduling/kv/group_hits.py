@@ -15,10 +15,10 @@ def match_groups(lookup: Lookup, groups: BlockGroups, hashes: Sequence[bytes], n
     """Return the table of the longest prefix found, with the null block where nothing will be read.
 
     Args:
-        lookup: returns what holds a key.
-        hashes: of the columns that may be found, in order.
+        lookup: returns the block with a key.
+        hashes: hashes of the candidate columns, in order.
     """
-    # Groups without a window end the search at the first column that is missing.
+    # Groups without a window end the search at the first missing column.
     order = sorted(range(groups.num_groups), key=lambda group: groups.windows[group] is not None)
     length, before = len(hashes), -1
     while length != before:
@@ -35,7 +35,7 @@ def match_groups(lookup: Lookup, groups: BlockGroups, hashes: Sequence[bytes], n
 
 
 def _longest(lookup: Lookup, groups: BlockGroups, group: int, hashes: Sequence[bytes]) -> int:
-    """Return the most columns after which a group has all that the next token reads."""
+    """Return the largest number of columns after which a group has all blocks that the next token reads."""
     window, end = groups.windows[group], len(hashes)
     if window is None:
         missing = (column for column, key in enumerate(hashes) if lookup(groups.key(key, group)) is None)

@@ -3,8 +3,8 @@
 A block that the pool evicts is stored under its hash. The last blocks of a preempted sequence do not have a hash yet
 and are stored under the sequence's own key. Both return by key, into new device blocks.
 
-The copies travel in a plan, which applies them before any other write: first those to the host, then those back. A
-device block may therefore be given to another sequence in the same step that copies it out.
+A plan contains the copies and applies them before any other write: first those to the host, then those back. A
+device block can therefore be reused by another sequence in the same step that copies it out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HostTier:
         self._blocks: dict[Hashable, HostBlock] = {}
         """Least recently used first."""
         self._in_use: set[HostBlock] = set()
-        """Blocks that the next plan reads or writes: not evicted before it is made."""
+        """Blocks that the next plan reads or writes; not evicted before the plan is complete."""
         self._stores: dict[HostBlock, int] = {}
         """Host block -> the device block that the next plan copies to it."""
         self._loads: list[tuple[int, int]] = []
@@ -48,7 +48,7 @@ class HostTier:
 
     @property
     def has_load_capacity(self) -> bool:
-        """Whether the next plan may load more. One sequence's blocks may exceed the limit."""
+        """Whether the next plan can load more. One sequence's blocks may exceed the limit."""
         return len(self._loads) < self._max_copies
 
     def outgoing_blocks(self) -> list[int]:
@@ -59,7 +59,7 @@ class HostTier:
         return self._blocks.get(key)
 
     def store(self, key: Hashable, device_id: int) -> None:
-        """Keep a device block's contents, if there is capacity."""
+        """Store a device block's contents, if there is capacity."""
         if (known := self._blocks.get(key)) is not None:
             self.use([known])
         elif len(self._stores) < self._max_copies and (host_id := self._take()) is not None:
@@ -71,7 +71,7 @@ class HostTier:
             self.skipped += 1
 
     def use(self, hosts: Iterable[HostBlock]) -> None:
-        """DeviceEvent blocks as recently used, and exclude them from eviction until the next plan is made."""
+        """Mark blocks as recently used, and exclude them from eviction until the next plan is complete."""
         for host in hosts:
             self._blocks[host.key] = self._blocks.pop(host.key)
             self._in_use.add(host)
@@ -82,13 +82,13 @@ class HostTier:
         self.loaded += 1
 
     def discard(self, key: Hashable) -> None:
-        """Remove a block, if it is here."""
+        """Remove a block, if it is stored."""
         if (host := self._blocks.pop(key, None)) is not None:
-            # A store that no plan has yet stays: a load may be queued behind it. The id is free after both.
+            # Keep a store that is not in a plan yet: a load may be queued behind it. The id is free after both.
             self._discarded.append(host.host_id)
 
     def drop_unproven(self, step_id: int) -> None:
-        """Step `step_id` failed: discard what its plan or a later one was to copy here."""
+        """Discard the blocks that the failed step `step_id` or a later one should have stored."""
         for host in [host for host in self._blocks.values() if host.step_id >= step_id]:
             self.discard(host.key)
 
@@ -115,7 +115,7 @@ class HostTier:
         )
 
     def _take(self) -> int | None:
-        """Return a free host id, evicting the least recently used block if needed. None: all are in use."""
+        """Return a free host id, evicting the least recently used block if needed; None if all are in use."""
         if self._free:
             return self._free.pop()
         oldest = next(iter(self._blocks.values()), None)

@@ -1,6 +1,6 @@
 """The logical side of the KV cache: each sequence's block table, prefix hits, forks and copy-on-write.
 
-The scheduler asks in tokens; only this module maps them to blocks. Blocks become findable by their hash when
+The scheduler counts tokens; only this module maps them to blocks. Blocks become findable by their hash when
 the step that fills them is planned, not when it has run: in each layer every KV write precedes attention, so
 a request that enters the same step may already read them, and a burst of equal cold prefixes computes the
 prefix once.
@@ -43,20 +43,20 @@ class AllocatedSlots:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHits:
-    """The head of a waiting sequence's table, as far as it is cached, on the device or in the host tier."""
+    """The cached head of a waiting sequence's table, on the device or in the host tier."""
 
     entries: list[Entry] = field(default_factory=list)
     num_columns: int = 0
-    """Columns found by hash; entries after them are what a preempted sequence has left under its own key."""
+    """Number of columns found by hash; later entries were stored under a preempted sequence's key."""
     num_tokens: int = 0
     num_found_tokens: int = 0
-    """Tokens of the columns found by hash, including those after the last cached recurrent state."""
+    """Number of tokens of the columns found by hash, including those after the last cached recurrent state."""
     state_hash: bytes = b""
-    """Finds the recurrent state after `num_tokens`."""
+    """Key of the recurrent state after `num_tokens`."""
 
 
 NO_NEW_SLOTS = AllocatedSlots()
-"""The result if the table already has room, as for most decodes. Never modified."""
+"""The result if the table already has a free slot, as for most decodes. Never modified."""
 
 
 class KVCacheManager:
@@ -73,7 +73,7 @@ class KVCacheManager:
         groups: BlockGroups | None = None,
         states: StateCache | None = None,
     ) -> None:
-        """`states`: of a model with recurrent layers."""
+        """`states`: the cached states of a model with recurrent layers."""
         self.groups = groups or BlockGroups(block_size)
         self.host = HostTier(num_host_blocks if enable_prefix_caching else 0, max_host_copies)
         self.states = states or StateCache(0, 0)
@@ -106,11 +106,11 @@ class KVCacheManager:
         )
 
     def num_entries(self, num_tokens: int) -> int:
-        """Return the entries of a table of this many tokens, freed ones included."""
+        """Return the number of entries of a table of this many tokens, including freed ones."""
         return -(-num_tokens // self.block_size) * self._num_groups
 
     def match_prefix(self, sequence: Sequence) -> PrefixHits:
-        """Return the longest cached prefix of a sequence that holds no blocks. Changes nothing.
+        """Return the longest cached prefix of a sequence that does not hold blocks. Changes nothing.
 
         At least one token is left to compute: without it there would be no logits. Columns behind a window
         are the null block. The result is valid until the next allocation.
@@ -154,7 +154,7 @@ class KVCacheManager:
         return self.pool.lookup(key) or self.host.lookup(key)
 
     def num_blocks_taken(self, hits: PrefixHits, num_tokens: int) -> int:
-        """Return the available blocks that a waiting sequence takes for `num_tokens`, at most."""
+        """Return an upper bound on the available blocks that a waiting sequence needs for `num_tokens`."""
         from_queue = sum(
             isinstance(entry, HostBlock)
             or (entry.ref_count == 0 and not entry.is_reserved and entry.block_id != NULL_BLOCK_ID)
@@ -164,7 +164,7 @@ class KVCacheManager:
         return sum(self.groups.most_held(window, new) for window in self.groups.windows) + from_queue
 
     def num_blocks_left(self, sequence: Sequence) -> int:
-        """Return the blocks that a running sequence may yet take until all of its known tokens are computed."""
+        """Return the blocks that a running sequence may still allocate until all of its known tokens are computed."""
         groups, table = self.groups, sequence.block_ids
         columns = groups.columns(sequence.num_known_tokens)
         held = [self._num_held(table[group :: self._num_groups]) for group in range(self._num_groups)]
@@ -182,7 +182,7 @@ class KVCacheManager:
         return len(table) - table.count(NULL_BLOCK_ID) if self.groups.has_windows else len(table)
 
     def can_load(self, hits: PrefixHits, step_id: int) -> bool:
-        """Return whether this step may still copy back from the host, if these hits need it, or use their state."""
+        """Return whether this step can still copy these hits back from the host, if necessary, and use their state."""
         if self.states.is_computed_in(step_id, hits.state_hash):
             return False
         return self.host.has_load_capacity or not any(isinstance(entry, HostBlock) for entry in hits.entries)
@@ -191,7 +191,7 @@ class KVCacheManager:
         """Give a sequence its prefix hits as the head of its table; they count as computed in step `step_id`."""
         assert not sequence.block_ids
         assert sequence.num_computed_tokens == 0
-        # First what exists: allocation would otherwise evict it.
+        # Existing blocks first: allocation would otherwise evict them.
         self._acquire([entry.block_id for entry in hits.entries if isinstance(entry, KVBlock)])
         self.host.use(entry for entry in hits.entries if isinstance(entry, HostBlock))
         loaded_columns: dict[int, int] = {}
@@ -209,7 +209,7 @@ class KVCacheManager:
             sequence.block_ids.append(block.block_id)
         sequence.num_computed_tokens = hits.num_tokens
         sequence.num_registered_blocks = hits.num_columns
-        if self._is_recurrent:  # the prompt's last boundary, and where it leaves what is cached
+        if self._is_recurrent:  # the prompt's last boundary, and the end of its cached prefix
             last = sequence.num_cacheable_tokens // self.block_size * self.block_size
             ends = sorted({hits.num_found_tokens, last})
             sequence.state_ends = tuple(end for end in ends if end > hits.num_tokens)
@@ -220,19 +220,19 @@ class KVCacheManager:
             self._prefix_hit_tokens += sequence.num_computed_tokens
 
     def load_state(self, sequence: Sequence, step_id: int) -> None:
-        """Let a sequence that was admitted, and has its row now, begin with the state at the end of its hits."""
+        """Start an admitted sequence, which now has its row, with the state at the end of its hits."""
         if self._is_recurrent and sequence.num_computed_tokens:
             assert sequence.row is not None
             end = sequence.num_computed_tokens // self.block_size
             self.states.load(sequence.block_hashes[end - 1], sequence.row, step_id)
 
     def limit_chunk(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many of a running sequence's next tokens a step may compute: its state is cached on the way."""
+        """Return how many of a running sequence's next tokens a step may compute, so that its state can be cached."""
         start = sequence.num_computed_tokens
         return min(num_tokens, next((end - start for end in sequence.state_ends if end > start), num_tokens))
 
     def num_blocks_needed(self, sequence: Sequence, num_new_tokens: int) -> int:
-        """Return the number of blocks that `allocate_slots` would take from the pool."""
+        """Return the number of blocks that `allocate_slots` would allocate from the pool."""
         start, num_held = sequence.num_computed_tokens, len(sequence.block_ids)
         needed = max(0, -(-(start + num_new_tokens) // self.block_size) * self._num_groups - num_held)
         if start // self.block_size * self._num_groups < num_held:
@@ -240,7 +240,7 @@ class KVCacheManager:
         return needed
 
     def append_slot(self, sequence: Sequence) -> bool:
-        """Allocate a slot for one token in a partial block, as for most decodes. False: use `allocate_slots`."""
+        """Allocate a slot for one token in a partial block, as for most decodes. If False, use `allocate_slots`."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         if not offset:
             return False
@@ -256,10 +256,10 @@ class KVCacheManager:
         return True
 
     def allocate_slots(self, sequence: Sequence, num_new_tokens: int, step_id: int) -> AllocatedSlots | None:
-        """Allocate slots for a sequence's next tokens in step `step_id`; None, with nothing changed, if there is
-        none now.
+        """Allocate slots for a sequence's next tokens in step `step_id`; return None, with nothing changed, if too few
+        are available.
 
-        The first write into a partial block that a fork still shares is made in a copy.
+        The first write to a partial block that a fork still shares goes to a copy.
         """
         start = sequence.num_computed_tokens
         needed = self.num_blocks_needed(sequence, num_new_tokens)
@@ -273,7 +273,7 @@ class KVCacheManager:
     def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Keep only a sequence's first computed tokens; those after them were drafts that were not sampled.
 
-        Its table keeps its length, as execution's does, until the sequence leaves its row (`trim`).
+        Its table keeps its length, like the table in execution, until the sequence leaves its row (`trim`).
         """
         size, count = self.block_size, self._num_groups
         for index in range(num_tokens // size * count, self.num_entries(sequence.num_computed_tokens)):
@@ -291,7 +291,7 @@ class KVCacheManager:
     def register_full_blocks(self, sequence: Sequence) -> None:
         """Make findable the full blocks of known tokens that are computed or planned (up to `last_step_id`).
 
-        When a column has become full, those that no query can read any more are freed.
+        When a column becomes full, columns that no query can read any more are freed.
         """
         first = sequence.num_registered_blocks
         if sequence.num_computed_tokens // self.block_size <= first or not self._settles_blocks:
@@ -341,7 +341,7 @@ class KVCacheManager:
         return [self.pool.blocks[block_id] for block_id in parent.block_ids[: self.num_entries(num_tokens)]]
 
     def can_fork_at(self, parent: Sequence, num_tokens: int) -> bool:
-        """Return True if a running sequence holds all that a child of its first tokens will read."""
+        """Return True if a running sequence holds all blocks that a child of its first tokens will read."""
         if self._is_recurrent:
             return False  # the parent's state is that of its newest token
         columns = self.groups.columns(num_tokens)
@@ -363,7 +363,7 @@ class KVCacheManager:
     def preempt(self, sequence: Sequence) -> None:
         """Release a sequence's blocks. Those that are not findable by hash yet go to the host tier.
 
-        They are kept under the sequence's own key, so that it resumes with the same bits.
+        The tier stores them under the sequence's key, so that it resumes with the same bits.
         """
         self.trim(sequence)
         if self.host.capacity:
@@ -375,13 +375,13 @@ class KVCacheManager:
         self.free(sequence)
 
     def drop_kept(self, sequence: Sequence) -> None:
-        """Discard what the host tier has under a sequence's own key."""
+        """Discard the blocks that the host tier stores under a sequence's key."""
         for index in sequence.kept_entries:
             self.host.discard((sequence, index))
         sequence.kept_entries, sequence.num_kept_tokens = range(0), 0
 
     def free(self, sequence: Sequence) -> None:
-        """Release a sequence's blocks, tail first; those that a step in flight names wait for it."""
+        """Release a sequence's blocks, tail first; those that a step in flight references wait for it."""
         blocks = self.pool.blocks
         held = [blocks[block_id] for block_id in reversed(sequence.block_ids) if block_id]
         self.pool.release(held, sequence.last_step_id)
@@ -396,19 +396,19 @@ class KVCacheManager:
             self.pool.forget(self.pool.blocks[block_id])
         for block_hash in sequence.block_hashes:
             self.states.discard(block_hash)
-        if self.groups.has_windows or self.host.capacity:  # what it has freed may still be findable
+        if self.groups.has_windows or self.host.capacity:  # blocks that it has freed may still be findable
             for _, key in self._keys(sequence, 0, len(sequence.block_hashes)):
                 self.host.discard(key)
                 if (block := self.pool.lookup(key)) is not None:
                     self.pool.forget(block)
 
     def retire(self, step_id: int) -> None:
-        """Retire a step: the blocks it filled are proven, those that waited for it are available."""
+        """Retire a step: the blocks it filled are valid, and those that waited for it are available."""
         self._unproven.pop(step_id, None)
         self.pool.retire(step_id)
 
     def drop_unproven(self, step_id: int) -> None:
-        """Step `step_id` failed: make blocks that it or a later step was to fill unfindable."""
+        """Make the blocks that the failed step `step_id` or a later one should have filled unfindable."""
         self.host.drop_unproven(step_id)
         self.states.drop_unproven(step_id)
         for unproven_id in [s for s in self._unproven if s >= step_id]:
@@ -485,7 +485,7 @@ class KVCacheManager:
         assert all(step_id > self.pool.retired_step_id for step_id in self._unproven)
 
     def _check_freed(self, sequence: Sequence) -> None:
-        """Check that a table has all that may yet be read."""
+        """Check that a table has all blocks that can still be read."""
         position = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
         for group, window in enumerate(self.groups.windows):
             read = sequence.block_ids[group :: self._num_groups][self.groups.first_read(window, position) :]
@@ -517,7 +517,7 @@ class KVCacheManager:
         return slots
 
     def _shared_entries(self, sequence: Sequence) -> list[int]:
-        """Return the indices of the entries in the column of the next write that others hold as well."""
+        """Return the indices of the shared entries in the column of the next write."""
         first, table = sequence.num_computed_tokens // self.block_size * self._num_groups, sequence.block_ids
         if first >= len(table):
             return []
@@ -541,8 +541,8 @@ class KVCacheManager:
                 self.pool.acquire(self.pool.blocks[block_id])
 
     def _free_unread(self, sequence: Sequence) -> None:
-        """Release the columns behind each group's window, from the last one to one that was released before."""
-        # From the last known token on everything may be computed again: samples are discarded and redrawn.
+        """Release the columns behind each group's window, from the last one back to one already released."""
+        # All tokens from the last known one on may be computed again: samples are discarded and redrawn.
         position = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
         table, count = sequence.block_ids, self._num_groups
         unread = []
@@ -562,7 +562,7 @@ class KVCacheManager:
             pool.fill(pool.blocks[table[index]], min(size, end - index // count * size))
 
     def _keys(self, sequence: Sequence, first: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (index in the table, what finds the block) of the columns from `first` to `end`."""
+        """Yield (index in the table, key of the block) of the columns from `first` to `end`."""
         hashes = self._block_hashes(sequence, end)
         for column in range(first, end):
             for group in range(self._num_groups):
@@ -571,7 +571,7 @@ class KVCacheManager:
     def _block_hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """Return the first `num_blocks` chained hashes of a sequence, extending the stored ones.
 
-        The chain begins with the request's cache salt, so equal tokens under different salts do not match. A block
+        The chain starts with the request's cache salt, so equal tokens under different salts do not match. A block
         with media also hashes their digests.
         """
         hashes = sequence.block_hashes
@@ -589,7 +589,7 @@ class KVCacheManager:
 
 
 def _chain_root(cache_salt: str) -> bytes:
-    """Return the start of a hash chain. A digest, so that no salt can be made to continue another chain."""
+    """Return the start of a hash chain. It is a digest, so that no salt can be crafted to continue another chain."""
     if not cache_salt:
         return b""
     return blake2b(cache_salt.encode(), digest_size=_HASH_BYTES, person=b"cache salt").digest()

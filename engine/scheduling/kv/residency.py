@@ -7,7 +7,7 @@ import time
 from pagemill.engine.outputs import Histogram, HistogramSnapshot, LabelValues
 
 SAMPLE = 64
-"""One block in this many is timed, always the same ones: block ids carry no meaning, so the sample is fair."""
+"""One block in this many is timed, always the same ones: block ids have no meaning, so the sample is fair."""
 RESIDENCY_BUCKETS = (
     0.001,
     0.005,
@@ -47,7 +47,7 @@ class BlockResidency:
         return block_id % SAMPLE == 1
 
     def allocated(self, block_id: int) -> None:
-        """The block gets new contents; any previous ones are evicted."""
+        """Record that the block gets new contents; any previous ones are evicted."""
         now = time.monotonic()
         idle_since = self._idle_since.pop(block_id, None)
         if idle_since is not None:
@@ -56,13 +56,13 @@ class BlockResidency:
         self._born[block_id] = now
 
     def reused(self, block_id: int) -> None:
-        """A prefix hit took an idle block."""
+        """Record that a prefix hit reused an idle block."""
         idle_since = self._idle_since.pop(block_id, None)
         if idle_since is not None:
             self._reuse_gap.observe(time.monotonic() - idle_since)
 
     def released(self, block_id: int, *, is_cached: bool) -> None:
-        """The last reference was dropped."""
+        """Record that the last reference was dropped."""
         now = time.monotonic()
         if is_cached:
             self._idle_since[block_id] = now
@@ -70,7 +70,7 @@ class BlockResidency:
             self._lifetime.observe(now - self._born[block_id])
 
     def forgotten(self, block_id: int) -> None:
-        """An idle block lost its hash, so its contents can't be used any more."""
+        """Record that an idle block lost its hash, so its contents cannot be used any more."""
         if self._idle_since.pop(block_id, None) is not None:
             self._lifetime.observe(time.monotonic() - self._born[block_id])
 

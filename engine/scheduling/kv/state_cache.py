@@ -1,10 +1,10 @@
-"""The states of recurrent layers as scheduling sees them: a slot for each row, and slots of cached ones after these.
+"""Slots for the states of recurrent layers: one per row, followed by those of cached states.
 
 A cached state is a copy of a row's state at the end of a full block, found by that block's hash. It is dropped with
 the block, or as the least recently used one.
 
-Copies travel in plans, one after another, before the step computes anything: a state that step N computes is copied by
-the plan after it. A slot may therefore be used again in the step that gives it up.
+A plan's copies run sequentially before its step computes anything: a state that step N computes is copied by
+the next plan. A slot can therefore be reused in the step that releases it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ class StateCache:
     """Maps hashes to cached states, evicts the least recently used, and collects the copies of the next plans."""
 
     def __init__(self, num_rows: int, num_slots: int) -> None:
-        """Create an empty cache of `num_slots`, after the slots of the rows."""
+        """Create an empty cache of `num_slots`, located after the slots of the rows."""
         self.capacity = num_slots
         self._slots = range(num_rows, num_rows + num_slots)
         self._free = list(reversed(self._slots))
         self._states: dict[bytes, tuple[int, int]] = {}
         """Hash -> (slot, the step that computes the state), least recently used first."""
         self._copies: list[tuple[int, int, int]] = []
-        """(source, destination, the step that computes the source; -1: it is there)."""
+        """(source, destination, the step that computes the source; -1: already computed)."""
 
     @property
     def num_used(self) -> int:
         return len(self._states)
 
     def num_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of leading blocks up to the last one that has a state at its end."""
+        """Return the number of leading blocks up to the last one with a state at its end."""
         return next((end for end in range(len(hashes), 0, -1) if hashes[end - 1] in self._states), 0)
 
     def is_computed_in(self, step_id: int, block_hash: bytes) -> bool:
-        """Return True if a state is known and this step computes it: the next one may use it."""
+        """Return True if a state is known and this step computes it: the next step can use it."""
         return block_hash in self._states and self._states[block_hash][1] == step_id
 
     def fork(self, source: int, destination: int, step_id: int) -> None:
@@ -42,7 +42,7 @@ class StateCache:
         self._copies.append((source, destination, step_id))
 
     def save(self, block_hash: bytes, row: int, step_id: int) -> None:
-        """Keep a row's state as step `step_id` leaves it, unless an equal one is there."""
+        """Cache a row's state as step `step_id` leaves it, unless an equal one is cached."""
         if (known := self._states.pop(block_hash, None)) is None:
             if not self._free:
                 self.discard(next(iter(self._states)))
@@ -51,18 +51,18 @@ class StateCache:
         self._states[block_hash] = known
 
     def load(self, block_hash: bytes, row: int, step_id: int) -> None:
-        """Let a row begin step `step_id` with a cached state."""
+        """Start step `step_id` of a row with a cached state."""
         self._states[block_hash] = slot, computed_in = self._states.pop(block_hash)
         assert computed_in < step_id, "the state is not computed yet"
         self._copies.append((slot, row, -1))
 
     def discard(self, block_hash: bytes) -> None:
-        """Drop a state, if it is here."""
+        """Drop a state, if it is cached."""
         if (known := self._states.pop(block_hash, None)) is not None:
             self._free.append(known[0])
 
     def drop_unproven(self, step_id: int) -> None:
-        """Step `step_id` failed: drop the states that its plan or a later one was to copy here."""
+        """Drop the states that the failed step `step_id` or a later one should have copied to the cache."""
         for block_hash in [
             key for key, (_, computed_in) in self._states.items() if computed_in + 1 >= step_id
         ]:

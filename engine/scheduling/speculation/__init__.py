@@ -1,1 +1,1 @@
-"""What drafts are made of, and what they cost."""
+"""Prediction of draft tokens, and their cost."""

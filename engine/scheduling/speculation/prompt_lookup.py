@@ -1,4 +1,4 @@
-"""Predicts a sequence's next tokens from the place in it where the last ones occurred before.
+"""Predicts a sequence's next tokens from an earlier occurrence of its last ones.
 
 Saxena's prompt lookup: outputs that extract, quote, correct or rewrite repeat long parts of their prompts.
 """
@@ -10,14 +10,14 @@ from collections.abc import Sequence as SequenceType
 MIN_MATCH = 3
 """Tokens that must have occurred before, in this order."""
 MAX_INDEXED = 8192
-"""Tokens of a sequence whose places are remembered, at some 110 bytes each."""
+"""Maximum number of tokens of a sequence whose positions are indexed, at about 110 bytes each."""
 _LONGEST = 15
 
 
 class Acceptance:
-    """The share of predictions that came true, by the number of tokens that had matched.
+    """The share of correct predictions, by the number of matching tokens.
 
-    Measured on every prediction, whether it was drafted or not: so it is known before drafts pay, and costs none.
+    Measured on every prediction, drafted or not, so it is known before drafts pay and does not cost any.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class PromptLookup:
         self._source = 0
         """The position of the token that is predicted next."""
         self.num_matched = 0
-        """Tokens before it that match the sequence's last ones; 0: nothing is predicted."""
+        """Number of tokens before it that match the sequence's last ones; 0: nothing is predicted."""
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def extend(self, token_ids: SequenceType[int]) -> None:
-        """Take the tokens that follow those taken before."""
+        """Append the tokens that follow those already indexed."""
         if not self._tokens:
             self._begin(token_ids)
             return
@@ -56,7 +56,7 @@ class PromptLookup:
             self._append(token)
 
     def predict(self, count: int) -> list[int]:
-        """Return up to `count` tokens that may come next; a repetition that has begun is continued."""
+        """Return up to `count` predicted tokens; a repetition in progress is continued."""
         if not self.num_matched:
             return []
         period = len(self._tokens) - self._source
@@ -65,7 +65,7 @@ class PromptLookup:
     def _begin(self, token_ids: SequenceType[int]) -> None:
         tokens = self._tokens
         tokens.extend(token_ids)
-        head = tokens[: min(MAX_INDEXED, len(tokens) - 1)]  # the last place is looked up first
+        head = tokens[: min(MAX_INDEXED, len(tokens) - 1)]  # the last position is looked up first
         self._next = {
             key: end for end, key in enumerate(zip(head, head[1:], head[2:], strict=False), MIN_MATCH)
         }
@@ -85,7 +85,7 @@ class PromptLookup:
             self._next[tuple(tokens[-MIN_MATCH:])] = len(tokens)
 
     def _look_up(self) -> None:
-        """Find where the last tokens occurred before, and remember where they are now."""
+        """Find an earlier occurrence of the last tokens, and index their current position."""
         tokens = self._tokens
         key = tuple(tokens[-MIN_MATCH:])
         found = self._next.get(key)

@@ -5,11 +5,11 @@ from __future__ import annotations
 _WEIGHT = 0.02
 """The weight of the newest step in the moving averages."""
 _PRIOR_TOKENS = 16.0
-"""Before steps of different sizes were seen, this many tokens double a step's time."""
+"""Prior: until steps of different sizes have run, this many tokens double a step's time."""
 _LEAST_SLOPE = 0.25
-"""Times the prior: a step that was slow for other reasons must not make tokens free."""
+"""Lower bound as a factor of the prior: a step that was slow for other reasons must not make tokens free."""
 _MOST_OF_MEAN = 4.0
-"""Times the mean: what a step took beyond it is not its tokens' doing."""
+"""Upper bound as a factor of the mean: time beyond it was not caused by the step's tokens."""
 _PRIOR_STRENGTH = 1.0
 """The variance of step sizes, in tokens squared, at which measurements weigh as much as the prior."""
 
@@ -37,7 +37,7 @@ class StepCost:
 
     @property
     def slope(self) -> float:
-        """Seconds that another token adds to a step."""
+        """Seconds that one more token adds to a step."""
         prior = self._mean_seconds / (_PRIOR_TOKENS + self._mean_tokens)
         measured = self._covariance + _PRIOR_STRENGTH * prior
         return max(_LEAST_SLOPE * prior, measured / (self._variance + _PRIOR_STRENGTH))

@@ -68,7 +68,7 @@ class BeamSearch:
     """The search for one request.
 
     Args:
-        request: its sequences are the beams: as many are kept alive, and as many hypotheses are kept.
+        request: its sequences are the beams: their number limits both live beams and stored hypotheses.
         stop_token_ids: tokens that finish a beam, EOS among them.
     """
 
@@ -76,23 +76,23 @@ class BeamSearch:
         self.request = request
         self.beams = [Beam(sequence) for sequence in request.sequences]
         self.hypotheses: list[Hypothesis] = []
-        """Best first, at most as many as the search is wide."""
+        """Best first, up to the width of the search."""
         self._width = len(request.sequences)
         self._stop_token_ids = stop_token_ids
-        # Even if all possible stop tokens rank first, enough candidates are left to continue.
+        # Even if all possible stop tokens rank first, enough candidates remain to continue.
         self._num_ranked = max(2, 1 + len(stop_token_ids)) * self._width
         request.num_candidates = max(self._num_ranked, request.params.logprobs or 0)
 
     @property
     def _max_tokens(self) -> int:
-        """A beam of this many tokens is finished."""
+        """Number of tokens at which a beam is finished."""
         return self.request.max_num_tokens - len(self.request.prompt_token_ids)
 
     def advance(self) -> list[Continuation]:
-        """Take the candidates of all beams, which have the same length.
+        """Process the candidates of all beams, which have the same length.
 
         Returns:
-            The continuations to keep, best first; none: the search has finished, and `hypotheses` is its result.
+            The continuations to keep, best first. If empty, the search has finished, and `hypotheses` is its result.
         """
         length = len(self.beams[0].sequence.output_token_ids) + 1
         alive: list[Continuation] = []
@@ -168,14 +168,14 @@ class BeamSearches:
         self._searches: dict[Request, BeamSearch] = {}
 
     def add(self, request: Request) -> None:
-        """Make a request a search, if it asks for one, before the scheduler gets it."""
+        """Convert a request into a search, if it asks for one, before the scheduler receives it."""
         params = request.params
         if params.beam_width is not None:
             eos = frozenset() if params.ignore_eos else self._eos_token_ids
             self._searches[request] = BeamSearch(request, eos.union(params.stop_token_ids))
 
     def discard(self, request: Request) -> None:
-        """Forget a request that ended before its first step."""
+        """Discard a request that ended before its first step."""
         self._searches.pop(request, None)
 
     def drive(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
@@ -211,7 +211,7 @@ class BeamSearches:
         return self._end(search)
 
     def _branch(self, search: BeamSearch, continuations: list[Continuation]) -> None:
-        """Extend each beam by its first continuation, and end those without; others fork off into their places."""
+        """Extend each beam by its first continuation, and end those without one; other continuations replace them."""
         children: dict[Sequence, list[Continuation]] = {}
         for continuation in continuations:
             children.setdefault(continuation.beam.sequence, []).append(continuation)
@@ -230,7 +230,7 @@ class BeamSearches:
         search.beams = sorted(beams, key=lambda beam: beam.sequence.index)
 
     def _end(self, search: BeamSearch, failure: SequenceUpdate | None = None) -> list[SequenceUpdate]:
-        """Make the request's first n sequences its n best hypotheses, or empty if it failed or found too few."""
+        """Write the n best hypotheses to the request's first n sequences; leave those without one empty."""
         request = search.request
         del self._searches[request]
         reason: FinishReason = "stop"

@@ -1,4 +1,4 @@
-"""Maps of the block pool, taken only while a viewer wants them."""
+"""Maps of the block pool, created only while a viewer requests them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pagemill.engine.outputs import BlockMap
 
 MIN_INTERVAL_S = 0.4
 COST_SHARE = 0.01
-"""The largest share of the engine's time for taking maps: a pool of a million blocks is sampled less often."""
+"""The largest share of the engine's time spent on maps: a pool of a million blocks is sampled less often."""
 
 
 class BlockWatch:
-    """Takes a map at most every `MIN_INTERVAL_S`, while requested. One thread: the engine's."""
+    """Creates a map at most every `MIN_INTERVAL_S`, while requested. Used only on the engine's thread."""
 
     def __init__(self, read_states: Callable[[], bytes]) -> None:
         """`read_states` walks the pool: one letter per block, as in `BlockMap.states`."""
@@ -27,7 +27,7 @@ class BlockWatch:
         self._watched_until = time.monotonic() + seconds
 
     def observe(self) -> None:
-        """Take a map if one is wanted and due. Call in every step, once its blocks are allocated."""
+        """Create a map if one is requested and due. Call it in every step, once its blocks are allocated."""
         now = time.monotonic()
         if now >= self._watched_until:
             self._latest = None

@@ -57,14 +57,14 @@ logger = logging.getLogger(__name__)
 
 _ECHO_KV_BLOCKS = 4096
 _ECHO_BLOCK_BYTES = 2**16
-"""The nominal size of a block in the host tier; nothing is stored."""
+"""The nominal size of a block in the host tier; no data is stored."""
 
 
 def build_parts(config: EngineConfig, model: LocalModel | None = None) -> EngineParts:
     """Load the configured model. Raises `ConfigError`, mostly `ModelLoadError`.
 
     Args:
-        model: its files, if they have been found.
+        model: its files, if they are already known.
     """
     return replace(
         _load_parts(config, model),
@@ -100,9 +100,9 @@ def _load_parts(config: EngineConfig, model: LocalModel | None) -> EngineParts:
 
 
 def _obtain_meanwhile(config: EngineConfig) -> Future[LocalModel]:
-    """Read a GGUF file on a thread, which takes seconds of another process.
+    """Read a GGUF file on a thread; another process does the work, which takes seconds.
 
-    The thread ends with this process, which can be interrupted meanwhile.
+    The thread exits with this process, which can be interrupted meanwhile.
     """
     found: Future[LocalModel] = Future()
 
@@ -117,7 +117,7 @@ def _obtain_meanwhile(config: EngineConfig) -> Future[LocalModel]:
 
 
 def describe_model(config: EngineConfig) -> str:
-    """Return the log line on a model's parts on one device, without its weights. Raises `ConfigError`."""
+    """Return the log line that describes a model's parts on one device, without its weights. Raises `ConfigError`."""
     from pagemill.engine.devices.registry import find_device
     from pagemill.engine.execution.prepared_model import rewrite
     from pagemill.engine.models.loader import load_model
@@ -141,7 +141,7 @@ def obtain_runnable(config: EngineConfig) -> LocalModel:
 
 
 def located(config: EngineConfig, model: LocalModel) -> EngineConfig:
-    """Name the directory in place of what it was found by: all ranks load the same files, and ask no hub."""
+    """Replace the model's name by its directory: all ranks load the same files, without a request to a hub."""
     names = config.served_model_name or (model.source.served_name,)
     return replace(config, model=str(model.directory), served_model_name=names)
 
@@ -205,7 +205,7 @@ def _build_echo(config: EngineConfig) -> EngineParts:
 
 
 def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
-    """Build this process's model: the whole of it, or rank 0's share."""
+    """Build this process's model: the complete model, or rank 0's share."""
     from pagemill.engine.execution.kernel_check import check_kernels
     from pagemill.engine.execution.kv_cache import resolve_cache_dtype
     from pagemill.engine.execution.model_runner import ModelRunner
@@ -231,7 +231,7 @@ def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcess
     replaced_kernels = check_kernels(prepared, config, limits, shape, group)
     room = step_bytes(prepared, config, limits, shape, group)
     if encoder is not None and device.is_apart:
-        room += 2 * encoder.max_bytes  # the vectors, and what computing them takes
+        room += 2 * encoder.max_bytes  # the vectors, and memory to compute them
     limits = _with_blocks(limits, config, shape, device, room)
     if ranks is not None:
         limits = ranks.agree(limits, device)
@@ -282,7 +282,7 @@ def _with_blocks(
 
 
 def _media_encoder(config: EngineConfig, model: LoadedModel) -> tuple[MediaEncoder | None, str]:
-    """Return the encoder of a model's media, or None and why there is none: texts are served anyway."""
+    """Return the encoder of a model's media, or None and the reason: texts are served anyway."""
     from pagemill.engine.execution.media_encoder import MediaEncoder
     from pagemill.engine.layers.media_hooks import read_media_steps
     from pagemill.engine.models.vision import load_vision
@@ -305,7 +305,7 @@ def _image_processor(config: EngineConfig, model: LoadedModel) -> ImageProcessor
 
 
 def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return those of the model, and the tokenizer's own."""
+    """Return the EOS ids of the model and of the tokenizer."""
     own = tokenizer.eos_token_id if tokenizer is not None else None
     return (*model.eos_token_ids, *([own] if own is not None and own not in model.eos_token_ids else ()))
 
@@ -360,7 +360,7 @@ def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | NoA
 
 
 def _with_inputs(fingerprint: str, tokenizer: Tokenizer | None, defaults: SamplingDefaults) -> str:
-    """Add what else decides on a request's output: a chat template that is not the model's, and sampling defaults."""
+    """Add other inputs of a request's output: a custom chat template, and sampling defaults."""
     added = [] if tokenizer is None or tokenizer.chat_template is None else [tokenizer.chat_template]
     added += [str(defaults)] if defaults else []
     for text in added:

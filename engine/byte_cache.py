@@ -13,10 +13,10 @@ V = TypeVar("V")
 
 
 class ByteCache(Generic[K, V]):
-    """An LRU cache of as many values as fit. Thread-safe."""
+    """An LRU cache with a limit in bytes. Thread-safe."""
 
     def __init__(self, max_bytes: int, size_of: Callable[[K, V], int]) -> None:
-        """`size_of` returns the bytes of a key and its value together, including what only they refer to."""
+        """`size_of` returns the bytes of a key and its value together, including objects that only they reference."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._size_of = size_of
@@ -50,5 +50,5 @@ class ByteCache(Generic[K, V]):
 
 
 def text_bytes(texts: Iterable[str]) -> int:
-    """Return the bytes that texts take, including a place for each in a tuple."""
+    """Return the size of texts in bytes, including a tuple entry for each."""
     return sum(sys.getsizeof(text) + 8 for text in texts)

@@ -1,4 +1,4 @@
-"""Processes of our own modules: how they find the package, and how they ended."""
+"""Child processes of Pagemill modules: import path, memory limits and exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def environment() -> dict[str, str]:
 
 
 def memory() -> tuple[int, int]:
-    """Return the bytes that this process has mapped, and those that are resident; zeros if they are unknown."""
+    """Return the mapped and the resident memory of this process in bytes; zeros if unknown."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return 0, 0
@@ -26,7 +26,7 @@ def memory() -> tuple[int, int]:
 
 
 def limit_memory(more_bytes: int, *, is_final: bool = False) -> None:
-    """Limit the memory of this process to `more_bytes` beyond what it has now. macOS has no such limit.
+    """Limit the memory of this process to `more_bytes` above its present size. macOS does not have such a limit.
 
     Args:
         is_final: the process cannot raise the limit again.
@@ -39,7 +39,7 @@ def limit_memory(more_bytes: int, *, is_final: bool = False) -> None:
 
 
 def ending(code: int) -> str:
-    """Describe an exit status of `subprocess`, to follow the process's name."""
+    """Describe an exit status of `subprocess`, as text that follows the process's name."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -1,4 +1,4 @@
-"""Recognizes, by their text, the step errors that mean a lost device."""
+"""Recognizes the step errors that indicate a lost device, by their text."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ call gives the same error. torch, Triton and HIP pass the texts on. Out of memor
 
 
 def is_lost_device_error(error: BaseException) -> bool:
-    """Return True if the device is lost. Other errors may mean it too: `Executor.is_device_alive`."""
+    """Return True if the device is lost. Other errors can also indicate it: see `Executor.is_device_alive`."""
     return isinstance(error, RuntimeError) and _STICKY.search(str(error)) is not None

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pagemill.engine.models.directory import LocalModel
 
 _PREPARATION_WAIT_S = 0.01
-"""The longest that a step with no other work waits for an adapter or a schema."""
+"""Maximum time for which a step without other work waits for an adapter or a schema."""
 T = TypeVar("T")
 
 
@@ -58,7 +58,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
             parts.tokenizer, self._scheduler.finish_sequence, limits.eos_token_ids
         )
         self._adapted: dict[str, Request] = {}
-        """The requests with an adapter; those without a slot are in none of the scheduler's queues."""
+        """The requests with an adapter; those without a slot are not in the scheduler's queues."""
         self._media = (
             None if parts.encoder is None else MediaQueue(parts.encoder, limits.max_num_batched_tokens // 4)
         )
@@ -83,7 +83,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
 
     @classmethod
     def from_config(cls, config: EngineConfig, model: LocalModel | None = None) -> Engine:
-        """Load the model, whose files may have been found. Raises `ConfigError`, mostly `ModelLoadError`."""
+        """Load the model, optionally from known files. Raises `ConfigError`, mostly `ModelLoadError`."""
         from pagemill.engine.builder import build_parts  # imports torch, unless the model is echo
 
         return cls(build_parts(config, model), seed=config.seed)
@@ -110,7 +110,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
             resume: one state per sample, to continue from as if never interrupted. best_of and beam search have no
                 intermediate state to continue from.
             cache_salt: only requests with the same salt share prefix cache blocks, so that timing does not reveal
-                what others have sent.
+                the prompts of others.
             task: the request's purpose; `params` of a `Score` set the number of alternatives per position.
             adapter: one that `adapters.find` returned.
             media: the pictures behind the prompt's placeholder tokens, in their order.
@@ -155,7 +155,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
         self._output_processor.add(request, best_of)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request; its blocks return within a step. An unknown id is ignored: it has already ended."""
+        """End a request; its blocks are released within a step. An unknown id is ignored: it has already ended."""
         self._kv_of_step = None
         waiting = self._grammars.withdraw(request_id)
         if self._media is not None:
@@ -182,7 +182,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
         return outputs
 
     def _take_prepared(self) -> list[RequestOutput]:
-        """Take adapters that are in memory, compiled schemas, and masks for the next tokens."""
+        """Collect loaded adapters, compiled schemas, and masks for the next tokens."""
         outputs: list[RequestOutput] = []
         if self._media is not None:
             encoded = self._media.encode(self._scheduler.has_cached_media)
@@ -238,7 +238,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
     def stats(self) -> EngineStats:
         """Return a snapshot; call it between two steps, on the engine's thread.
 
-        While there is work, the pool is reported as the latest step filled it: between two steps the blocks
+        While there is work, the snapshot has the pool as the latest step filled it: between two steps the blocks
         of sequences that just ended are already free, and a pool that is full in every step would look empty.
         """
         texts = self._output_processor.stats
@@ -303,11 +303,11 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
         self._num_added += 1
         if params.seed is not None:
             return params.seed
-        # Spread by an odd multiplier, so that neighbouring engine seeds and counters don't collide.
+        # Spread by an odd multiplier, so that neighboring engine seeds and counters do not collide.
         return (self._seed * 0x9E3779B97F4A7C15 + self._num_added) & MAX_SEED
 
     def _check_task(self, task: Task, params: SamplingParams) -> None:
-        """Raise InvalidRequest for a task that does not go with the parameters."""
+        """Raise InvalidRequest for a task that the parameters do not support."""
         if isinstance(task, Score):
             if len(task.continuations) != params.n or not all(task.continuations):
                 raise InvalidRequest("a score takes one continuation per sample, none of them empty")
@@ -320,7 +320,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
             )
 
     def _placed(self, token_ids: SequenceType[int], media: SequenceType[MediaItem]) -> PromptMedia | None:
-        """Return a prompt's media with their places; None: it has none. Raises InvalidRequest."""
+        """Return a prompt's media with their positions; None if it has no media. Raises InvalidRequest."""
         if not media:
             return None
         if self._parts.encoder is None:
@@ -346,7 +346,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
             sequence.status = SequenceStatus.FINISHED
 
     def _begin(self, request: Request, adapter: Adapter | None) -> None:
-        """Hand a request on, or hold it while its adapter is read. Raises `EngineError`."""
+        """Forward a request, or hold it while its adapter is read. Raises `EngineError`."""
         name = request.request_id
         if (
             name in self._grammars
@@ -361,7 +361,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
             self._begin_encoded(request, adapter)
 
     def _begin_encoded(self, request: Request, adapter: Adapter | None) -> None:
-        """Hand a request on whose media, if any, are encoded. Raises `EngineError`."""
+        """Forward a request whose media, if any, are encoded. Raises `EngineError`."""
         if adapter is None:
             self._enqueue(request)
         else:
@@ -370,7 +370,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
             self._take_slot(request, slot)
 
     def _enqueue(self, request: Request) -> None:
-        """Hand a request to the scheduler once its grammars are there. Raises `EngineError`."""
+        """Pass a request to the scheduler once its grammars are ready. Raises `EngineError`."""
         request.stay.enter("grammar")
         if self._grammars.attach(request):
             self._scheduler.add_request(request)
@@ -391,13 +391,13 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
         return self._adapted.pop(request_id, None)
 
     def _preparation_wait_s(self) -> float:
-        """Return how long to wait for the first adapter or schema: not at all while there is other work."""
+        """Return the time to wait for the first adapter or schema: 0 while there is other work."""
         return 0.0 if self._in_flight or self._scheduler.has_unfinished() else _PREPARATION_WAIT_S
 
     def _admit_ready(
         self, ready: Iterable[tuple[Request, T | EngineError]], admit: Callable[[Request, T], None]
     ) -> list[RequestOutput]:
-        """Admit requests whose adapter or schema is ready; return the ends of those for which it failed."""
+        """Admit requests whose adapter or schema is ready; return the final outputs of those for which it failed."""
         outputs = []
         for request, outcome in ready:
             try:

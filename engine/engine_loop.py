@@ -1,4 +1,4 @@
-"""The loop of an engine: plan a step, launch it, collect the oldest one, recover from what raised."""
+"""The loop of an engine: plan a step, launch it, collect the oldest one, recover from errors."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class EngineLoop(ABC, Generic[Parts, Plan]):
         self.served_models = parts.served_models
         """The names that jobs may use, the main one first."""
         self.lacks = frozenset[str]()
-        """The abilities that it does not have."""
+        """The abilities that it lacks."""
         self.fingerprint = parts.fingerprint
-        """Identifies what computed a checkpoint: weights, dtype, quantization and device class."""
+        """Identifies the model that computed a checkpoint: weights, dtype, quantization and device class."""
         self.model_parts = parts.model_parts
         """The description of how each part of the model runs, as logged at startup."""
         self.tier = parts.tier
@@ -67,15 +67,15 @@ class EngineLoop(ABC, Generic[Parts, Plan]):
 
     @property
     def adapters(self) -> AdapterPool | NoAdapters:
-        """The adapters that requests may name. Its names are safe on any thread."""
+        """The adapters that requests can name. Its names are safe to read on any thread."""
         return self._parts.adapters
 
     def step(self) -> list[RequestOutput]:
         """Plan and launch a step, collect the oldest one in flight, and return its outputs.
 
         Raises:
-            DeviceLost: the device, or a process of a model spread over several, died. Every further step raises it
-                too.
+            DeviceLost: the device failed, or a process of a model spread over several crashed. Every further step
+                raises it too.
         """
         if self._lost is not None:
             raise self._lost
@@ -90,11 +90,11 @@ class EngineLoop(ABC, Generic[Parts, Plan]):
         return outputs
 
     def failure(self) -> str | None:
-        """The process that died, of a model spread over several; None if all are alive. Safe on any thread."""
+        """The crashed process of a model spread over several; None if all are alive. Safe on any thread."""
         return self._parts.ranks.failure() if self._parts.ranks is not None else None
 
     def close(self) -> None:
-        """Free the device's memory, and end the processes of ranks and of schemas. Don't step after it."""
+        """Free the device's memory, and stop the processes of ranks and of schemas. Do not call `step` afterwards."""
         if self._parts.ranks is not None:
             self._parts.ranks.close()
         self._in_flight.clear()
@@ -108,20 +108,20 @@ class EngineLoop(ABC, Generic[Parts, Plan]):
         """Keep `stats().blocks` fresh for the next `seconds`, for a viewer of the pool."""
 
     def _take_prepared(self) -> list[RequestOutput]:
-        """Take what was prepared in the background."""
+        """Collect the results of background work."""
         return []
 
     @abstractmethod
     def _plan(self) -> Plan | None:
-        """Plan the next step. None: nothing can run before a step in flight retires or a request arrives."""
+        """Plan the next step. Return None if nothing can run before a step in flight retires or a request arrives."""
 
     @abstractmethod
     def _start(self, plan: Plan) -> Callable[[], StepResult]:
-        """Start a step, if the device can run it in the background; return what waits for its result."""
+        """Start a step, in the background if the device supports it; return a handle that waits for its result."""
 
     @abstractmethod
     def _retire(self, plan: Plan, result: StepResult) -> list[RequestOutput]:
-        """Return the outputs of a step that was computed."""
+        """Return the outputs of a completed step."""
 
     def _observe_cache(self) -> KVCacheStats:
         """Return the pool as the step that was just planned fills it."""
@@ -137,7 +137,7 @@ class EngineLoop(ABC, Generic[Parts, Plan]):
         return []
 
     def _collect(self, plan: Plan, wait: Callable[[], StepResult]) -> list[RequestOutput]:
-        """Wait for a step, and retire it."""
+        """Wait for a step and retire it."""
         try:
             result = wait()
         except Exception as error:
@@ -157,10 +157,10 @@ class EngineLoop(ABC, Generic[Parts, Plan]):
 
     @abstractmethod
     def _run_again(self, plan: Plan, message: str) -> list[RequestOutput]:
-        """Let the requests of a step that raised run again; fail one, with `message`, that raised alone twice."""
+        """Run the requests of a step that raised again; fail one, with `message`, that raised alone twice."""
 
     def _recover(self, plan: Plan, error: Exception) -> list[RequestOutput]:
-        """Recover from a step that raised. Raises `DeviceLost` if the device can't run anything again."""
+        """Recover from a step that raised. Raises `DeviceLost` if the device cannot run further steps."""
         lost = error if isinstance(error, DeviceLost) else None
         if lost is None and (is_lost_device_error(error) or not self._is_device_alive()):
             logger.error("a step raised, and the device runs nothing any more", exc_info=error)

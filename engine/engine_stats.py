@@ -20,7 +20,7 @@ class StepRecorder:
     """Counters and histograms over steps."""
 
     def __init__(self, budget: int) -> None:
-        """`budget`: the most tokens that a step may compute."""
+        """`budget`: maximum number of tokens that a step may compute."""
         self.stats = StepStats()
         """Read by a snapshot between two steps."""
         self._budget = budget

@@ -1,22 +1,22 @@
-"""The engine's error tree. Every error carries a `code`, the word that reaches the caller.
+"""The engine's error tree. Every error has a `code`, which is reported to the caller.
 
 EngineError
-├── InvalidRequest            the caller is wrong; only this request fails
+├── InvalidRequest            the request is invalid; only this request fails
 │   ├── PromptTooLong         prompt_too_long: longer than max_model_len
 │   ├── InvalidImage          invalid_image: not a picture, damaged, or over a limit
 │   ├── NeverFits             never_fits: needs more KV blocks than the pool has
 │   ├── UnsupportedFeature    unsupported_feature: rejected, never ignored
-│   ├── UnknownAdapter        unknown_adapter: names one that is not there
-│   ├── SchemaInvalid         schema_invalid: a regex, JSON schema or grammar that means nothing
+│   ├── UnknownAdapter        unknown_adapter: names an adapter that does not exist
+│   ├── SchemaInvalid         schema_invalid: an invalid regex, JSON schema or grammar
 │   ├── SchemaTooComplex      schema_too_complex: one that takes too much time or memory
 │   └── SchemaMismatch        schema_mismatch: a complete output that its JSON schema does not allow
-├── ConfigError               the engine was asked for something impossible at start
-│   ├── ModelLoadError        no such model, unreadable or unsupported checkpoint
-│   └── AdapterError          no such adapter, or one that does not fit the model
-├── LacksAbility              another engine may do what the request asks for; it does not fail
+├── ConfigError               an invalid configuration, detected at startup
+│   ├── ModelLoadError        the model does not exist, or its checkpoint is unreadable or unsupported
+│   └── AdapterError          the adapter does not exist, or does not fit the model
+├── LacksAbility              only another engine may support the request; the request does not fail
 ├── StepError                 the step raised; its requests are retried, then fail alone
-└── DeviceLost                no step will succeed any more on this device; the engine must be restarted
-    └── RankLost              a process of a model that is spread over several died
+└── DeviceLost                no further step can succeed on this device; the engine must be restarted
+    └── RankLost              a process of a model that is spread over several crashed
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class UnsupportedFeature(InvalidRequest):
 
 
 class UnknownAdapter(InvalidRequest):
-    """The request names an adapter that is not there."""
+    """The request names an adapter that does not exist."""
 
     code = "unknown_adapter"
 
@@ -90,7 +90,7 @@ class SchemaMismatch(InvalidRequest):
 
 
 class LacksAbility(EngineError):
-    """This engine cannot do what the request asks for, but other engines of the model may."""
+    """This engine does not support the request, but other engines of the model may."""
 
     def __init__(self, words: Sequence[str]) -> None:
         """`words`: the abilities that it lacks."""
@@ -109,7 +109,7 @@ class ConfigError(EngineError, ValueError):
 
 
 class ModelLoadError(ConfigError):
-    """No such model, or a checkpoint that is unreadable or unsupported."""
+    """The model does not exist, or its checkpoint is unreadable or unsupported."""
 
     code = "model_load_error"
 
@@ -124,11 +124,11 @@ class DeviceLost(EngineError):
     """The device can run no more steps. Nothing is retried: the process exits, and other workers resume its jobs."""
 
     request_ids: frozenset[str] = frozenset()
-    """The requests in a step at that time: one of them may be the cause, no other can."""
+    """The requests in a step at that time: only one of these can be the cause."""
 
 
 class RankLost(DeviceLost):
-    """A process of a model spread over several died."""
+    """A process of a model spread over several crashed."""
 
 
 class StepError(EngineError):
@@ -140,7 +140,7 @@ class StepError(EngineError):
 
 
 def complaint(error: ValidationError, *, is_secret: bool = False) -> str:
-    """Describe an invalid setting and the allowed values, as part of a line; a secret is not quoted."""
+    """Describe an invalid setting and the allowed values, as part of a line. Secrets are not quoted."""
     first = error.errors(include_url=False, include_context=False)[0]
     message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "should")
     given = repr(first["input"])
@@ -153,5 +153,5 @@ _EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, 
 
 
 def is_exhausted(error: OSError) -> bool:
-    """Return True if the machine is out of disk or memory, and no given name or permission is at fault."""
+    """Return True if the cause is a lack of disk space or memory, not a name or a permission."""
     return error.errno in _EXHAUSTED

@@ -1,4 +1,4 @@
-"""A model's sizes, from its config.json alone: what it takes of memory, and of work per token."""
+"""A model's sizes, computed from its config.json alone: memory, and work per token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagemill.engine.models.source import ModelSource
 from pagemill.engine.scheduling.kv.block_groups import BlockGroups
 
 _SCALE_BITS = 0.5
-"""Scales and zero points of a group, per weight of 4 bits."""
+"""Bits of a group's scales and zero points, per 4-bit weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,36 +30,36 @@ class ModelFigures:
     name: str
     parameters: int
     read_parameters: int
-    """Numbers that a decode step reads: of all products. Embeddings are looked up, row by row."""
+    """Weights that a decode step reads in all matmuls. Embeddings are looked up, row by row."""
     layer_parameters: int
-    """Numbers that a token is multiplied with in all layers; of experts those that it chooses."""
+    """Weights that a token is multiplied with in all layers; of experts only the selected ones."""
     head_parameters: int
-    """The same in the head, which the prompt's last token meets alone."""
+    """The same in the head, which runs only for the prompt's last token."""
     attention_width: int
-    """Layers times heads times their dimension: a token's products with a key or a value of each."""
+    """Layers times heads times head dimension: a token's multiplications with one key or value of each."""
     weight_bits: float
-    """Of a weight as the device keeps it."""
+    """Bytes of a weight as the device stores it."""
     weight_bytes: int
     block_size: int
     block_bytes: int
-    """Of a KV block, as the engine counts it."""
+    """Bytes of a KV block, as the engine counts it."""
     expanded_block_bytes: int | None
-    """Of one with keys and values in place of latents; None: it has keys and values."""
+    """Bytes of one with keys and values in place of latents; None: it stores keys and values."""
     windows: tuple[int | None, ...]
-    """By group of layers, each of which has its own blocks; None: it reads everything."""
+    """Window per group of layers with separate blocks; None: it reads everything."""
     state_bytes: int = 0
-    """Of a sequence in recurrent layers."""
+    """Bytes of a sequence's state in recurrent layers."""
     dtype: str
     kv_dtype: str
     context_length: int
 
     @property
     def read_bytes(self) -> float:
-        """What a decode step reads of the weights."""
+        """Bytes of weights that a decode step reads."""
         return self.read_parameters * self.weight_bits / 8
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Return the most KV blocks that a sequence of this many tokens holds at the same time."""
+        """Return the maximum number of KV blocks that a sequence of this many tokens holds at the same time."""
         groups = BlockGroups(self.block_size, self.windows, StepDefaults().max_num_batched_tokens)
         return sum(groups.most_held(window, groups.columns(num_tokens)) for window in self.windows)
 
@@ -75,10 +75,10 @@ class _Found(Exception):
 
 
 def read_figures(config: EngineConfig, *, on_card: bool, weight_bits: float | None = None) -> ModelFigures:
-    """Measure a model that need not have weights here: of a hub's, the small files are downloaded.
+    """Measure a model without its weights; only small files of a model on a hub are downloaded.
 
     Args:
-        on_card: for a CUDA device, which need not be here; otherwise for the CPU.
+        on_card: for a CUDA device, which need not be present; otherwise for the CPU.
         weight_bits: per weight; None: as config.json specifies, or a GGUF file's size.
 
     Raises `ConfigError`, mostly `ModelLoadError`.
@@ -150,7 +150,7 @@ class _Counted:
 
     @classmethod
     def from_module(cls, module: Any, config: Any) -> _Counted:
-        """Count the numbers of a module; tensors that are shared count once."""
+        """Count the parameters of a module; shared tensors count once."""
         tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
         output = module.get_output_embeddings()
         head = output.weight if output is not None else None
@@ -165,13 +165,13 @@ class _Counted:
             products += count
             is_expert = experts and ".experts." in name
             active += count * per_token // experts if is_expert else count
-        if head is not None and id(head) in tables:  # tied: also a product, and counted as a table above
+        if head is not None and id(head) in tables:  # tied: also a matmul, and counted as a table above
             products, active = products + head.numel(), active + head.numel()
         return cls(total, products, active, head.numel() if head is not None else 0, looked_up)
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """Return the number of experts of a layer, and of those that a token chooses; 0, 0: there are none."""
+    """Return a layer's number of experts, and the number that a token selects; 0, 0 if there are none."""
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if isinstance(count := getattr(config, name, None), int) and count > 0:
             return count, min(count, getattr(config, "num_experts_per_tok", count) or count)
@@ -181,7 +181,7 @@ def _experts(config: Any) -> tuple[int, int]:
 def _weight_bits(
     config: EngineConfig, raw: Mapping[str, Any], dtype: torch.dtype, packed: int | None
 ) -> float:
-    """`packed`: the model's numbers on a device that packs weights into the bits that give them back."""
+    """`packed`: the model's sizes on a device that packs weights losslessly."""
     if config.quantization is not None:
         return 8.0
     source = ModelSource.parse(config.model)

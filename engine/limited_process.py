@@ -1,4 +1,4 @@
-"""A process with limits for code that may take any time or memory. Native code can't be stopped in a thread.
+"""A process with limits for code of unbounded time or memory. Native code cannot be stopped in a thread.
 
 The process starts on first use, serves one call at a time, and is replaced after a call that exceeded a limit.
 """
@@ -18,7 +18,7 @@ from pagemill.engine.child_process import environment
 from pagemill.engine.errors import EngineError
 
 WAIT_S = 60.0
-"""Seconds of real time after which a call is given up, however little CPU time the process got."""
+"""Wall-clock time in seconds after which a call is aborted, regardless of the CPU time of the process."""
 _CHUNK = 1 << 20
 
 
@@ -39,7 +39,7 @@ class LimitedProcess:
         Args:
             module: the module that runs in the process.
             arguments: its arguments after the number of its socket.
-            limits: what a call may take, for the message of `Exceeded`.
+            limits: text that describes a call's limits, for the message of `Exceeded`.
         """
         self._module, self._arguments, self._limits = module, arguments, limits
         self._lock = threading.Lock()
@@ -49,17 +49,17 @@ class LimitedProcess:
         self._closing: weakref.finalize[Any, Any] | None = None
 
     def close(self) -> None:
-        """End the process. The next call starts another."""
+        """Stop the process. The next call starts another."""
         if self._closing is not None:
             self._closing()
         self._connection = self._closing = self._process = None
 
     def _call(self, *message: Any) -> Any:
-        """Return what a function returns. Raises Refused, Exceeded, or EngineError if no process starts."""
+        """Call a function and return its result. Raises Refused, Exceeded, or EngineError if no process starts."""
         packed = pack(*message)
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self.close()  # ended from outside, between two calls
+                self.close()  # terminated externally, between two calls
             if self._connection is None:
                 self._start()
             return self._answer(packed, self._limits)
@@ -78,7 +78,7 @@ class LimitedProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the parent; the process ends when its socket closes
+                start_new_session=True,  # Ctrl-C is for the parent; the process exits when its socket closes
             )
         self._closing = weakref.finalize(self, _end, self._process, self._connection)
         try:
@@ -87,7 +87,7 @@ class LimitedProcess:
             raise EngineError(f"the process of {self._module} does not start") from None
 
     def _answer(self, packed: bytes, limits: str) -> Any:
-        """Send a message and return the answer. Raises Refused, or Exceeded with `limits`."""
+        """Send a message and return the reply. Raises Refused, or Exceeded with `limits`."""
         assert self._connection is not None
         try:
             self._connection.sendall(packed)
@@ -100,7 +100,7 @@ class LimitedProcess:
             pass
         except BaseException:
             if sys.exc_info()[0] is not Refused:
-                self.close()  # an interrupted call leaves its answer behind
+                self.close()  # an interrupted call leaves its reply unread
             raise
         self.close()
         raise Exceeded(limits)

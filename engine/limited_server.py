@@ -1,4 +1,4 @@
-"""The process side of `LimitedProcess`: alarms and a memory limit of the kernel end it, also in native code."""
+"""The process side of `LimitedProcess`: kernel alarms and a memory limit stop it even in native code."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _CHUNK = 1 << 20
 
 
 class LimitedServer:
-    """Answers calls of its methods `_NAME`: a tuple of (True, value), or of (False, reason)."""
+    """Replies to calls of its methods `_NAME` with a tuple of (True, value), or of (False, reason)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     def run(self) -> None:
-        """Answer until the socket is closed, or a call exceeds a limit."""
+        """Process calls until the socket is closed, or a call exceeds a limit."""
         for kind, *values in self._messages():
             try:
                 answer = True, getattr(self, f"_{kind}")(*values)
             except MemoryError:
-                return  # what is left of the memory is unknown: the next call gets a new process
+                return  # the remaining memory is unknown: the next call gets a new process
             except Exception as error:  # foreign code raises anything
                 answer = False, str(error).strip() or type(error).__name__
             except BaseException as error:  # a panic in Rust is not an Exception
@@ -33,10 +33,10 @@ class LimitedServer:
             self._connection.sendall(pack(*answer))
 
     def _greet(self) -> None:
-        """Answer the first call: the process has started."""
+        """Reply to the first call: the process has started."""
 
     def _arm(self, seconds: float) -> None:
-        """End the process after so much more CPU time; 0: never."""
+        """Stop the process after this much more CPU time; 0: never."""
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def _messages(self) -> Iterator[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Offline generation: a list of prompts in, a list of results out, all in this process."""
+"""Offline generation in this process, from a list of prompts to a list of results."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LLM:
 
     Raises:
         ConfigError: the model can't be loaded, or a setting is invalid.
-        EngineError: a hub does not answer, or a disk is full.
+        EngineError: a hub does not respond, or a disk is full.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -100,7 +100,7 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Complete every prompt.
 
-        Prompts with a common beginning run one after another, and requests with necessarily equal outputs run once.
+        Prompts with a common prefix run consecutively, and requests with necessarily equal outputs run once.
 
         Args:
             prompts: strings (special tokens are added) or token ids, as lists or arrays, or vLLM's dicts of either
@@ -110,7 +110,7 @@ class LLM:
             use_tqdm: a progress bar on stderr; None: if stderr is a terminal.
 
         Returns:
-            One output per prompt, in the order of the prompts. One that failed while it ran has an `error`.
+            One output per prompt, in the order of the prompts. An output of a request that failed has an `error`.
 
         Raises:
             InvalidRequest: one of the prompts cannot run; nothing has been generated.
@@ -195,7 +195,7 @@ class LLM:
         return self._run(inputs, params, self._adapters_for(len(inputs), adapter), use_tqdm)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of prompts for which none are given, with those of the model's generation_config.json.
+        """Return the default sampling parameters, including those of the model's generation_config.json.
 
         Returns:
             A copy of it with further fields is `dataclasses.replace(params, ...)`.
@@ -215,7 +215,7 @@ class LLM:
         self.engine.adapters.add(name, obtain_adapter(source))
 
     def close(self) -> None:
-        """Free the weights and the KV cache, and end the processes of ranks and of schemas.
+        """Free the weights and the KV cache, and stop the processes of ranks and of schemas.
 
         The same happens when this object is deleted. Later calls of `generate` raise `DeviceLost`.
         """
@@ -313,7 +313,7 @@ class LLM:
 
 
 def _read_prompts(prompts: Any) -> list[dict[str, Any]]:
-    """Return the arguments that the input processor takes for each prompt. Raises TypeError."""
+    """Return the input processor's arguments for each prompt. Raises TypeError."""
     given = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if isinstance(given, str | Mapping) or (
         isinstance(given, Sequence) and given and isinstance(given[0], Integral)
@@ -338,20 +338,20 @@ def _read_prompt(prompt: Any) -> dict[str, Any]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, Sequence):
         raise TypeError(f"a prompt is a text or token ids, not {type(prompt).__name__}")
-    if ids and hasattr(ids[0], "item"):  # numbers of numpy or torch
+    if ids and hasattr(ids[0], "item"):  # numpy or torch scalars
         ids = [one.item() for one in ids]
     return {"prompt_token_ids": ids}
 
 
 def _merge_key(adapter: Adapter | None, media: Sequence[MediaItem]) -> str | None:
-    """Return what distinguishes requests with equal tokens."""
+    """Return the key that distinguishes requests with equal tokens."""
     if adapter is None and not media:
         return None
     return " ".join(["" if adapter is None else adapter.digest, *(item.digest.hex() for item in media)])
 
 
 def _repeat(result: GenerationOutput, request_id: str, prompt: str | None) -> GenerationOutput:
-    """Copy an equal request's result, sharing nothing that a caller may change."""
+    """Copy an equal request's result, without sharing mutable objects."""
     return replace(deepcopy(result), request_id=request_id, prompt=prompt)
 
 

@@ -1,4 +1,4 @@
-"""Media of a prompt: what a model sees at placeholder tokens in place of their embeddings. No torch here."""
+"""Media of a prompt, whose vectors replace the embeddings of placeholder tokens. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MediaItem:
     offset: int
     """The position of its first placeholder among the prompt's tokens."""
     length: int
-    """Tokens from its first placeholder to its last one. Other tokens may be between them (rows of tiles)."""
+    """Number of tokens from its first to its last placeholder, possibly with others between them (rows of tiles)."""
     digest: bytes
     """32 bytes, of the picture's bytes and the processor's settings: equal digests mean equal vectors."""
     inputs: Mapping[str, Any]
@@ -42,7 +42,7 @@ class PromptMedia:
     """The rotary position of a generated token, minus its index."""
 
     def content_key(self, start: int, end: int) -> bytes:
-        """Return what differs between equal tokens at positions start..end-1 whose media differ; of a text, nothing."""
+        """Return the media key of the tokens at positions start..end-1; empty for text."""
         return b"".join(
             item.digest + (item.offset - start).to_bytes(8, "little", signed=True)
             for item in self.items

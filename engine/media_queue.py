@@ -29,10 +29,10 @@ class _Waiting:
 
 
 class MediaQueue:
-    """A request's vectors are held from their encoding until its prompt is computed.
+    """Queue that holds a request's vectors from their encoding until its prompt is computed.
 
-    Vectors of requests ahead of the one in turn are not evicted for it: it waits until they have been read. One whose
-    vectors exceed the cache alone gets them when no other holds any.
+    Vectors of earlier requests are not evicted for the next one: it waits until they have been read. A request whose
+    vectors alone exceed the cache is encoded when no other request holds vectors.
     """
 
     def __init__(self, encoder: MediaEncoder, budget: int) -> None:
@@ -40,10 +40,10 @@ class MediaQueue:
         self._encoder, self._budget = encoder, budget
         self._waiting: dict[str, _Waiting] = {}
         self._holding: dict[str, Request] = {}
-        """Requests whose vectors are kept."""
+        """Requests that hold vectors."""
 
     def __len__(self) -> int:
-        """Return the number of requests that wait."""
+        """Return the number of waiting requests."""
         return len(self._waiting)
 
     def __contains__(self, request_id: object) -> bool:
@@ -57,7 +57,7 @@ class MediaQueue:
         self._waiting[request.request_id] = _Waiting(request, request.media, adapter)
 
     def withdraw(self, request_id: str) -> Request | None:
-        """Remove a request that waits."""
+        """Remove a waiting request."""
         waiting = self._waiting.pop(request_id, None)
         self._release(request_id)
         return None if waiting is None else waiting.request
@@ -65,10 +65,10 @@ class MediaQueue:
     def encode(
         self, is_cached: Callable[[Request], bool]
     ) -> Iterator[tuple[Request, Adapter | EngineError | None]]:
-        """Encode within the budget; yields requests that are ready, with their adapter, or that failed.
+        """Encode within the budget; yield requests that are ready, with their adapter, or that failed.
 
         Args:
-            is_cached: returns True for a request of whose placeholders the KV cache has all.
+            is_cached: returns True for a request whose placeholders are all in the KV cache.
         """
         self._release_read()
         budget = self._budget
@@ -99,12 +99,12 @@ class MediaQueue:
                     yield from self._end(first, first.adapter)
 
     def _order(self, waiting: _Waiting) -> tuple[bool, int, float]:
-        """Return a key: requests that hold vectors come first, as others may wait for their room."""
+        """Return a sort key: requests that hold vectors come first, as others may wait for their space."""
         request = waiting.request
         return request.request_id not in self._holding, request.priority, request.arrival
 
     def _encode_next(self, waiting: _Waiting) -> int:
-        """Encode a request's next item; returns the placeholders that were encoded."""
+        """Encode a request's next item; return the number of encoded placeholders."""
         number = waiting.num_encoded
         item, count = waiting.media.items[number], len(waiting.media.places[number])
         is_there = self._encoder.has(item)
@@ -123,13 +123,13 @@ class MediaQueue:
         yield waiting.request, outcome
 
     def _hold(self, waiting: _Waiting) -> bool:
-        """Reserve room for a request's vectors. False: others must be read first."""
+        """Reserve space for a request's vectors. Return False if others must be read first."""
         if is_held := self._encoder.hold(waiting.media):
             self._holding[waiting.request.request_id] = waiting.request
         return is_held
 
     def _release_read(self) -> None:
-        """Release the vectors of requests whose prompts are computed. One that is preempted encodes them again."""
+        """Release the vectors of requests whose prompts are computed. A preempted request encodes them again."""
         for name, request in list(self._holding.items()):
             if name not in self._waiting and _has_read(request):
                 self._release(name)

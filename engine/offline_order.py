@@ -1,4 +1,4 @@
-"""Savings when all requests are known beforehand: equal ones run once, shared prefixes together."""
+"""Order of requests that are all known beforehand: equal ones run once, shared prefixes together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Prepared = tuple[Sequence[int], SamplingParams]
 
 
 def merge_equal(requests: Sequence[Prepared], keys: Sequence[str | None] | None = None) -> list[int]:
-    """Return, per request, the number of the first one with the same output, which may be its own.
+    """Return, per request, the index of the first one with the same output, which may be itself.
 
-    Equal prompts with equal parameters have equal outputs if nothing is drawn, or if they have equal given
+    Equal prompts with equal parameters have equal outputs if nothing is drawn, or if they specify equal
     seeds.
 
     Args:
-        keys: what distinguishes the requests' adapters and media; None: no request has any.
+        keys: identify the requests' adapters and media; None: no request has any.
     """
     seen: dict[tuple[tuple[int, ...], int | None, str | None], list[int]] = {}
     first: list[int] = []
@@ -35,9 +35,9 @@ def merge_equal(requests: Sequence[Prepared], keys: Sequence[str | None] | None 
 
 
 def rank_by_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return each prompt's place in an order that groups those with a common beginning.
+    """Return each prompt's position in an order that groups common prefixes.
 
-    All prompts with a shared prefix then use its blocks before another prefix needs the room.
+    All prompts with a shared prefix then use its blocks before another prefix needs the space.
     """
     ranks = [0] * len(prompts)
     for rank, number in enumerate(sorted(range(len(prompts)), key=lambda number: tuple(prompts[number]))):

@@ -20,14 +20,14 @@ StayCause = Literal[
 """The parts of a request's time in the engine; `others` is a count."""
 StructuredResult = Literal["valid", "truncated", "invalid"]
 LetGo = Literal["released", "lapsed"]
-"""What becomes of a request that its engine lost: `released` counts nothing, `lapsed` counts as a crash."""
+"""Outcome of a request that its engine lost: `released` is not counted, `lapsed` counts as a crash."""
 MemoryUse = Literal["weights", "kv", "graphs", "activations", "free"]
 PromptSource = Literal["computed", "prefix_cache"]
 
 
 @dataclass(slots=True)
 class SampleState:
-    """A sample's progress: stored in a checkpoint and taken by `add_request(resume=...)`."""
+    """A sample's progress: stored in a checkpoint and accepted by `add_request(resume=...)`."""
 
     index: int
     token_ids: list[int]
@@ -43,9 +43,9 @@ class CompletionDelta:
     index: int
     token_ids: list[int]
     text: str
-    """New text. Text that may still become a stop string, or is half a character, is held back until decided."""
+    """New text. A possible start of a stop string or an incomplete character is held back until decided."""
     offset: int
-    """Output tokens of the sample before this delta (including resumed ones)."""
+    """Number of output tokens of the sample before this delta (including resumed ones)."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -55,7 +55,7 @@ class CompletionDelta:
     label_probs: tuple[float, ...] | None = None
     """The probability of each label of the choice, in its order, if requested; with the last tokens."""
     label: int | None = None
-    """The number of the most probable label, which is the text."""
+    """The index of the most probable label, which is the text."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The rows of numbers of a `Pool` task, in the order of its texts."""
+    """The result rows of a `Pool` task, in the order of its texts."""
 
     width: int
     data: bytes
@@ -77,7 +77,7 @@ class PooledRows:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One request's output from a step: deltas, progress, and at the end usage or an error."""
+    """One request's output from a step: deltas, progress, and finally usage or an error."""
 
     request_id: str
     phase: Phase
@@ -96,12 +96,12 @@ class RequestOutput:
     pooled: PooledRows | None = None
     """The result of a `Pool` task; set on the last output."""
     device_s: float = 0.0
-    """The request's share of the seconds that steps took; set on the last output, by who times the steps."""
+    """The request's share of the steps' time in seconds; set on the last output by the code that times steps."""
     stay: dict[StayCause, int] | None = None
-    """Milliseconds by cause, and tenths of the mean number of other sequences while it decoded; set on the last
+    """Milliseconds by cause, and the mean number of other sequences while it decoded, in tenths; set on the last
     output."""
     warnings: tuple[str, ...] = ()
-    """What the caller should know of the output; set on the last one."""
+    """Warnings about the output for the caller; set on the last one."""
     let_go: LetGo | None = None
     """Set on the last output of an unfinished request that must run on another engine or later."""
 
@@ -180,22 +180,22 @@ class KVCacheStats:
     host_skipped_blocks: int = 0
     """Blocks that were not stored: the limit per step, or a tier that is too small for the step."""
     host_hit_tokens: int = 0
-    """Of the prefix hits, the tokens that came from the host tier."""
+    """Tokens of prefix hits that came from the host tier."""
     window_frees: int = 0
     """Blocks freed because their layers' window had left them behind."""
     groups: tuple[tuple[int | None, int], ...] = ()
-    """Of each group of layers with its own blocks: its window (below 0: chunks, None: all), its active blocks."""
+    """For each group of layers with separate blocks: its window (below 0: chunks, None: all) and active blocks."""
     state_slots: int = 0
     """Slots for the state of recurrent layers, of rows and of cached prefixes; 0: the model has no such layers."""
     active_state_slots: int = 0
-    """Those of running sequences."""
+    """Slots of running sequences."""
     cached_state_slots: int = 0
-    """Those with a state at the end of a cached prefix."""
+    """Slots with a state at the end of a cached prefix."""
     state_bytes: int = 0
     """Bytes of a slot."""
 
     def active_by_window(self) -> list[tuple[int | None, int]]:
-        """Return (tokens of the window or chunk, active blocks), groups of as many tokens together."""
+        """Return (tokens of the window or chunk, active blocks), with groups of equal size combined."""
         windows: dict[int | None, int] = {}
         for window, blocks in self.groups:
             tokens = abs(window) if window else window
@@ -214,7 +214,7 @@ class KVCacheStats:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The state of every block of the pool at one moment, for displaying them one by one."""
+    """The state of every block of the pool at one moment, for display."""
 
     states: bytes
     """A letter per block, by block id: f free, c cached, a active, s shared (active, with two references or more),
@@ -230,7 +230,7 @@ class SchedulerStats:
     waiting: int = 0
     """Requests that wait for blocks, a row or budget."""
     waiting_for: WaitReason = "budget"
-    """Why the first of them was not admitted; the rest wait behind it."""
+    """The reason why the first of them was not admitted; the rest wait behind it."""
     displaced: int = 0
     """Preemptions in favor of urgent requests; also counted as preemptions."""
     preemptions: int = 0
@@ -246,7 +246,7 @@ class SchedulerStats:
     drafted_tokens: int = 0
     """Tokens computed before it was known whether they would be sampled."""
     accepted_tokens: int = 0
-    """Those of them that were sampled."""
+    """Drafted tokens that were sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class LoadedModel:
     max_model_len: int = 0
     max_num_seqs: int = 0
     replaced_kernels: int = 0
-    """Operators that plain torch computes, as their kernels failed the check at startup."""
+    """Operators computed by plain torch because their kernels failed the check at startup."""
 
 
 @dataclass(slots=True)
@@ -272,7 +272,7 @@ class StepStats:
     replayed: int = 0
     """Steps replayed by a CUDA graph; the others ran eagerly."""
     sharing_rows: int = 0
-    """Rows by step, of one token, that began with the same blocks as another row: a CPU reads these once for both."""
+    """Sum of rows with one token that start with the same blocks as another row: a CPU reads these once for both."""
     computed_tokens: int = 0
     """Tokens that went through the model, including recomputed ones."""
     busy_seconds: float = 0.0
@@ -280,7 +280,7 @@ class StepStats:
     last_time: float = 0.0
     """`time.monotonic()` when the last step finished; 0.0 before the first."""
     peak_utilization: float = 0.0
-    """The highest utilisation of the KV cache in any step."""
+    """The highest utilization of the KV cache in any step."""
 
 
 @dataclass(slots=True)
@@ -325,18 +325,18 @@ class MediaStats:
     waiting: int = 0
     """Requests with pictures to encode."""
     used_bytes: int = 0
-    """Of the cached vectors."""
+    """Bytes of the cached vectors."""
     capacity_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterStats:
-    """The adapters that requests may name, and those in memory."""
+    """The adapters that requests can name, and those in memory."""
 
     named: int = 0
     resident: int = 0
     slots: int = 0
-    """The most that may be resident."""
+    """Maximum number of resident adapters."""
     used_bytes: int = 0
     capacity_bytes: int = 0
     waiting: int = 0
@@ -344,7 +344,7 @@ class AdapterStats:
     loads: int = 0
     evictions: int = 0
     requests: dict[str, int] = field(default_factory=dict)
-    """name -> requests accepted, of the adapters there are."""
+    """name -> accepted requests, for the existing adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +362,7 @@ class EngineStats:
     memory_bytes: dict[MemoryUse, int] = field(default_factory=dict)
     """The device's memory by use, as far as known."""
     known: frozenset[str] | None = None
-    """The names of the metrics of the KV cache that are known; None: all of them."""
+    """The names of the known KV cache metrics; None: all of them."""
     blocks: BlockMap | None = None
     """The latest map of the block pool, while requested (`Engine.watch_blocks`)."""
     histograms: dict[str, dict[LabelValues, HistogramSnapshot]] = field(default_factory=dict)
@@ -387,11 +387,11 @@ class Capacity:
     waiting: int
     """Requests already queued inside the engine."""
     block_limits: tuple[int | None, ...] = (None,)
-    """The most blocks that a sequence holds at the same time in each group of layers, by its window; None: no limit."""
+    """Maximum number of blocks that a sequence holds at the same time per group of layers; None: no limit."""
     rows: int | None = None
-    """The most sequences that may run now, where that changes. Urgent requests then take no rows of others."""
+    """Present limit of running sequences, if it varies. Urgent requests then do not preempt others."""
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that a sequence of this many tokens holds at most."""
+        """Return the maximum number of blocks that a sequence of this many tokens holds."""
         columns = -(-num_tokens // self.block_size)
         return sum(columns if limit is None else min(columns, limit) for limit in self.block_limits)

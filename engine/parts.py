@@ -23,7 +23,7 @@ Tier = Literal["bitwise", "token", "continues"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """A loaded model, as far as every engine needs it."""
+    """The parts of a loaded model that every engine needs."""
 
     tokenizer: Tokenizer | None
     limits: SchedulerConfig
@@ -38,7 +38,7 @@ class ModelParts:
     model_parts: str = ""
     """How each part of the model runs, as logged at startup; empty without a model."""
     replaced_kernels: int = 0
-    """Operators that plain torch computes, as their kernels failed the check at startup."""
+    """Operators computed by plain torch because their kernels failed the check at startup."""
     adapters: AdapterPool | NoAdapters = NO_ADAPTERS
     ranks: RankProcesses | None = None
     """The other processes of a model spread over several."""
@@ -50,7 +50,7 @@ class ModelParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts(ModelParts):
-    """A loaded model's contribution to an engine: everything the engine needs and does not decide."""
+    """All parts of a loaded model that an engine needs."""
 
     executor: Executor
     vocab_size: int

@@ -1,4 +1,4 @@
-"""One step's plan, from scheduling to execution, and the result that comes back.
+"""One step's plan, from scheduling to execution, and its result.
 
 Plain and picklable: scheduling writes it, execution reads it, and neither imports the other. Token values of
 running rows never travel in a plan; execution keeps them in a per-row token table, into which sampling
@@ -22,22 +22,22 @@ class NewRow:
     row: int
     request_id: str
     sample_index: int
-    """The number of this sample among the request's n; part of the noise's key."""
+    """The index of this sample among the request's n; part of the noise's key."""
     token_ids: list[int]
     """Every known token: the prompt, then resumed or earlier generated ones."""
     num_prompt_tokens: int
-    """Number of given tokens: all of them if they are to be scored."""
+    """Number of given tokens: all of them if they will be scored."""
     block_ids: list[int]
-    """The row's whole block table at the step's start (`RowWork.new_block_ids` are added to it)."""
+    """The row's complete block table at the step's start (`RowWork.new_block_ids` are added to it)."""
     params: SamplingParams
     seed: int
     """The resolved seed, in [0, 2**63)."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be generated: `params.bad_words`, tokenized."""
     adapter_slot: int = -1
-    """Where its adapter is; -1: it has none."""
+    """Slot of its adapter; -1: none."""
     media: PromptMedia | None = None
-    """Vectors for some of the given tokens, and their positions. None: it is a text."""
+    """Vectors for some of the given tokens, and their positions. None: text only."""
 
 
 @dataclass(slots=True)
@@ -52,13 +52,13 @@ class RowWork:
     replaced_blocks: SequenceType[tuple[int, int]] = ()
     """(index in the block table, new block id): the row's entries after a copy-on-write."""
     forced_token_ids: SequenceType[tuple[int, int]] = ()
-    """(position, token id): tokens that a grammar forced after a sampled one, or that a search chose in its
-    place. Execution never sampled them, so it writes them into the row's token table before the forward
+    """(position, token id): tokens that a grammar forced after a sampled one, or that a search chose instead.
+    Execution did not sample them, so it writes them into the row's token table before the forward
     pass."""
     num_prompt_logprobs: int | None = None
-    """Report the given tokens that these tokens predict, with this many alternatives each. None = don't."""
+    """Report the given tokens that these tokens predict, with this many alternatives each. None = disabled."""
     scored_from: int = 0
-    """The first position that may be reported: tokens before it are the context of the scored ones."""
+    """The first reportable position: tokens before it are the context of the scored ones."""
     reads: SequenceType[tuple[int, tuple[int, ...]]] = ()
     """(index among these tokens, token ids): report the log-probabilities of these ids as that token's successors."""
 
@@ -69,7 +69,7 @@ class RowWork:
 
     @property
     def is_scored(self) -> bool:
-        """True if log-probabilities of given tokens are to be reported."""
+        """True if log-probabilities of given tokens are reported."""
         return self.num_prompt_logprobs is not None or bool(self.reads)
 
 
@@ -77,18 +77,18 @@ class RowWork:
 class Sample:
     """Sample a token for `row` from the logits of one of the step's tokens.
 
-    Several samples may name the same `token_index`: that is how n > 1 forks off one prefill.
+    Several samples can have the same `token_index`: this is how n > 1 forks off one prefill.
     """
 
     row: int
     token_index: int
     """Index into the step's flattened tokens, in the order of `StepPlan.work`."""
     position: int
-    """The token's place in the row's token table (= the sequence's length before it)."""
+    """The token's position in the row's token table (= the sequence's length before it)."""
     allowed_token_ids: list[int] | None = None
-    """The only tokens that may be sampled (structured output). None = all."""
+    """The tokens that may be sampled (structured output). None = all."""
     token_mask: bytes | None = None
-    """The same as a bit per token id, lowest bit first, for grammars that allow many. None = all."""
+    """The allowed tokens as a bit per token id, lowest bit first, for grammars that allow many. None = all."""
     num_candidates: int = 0
     """Also return this many best tokens, for a search over several continuations (`StepResult.candidates`)."""
 
@@ -108,7 +108,7 @@ class StepPlan:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) block ids, copied in every layer before anything is written."""
     state_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, destination) slots of recurrent state, copied one after another: rows that forked after the step before,
+    """(source, destination) slots of recurrent state, copied sequentially: rows that forked after the previous step,
     and cached states, whose slots follow those of the rows."""
     work: list[RowWork] = field(default_factory=list)
     """Rows with one token first: execution splits the batch there."""
@@ -118,7 +118,7 @@ class StepPlan:
     has_media: bool = False
     """A row of `work` may compute a token that represents media."""
     num_drafts: int = 0
-    """Entries of `work` that compute a draft: they follow the one with their row's newest token."""
+    """Number of `work` entries that compute a draft; they follow the one with their row's newest token."""
 
     @property
     def num_tokens(self) -> int:
@@ -156,7 +156,7 @@ class StepResult:
     """Sample numbers with non-finite logits: only those requests fail."""
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Sample number -> (token id, score), best first, ties by id: log probabilities of the raw logits with
-    the row's constraints and penalties applied (not its temperature). Barred tokens are left out."""
+    the row's constraints and penalties applied (not its temperature). Forbidden tokens are omitted."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Index in `StepPlan.work` -> entries for the given tokens from `RowWork.first_scored` on."""
     reads: dict[int, list[list[float]]] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class StepResult:
     is_replayed: bool = False
     """True if a CUDA graph ran it."""
     sharing_rows: int = 0
-    """Rows with one token that begin with the same blocks as another: a CPU reads these once for both."""
+    """Number of rows with one token that start with the same blocks as another: a CPU reads these once for both."""
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -191,9 +191,9 @@ class Executor(Protocol):
         ...
 
     def is_device_alive(self) -> bool:
-        """Return True if the device still works; called after a step raised. Out of memory is not dead."""
+        """Return True if the device still works; called after a step raised. Out of memory does not count as dead."""
         ...
 
     def close(self) -> None:
-        """Free the device's memory. Nothing may be launched after it."""
+        """Free the device's memory. Nothing must be launched afterwards."""
         ...

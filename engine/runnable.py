@@ -1,4 +1,4 @@
-"""Checks if a model can be run, from its config.json and the headers of its files: no tensor is read."""
+"""Checks whether a model can be run, from its config.json and file headers; no tensor is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_files(config: EngineConfig, directory: Path) -> None:
     """Check the sizes of the weight files, and load the tokenizer.
 
     Raises:
-        ModelLoadError: a file is missing or truncated. Pickled weights are not looked into.
+        ModelLoadError: a file is missing or truncated. Pickled weights are not inspected.
         ConfigError: the tokenizer's files are broken.
     """
     folder = read_pooling_folder(directory)
@@ -56,7 +56,7 @@ def lacks_tokenizer(config: EngineConfig) -> ModelLoadError:
 
 
 def reason_not_runnable(directory: Path) -> str | None:
-    """Return why the model in a directory can't be run; None if nothing is known against it."""
+    """Return the reason why the model in a directory cannot be run; None if no reason is known."""
     try:
         check_config(directory)
         weight_files(directory)

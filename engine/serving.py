@@ -1,4 +1,4 @@
-"""The engine that a model's directory asks for: one that generates, or one that gives vectors or scores."""
+"""Selects a model's engine: one that generates, or one that computes vectors or scores."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pagemill.engine.pooling.folder import read_pooling_folder
 
 if TYPE_CHECKING:
     from pagemill.engine.pooling.engine import (
-        PoolingEngine,  # imports numpy, which an echo worker does without
+        PoolingEngine,  # imports numpy, which an echo worker does not need
     )
 
 AnyEngine: TypeAlias = "Engine | PoolingEngine"
 
 
 def load_engine(config: EngineConfig) -> AnyEngine:
-    """Load the model into the engine it needs. Raises `ConfigError`, mostly `ModelLoadError`."""
+    """Load the model into the engine that it requires. Raises `ConfigError`, mostly `ModelLoadError`."""
     check_model(config.model)
     if is_echo(config.model) or ModelSource.parse(config.model).is_file:
         return Engine.from_config(config)

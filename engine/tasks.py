@@ -1,4 +1,4 @@
-"""The purpose of a request. Every task gets blocks and steps alike, and defines its own end."""
+"""The purpose of a request. All tasks use blocks and steps in the same way, and each defines its completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The thinking that an output may begin with."""
+    """The reasoning that may start an output."""
 
     opening: str
     closing: str
@@ -18,25 +18,25 @@ class Thinking:
     """The tags' tokens, none empty."""
     closing_ids: tuple[int, ...]
     budget: int | None = None
-    """Most tokens of thinking, after which the closing tag is forced."""
+    """Maximum number of reasoning tokens, after which the closing tag is forced."""
     decided_by: str = ""
-    """The beginning of `closing` after which the rest of it is forced, since it alone ends the reasoning. Empty:
+    """The prefix of `closing` after which the rest of it is forced, since the prefix alone ends the reasoning. Empty:
     only all of `closing` ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The part of an output that `structured_outputs` constrains: after the thinking, or from each `trigger` on.
+    """The part of an output that `structured_outputs` constrains: after the reasoning, or from each `trigger` on.
 
-    Without `structured_outputs` it limits the thinking alone.
+    Without `structured_outputs` it only limits the reasoning.
     """
 
     thinking: Thinking | None = None
     trigger: str = ""
-    """The text before each place that the structure holds for; other text is free. Empty: there is one place, and
-    the structure is all that follows the thinking."""
+    """The text before each structured part; other text is free. Empty: there is one structured part, which is all
+    text after the reasoning."""
     is_repeated: bool = False
-    """True if after a triggered structure the text is free again; otherwise the output ends with it."""
+    """True if the text after a triggered structure is free again; otherwise the output ends with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Generate:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens given in addition to the prompt."""
+        """Number of tokens given in addition to the prompt."""
         return 0
 
 
@@ -56,7 +56,7 @@ class Score:
     """Compute the log-probabilities of given continuations of the prompt. No token is sampled.
 
     Each continuation is a sample of the request: its tokens, their log-probabilities, finish reason `stop`.
-    With `SamplingParams.logprobs` each position also has that many alternatives.
+    With `SamplingParams.logprobs`, each position also has this number of alternatives.
     """
 
     continuations: tuple[tuple[int, ...], ...]
@@ -64,7 +64,7 @@ class Score:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all continuations."""
+        """Number of tokens of all continuations."""
         return sum(map(len, self.continuations))
 
 
@@ -73,7 +73,7 @@ PoolingKind = Literal["embed", "classify", "rerank"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Compute one row of numbers for each text. The request's prompt is the tokens of all texts, one after another.
+    """Compute one result row for each text. The request's prompt is the concatenated tokens of all texts.
 
     `embed`: a text's vector. `classify`: a number per label of a text or a pair. `rerank`: the score of a pair.
     """
@@ -82,13 +82,13 @@ class Pool:
     lengths: tuple[int, ...]
     """Tokens per text, all positive."""
     width: int
-    """Numbers of a row."""
+    """Number of values in a row."""
     second_starts: tuple[int, ...] = ()
-    """Per text, where the second of a pair begins: tokens from there on have type 1. Empty: all have type 0."""
+    """Per text, the start of a pair's second text: tokens from there on have type 1. Empty: all have type 0."""
     num_skipped: int = 0
-    """Leading tokens of each text that are attended to, and left out of its vector."""
+    """Leading tokens of each text that are attended to, but excluded from its vector."""
     dimensions: int | None = None
-    """The leading numbers of each vector to keep; normalized again where the model normalizes."""
+    """Number of leading values of each vector to keep; normalized again if the model normalizes."""
     num_tokens = 0
 
 

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch instead of the hundreds of a model's forward pass.
 
-A graph replays the recorded kernels with the recorded addresses. So there is one per bucket of rows, all over
-the same static inputs; a step's own inputs, padded to the bucket, are copied there before its graph is
-replayed. Everything that varies from step to step (lengths, block tables, slots) the kernels read on the
+A graph replays the recorded kernels with the recorded addresses. So there is one per bucket of rows, all with
+the same static inputs. A step's inputs, padded to the bucket, are copied there before its graph is
+replayed. The kernels read all values that vary between steps (lengths, block tables, slots) on the
 device.
 """
 
@@ -40,10 +40,10 @@ def buckets_up_to(max_num_seqs: int) -> list[int]:
 
 @dataclass(slots=True)
 class SharedByGraphs:
-    """What all graphs of an engine have in common; made with the first.
+    """The shared state of all graphs of an engine, created with the first one.
 
-    Another engine has its own: with torch's default capture stream, closing one engine would free the cuBLAS workspace
-    that the graphs of another replay with. Each further stream would cost a workspace, 32 MiB on Hopper.
+    It is separate per engine: with torch's default capture stream, closing one engine would free the cuBLAS workspace
+    that the graphs of another use. Each further stream would cost a workspace, 32 MiB on Hopper.
     """
 
     stream: Any = None
@@ -51,7 +51,7 @@ class SharedByGraphs:
 
 
 def capture_graph(run: Callable[[], object], shared: SharedByGraphs) -> Replay:
-    """Record what `run` launches."""
+    """Record the kernels that `run` launches."""
     if shared.stream is None:
         shared.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     shared.stream.wait_stream(torch.cuda.current_stream())
@@ -60,7 +60,7 @@ def capture_graph(run: Callable[[], object], shared: SharedByGraphs) -> Replay:
             run()
     torch.cuda.current_stream().wait_stream(shared.stream)
     graph = torch.cuda.CUDAGraph()
-    # Other threads of the program may use the device meanwhile.
+    # Other threads of the program can use the device meanwhile.
     mode = "thread_local"
     with torch.cuda.graph(graph, pool=shared.pool, stream=shared.stream, capture_error_mode=mode):
         run()
@@ -69,7 +69,7 @@ def capture_graph(run: Callable[[], object], shared: SharedByGraphs) -> Replay:
 
 
 def renew_generator(device: torch.device) -> None:
-    """Make the device's default generator usable after a capture that failed, which leaves its state captured.
+    """Make the device's default generator usable after a failed capture, which leaves its state captured.
 
     Otherwise the next random number that torch draws there, for any model of the process, raises "Offset increment
     outside graph capture" (torch 2.11).
@@ -129,7 +129,7 @@ class DecodeGraphs:
         """Return True if a graph can run this plan."""
         if plan.has_media:
             return False
-        if plan.has_adapters:  # their kernels' grids depend on which rows have which
+        if plan.has_adapters:  # their kernels' grids depend on the adapters of the rows
             return False
         return 0 < len(plan.work) <= max(self._buckets, default=0) and all(
             work.num_tokens == 1 and not work.is_scored for work in plan.work
@@ -139,7 +139,7 @@ class DecodeGraphs:
         """Return logits that are valid until the next step.
 
         Args:
-            plan: one that is covered.
+            plan: one that a graph can run.
             inputs: padded to its bucket.
         """
         static, metadata = self._inputs, inputs.metadata
@@ -167,7 +167,7 @@ class DecodeGraphs:
             logits = self._forward(inputs)
             if self._logits is None:  # the largest bucket's warm-up comes first
                 self._logits = torch.empty_like(logits)
-            # One tensor for all buckets: each graph's own logits would be kept as long as the graph.
+            # One tensor for all buckets: separate logits would exist as long as their graph.
             self._logits[:bucket].copy_(logits)
 
         return run

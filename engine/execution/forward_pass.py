@@ -1,4 +1,4 @@
-"""Forward passes, from a step's inputs to its logits: their interface, and the model's own.
+"""Forward passes, from a step's inputs to its logits: the interface, and the model's forward pass.
 
 The others are `DecodeGraphs` and `PromptScorer`.
 """
@@ -43,7 +43,7 @@ class ForwardPass(Protocol):
 
 
 class ModelForward:
-    """Runs any other step: through the model, or a replacement of transformers' forward."""
+    """Runs any other step, through the model or a replacement of transformers' forward."""
 
     replays = False
 
@@ -88,7 +88,7 @@ class ModelForward:
         )
 
     def _read_tokens(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
-        """Return the tokens whose last hidden states the head reads, once each; None: possibly all."""
+        """Return the tokens whose last hidden states the head reads, without duplicates; None: possibly all."""
         if not self._skips_unread or len(plan.samples) >= len(inputs.positions):
             return None
         if not plan.samples:
@@ -111,5 +111,5 @@ def model_inputs(module: Any, inputs: StepInputs) -> dict[str, Any]:
 
 
 def are_first_tokens(plan: StepPlan) -> bool:
-    """Return True if the samples are of the step's first tokens, once each and in order."""
+    """Return True if the samples belong to the step's first tokens, one each and in order."""
     return all(sample.token_index == number for number, sample in enumerate(plan.samples))

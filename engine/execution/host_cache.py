@@ -1,4 +1,4 @@
-"""The memory of the prefix cache's host tier, and the copies there and back."""
+"""The memory of the prefix cache's host tier, and copies in both directions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Pairs = list[tuple[int, int]]
 
 
 class HostCache:
-    """The device cache's tensors again, in host memory; pinned, so that CUDA copies directly.
+    """Counterparts of the device cache's tensors in host memory; pinned, so that CUDA copies directly.
 
-    Copies are issued on the current stream, like the steps that write and read the blocks, and wait for
-    nothing.
+    Copies are issued asynchronously on the current stream, like the steps that write and read the
+    blocks.
     """
 
     def __init__(self, layers: list[LayerCache], num_blocks: int, device: DeviceBackend) -> None:
@@ -44,8 +44,8 @@ class HostCache:
         """Yield (device ids, first host id, last + 1) for runs of (host, device) pairs with consecutive host
         blocks.
 
-        One copy per run: host ids are mostly handed out consecutively, and thousands of copies of a block
-        each would cost more to issue than to carry out.
+        One copy per run: host ids are mostly assigned consecutively, and thousands of copies of one block
+        each would take longer to issue than to execute.
         """
         ordered = np.array(sorted(pairs), dtype=np.int64)
         hosts, devices = ordered[:, 0], ordered[:, 1]

@@ -33,10 +33,10 @@ class StepInputs:
     metadata: AttentionMetadata
     adapters: AdapterRows | None = None  # None: no token has one
     reads: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of the plan's reads, [num_reads] int64: the step's tokens whose logits are read; and [2, num_pairs] int64:
-    (number of the read, token id) of each log probability. None: the plan has none."""
+    """The plan's reads. [num_reads] int64: the step's tokens whose logits are read; and [2, num_pairs] int64:
+    (index of the read, token id) of each log probability. None: the plan has none."""
     media: MediaStep | None = None
-    """None: all tokens have their own embeddings and one position each."""
+    """None: all tokens use their own embeddings and have one position each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Insert:
 
 @dataclass(frozen=True, slots=True)
 class _StagedMedia:
-    """What rows with media change in a step."""
+    """A step's changes due to rows with media."""
 
     inserts: list[Insert]
     tokens: torch.Tensor  # [num_vectors] int64: the step's tokens that vectors replace
@@ -93,8 +93,8 @@ def bucket_size(count: int) -> int:
 class InputBatch:
     """Row tables on the device (token ids, block ids), with host-only data in addition to them.
 
-    A row belongs to one sequence from the step that brings its `NewRow` until the row is given to another.
-    Sampling writes tokens into the token table, so a row's next input is there before the host knows it.
+    A row belongs to one sequence from the step with its `NewRow` until the row is assigned to another.
+    Sampling writes tokens into the token table, so it contains a row's next input before the host knows it.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class InputBatch:
         return row
 
     def stage(self, plan: StepPlan, *, pad: bool = False) -> _StagedStep:
-        """Put the step's arrays into the transfer; call `lay_out` once they are sent.
+        """Add the step's arrays to the transfer; call `lay_out` once they are sent.
 
         Args:
             pad: pad to a bucket, even if the batch does not always do so.
@@ -192,7 +192,7 @@ class InputBatch:
     def _stage_media(
         self, plan: StepPlan, query_starts: npt.NDArray[np.int32], positions: IntArray
     ) -> _StagedMedia | None:
-        """Return the vectors and positions of rows with media; None: the step is like one of texts."""
+        """Return the vectors and positions of rows with media; None if the step does not involve media."""
         inserts: list[Insert] = []
         tokens: list[IntArray] = []
         rotary: IntArray | None = None
@@ -242,7 +242,7 @@ class InputBatch:
         return AdapterRows(put(slots), *(put(array) for array in tiled(slots)))
 
     def _stage_state_rows(self, plan: StepPlan, rows: IntArray, lengths: IntArray) -> list[StateRows]:
-        """Divide the step's rows into those that a recurrent layer computes together."""
+        """Divide the step's rows into groups that a recurrent layer computes together."""
         begins = np.cumsum(lengths) - lengths
         kinds: dict[tuple[int, bool], list[int]] = {}
         for number, work in enumerate(plan.work):
@@ -263,7 +263,7 @@ class InputBatch:
         return staged
 
     def lay_out(self, staged: _StagedStep) -> StepInputs:
-        """Update the tables and build the step's tensors, on the device alone."""
+        """Update the tables and build the step's tensors, entirely on the device."""
         for row, tokens, blocks in staged.entered:
             self.token_table[row, : len(tokens)] = tokens
             self.block_table[row, : len(blocks)] = blocks

@@ -1,4 +1,4 @@
-"""Compares a model's kernels with plain torch before it serves: a wrong kernel must never serve."""
+"""Compares a model's kernels with plain torch at startup: a wrong kernel must never serve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _ROWS = 8
 _LONG_ROW_BLOCKS = 3
 _SHORT = 2
-"""Prompt tokens of the other rows."""
+"""Number of prompt tokens of the other rows."""
 _FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, logprobs=1)
 
 
@@ -32,9 +32,9 @@ def check_kernels(
     shape: KVCacheShape,
     group: RankGroup | None = None,
 ) -> int:
-    """Run a few small steps, compare every kernel in them, and replace those that are wrong by plain torch.
+    """Run a few small steps, compare every kernel in them, and replace wrong kernels by plain torch.
 
-    Does nothing on a device that rehearses nothing.
+    Does nothing on a device without rehearsal.
 
     Returns:
         The number of operators that plain torch computes in this process in place of kernels.
@@ -72,7 +72,7 @@ def check_kernels(
 
 
 def _plans(limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int) -> list[StepPlan]:
-    """Return prompts of several rows, one over several blocks; a token for each; and both kinds in one step."""
+    """Return three steps: prompts of several rows, one over several blocks; one token per row; and both combined."""
     budget = limits.max_num_batched_tokens
     count = max(1, min(_ROWS, limits.max_num_seqs, budget // _SHORT))
     room = min(budget - _SHORT * (count - 1), limits.max_model_len - 3)
@@ -95,7 +95,7 @@ def _plans(limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int) -> lis
 
 
 def _new_row(row: int, length: int, limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int) -> NewRow:
-    """Return a row whose keys are in its own blocks: the first row in the first blocks, each other row in one."""
+    """Return a row whose keys are in separate blocks: the first blocks for the first row, one for each other row."""
     own = [1 + block for block in range(_LONG_ROW_BLOCKS)] if row == 0 else [_LONG_ROW_BLOCKS + row]
     columns = -(-limits.max_model_len // shape.block_size)
     table = (own + [own[-1]] * columns)[:columns]

@@ -1,4 +1,4 @@
-"""The KV cache's tensors: their number of blocks and their allocation."""
+"""The KV cache's tensors: number of blocks and allocation."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def num_blocks_for(
     """Return the number of blocks in the pool, including the null block.
 
     Args:
-        step_bytes: what a step takes of the free memory.
-        limits: those of a model that keeps a state per sequence, which takes of the cache's memory.
+        step_bytes: free memory that a step needs.
+        limits: those of a model with a state per sequence, which uses a part of the cache's memory.
 
     Raises:
         ConfigError: the configured or available memory holds fewer than two blocks, or fewer than configured.
     """
     num_blocks = config.num_kv_blocks
-    if num_blocks is None and limits is not None and not shape.num_layers:  # nothing is kept per token
+    if num_blocks is None and limits is not None and not shape.num_layers:  # no data is stored per token
         num_blocks = 1 + limits.max_num_seqs * -(-limits.max_model_len // shape.block_size)
         num_blocks = max(2, min(MAX_KV_BLOCKS, num_blocks))
     if num_blocks is None:
@@ -136,10 +136,10 @@ def host_bytes(shape: KVCacheShape, num_blocks: int, device: DeviceBackend) -> i
 
 
 def num_host_blocks_for(config: EngineConfig, shape: KVCacheShape, device: DeviceBackend) -> int:
-    """Return the blocks of the host tier, whose memory is at most `host_cache_gib`.
+    """Return the number of blocks of the host tier, which uses up to `host_cache_gib` of memory.
 
     Raises:
-        ConfigError: the memory is not available, or does not hold a block, or the prefix cache is disabled.
+        ConfigError: the memory is not available, or cannot hold a block, or the prefix cache is disabled.
     """
     num_bytes = int(config.host_cache_gib * GIB)
     if not num_bytes:

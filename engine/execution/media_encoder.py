@@ -1,4 +1,4 @@
-"""Encodes pictures with a model's vision tower, and keeps the vectors of recent ones."""
+"""Encodes pictures with a model's vision tower, and caches the vectors of recent ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MediaEncoder:
     """Vectors of pictures by digest, least recently used ones evicted first. Owned by the engine's thread."""
 
     def __init__(self, vision: Vision, max_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
-        """`max_bytes`: limit of cached vectors; those that a request needs next are always kept."""
+        """`max_bytes`: limit of cached vectors; those that a request needs next are never evicted."""
         self.max_bytes = max_bytes
         self._vision = vision
         self._device, self._dtype = device, dtype
@@ -39,7 +39,7 @@ class MediaEncoder:
         self._holders: Counter[bytes] = Counter()
         """Digest -> requests that will read its vectors."""
         self._held: dict[bytes, int] = {}
-        """Digest -> bytes of its vectors, of those with a holder."""
+        """Digest -> bytes of its vectors, for digests with a holder."""
         self._stats = MediaStats(capacity_bytes=max_bytes)
 
     @property
@@ -47,7 +47,7 @@ class MediaEncoder:
         return sum(tensor.nbytes for tensor in self._vision.module.parameters())
 
     def place(self, token_ids: Sequence[int], items: Sequence[MediaItem]) -> PromptMedia:
-        """Return a prompt's media with the positions of their vectors. Raises `InvalidRequest`: they do not match."""
+        """Return a prompt's media with the positions of their vectors. Raises `InvalidRequest` if they do not match."""
         items = tuple(items)
         check_items(items, len(token_ids))
         ids = np.asarray(token_ids, dtype=np.int64)
@@ -75,7 +75,7 @@ class MediaEncoder:
                 "mm_token_type_ids": torch.from_numpy(are_placeholders.astype(np.int64))[None],
             }
             positions, _ = rope_index(**{name: value for name, value in given.items() if name in names})
-        except Exception as error:  # grids that do not match the placeholders make it raise anything
+        except Exception as error:  # it may raise any error for grids that do not match the placeholders
             raise InvalidRequest(f"media: the prompt's positions can't be computed: {error}") from error
         return positions[:, 0].numpy().astype(np.int64)
 
@@ -83,7 +83,7 @@ class MediaEncoder:
         return item.digest in self._kept
 
     def hold(self, media: PromptMedia) -> bool:
-        """Keep a prompt's vectors, once encoded, until `release`. False: those held leave no room for them."""
+        """Keep a prompt's vectors, once encoded, until `release`. Return False if space is insufficient."""
         row_bytes = self._vision.hidden_size * self._dtype.itemsize * (1 + self._vision.num_deep_layers)
         sizes = {
             item.digest: len(places) * row_bytes
@@ -104,7 +104,7 @@ class MediaEncoder:
 
     @torch.inference_mode()
     def vectors(self, item: MediaItem, num_vectors: int) -> Vectors:
-        """Return a picture's vectors, cached or encoded. Raises `InvalidRequest` for another number of vectors."""
+        """Return a picture's vectors, cached or encoded. Raises `InvalidRequest` if their number does not match."""
         if (kept := self._kept.get(item.digest)) is not None:
             self._kept.move_to_end(item.digest)
             return kept
@@ -132,7 +132,7 @@ class MediaEncoder:
         """Return a step's vectors. Raises `InvalidRequest`: see `vectors`.
 
         Args:
-            inserts: an `Insert` for each picture of which the step computes placeholders.
+            inserts: an `Insert` for each picture whose placeholders the step computes.
             tokens: [num_vectors] int64 on the device, the step's tokens that they replace.
             positions: see `MediaStep`.
         """
@@ -170,7 +170,7 @@ class MediaEncoder:
 
 
 def _rows(features: Any, hidden_size: int) -> torch.Tensor:
-    """Return vectors that transformers gives as one tensor, or as one per picture or tile."""
+    """Return vectors that transformers returns as one tensor, or as one per picture or tile."""
     parts = [features] if isinstance(features, torch.Tensor) else features
     return torch.cat([part.reshape(-1, hidden_size) for part in parts])
 

@@ -1,8 +1,8 @@
-"""Compares a model's logits with transformers' own before it serves.
+"""Compares a model's logits with those of transformers at startup.
 
-For families of which nothing is known but transformers' code. Three sequences of random tokens go through
-transformers' eager attention, each alone and whole, while the modules are still transformers'; afterwards the
-model that will serve computes them together: in chunks, packed, and token by token from the paged cache.
+Used for families that are known only by their code in transformers. Three sequences of random tokens pass through
+transformers' eager attention, each alone and in one piece, while the modules are still unmodified. Afterwards the
+serving model computes them together: in chunks, packed, and token by token from the paged cache.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 # The end of each sequence's part in each step. In a step, rows with one token come first.
 _ENDS = ((7, 8, 9, 10, 11), (5, 5, 9, 9, 9), (0, 16, 16, 17, 18))
 _ALL_TOKENS_WITHIN = {torch.float32: 1e-3}
-"""Largest relative difference of a token's logits: paged and eager attention sum in other orders."""
+"""Largest relative difference of a token's logits: paged and eager attention sum in different orders."""
 _MOST_TOKENS_WITHIN = {torch.float16: 0.05, torch.bfloat16: 0.15}
 """The same for three tokens of four: in half precision, a near tie may change the expert of a token."""
 _QUANTISED_WITHIN = 0.5
-"""For int8 weights or a quantized cache: enough to distinguish another function from rounding."""
+"""For int8 weights or a quantized cache: enough to distinguish a different function from rounding."""
 _SHARE = 0.75
 _NARROW = (1, 3)
-"""Tokens for which the head is asked alone."""
+"""Tokens for which the narrow head is called separately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Step:
     rows: list[tuple[int, int, int]]
     """(sequence, first position, end) of the tokens, in their order."""
     logits: torch.Tensor
-    """Of all these tokens, and perhaps of padding after them."""
+    """Logits of all these tokens, possibly followed by padding."""
     token_ids: tuple[int, ...] | None = None
     """The tokens that the logits represent; None: the whole vocabulary."""
 
@@ -65,7 +65,7 @@ class ModelProbe:
     """A model's reference logits. Create it before the model's modules are rewritten, `check` afterwards."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, max_model_len: int) -> None:
-        """Raises `ModelLoadError` if transformers computes none."""
+        """Raises `ModelLoadError` if transformers cannot compute them."""
         self._model, self._config = model, config
         started = time.perf_counter()
         generator = torch.Generator().manual_seed(0)
@@ -81,17 +81,17 @@ class ModelProbe:
 
     @classmethod
     def from_model(cls, model: LoadedModel, config: EngineConfig, max_model_len: int) -> ModelProbe | None:
-        """Return None for a model that needs no comparison, or has had one."""
+        """Return None for a model that does not need a comparison, or has already passed one."""
         if not model.family.is_generic or not config.verify or is_verified(model.fingerprint):
             return None
         return cls(model, config, max_model_len)
 
     @torch.inference_mode()
     def check(self, shape: KVCacheShape) -> None:
-        """Compare what the model computes now.
+        """Compare the model's present logits with the reference.
 
         Raises:
-            ModelLoadError: it differs.
+            ModelLoadError: they differ.
         """
         started = time.perf_counter()
         try:
@@ -136,7 +136,7 @@ class ModelProbe:
         return float(together.max() if is_exact else together.quantile(_SHARE))
 
     def _steps(self, shape: KVCacheShape) -> Iterator[_Step]:
-        """Run the steps: the first as for scored prompts, the last through the narrow head if there is one."""
+        """Run the steps: the first with scored prompts, the last with the narrow head if there is one."""
         module = self._model.module
         batch, caches, new_rows = self._batch(shape)
         head = NarrowHead.from_module(module)

@@ -1,4 +1,4 @@
-"""Runs plans on the device: all work on a device is issued from here."""
+"""Runs plans on the device; issues all work on it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step. Its results reach the host in one copy, which `start_copy` starts and `wait` waits for."""
+    """A launched step. Its results reach the host in one copy, started by `start_copy` and awaited by `wait`."""
 
     plan: StepPlan
     output: SamplerOutput | None
@@ -87,7 +87,7 @@ class ModelRunner:
         encoder: MediaEncoder | None = None,
     ) -> None:
         """`group`: the ranks that share `model`; each runs the same plans, and the first one samples.
-        `encoder`: of media in prompts; None: no prompt has any."""
+        `encoder`: encodes media in prompts; None: no prompt has any."""
         self._group = group
         self._model = model
         self._device = device = model.loaded.device
@@ -120,7 +120,7 @@ class ModelRunner:
             PromptScorer(module, caches, self._batch),
             ModelForward(module, caches, direct),
         ]
-        # Not with several ranks: their communication is not made of kernels. Recurrent layers group a step's rows.
+        # Not with several ranks, whose communication does not consist of kernels. Recurrent layers group a step's rows.
         may_capture = device.captures_graphs and group is None and self._states is None
         if may_capture and not config.enforce_eager:
             self._replay_graphs(model.loaded, limits)
@@ -161,7 +161,7 @@ class ModelRunner:
         forward = next(each for each in self._forward_passes if each.covers(plan))
         staged = self._batch.stage(plan, pad=forward.replays)
         work = [SampleWork(sample, self._batch.row(sample.row)) for sample in plan.samples]
-        # On a device that shares the host's memory nothing crosses: `sample` stages what it needs, if it is called.
+        # A device that shares the host's memory needs no transfer: `sample` stages its inputs, if it is called.
         staged_work = self._sampler.stage(work, self._vocab_size, self._transfer) if self._stages else None
         self._transfer.send()
         inputs = self._batch.lay_out(staged)
@@ -192,7 +192,7 @@ class ModelRunner:
         return self._device.is_alive()
 
     def close(self) -> None:
-        """Free weights, caches and graphs, even if this object is still referenced. Launch nothing after it."""
+        """Free weights, caches and graphs, even if this object is still referenced. Do not launch steps afterwards."""
         if not self._forward_passes:
             return
         self._forward_passes.clear()
@@ -201,7 +201,7 @@ class ModelRunner:
     def _choose_tokens(
         self, inputs: StepInputs, computed: Forwarded, work: list[SampleWork], staged: StagedSamples | None
     ) -> SamplerOutput | None:
-        """Sample, write the tokens into the token table, and broadcast them to ranks that don't sample."""
+        """Sample, write the tokens into the token table, and broadcast them to ranks that do not sample."""
         output = None
         if self._group is None or self._group.is_first:
             if computed.vocabulary is None:
@@ -210,7 +210,7 @@ class ModelRunner:
                 output = self._sampler.sample_narrow(computed.logits, work, computed.vocabulary)
             token_ids = output.token_ids
         else:
-            # Zeros, for a group whose ranks are alone: the next step looks these tokens up.
+            # Zeros, for a group whose ranks run alone: the next step looks these tokens up.
             token_ids = torch.zeros(len(work), dtype=torch.int64, device=self._device.device)
         if self._group is not None:
             self._group.broadcast(token_ids)

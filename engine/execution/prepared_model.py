@@ -1,4 +1,4 @@
-"""A model as it will run: its modules rewritten for the device, and compared with transformers' own."""
+"""A model in its final form: modules rewritten for the device and compared with transformers'."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A loaded model whose weights have the layout, and the memory, that they keep."""
+    """A loaded model whose weights have their final layout and memory."""
 
     loaded: LoadedModel
     direct: DirectForward | None
     """Replaces transformers' forward."""
     parts: str
-    """How each part runs."""
+    """Description of how each part runs."""
 
     @classmethod
     def from_model(
         cls, model: LoadedModel, config: EngineConfig, shape: KVCacheShape, max_model_len: int
     ) -> PreparedModel:
-        """Rewrite the model in place. Raises `ModelLoadError`: it then computes something else."""
+        """Rewrite the model in place. Raises `ModelLoadError` if its logits then differ from transformers'."""
         probe = ModelProbe.from_model(model, config, max_model_len)
         direct, parts = rewrite(model, config)
         logger.info("%s: %s", model.served_name, parts)

@@ -1,7 +1,7 @@
-"""Forward passes that also return log probabilities of given tokens: the prompt's own, or those of labels.
+"""Forward passes that also return log probabilities of given tokens, of the prompt or of labels.
 
 Every prompt position needs logits, and a long chunk times a large vocabulary may exceed the memory of the
-whole KV cache. So the model runs up to its last hidden states, and its head runs over a slice of them at a
+entire KV cache. So the model runs up to its last hidden states, and its head runs over one slice of them at a
 time.
 """
 
@@ -23,14 +23,14 @@ from pagemill.engine.plan import StepPlan
 from pagemill.kernels.types.layer_cache import LayerCache
 
 _SLICE = 128
-"""Positions whose logits exist at the same time."""
+"""Number of positions whose logits exist at the same time."""
 
 
 class PromptScorer:
     """Runs a causal language model in two halves.
 
-    The head is the module's own forward over given hidden states: a family's changes to its logits after the
-    product (a softcap, a scale) need no second implementation.
+    The head is the module's forward over given hidden states: a family's changes to its logits after the
+    matmul (a softcap, a scale) do not need a second implementation.
     """
 
     replays = False
@@ -76,11 +76,11 @@ class PromptScorer:
             return Forwarded(logits, scored=scored, reads=self._read(plan, inputs.reads, hidden))
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """Return every token's logits, by way of their hidden states; inside an attention context."""
+        """Return every token's logits, computed from their hidden states; call it inside an attention context."""
         return self._head(self._hidden_states(inputs))
 
     def _read_tokens(self, plan: StepPlan) -> torch.Tensor | None:
-        """Return the tokens whose last hidden states are read, once each; None: possibly all."""
+        """Return the tokens whose last hidden states are read, without duplicates; None: possibly all."""
         if not self._skips_unread or any(work.num_prompt_logprobs is not None for work in plan.work):
             return None
         read, begin = {sample.token_index for sample in plan.samples}, 0
@@ -113,7 +113,7 @@ class PromptScorer:
     def _read(
         self, plan: StepPlan, places: tuple[torch.Tensor, torch.Tensor] | None, hidden: torch.Tensor
     ) -> ReadLogprobs | None:
-        """Return the log probabilities that the plan's reads ask for, whose rows share the products of the head."""
+        """Return the log probabilities for the plan's reads, whose rows share the head's matmuls."""
         if places is None:
             return None
         tokens, pairs = places

@@ -1,7 +1,7 @@
-"""Steps that run before a model serves: they show how much memory the largest take, and compile all kernels.
+"""Steps that run before a model serves: they measure peak memory and compile all kernels.
 
-What is computed means nothing: all rows share one KV block. A device that compiles ahead of its first step, and
-takes memory from the host's, needs none of it.
+Their results are meaningless: all rows share one KV block. A device that compiles ahead of its first step and
+uses host memory does not need them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _BLOCK = 1
 """The block of every row; block 0 is never written."""
 _FEW = (16, 32, 64)
-"""Up to each, products with weights of few bits have their own tiles (`pagemill.kernels.gpu.tuning`)."""
+"""Upper bounds of token counts with separate tiles for low-bit matmuls (`pagemill.kernels.gpu.tuning`)."""
 _GREEDY = SamplingParams(temperature=0.0)
 _FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, logprobs=1)
 _PLAIN = SamplingParams(temperature=0.9)
@@ -48,7 +48,7 @@ def small_runner(
     small = replace(limits, num_kv_blocks=num_blocks, num_host_blocks=0)
     runner = ModelRunner(model, replace(config, enforce_eager=True), small, shape, group)
     try:
-        with nullcontext() if group is None else group.alone():  # the others may still be loading
+        with nullcontext() if group is None else group.alone():  # the other ranks may still be loading
             yield runner
     finally:
         runner.close()
@@ -61,11 +61,11 @@ def step_bytes(
     shape: KVCacheShape,
     group: RankGroup | None = None,
 ) -> int:
-    """Return the most memory that a step takes in addition to weights and caches; 0 on a device that rehearses nothing.
+    """Return a step's peak memory in addition to weights and caches; 0 on a device without rehearsal.
 
     The steps: as many prompt tokens as fit, every row drawing from a filtered distribution; one token for every row;
-    one for a row with the longest context; both kinds together; and few rows and tokens, which have kernels of their
-    own.
+    one for a row with the longest context; both kinds together; and few rows and tokens, which have separate
+    kernels.
 
     Raises:
         ConfigError: the largest step does not fit.
@@ -131,5 +131,5 @@ def _small_steps(limits: SchedulerConfig, count: int, length: int) -> Iterator[S
 
 
 def _kinds(count: int) -> list[SamplingParams]:
-    """Return rows of every kind of sampling that has its own kernels; most take the most memory."""
+    """Return rows for every kind of sampling with separate kernels; most use the kind with the highest memory use."""
     return [_GREEDY if row % 8 == 7 else _FILTERED for row in range(count)]

@@ -1,8 +1,8 @@
 """Transfers a step's small host arrays to the device.
 
 Every separate copy costs a launch, and one from pageable memory also waits until the device has caught up,
-which would undo the overlap of planning with running. So a step's arrays are laid side by side in pinned
-memory and copied once.
+which would prevent the overlap of planning and execution. So a step's arrays are packed into one pinned
+buffer and copied once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pagemill.engine.devices.backend import DeviceBackend
 _ALIGNMENT = 16
 _FIRST_BYTES = 2**18
 _NUM_SLOTS = 2
-"""Steps whose arrays can be in transfer at the same time: the one in flight and the one being prepared."""
+"""Number of steps whose arrays can be in transfer at the same time: one in flight, one in preparation."""
 
 
 class Transfer(Protocol):
-    """Moves arrays to the device. `put` a step's arrays, then `send`: they may be read only after it."""
+    """Moves arrays to the device. `put` a step's arrays, then call `send`; they are readable only afterwards."""
 
     num_copies: int
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Return the tensor that holds `array` after `send`; valid until the second `send` from then."""
+        """Return the tensor that holds `array` after `send`; valid until the second `send` after that."""
         ...
 
     def send(self) -> None: ...
@@ -49,7 +49,7 @@ class DirectTransfer:
 
 
 class _Slot:
-    """Bytes on the host, pinned if the device needs that, their twin on the device, and the pending copy."""
+    """A host buffer, pinned if the device requires it, its counterpart on the device, and the pending copy."""
 
     def __init__(self, device: DeviceBackend, num_bytes: int) -> None:
         self.host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.is_apart)
@@ -65,7 +65,7 @@ class _Slot:
         self._copied = self._mark()
 
     def reuse(self) -> None:
-        """Wait until the device has read the host's bytes: one step ago at the latest, so hardly ever."""
+        """Wait until the device has read the host's bytes. It usually has: they were sent at least one step ago."""
         self._copied.synchronize()
         self.num_used = 0
 

@@ -1,7 +1,7 @@
 """The tensors of recurrent state, separate from the KV blocks: a slot for each row and for cached states.
 
-A sequence's slot is that of its row. It gets both at its admission and loses both when it ends or is preempted; a new
-sequence in a row does not read what the slot holds, unless a cached state was copied to it.
+A sequence's slot has the index of its row. It receives both at its admission and loses both when it ends or is
+preempted. A new sequence in a row does not read the slot's previous state, unless a cached state was copied to it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class StatePool:
             ]
             for tensors in shape
         ]
-        """By recurrent layer: its tensors [num_slots, ...]."""
+        """Per recurrent layer: its tensors [num_slots, ...]."""
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy slots (source, destination), one after another: a source may have been a destination before."""
+        """Copy slots (source, destination) sequentially: a source may have been a destination before."""
         for run in _independent_runs(pairs):
             destinations, sources = to_device(np.array(list(run.items()), dtype=np.int64).T, self._device)
             for tensors in self.layers:
@@ -63,7 +63,7 @@ def with_states(
     """Return the limits of a model that keeps a state per sequence: memory may lower max_num_seqs.
 
     Raises:
-        ConfigError: a setting is not supported with such models, or memory does not hold the states.
+        ConfigError: a setting is not supported with such models, or memory cannot hold the states.
     """
     if not shape.state:
         return limits

@@ -20,7 +20,7 @@ _POLL_S = 50e-6
 class TensorParallelExecutor:
     """An `Executor`. A step that fails on any rank is the last, because the ranks are no longer synchronized.
 
-    From then on it raises `RankLost`, after which nothing is retried.
+    From then on it raises `RankLost`, and no step is retried.
     """
 
     def __init__(self, runner: ModelRunner, ranks: RankProcesses, device: DeviceBackend) -> None:
@@ -45,7 +45,7 @@ class ParallelStep:
     step: LaunchedStep
     ranks: RankProcesses
     end: DeviceEvent
-    """Reached when the device has finished the step."""
+    """Event that is reached when the device has finished the step."""
 
     @property
     def plan(self) -> StepPlan:

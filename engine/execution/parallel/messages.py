@@ -20,13 +20,13 @@ class LoadShare:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     num_kv_blocks: int
-    """Blocks that fit on the rank's device; the pool is as large as the smallest."""
+    """Number of blocks that fit on the rank's device; the smallest number determines the pool."""
     num_host_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The rank is ready for plans. Before it, the rank received the resolved `SchedulerConfig`."""
+    """The rank is ready for plans. Before this message, it received the resolved `SchedulerConfig`."""
 
     weight_bytes: int
 

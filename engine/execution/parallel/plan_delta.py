@@ -1,8 +1,8 @@
 """A step's plan as sent to the other ranks: only the changes to their rows and blocks.
 
-A sequence's request, sampling and grammar concern only the rank that samples. A prompt is sent once, when its
-row is entered; sampled tokens go from device to device instead (`RankGroup.broadcast`), because they may not
-be known yet when the next plan is sent.
+Only the rank that samples needs a sequence's request, sampling and grammar. A prompt is sent once, when it
+enters its row. Sampled tokens are sent from device to device instead (`RankGroup.broadcast`), because they might
+not be known yet when the next plan is sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The process of a rank above 0: loads its share, then runs the plans it is sent. No requests, no queue, no
-sampling.
+"""The process of a rank above 0: loads its share, then runs the plans that it receives. It does not have requests,
+a queue or sampling.
 
-It ends with its connection to rank 0, which rank 0 closes, or the kernel if rank 0 dies.
+It exits with its connection to rank 0, which rank 0 closes, or the kernel if rank 0 crashes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Messages from rank 0, read ahead on a thread, which also detects rank 0's death during a collective."""
+    """Messages from rank 0, read ahead on a thread, which also detects a crash of rank 0 during a collective."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -39,7 +39,7 @@ class Inbox:
 
 
 def main(connection: Connection) -> NoReturn:
-    """Run the rank. Raises nothing: every failure ends the process, which rank 0 detects."""
+    """Run the rank. Does not raise: every failure ends the process, which rank 0 detects."""
     from pagemill.engine.errors import ConfigError
     from pagemill.engine.execution.parallel.messages import Failed, LoadShare
 
@@ -65,7 +65,7 @@ def main(connection: Connection) -> NoReturn:
 
 
 def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
-    """Load the rank's share, agree on limits, connect; returns the `ModelRunner` and its plans' inbox."""
+    """Load the rank's share, agree on limits, connect; return the `ModelRunner` and the inbox of its plans."""
     from pagemill.engine.config import resolve_limits, resolve_max_model_len
     from pagemill.engine.devices.registry import find_device
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
@@ -94,7 +94,7 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     limits = connection.recv()
     plans = Inbox(
         connection
-    )  # already now: waiting for the others and compiling kernels must stop if rank 0 dies
+    )  # started early: waiting for the others and compiling kernels must stop if rank 0 crashes
     group.connect(task.rendezvous, device.collectives)
     runner = ModelRunner(prepared, config, limits, shape, group)
     connection.send(Ready(model.weight_bytes()))
@@ -115,7 +115,7 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # A signal to the process group also reaches rank 0, which decides.
+    # A signal to the process group also reaches rank 0, which handles it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     main(Connection(int(sys.argv[1])))

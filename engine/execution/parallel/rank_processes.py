@@ -1,4 +1,4 @@
-"""Rank 0's handling of the other ranks' processes, from start to end."""
+"""Management of the other ranks' processes by rank 0."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from pagemill.engine.layers.rank_group import RankGroup
 
 _CHILD = "pagemill.engine.execution.parallel.rank_process"
 _END_S = 2.0
-"""Seconds in which a process must exit after its connection is closed; then it is killed."""
+"""Seconds after which a process that has not exited since its connection was closed is killed."""
 _LOOK_S = 0.2
 """The interval at which the processes are checked during a wait for them."""
 _NOTICE_S = 1.0
-"""After a connection broke, how long the kernel may take to report how the process ended."""
+"""Maximum time for the kernel to report the exit status after a connection broke."""
 
 Answer = TypeVar("Answer", Loaded, Ready)
 
 
 class RankProcesses:
-    """The processes of ranks 1 and up, on this machine. They end when this object or this process does.
+    """The processes of ranks 1 and up, on this machine. They exit when this object is deleted or this process exits.
 
-    One thread sends; `failure` is safe on any.
+    Only one thread may send; `failure` is safe on any thread.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start them; each begins to load its share of the model."""
+        """Start the processes; each starts to load its share of the model."""
         self.config = replace(config, num_threads=_threads_of_a_rank(config))
-        """The configuration that every rank runs with."""
+        """The configuration of every rank."""
         self.group = RankGroup(0, config.tensor_parallel_size)
         directory = tempfile.mkdtemp(prefix="pagemill-ranks-")
         self._rendezvous = str(Path(directory) / "store")
@@ -63,11 +63,11 @@ class RankProcesses:
             connection.send(LoadShare(self.config, rank, self._rendezvous))
 
     def agree(self, limits: SchedulerConfig, device: DeviceBackend) -> SchedulerConfig:
-        """Wait until all have loaded, agree on a pool that fits everywhere, and connect the ranks.
+        """Wait until all ranks have loaded, agree on a pool size that fits on each, and connect them.
 
         Raises:
-            ConfigError: a rank can't load its share, or a device has no room for a pool.
-            RankLost: a rank's process died.
+            ConfigError: a rank cannot load its share, or a device lacks memory for a pool.
+            RankLost: a rank's process crashed.
         """
         loaded = self._answers(Loaded)
         limits = replace(
@@ -85,7 +85,7 @@ class RankProcesses:
         return limits
 
     def _meet(self, device: DeviceBackend) -> None:
-        """Connect the ranks, on a thread: the call itself would wait minutes for a rank that dies meanwhile."""
+        """Connect the ranks, on a thread: the call itself would wait minutes for a rank that crashes meanwhile."""
         met: Future[None] = Future()
 
         def run() -> None:
@@ -104,11 +104,11 @@ class RankProcesses:
         met.result()
 
     def wait_ready(self) -> int:
-        """Wait until all take plans; returns the total bytes of their weights. Raises as `agree` does."""
+        """Wait until all ranks accept plans; return the total bytes of their weights. Raises as `agree` does."""
         return sum(answer.weight_bytes for answer in self._answers(Ready))
 
     def send(self, plan: bytes) -> None:
-        """Have every rank run a plan. Raises `RankLost`."""
+        """Send a plan to every rank. Raises `RankLost`."""
         if self._broken is not None or not self._end.alive:
             raise RankLost(self._broken or "the ranks have been ended")
         for rank, connection in enumerate(self._connections, start=1):
@@ -116,14 +116,14 @@ class RankProcesses:
                 connection.send_bytes(plan)
 
     def give_up(self, error: Exception) -> RankLost:
-        """End the ranks after a step failed on rank 0: they may be anywhere in it. Returns what to raise."""
+        """Stop the ranks after a step failed on rank 0: their progress in it is unknown. Return the error to raise."""
         if self._broken is None:
             self._broken = self._why(f"a step failed on rank 0: {type(error).__name__}: {error}")
             self.close()
         return RankLost(self._broken)
 
     def failure(self) -> str | None:
-        """The process that has ended, and how; None while all live."""
+        """The process that has exited, and its status; None while all are alive."""
         if self._broken is not None:
             return self._broken
         for rank, process in enumerate(self._processes if self._end.alive else (), start=1):
@@ -132,7 +132,7 @@ class RankProcesses:
         return None
 
     def close(self) -> None:
-        """End the processes. May be called again."""
+        """Stop the processes. Safe to call repeatedly."""
         self._end()
         self.group.close()  # after them: they would report it as their own failure
 
@@ -156,7 +156,7 @@ class RankProcesses:
             raise RankLost(self._why(f"rank {rank} does not answer: {error}")) from error
 
     def _why(self, otherwise: str) -> str:
-        """Describe the process that ended, if any; its connections break just before the kernel reports it."""
+        """Describe the process that exited, if any; its connections break just before the kernel reports it."""
         give_up_at = time.monotonic() + _NOTICE_S
         while (reason := self.failure()) is None and time.monotonic() < give_up_at:
             time.sleep(0.01)
@@ -175,12 +175,12 @@ def _spawn(connection_fd: int, num_threads: int | None) -> subprocess.Popen[byte
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(connection_fd,),
-        start_new_session=True,  # Ctrl-C is for rank 0, which may want to finish its work
+        start_new_session=True,  # Ctrl-C is for rank 0, which may finish its work first
     )
 
 
 def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection], directory: str) -> None:
-    """End the processes by closing their connections; kill one that is stuck in a collective or stopped."""
+    """Stop the processes by closing their connections; kill any that is stuck in a collective or stopped."""
     for connection in connections:
         connection.close()
     give_up_at = time.monotonic() + _END_S

@@ -1,4 +1,4 @@
-"""A step's random rows, staged for the kernel that draws their tokens."""
+"""A step's rows with random sampling, staged for the kernel that draws their tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StagedDraws:
 
 
 def stage_draws(work: Sequence[SampleWork], transfer: Transfer) -> StagedDraws | None:
-    """Stage the draws' inputs; None: every sample is greedy."""
+    """Stage the draws' inputs; return None if every sample is greedy."""
     random = [number for number, item in enumerate(work) if not item.params.is_greedy]
     if not random:
         return None
@@ -38,7 +38,7 @@ def stage_draws(work: Sequence[SampleWork], transfer: Transfer) -> StagedDraws |
         temperatures=put(np.array([row.temperature for row in params], dtype=np.float32)),
         top_k=put(np.array([max(0, row.top_k) for row in params], dtype=np.int32)),
         top_p=put(np.array([row.top_p for row in params], dtype=np.float64)),
-        # By torch, as on the CPU: numpy's logarithm may round differently.
+        # Computed by torch, as on the CPU: numpy's logarithm may round differently.
         log_min_p=put(torch.tensor([row.min_p for row in params], dtype=torch.float32).log().numpy()),
         seeds=put(np.array([item.row.seed for item in drawn], dtype=np.int64)),
         sample_indices=put(np.array([item.row.sample_index for item in drawn], dtype=np.int64)),
@@ -53,7 +53,7 @@ def draw(logits: torch.Tensor, peaks: torch.Tensor, draws: StagedDraws) -> torch
     """Draw tokens, [num_draws] int64.
 
     Args:
-        logits: [num_samples, vocab_size] fp32, of all samples of the step.
+        logits: [num_samples, vocab_size] fp32, for all samples of the step.
         peaks: [num_samples] fp32, the largest logit of each.
     """
     if not draws.is_all:

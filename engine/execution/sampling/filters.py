@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p: limit the tokens a row may draw, by their probability.
+"""Top-k, top-p and min-p limit the tokens that a row can draw, by their probability.
 
-Applied in this order, each to what the previous one left, as transformers does. Ties with the last token kept
-are kept. Every decision is made within its row, so it does not depend on the batch.
+Applied in this order, each to the result of the previous one, as in transformers. Ties with the last remaining token
+remain. Every decision is made within its row, so it does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def filter_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> Non
 
 
 def _rows(logits: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-    """Return all rows as a view, or fewer as a copy."""
+    """Return all rows as a view, or a subset as a copy."""
     return logits if len(numbers) == len(logits) else logits[torch.tensor(numbers, device=logits.device)]
 
 

@@ -1,6 +1,6 @@
-"""Log probabilities of chosen and most likely tokens, on the device until the step's copy to the host.
+"""Log probabilities of chosen and most likely tokens, on the device until copied to the host.
 
-`tensors` are copied to the host; `entries` takes the copies from an iterator, in the same order.
+`tensors` are copied to the host; `entries` reads the copies from an iterator, in the same order.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TopLogprobs:
     def from_logprobs(
         cls, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]
     ) -> TopLogprobs:
-        """Select from log probabilities [num_rows, vocab_size]. Impossible ones get the lowest finite number."""
+        """Select from log probabilities [num_rows, vocab_size]. Impossible tokens get the lowest finite number."""
         chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
         values, ids = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
-        lowest = torch.finfo(torch.float32).min  # JSON has no infinity
+        lowest = torch.finfo(torch.float32).min  # JSON does not support infinity
         return cls(token_ids, chosen.clamp(min=lowest), values.clamp(min=lowest), ids, tuple(counts))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -54,7 +54,7 @@ class ReadLogprobs:
 
     reads: list[tuple[int, int]]
     """(index in the plan's work, number of chosen tokens), in order."""
-    slices: list[torch.Tensor]  # [num_values] float32 each, one read's after the other's
+    slices: list[torch.Tensor]  # [num_values] float32 each, concatenated over the reads
 
     def tensors(self) -> list[torch.Tensor]:
         return self.slices

@@ -1,8 +1,8 @@
-"""Computes logits of a few tokens only, if every sample of a step is confined to a few.
+"""Computes logits of a few tokens only, if every sample of a step is restricted to a few.
 
 A labeling step chooses among the first tokens of some labels: a handful of a vocabulary of tens of
-thousands. Each number of a packed product depends only on its row and its channel, to the last bit, so a
-product with those channels gives the same logits as the whole product, and the choice among them is the same.
+thousands. Each value of a packed matmul depends only on its row and its channel, to the last bit, so a
+matmul with those channels gives the same logits as the complete one, and the choice among them is the same.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 from pagemill.engine.execution.sampling.processors import SampleWork
 
 MOST_TOKENS = 256
-"""The most tokens that a step's samples may choose from in total; beyond it the whole vocabulary is computed."""
+"""Maximum total number of tokens to choose from in a step; above it the entire vocabulary is computed."""
 _KEPT = 8
-"""Selections of channels kept packed: the root of a trie serves a whole data set."""
+"""Number of cached packed channel selections: the root of a trie serves an entire data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class NarrowVocabulary:
     """The subset of tokens that a step's logits represent."""
 
     token_ids: tuple[int, ...]
-    """Ascending, so that ties go to the lowest id here as well."""
+    """Ascending, so that ties resolve to the lowest id here as well."""
     barred: torch.Tensor | None = None
     """[num_samples, num_tokens] bool: tokens that a sample must not choose. None: no restriction."""
 
 
 NOTHING_SAMPLED = NarrowVocabulary((0,))
-"""For a step without samples, whose logits are not read."""
+"""The selection for a step without samples, whose logits are not read."""
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class _Selectable(Protocol):
     out_features: int
 
     def of_channels(self, channels: torch.Tensor) -> nn.Module | None:
-        """Return a layer of only these outputs, the same to the last bit; None if this layer has no such thing."""
+        """Return a layer with only these outputs, bit-identical; None if this layer does not support it."""
         ...
 
 
@@ -56,9 +56,9 @@ class NarrowHead:
 
     @classmethod
     def from_module(cls, module: Any) -> NarrowHead | None:
-        """Wrap one of transformers' causal language models; None if its head can't compute a part.
+        """Wrap one of transformers' causal language models; return None if its head cannot compute a part.
 
-        What a family does to its logits after the product (a scale, a softcap) is elementwise.
+        A family's changes to its logits after the matmul (a scale, a softcap) are elementwise.
         """
         head = module.get_output_embeddings()
         if not isinstance(head, _Selectable) or head.of_channels(torch.zeros(1, dtype=torch.int64)) is None:
@@ -94,7 +94,7 @@ class NarrowHead:
 
 
 def _confined_to(work: SampleWork) -> Sequence[int] | None:
-    """Return the tokens that a sample may choose from, if its parameters only need a choice among them."""
+    """Return the tokens that a sample can choose from, if its parameters require nothing else."""
     sample, params = work.sample, work.params
     grammar = sample.allowed_token_ids
     if grammar is None and (sample.token_mask is not None or params.allowed_token_ids is None):
@@ -110,7 +110,7 @@ def _confined_to(work: SampleWork) -> Sequence[int] | None:
         or params.repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
-        or (is_filtered and not params.is_greedy)  # filters sum probabilities, here in another order
+        or (is_filtered and not params.is_greedy)  # filters sum probabilities, here in a different order
     ):
         return None
     return params.allowed_token_ids if grammar is None else grammar

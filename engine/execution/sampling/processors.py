@@ -1,11 +1,11 @@
-"""A request's parameters that change its logits before temperature: bias, penalties, and barred tokens.
+"""A request's parameters that change its logits before temperature: bias, penalties, forbidden tokens.
 
-The order is logit_bias, then penalties, then bars. ForbiddenTokens come from a grammar, `allowed_token_ids`,
-`bad_words`, and EOS and stop tokens before `min_tokens`. None overrides another: if they leave no token, none
-is sampled, and the request fails. But a structure that can only end may do so before `min_tokens`.
+The order is logit_bias, then penalties, then forbidden tokens. Sources of these are a grammar, `allowed_token_ids`,
+`bad_words`, and EOS and stop tokens before `min_tokens`. No source overrides another: if they leave no token, none
+is sampled, and the request fails. However, a structure that can only end may do so before `min_tokens`.
 
-Here a step's samples are put together on the host; `StagedChanges` applies them. What the host does not know yet,
-the newest tokens of a row are read by the device only.
+This module combines a step's changes on the host; `StagedChanges` applies them. The newest tokens of a row,
+which the host does not know yet, are read only by the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Bits = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class SampleWork:
-    """One sample: its place, and the row it belongs to."""
+    """One sample: its index, and its row."""
 
     sample: Sample
     row: NewRow
@@ -46,7 +46,7 @@ class SampleWork:
 
     @property
     def output_position(self) -> int:
-        """Tokens generated before this one, including resumed ones."""
+        """Number of tokens generated before this one, including resumed ones."""
         return self.sample.position - self.row.num_prompt_tokens
 
 
@@ -63,7 +63,7 @@ class RowConstraints:
         self.ends = frozenset((*eos_token_ids, *params.stop_token_ids)) if params.min_tokens else frozenset()
 
     def whitelist(self, sample: Sample) -> Bits | None:
-        """Return the only tokens that the grammar and `allowed_token_ids` leave; None: all."""
+        """Return the tokens that both the grammar and `allowed_token_ids` allow; None: all."""
         grammar = grammar_bits(sample)
         if grammar is None or self.allowed is None:
             return self.allowed if grammar is None else grammar
@@ -81,7 +81,7 @@ class RowConstraints:
 
 
 class LogitsProcessors:
-    """Puts together what the parameters of a step's samples do to their logits."""
+    """Combines the logit changes of a step's samples."""
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
@@ -89,7 +89,7 @@ class LogitsProcessors:
         """Constraints by row; rebuilt when the row is assigned to another sequence."""
 
     def stage(self, work: Sequence[SampleWork], vocab_size: int, transfer: Transfer) -> StagedChanges | None:
-        """Stage the changes; None: there are none."""
+        """Stage the changes; return None if there are none."""
         own = [self._of(item.row) for item in work]
         biased = [number for number, item in enumerate(work) if item.params.logit_bias]
         penalised = [number for number, constraints in enumerate(own) if constraints.penalises]
@@ -203,6 +203,6 @@ def grammar_bits(sample: Sample) -> Bits | None:
 
 
 def _has_others(bits: Bits, tokens: frozenset[int]) -> bool:
-    """Return True if the set holds a token that is none of these."""
+    """Return True if the set contains a token other than these."""
     inside = sum(1 for token in tokens if token >> 3 < len(bits) and bits[token >> 3] >> (token & 7) & 1)
     return int(np.unpackbits(bits).sum()) > inside

@@ -1,6 +1,6 @@
-"""Logits to tokens. Each processor touches only the rows that ask for it; greedy rows cost one argmax.
+"""Selects tokens from logits. Each processor affects only the rows that request it; a greedy row costs one argmax.
 
-Order: logprobs from raw logits; then what `logits_processors` applies; then temperature and `logits_filters`; then
+Order: logprobs from raw logits; then `logits_processors`; then temperature and `logits_filters`; then
 argmax of logits + Gumbel noise, which draws from their softmax. The noise is a function of (seed, sample,
 position, token), so a row's draw does not depend on its batch.
 """
@@ -50,7 +50,7 @@ class SamplerOutput:
         return tensors
 
     def fill(self, result: StepResult, copies: Iterator[torch.Tensor]) -> None:
-        """Write everything into the step's result.
+        """Write all values into the step's result.
 
         Args:
             copies: the host's copies of `tensors`, in the same order.
@@ -69,7 +69,7 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StagedSamples:
-    """What a step's samples need in addition to their logits, on the device once the transfer has been sent."""
+    """A step's sampling inputs in addition to logits, on the device once the transfer has been sent."""
 
     changes: StagedChanges | None
     draws: StagedDraws | None
@@ -80,12 +80,12 @@ class StagedSamples:
 
 class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...], *, draws_on_device: bool = False) -> None:
-        """`draws_on_device`: draw by `pagemill.kernels.dispatch.sample_tokens`, with no sort and no wait."""
+        """`draws_on_device`: draw with `pagemill.kernels.dispatch.sample_tokens`, without sorting or waiting."""
         self._processors = LogitsProcessors(eos_token_ids)
         self._draws_on_device = draws_on_device
 
     def stage(self, work: list[SampleWork], vocab_size: int, transfer: Transfer) -> StagedSamples:
-        """Put what `sample` needs in addition to the logits into the transfer."""
+        """Add the inputs of `sample`, except the logits, to the transfer."""
         asking = _asking(work)
         return StagedSamples(
             self._processors.stage(work, vocab_size, transfer),
@@ -136,7 +136,7 @@ class Sampler:
     def sample_narrow(
         logits: torch.Tensor, work: list[SampleWork], vocabulary: NarrowVocabulary
     ) -> SamplerOutput:
-        """Do as `sample` does, from logits [num_samples, num_tokens] of a narrow vocabulary; overwrites them."""
+        """Sample like `sample`, from logits [num_samples, num_tokens] of a narrow vocabulary; overwrites them."""
         logits = logits.float()
         is_valid = torch.isfinite(logits.amax(dim=-1))
         if vocabulary.barred is not None:
@@ -162,9 +162,9 @@ def _asking(work: list[SampleWork]) -> list[int]:
 
 
 def _cooled(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
-    """Return logits over temperature, with each row's largest at 0; in place."""
+    """Divide logits by the temperature in place, with each row's maximum shifted to 0."""
     temperatures = torch.tensor([item.params.temperature for item in work], device=logits.device)
-    # A tiny temperature must not overflow: only the distance to the best logit matters.
+    # A tiny temperature must not overflow: only the difference from the best logit matters.
     return logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
 
 
@@ -177,7 +177,7 @@ def _keys(work: list[SampleWork], device: torch.device | None = None) -> torch.T
 
 
 def _ranked(scores: torch.Tensor, ids: torch.Tensor) -> list[tuple[int, float]]:
-    """Return (token id, score) of possible tokens, best first, of equal ones the lowest id first."""
+    """Return (token id, score) of possible tokens, best first, ties by ascending id."""
     pairs = zip(ids.tolist(), scores.tolist(), strict=True)
     possible = [(token, score) for token, score in pairs if score > float("-inf")]
     return sorted(possible, key=lambda candidate: (-candidate[1], candidate[0]))

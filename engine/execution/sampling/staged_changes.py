@@ -1,7 +1,7 @@
 """A step's changes of its logits, on the device: each kind for all samples together.
 
-The number of kernels does not grow with the samples, and every array came in the step's one copy. A row's numbers
-are those it would have alone.
+The number of kernels does not grow with the samples, and all arrays arrive in the step's single copy. A row's values
+are the same as if it ran alone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 _ANY_TOKEN = -1
 _NO_TOKEN = -2
 _ROWS_AT_ONCE = 256
-"""Penalties count tokens in tables of this many rows by the vocabulary."""
+"""Number of rows of the [rows, vocabulary] tables in which penalties count tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """Numbers that are added, one per (sample, token)."""
+    """Values that are added, one per (sample, token)."""
 
     samples: torch.Tensor  # [num_pairs] int64
     token_ids: torch.Tensor  # [num_pairs] int64
@@ -32,8 +32,8 @@ class Biases:
 class Penalties:
     """Repetition penalty over prompt and output, presence and frequency over output.
 
-    Only tokens that have occurred are touched. A token that occurred several times is computed several times, to the
-    same value.
+    Only tokens that have occurred change. A token that occurred several times is computed several times, with the
+    same result.
     """
 
     samples: torch.Tensor  # [num_rows] int64, and so on
@@ -46,9 +46,9 @@ class Penalties:
     longest: int
     """The largest of the positions."""
     scales: bool
-    """A repetition penalty is not 1."""
+    """True if a repetition penalty is not 1."""
     counts: bool
-    """A presence or frequency penalty is not 0."""
+    """True if a presence or frequency penalty is not 0."""
 
     def apply(self, logits: torch.Tensor, token_table: torch.Tensor) -> None:
         for begin in range(0, len(self.samples), _ROWS_AT_ONCE):
@@ -75,7 +75,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Whitelists:
-    """The only tokens of some samples, a bit per token, lowest bit first. Tokens past the bits are barred."""
+    """The allowed tokens of some samples, a bit per token, lowest bit first. Tokens past the bits are forbidden."""
 
     samples: torch.Tensor  # [num_rows] int64
     bits: torch.Tensor  # [num_rows, num_bytes] uint8
@@ -91,9 +91,9 @@ class Whitelists:
 
 @dataclass(frozen=True, slots=True)
 class ForbiddenTokens:
-    """Tokens barred one by one: the last of a sequence, right after all its others. One token's others are none.
+    """Individually forbidden tokens: the last of a token sequence, if all its other tokens directly precede it.
 
-    Only output is compared, as in vLLM: the prompt may end in the beginning of a bad word.
+    Only output is compared, as in vLLM: the prompt may end with the start of a bad word.
     """
 
     samples: torch.Tensor  # [num_bars] int64, and so on
@@ -111,14 +111,14 @@ class ForbiddenTokens:
         window = torch.where(at >= self.prompt_lens[:, None], window, _NO_TOKEN)
         has_come = ((self.prefixes == window) | (self.prefixes == _ANY_TOKEN)).all(dim=1)
         bounds = torch.where(has_come, -torch.inf, torch.inf)
-        # Several may end in one token: a minimum has no order in which they could overwrite each other.
+        # Several may end in one token: a minimum does not depend on the order of writes.
         flat = self.samples * logits.shape[1] + self.token_ids
         logits.view(-1).scatter_reduce_(0, flat, bounds, "amin")
 
 
 @dataclass(frozen=True, slots=True)
 class StagedChanges:
-    """What a step's parameters do to its logits: bias, then penalties, then bars."""
+    """The changes of a step's logits: bias, then penalties, then forbidden tokens."""
 
     samples: torch.Tensor
     """[num_changed] int64, in order."""

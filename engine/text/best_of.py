@@ -9,8 +9,8 @@ class BestOf:
     """One request's samples.
 
     Args:
-        num_returned: how many of the samples the caller gets.
-        with_logprobs: whether the caller asked for logprobs; the samples always carry them, for the ranking.
+        num_returned: number of samples that the caller receives.
+        with_logprobs: whether the caller requested logprobs; the samples always have them, for the ranking.
     """
 
     def __init__(self, num_returned: int, *, with_logprobs: bool) -> None:
@@ -32,7 +32,7 @@ class BestOf:
             held.finish_reason, held.stop_reason = delta.finish_reason, delta.stop_reason
 
     def release(self) -> list[CompletionDelta]:
-        """Return the best samples whole, by rank: highest cumulative logprob first, ties in the order drawn."""
+        """Return the best samples complete, ranked by cumulative logprob, ties in the order drawn."""
         ranked = sorted(
             self._samples.values(), key=lambda held: (-(held.cumulative_logprob or 0.0), held.index)
         )

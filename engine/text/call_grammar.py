@@ -1,4 +1,4 @@
-"""Grammars of tool calls, in llguidance's Lark: a family's syntax around JSON that a function's schema allows."""
+"""Grammars of tool calls in llguidance's Lark: a family's syntax around schema-conforming JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pagemill.engine.errors import UnsupportedFeature
 from pagemill.engine.text.tokenizer import Tokenizer
 
 MAX_CALLS = 16
-"""Calls in one answer, where a grammar counts them."""
+"""Maximum number of calls in one output, if the grammar counts them."""
 _MAX_REFERENCES = 8
-"""References that are followed from a parameter's schema."""
+"""Maximum number of references followed from a parameter's schema."""
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -31,7 +31,7 @@ class Function:
 
     @classmethod
     def from_definition(cls, function: Mapping[str, Any]) -> Function:
-        """Read OpenAI's form; without parameters, a call has none. Open objects are closed (`closed_objects`)."""
+        """Read OpenAI's form; without parameters, calls have no arguments. Closes open objects (`closed_objects`)."""
         schema = closed_objects(function.get("parameters") or _ANY_OBJECT)
         return cls(function["name"], schema, bool(function.get("strict")))
 
@@ -45,13 +45,13 @@ class CallGrammar:
     def forced(
         self, functions: Sequence[Function], syntax: ToolSyntax, *, is_single: bool
     ) -> StructuredOutputs:
-        """The output is one call or more. Raises InvalidParameter if the schemas are too large."""
+        """Return a grammar of one or more calls. Raises InvalidParameter if the schemas are too large."""
         return self._lark("start: calls", self._calls(functions, syntax, is_single=is_single))
 
     def either(
         self, functions: Sequence[Function], syntax: ToolSyntax, schema: str, *, is_single: bool
     ) -> StructuredOutputs:
-        """As `forced`, or else JSON that the schema allows."""
+        """Return a grammar of calls as in `forced`, or alternatively of JSON that the schema allows."""
         rules = [
             *self._calls(functions, syntax, is_single=is_single),
             f"answer: {self._literal(syntax.form.answer)} %json {_styled(json.loads(schema))}",
@@ -59,7 +59,7 @@ class CallGrammar:
         return self._lark("start: calls | answer", rules)
 
     def triggered(self, functions: Sequence[Function], syntax: ToolSyntax) -> StructuredOutputs:
-        """The rest of one call after `form.trigger`."""
+        """Return a grammar of the rest of one call after `form.trigger`."""
         form = syntax.form
         return self._lark("start: call", self._call(functions, syntax, form.trigger, form.end))
 
@@ -77,7 +77,7 @@ class CallGrammar:
         yield "call: " + " | ".join(f"call_{number}" for number in range(len(functions)))
         for number, function in enumerate(functions):
             head = (form.begin if written else "") + form.head(function.name)
-            # A trigger that is not how a call begins would have been written for nothing.
+            # A trigger that does not start a call would have been written in vain.
             assert head.startswith(written), form
             begin, after = self._literal(head[len(written) :]), self._literal(form.after + end)
             yield f"call_{number}: {begin} arguments_{number} {after}"
@@ -106,7 +106,7 @@ class CallGrammar:
             elif self._special is None or not self._special.search(elements.after):
                 yield f"{part}: {self._literal(before)} {part}_text"
                 yield f"{part}_text[suffix={_quoted(elements.after)}]: /(?s:.*)/"
-            else:  # no pattern reaches up to a special token
+            else:  # no pattern extends up to a special token
                 yield f"{part}: {self._literal(before)} {part}_text {self._literal(elements.after)}"
                 yield f"{part}_text: /[^<]*/"
         yield f"{rule}: {' '.join(parts)}"
@@ -115,7 +115,7 @@ class CallGrammar:
         return StructuredOutputs(grammar="\n".join(["%llguidance {}", start, *rules]) + "\n")
 
     def _literal(self, text: str) -> str:
-        """Write a text; special tokens in it by their ids, since no text represents them."""
+        """Write a text, with special tokens by their ids, since no text represents them."""
         if not text:
             return ""
         parts = [text] if self._special is None else self._special.split(text)
@@ -140,7 +140,7 @@ class CallGrammar:
 
 
 def is_text_schema(schema: Any, root: Mapping[str, Any]) -> bool:
-    """Return True if the values that a parameter's schema allows are texts, or may be."""
+    """Return True if a parameter's schema allows texts."""
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -168,7 +168,7 @@ def _quoted(text: str) -> str:
 
 
 def _styled(schema: Any) -> str:
-    """Return a schema as JSON, with one way to write each value."""
+    """Return a schema as JSON, with a unique way to write each value."""
     if schema is True:
         schema = {}
     try:

@@ -1,4 +1,4 @@
-"""Chats with tools and thinking: the prompt, the structure that forced calls take, and how to read the answer."""
+"""Chats with tools and reasoning: the prompt, the structure of forced calls, and the parsing of outputs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from pagemill.engine.text.numbered_calls import number_calls
 from pagemill.engine.text.tokenizer import Message, Tokenizer
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which templates turn thinking on or off."""
+"""Variables with which templates turn reasoning on or off."""
 _TRIAL_NAME, _TRIAL_KEY = "trial_function", "trial_key"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _MAX_NAMES = 16384
-"""Characters of parameters' names, which every output's record holds for syntaxes without types."""
+"""Maximum length of parameters' names, which every output's record contains for syntaxes without types."""
 _EXPLANATION = """You can call these functions:
 {tools}
 
@@ -52,13 +52,13 @@ class ChatOptions:
     function: str | None = None
     """The one function to call; `choice` is required then."""
     is_parallel: bool | None = None
-    """Whether several calls are allowed. None: several where the model is free to call, one where it has to."""
+    """Whether several calls are allowed. None: several if calls are optional, one if a call is required."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
 
     @property
     def offered(self) -> list[Function]:
-        """The functions that the model may call. Raises InvalidRequest if one has to be called and there is none."""
+        """The functions that the model can call. Raises InvalidRequest if a call is required and there are none."""
         if self.choice == "none":
             return []
         try:
@@ -75,7 +75,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat as the engine and the reader of its answer take it."""
+    """A chat prepared for the engine and the parser of its output."""
 
     prompt: str
     params: SamplingParams
@@ -84,10 +84,10 @@ class PreparedChat:
 
 
 class ChatFormat:
-    """A model's way to chat: its template, and the families of its tool calls and its thinking. Thread-safe."""
+    """A model's chat format: its template, and the families of its tool calls and reasoning. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, tools: str | None = None, thinking: str | None = None) -> None:
-        """`tools` and `thinking` replace what the template specifies; `none` for what the model does not do."""
+        """`tools` and `thinking` override the families derived from the template; `none` disables a feature."""
         self._tokenizer = tokenizer
         self._template = tokenizer.chat_template or ""
         self._asked_tools = tools
@@ -97,10 +97,10 @@ class ChatFormat:
     def prepare(
         self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
     ) -> PreparedChat:
-        """Render a chat, and return how its output is constrained and parsed.
+        """Render a chat, and return its prompt with the constraints and the parser of its output.
 
         Raises:
-            InvalidRequest, UnsupportedFeature: the model or its template can't do what is asked for.
+            InvalidRequest, UnsupportedFeature: the model or its template does not support the request.
         """
         functions = options.offered
         tools = self._tool_syntax() if functions else None
@@ -110,7 +110,7 @@ class ChatFormat:
         is_limited = structure is not None or params.thinking_token_budget is not None
         prompt = self._render(messages, options, tools)
         if tags is not None and params.label_probs is not None:
-            prompt += tags.answer  # a label is the first that is generated
+            prompt += tags.answer  # a label is generated first
             tags = None if tags.answer else tags
         elif tags is not None and tags.after and is_limited:
             prompt += tags.opening
@@ -152,7 +152,7 @@ class ChatFormat:
 
     @property
     def parses_every_chat(self) -> bool:
-        """True if an answer is of no use as it is: it has headers, which no job asks for."""
+        """True if an output must always be parsed: it has headers, which no job requests."""
         return self._tags is not None and bool(self._tags.after)
 
     @property
@@ -160,7 +160,7 @@ class ChatFormat:
         return None if self._thinking in (None, "none") else THINKING[self._thinking]
 
     def _stops(self, tags: ThinkingTags) -> list[int]:
-        """Return the ids of the special tokens that end an output; a vocabulary without them has none."""
+        """Return the ids of the special tokens that end an output; empty for a vocabulary without them."""
         found = map(self._encode, tags.stops)
         return [ids[0] for ids in found if len(ids) == 1]
 
@@ -185,7 +185,7 @@ class ChatFormat:
         )
 
     def _written_call(self) -> str | None:
-        """Return how the template writes a call in the history; None if it does not."""
+        """Return the template's format of a call in the history; None if it does not write calls."""
         function = {"name": _TRIAL_NAME, "arguments": {_TRIAL_KEY: "value"}}
         call = {"id": "trial0000", "type": "function", "function": function}
         tool = {
@@ -258,7 +258,7 @@ class ChatFormat:
     def _structure(
         self, functions: list[Function], options: ChatOptions, params: SamplingParams, tools: str | None
     ) -> tuple[StructuredOutputs | None, str]:
-        """Return what constrains the output, and the text that it applies after, if not from the beginning."""
+        """Return the output's constraint, and the text after which it applies, if not from the start."""
         asked = params.structured_outputs
         if tools is None:
             return asked, ""
@@ -272,7 +272,7 @@ class ChatFormat:
         allows_one = options.is_parallel is False or options.function is not None
         try:
             if options.choice == "required":
-                # A weak model makes as many calls as are allowed, and clients expect one.
+                # A weak model makes as many calls as are allowed, but clients expect one.
                 is_single = form.is_single or allows_one or options.is_parallel is None
                 return self._grammar.forced(functions, syntax, is_single=is_single), ""
             if asked is not None:
@@ -292,7 +292,7 @@ class ChatFormat:
     def _values(
         self, functions: list[Function], tools: str | None
     ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Return the parameters whose values are not texts, if the syntax does not mark them. Raises InvalidRequest."""
+        """Return the parameters with non-text values, if the syntax does not mark them. Raises InvalidRequest."""
         if tools is None or _syntax(tools).elements is None:
             return ()
         found = []
@@ -309,7 +309,7 @@ class ChatFormat:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _is_hidden(self, mark: str) -> bool:
-        """Return True if a mark is made of special tokens, which texts leave out."""
+        """Return True if a mark consists of special tokens, which texts omit."""
         return mark not in self._tokenizer.decode(self._encode(mark))
 
 
@@ -320,10 +320,10 @@ def _syntax(name: str) -> ToolSyntax:
 
 
 def _turn(number: int, message: Message, tools: str | None) -> dict[str, Any]:
-    """Return a message as templates expect it: arguments as objects, and the contents as texts. Raises InvalidRequest.
+    """Return a message in the form for templates: arguments as objects, contents as texts. Raises InvalidRequest.
 
     Args:
-        number: its place among the messages.
+        number: its index among the messages.
     """
     turn = {name: value for name, value in message.items() if value is not None} | {
         "content": message.get("content") or ""
@@ -351,13 +351,13 @@ def _turn(number: int, message: Message, tools: str | None) -> dict[str, Any]:
 
 
 def _short_id(name: str, tools: str | None) -> str:
-    """Return a call's id; Mistral's templates take nine letters and digits only."""
+    """Return a call's id; Mistral's templates only accept nine letters and digits."""
     is_mistral = tools is not None and tools.startswith("mistral")
     return "".join(filter(str.isalnum, name))[-9:].rjust(9, "0") if is_mistral else name
 
 
 def _object(arguments: Any, place: str) -> Any:
-    """Return a call's arguments. Raises InvalidRequest if they are not an object, as those of a cut call are."""
+    """Return a call's arguments. Raises InvalidRequest if they are not an object, as in a truncated call."""
     if not isinstance(arguments, str):
         return arguments or {}
     if not arguments.strip():
@@ -388,7 +388,7 @@ def _explained(turns: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) 
 
 
 def _as_text(turn: dict[str, Any]) -> dict[str, Any]:
-    """Write calls and their answers as texts, for a template that knows neither."""
+    """Write calls and their results as texts, for a template that supports neither."""
     if turn["role"] == "tool":
         return {"role": "user", "content": f"The function returned: {turn['content']}"}
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]

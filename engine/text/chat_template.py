@@ -1,7 +1,7 @@
-"""The chat template of a model: the one asked for, or the one next to its tokenizer.
+"""The chat template of a model: the configured one, or the one next to its tokenizer.
 
 A template is a program of the model's publisher. It runs in Jinja's sandbox, in a process with limits on CPU time and
-memory: it reads the messages, and reaches nothing else.
+memory. It can only read the messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_BYTES = 2**20
 _MAX_REASON = 300
 _RESERVED = {"chat_template", "conversation", "messages", "tokenize", "tools"}
 CONTINUE = "continue_final_message"
-"""The variable that leaves the last turn open, as transformers' apply_chat_template has it."""
+"""The variable that leaves the last turn open, as in transformers' apply_chat_template."""
 _END = "pagemill7end"
 _SAMPLE = "pagemill7sample"
 _SAMPLE_TURNS: dict[str, tuple[str, ...]] = {
@@ -30,17 +30,17 @@ _SAMPLE_TURNS: dict[str, tuple[str, ...]] = {
 """For each role, the roles of a conversation in which its text should be shown. `user` is the first."""
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
-"""What transformers calls the template that models have for conversations with tools."""
+"""transformers' name of a model's template for conversations with tools."""
 
 
 class ChatTemplate:
-    """Writes conversations as the model was trained to read them."""
+    """Renders conversations in the format on which the model was trained."""
 
     def __init__(self, tokenizer: Any, directory: Path, asked: str | None) -> None:
         """Choose the template.
 
         Args:
-            tokenizer: transformers' own.
+            tokenizer: transformers' tokenizer.
             asked: a file, or the name of one of the model's templates; None: the model's default.
 
         Raises:
@@ -58,19 +58,19 @@ class ChatTemplate:
         self._with_tools = self._named.get(_WITH_TOOLS, self.text) if asked is None else self.text
         texts = [text for text in (self.text, self._with_tools) if text is not None]
         self.source: str | None = "\n".join(dict.fromkeys(texts)) if texts else None
-        """All that conversations are written by: some models have a separate template for tools."""
+        """All templates for conversations: some models have a separate one for tools."""
 
     def render(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> str:
         """Return the conversation as text, with the assistant's turn opened.
 
         Args:
             tools: functions that the model may call, in OpenAI's form.
-            variables: further names that the template may read. With `CONTINUE`, the text ends with the last message,
+            variables: further names that the template can read. With `CONTINUE`, the text ends with the last message,
                 which the assistant continues.
 
         Raises:
             UnsupportedFeature: there is no template.
-            InvalidRequest: the template rejects these messages, or takes too long or too much memory for them.
+            InvalidRequest: the template rejects these messages, or needs too much time or memory for them.
         """
         template = self._with_tools if tools else self.text
         if template is None:
@@ -95,15 +95,15 @@ class ChatTemplate:
             text = self._process.render(template, values)
             return _before_end(text, last) if is_continued else text
         except Refused as error:
-            # What the template specifies itself (raise_exception) is the reason that its user needs.
+            # The template's message (raise_exception) is the reason that its user needs.
             raise InvalidRequest(
                 f"the chat template rejects these messages: {str(error)[:_MAX_REASON]}"
             ) from None
 
     def _roles_in_parts(self, template: str, values: Mapping[str, Any]) -> frozenset[str] | None:
-        """Return the roles whose contents the template reads as lists of parts; it shows no text of a plain one.
+        """Return the roles whose contents the template renders only as lists of parts, not as text.
 
-        None: it shows a user's text in neither form. Raises InvalidRequest if it exceeds a limit.
+        None: it does not render a user's text in either form. Raises InvalidRequest if it exceeds a limit.
         """
         if template in self._parts_by_template:
             return self._parts_by_template[template]
@@ -179,7 +179,7 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
 
         try:
-            environment().parse(text)  # compiling computes constants, which may take any time
+            environment().parse(text)  # compiling computes constants, which may take unbounded time
         except (TemplateSyntaxError, RecursionError) as error:
             message = f"line {getattr(error, 'lineno', 1)}: {error}"
             if asked is not None:
@@ -219,11 +219,11 @@ def check_continued(message: Mapping[str, Any]) -> None:
 
 
 def _before_end(text: str, message: Mapping[str, Any]) -> str:
-    """Return a conversation up to the end of its last message. Raises InvalidRequest if a part of that is not in it."""
+    """Return a conversation up to the end of its last message. Raises InvalidRequest if that is incomplete."""
     before, end, after = text.rpartition(_END)
     if not end or message["content"].strip() not in before:
         raise InvalidRequest(f"{CONTINUE}: the chat template leaves out the text of the last message")
-    # A template that trims contents would have trimmed this one's end too.
+    # A template that trims contents would have trimmed the end of this one too.
     return before if after.startswith(" ") else before.rstrip()
 
 
@@ -232,7 +232,7 @@ def _plain(token: Any) -> Any:
 
 
 def _beside(directory: Path) -> str | dict[str, str] | None:
-    """Return what `chat_template.json` holds, which transformers reads for processors alone."""
+    """Return the content of `chat_template.json`, which transformers only reads for processors."""
     file = directory / "chat_template.json"
     if not file.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: token ids arrive a few at a time, text leaves when it is final."""
+"""Incremental detokenization: accepts a few token ids at a time, and releases text once it is final."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from pagemill.engine.text.tokenizer import Tokenizer
 
-# Prompt tokens kept as left context: enough for a merged character and for a leading space.
+# Prompt tokens used as left context: enough for a merged character and for a leading space.
 _CONTEXT_TOKENS = 6
-# Unreleased tokens that a window may have before its older ones are dropped. Bounds the cost of each token.
+# Maximum number of unreleased tokens in a window before its older ones are dropped. Bounds the cost per token.
 _MAX_WINDOW = 24
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_BYTES = 4
@@ -34,8 +34,8 @@ class Detokenizer:
     minus that of the window's already final part. A trailing replacement character may be an incomplete
     character: it is not final until another follows, or `flush` is called.
 
-    Decoders with byte fallback replace all bytes of a run if one of them is invalid, so a window can't be cut within
-    a run. Tokens that represent single bytes are decoded here: valid characters of a run are kept and released.
+    Decoders with byte fallback replace all bytes of a run if one of them is invalid, so a window cannot be cut within
+    a run. Tokens that represent single bytes are decoded here, which preserves and releases valid characters of a run.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Detokenizer:
         self._num_context = 0
         self._text = ""
         self._num_final = 0
-        """Characters of the window's text that are final."""
+        """Number of final characters of the window's text."""
         self._final_ends_open = False
         self._set_context(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._bytes = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
         self._num_prompt_bytes = 0
-        """Bytes of an incomplete character that ends the prompt."""
+        """Bytes of an incomplete character at the end of the prompt."""
         self._read_prompt_bytes(prompt_token_ids)
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -142,12 +142,12 @@ class Detokenizer:
         self._final_ends_open = self._text.endswith(_REPLACEMENT)
 
     def _shorten(self) -> None:
-        """Drop a long window's older tokens. Only its last character, of at most 3 bytes, may be incomplete."""
+        """Drop a long window's older tokens. Only its last character, of up to 3 bytes, can be incomplete."""
         if len(self._window) <= _MAX_WINDOW:
             return
         window = self._window[-_MAX_WINDOW // 2 :]
         text = self._decode(window)
-        # The first characters may differ, since the window may begin within a character.
+        # The first characters may differ, since the window may start within a character.
         if len(text) >= _MAX_CHARACTER_BYTES and text.endswith(_REPLACEMENT):
             self._num_final += len(text) - len(self._text)
             self._window, self._num_context, self._text = window, 0, text
@@ -159,7 +159,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Watches a sample's text for stop strings and holds back text that may become one."""
+    """Searches a sample's text for stop strings and holds back text that may become one."""
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool) -> None:
         self._stop = tuple(stop)
@@ -189,7 +189,7 @@ class StopStrings:
         return released
 
     def _longest_open_prefix(self) -> int:
-        """Return the length of the longest suffix of the held text that begins some stop string."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(len(self._held), max(len(stop) for stop in self._stop) - 1)
         for length in range(longest, 0, -1):
             suffix = self._held[-length:]

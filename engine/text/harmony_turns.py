@@ -1,4 +1,4 @@
-"""The turns of a chat as gpt-oss's chat template takes them: it writes one call per message, and one text before it."""
+"""The turns of a chat for gpt-oss's chat template, which writes one call per message, and one text before it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 _PREAMBLE = "<|end|><|start|>assistant<|channel|>commentary<|message|>"
-"""Between the reasoning and a text for the user that comes before a call."""
+"""Separator between the reasoning and a text for the user that precedes a call."""
 
 
 def harmony_turns(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one turn per call, each followed by its results.
 
-    The template names a result after the call before it and drops further calls of a turn. The reasoning before calls
-    is kept until an answer follows, as the format requires: the template sees to that.
+    The template names a result after the preceding call and drops further calls of a turn. As the format requires, the
+    template keeps the reasoning before calls until an answer follows.
     """
     arranged: list[dict[str, Any]] = []
     at = 0
@@ -41,7 +41,7 @@ def harmony_turns(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _one_text(turn: dict[str, Any]) -> dict[str, Any]:
-    """Join reasoning and content, of which the template takes one next to a call."""
+    """Join reasoning and content, of which the template accepts only one next to a call."""
     reasoning, content = turn.get("reasoning_content"), turn["content"]
     if not reasoning or not content:
         return turn

@@ -1,4 +1,4 @@
-"""Turns a caller's input into the engine's: tokenizes, validates, resolves defaults. Thread-safe."""
+"""Converts a caller's input for the engine: tokenizes, validates, resolves defaults. Thread-safe."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class InputProcessor:
         images: ImageReader | str = "the model does not read images",
         defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
-        """The parsers are those of `EngineConfig`; `images` prepares pictures, or is why the model reads none."""
+        """The parsers are those of `EngineConfig`; `images` prepares pictures, or is the reason for rejecting them."""
         self.defaults = defaults
         self._parsers = tool_call_parser, reasoning_parser
         self._images = images
@@ -64,7 +64,7 @@ class InputProcessor:
         )
 
     def __reduce__(self) -> Any:
-        """Leave out what is remembered of requests."""
+        """Omit cached state of requests."""
         tools, reasoning = self._parsers
         make = partial(
             InputProcessor,
@@ -81,18 +81,18 @@ class InputProcessor:
         return self._limits.vocab_size
 
     labels: tuple[str, ...] = ()
-    """Those that the model distinguishes: here none."""
+    """Token types that the model distinguishes: here none."""
 
     def can_resume(self, token_ids: list[int]) -> bool:
         """Return whether an output that `process` gave this prompt can be continued."""
         return True
 
     def read_images(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages with prepared pictures, as the other methods take them, in place of images' bytes.
+        """Return messages with prepared pictures in place of images' bytes, for the other methods.
 
         Raises:
             InvalidImage: one of them can't be decoded, or exceeds a limit.
-            UnsupportedFeature: the model does not see images, or what prepares them is missing.
+            UnsupportedFeature: the model does not support images, or the package that prepares them is missing.
             PromptTooLong: their placeholders alone are longer than max_model_len.
         """
         images = [part["image"] for part in image_parts(messages)]
@@ -113,10 +113,10 @@ class InputProcessor:
         return with_pictures(messages, pictures)
 
     def media_of(self, token_ids: Sequence[int], messages: Sequence[Message] | None) -> tuple[MediaItem, ...]:
-        """Return the media of a prompt that was made of messages with pictures.
+        """Return the media of a prompt that was rendered from messages with pictures.
 
         Raises:
-            InvalidRequest: the tokens do not have all placeholders of the pictures, or have others.
+            InvalidRequest: the tokens do not match the placeholders of the pictures.
         """
         pictures = [part["image"] for part in image_parts(messages or ())]
         if not pictures:
@@ -139,7 +139,7 @@ class InputProcessor:
             max_model_len, and by default never more than the KV pool holds.
 
         Raises:
-            InvalidRequest: the subclasses name the remedy.
+            InvalidRequest: see the subclasses for the remedy.
         """
         if params.thinking_token_budget is not None:
             raise UnsupportedFeature("thinking_token_budget is a chat's, which a worker runs; use max_tokens")
@@ -149,10 +149,10 @@ class InputProcessor:
     def process_chat(
         self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
     ) -> tuple[list[int], SamplingParams, Generate, ChatSyntax]:
-        """As `process`, for a chat with tools, or with its thinking apart.
+        """Like `process`, for a chat with tools, or with separate reasoning.
 
         Returns:
-            Also the task, as `add_request` takes it, and how to read the output's text.
+            Also the task for `add_request`, and the parser of the output's text.
         """
         if self._tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send prompt_token_ids")
@@ -162,7 +162,7 @@ class InputProcessor:
 
     @property
     def parses_every_chat(self) -> bool:
-        """True if a chat's answer has to be read by its syntax even if the job does not ask for that."""
+        """True if a chat's output must be parsed even if the job does not request it."""
         return self._tokenizer is not None and self._chat_format.parses_every_chat
 
     @cached_property
@@ -179,7 +179,7 @@ class InputProcessor:
         return token_ids, replace(params, max_tokens=self._resolve_max_tokens(len(token_ids), params))
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
-        """Add the ids of stop strings that are special tokens, which an output's text leaves out."""
+        """Add the ids of stop strings that are special tokens, which an output's text omits."""
         tokenizer = self._tokenizer
         if tokenizer is None or not params.stop or not params.skip_special_tokens:
             return params
@@ -204,13 +204,13 @@ class InputProcessor:
         """Tokenize and check the text to score: continuations of the prompt, or the prompt itself.
 
         A continuation is tokenized separately, as text without special tokens: no token spans the end of the
-        prompt. The first token of a scored prompt is the context, as it has no prediction.
+        prompt. The first token of a scored prompt is the context, because it does not have a prediction.
 
         Args:
-            params: `logprobs` alternatives per position; the rest is not used.
+            params: `logprobs` alternatives per position; other fields are not used.
 
         Returns:
-            The context's token ids, the parameters, and the task, as `add_request` takes them.
+            The context's token ids, the parameters, and the task, for `add_request`.
 
         Raises:
             InvalidRequest: see the subclasses.
@@ -244,8 +244,8 @@ class InputProcessor:
         """Return the token sequences of words that must not be generated, each with and without a space before
         it.
 
-        A word has different tokens at the beginning of a text or after a bracket than after a space. Only
-        these two forms are barred: letters one by one may still spell it.
+        A word has different tokens at the start of a text or after a bracket than after a space. Only
+        these two forms are forbidden: individual letters can still spell it.
 
         Raises:
             UnsupportedFeature: there is no tokenizer.
@@ -290,7 +290,7 @@ class InputProcessor:
             return self._encode(text)  # the template adds the special tokens itself
         assert not isinstance(self._images, str), "read_images made the pictures"
         markers = self._images.markers
-        # As transformers' processors: they add the special tokens that a template does not write.
+        # Like transformers' processors, add the special tokens that a template does not write.
         has_bos = bool(markers.bos) and text.startswith(markers.bos)
         return self._encode(expanded(text, pictures, markers), add_special_tokens=not has_bos)
 
@@ -345,7 +345,7 @@ class InputProcessor:
                 raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
 
     def _check_choice(self, params: SamplingParams) -> None:
-        """Reject parameters that bar every first token; a later dead end fails the request when it occurs."""
+        """Reject parameters that forbid every first token; a later dead end fails the request when it occurs."""
         barred = {ids[0] for ids in self.bad_word_ids(params.bad_words) if len(ids) == 1}
         if params.min_tokens and params.structured_outputs is None:
             barred.update(self._limits.eos_token_ids, params.stop_token_ids)
@@ -368,8 +368,8 @@ class InputProcessor:
         context_left = self._limits.max_model_len - num_prompt_tokens
         if params.max_tokens is not None:
             return min(params.max_tokens, context_left)
-        # The last token is never written to the cache, hence one slot more than the pool has. If there is not
-        # room for even one, the scheduler rejects the request.
+        # The last token is never written to the cache, hence one slot more than the pool has. If not even one
+        # fits, the scheduler rejects the request.
         pool_left = self._limits.pool_tokens // params.num_sequences - num_prompt_tokens + 1
         most = self.defaults.max_tokens
         return max(1, params.min_tokens, min(context_left, pool_left, context_left if most is None else most))

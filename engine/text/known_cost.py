@@ -1,4 +1,4 @@
-"""Determines whether a tokenizer.json takes time and memory in proportion to the text, regardless of the text.
+"""Determines whether a tokenizer.json needs time and memory in proportion to the length of any text.
 
 Such tokenizers encode in the threads of the engine. All others encode in a process with limits (`text_process.py`).
 Decoding has no such process: a decoder whose output is not bounded is rejected.
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 MAX_GROWTH = 1000.0
-"""The most characters that all normalizers together make of one."""
+"""Maximum number of characters that all normalizers together produce from one."""
 _MAX_STEPS = 16
 _MAX_WORD = 1000
 _MAX_TRIES = 100
 _LONGEST_FORM = 18.0
-"""Characters that compatibility normalization makes of one."""
+"""Maximum number of characters that compatibility normalization produces from one."""
 _STEADY_NORMALIZERS = {"NFC": 3.0, "NFD": 4.0, "NFKC": _LONGEST_FORM, "NFKD": _LONGEST_FORM, "Lowercase": 3.0,
                        "BertNormalizer": 12.0, "StripAccents": 1.0, "Strip": 1.0, "Nmt": 1.0}  # fmt: skip
 _STEADY_SPLITS = {"ByteLevel", "Whitespace", "WhitespaceSplit", "Metaspace", "Digits", "Punctuation", "FixedLength",
@@ -44,15 +44,15 @@ _FOLLOWED_UP: dict[str, set[str]] = {
     r"\s*[\r\n/]+": _SPACES, r"\s++$": _SPACES,
     _WORD: {_CAPITALS}, _WORD + _SUFFIX: {_CAPITALS + _SUFFIX},
 }  # fmt: skip
-"""Branches of published patterns that go back over what they have matched, and the branches one of which has to
-match the same characters next: so each is read a few times only."""
+"""Branches of published patterns that backtrack over their matches, and the branches one of which must
+match the same characters next: so each character is read only a few times."""
 _ATOM = re.compile(
     r"(?:\\[pP]\{\^?[\w ]+\}|\\x\{?[0-9a-fA-F]+\}?|\\[sSdDwWnrtfvhHu]|\\[^a-zA-Z0-9]"
     r"|\[(?:\\.|\[:\w+:\]|[^\]\\])+\]|[^\\\[\](){}|?*+^$])"
     r"(?P<times>[?*+]|\{\d+(?:,\d*)?\})?\+?"
 )
 _WORDS = re.compile(r"\(\?i?:(?:\[[\w']+\]|\\?[^()\\\[\]{}?*+^$])+\)(?P<times>\?)?\+?")
-"""A group of literal words, perhaps optional."""
+"""A group of literal words, possibly optional."""
 
 
 def unbounded_part(content: Mapping[str, Any]) -> str | None:
@@ -74,7 +74,7 @@ def unbounded_part(content: Mapping[str, Any]) -> str | None:
 
 
 def is_decoder_bounded(content: Mapping[str, Any]) -> bool:
-    """Return whether the decoder of a tokenizer.json makes a bounded text of a token."""
+    """Return whether the decoder of a tokenizer.json produces bounded text per token."""
     try:
         return content.get("decoder") is None or _decoder_growth(content["decoder"]) <= MAX_GROWTH
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
@@ -82,7 +82,7 @@ def is_decoder_bounded(content: Mapping[str, Any]) -> bool:
 
 
 def growth(normalizer: Any) -> float:
-    """Return the most characters that a normalizer makes of one; infinity if that is unknown."""
+    """Return the maximum number of characters that a normalizer produces from one; infinity if unknown."""
     product = 1.0
     for step in _steps(normalizer, "normalizers"):
         match step["type"]:
@@ -98,9 +98,9 @@ def growth(normalizer: Any) -> float:
 
 
 def is_linear(pattern: str) -> bool:
-    """Return whether a pattern finds its matches without going back over what it has matched.
+    """Return whether a pattern finds its matches without backtracking.
 
-    In each branch all that follows the first unbounded repetition must be optional, so that nothing after it fails.
+    In each branch, everything after the first unbounded repetition must be optional, so that it cannot fail.
     """
     branches = set(_branches(pattern))
     return all(_is_linear_branch(branch) or branches & _FOLLOWED_UP.get(branch, set()) for branch in branches)
@@ -157,7 +157,7 @@ def _branches(pattern: str) -> Iterator[str]:
 
 
 def _steps(part: Any, name: str) -> list[Any]:
-    """Return the steps of a sequence, or the one step that it is."""
+    """Return the steps of a sequence, or a single step as a list."""
     if part["type"] != "Sequence":
         return [part]
     found = [step for inner in part[name] for step in _steps(inner, name)]

@@ -1,4 +1,4 @@
-"""Ids of calls as Kimi K2 knows them: its template writes them in place of the functions' names."""
+"""Ids of calls in Kimi K2's format: its template writes them in place of the functions' names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def number_calls(turns: Sequence[dict[str, Any]]) -> None:
-    """Rename all calls of a chat, and what refers to them, to `functions.NAME:NUMBER`, counted from 0."""
+    """Rename all calls of a chat, and references to them, to `functions.NAME:NUMBER`, counted from 0."""
     names: dict[str, str] = {}
     number = 0
     for turn in turns:

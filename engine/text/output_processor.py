@@ -41,7 +41,7 @@ class _SampleText:
     """The conversion of one sample's tokens to text."""
 
     num_reported: int
-    """Output tokens already reported to the caller (including resumed ones)."""
+    """Number of output tokens already reported to the caller (including resumed ones)."""
     detokenizer: Detokenizer | None
     stop: StopStrings
     last_token_time: float | None = None
@@ -106,7 +106,7 @@ class OutputProcessor:
     Args:
         tokenizer: None serves token ids only; text stays empty.
         finish_sequence: ends a sequence in the scheduler when its text has hit a stop string.
-        eos_token_ids: never part of the text.
+        eos_token_ids: tokens that are never part of the text.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class OutputProcessor:
         self.stats = OutputStats()
 
     def add(self, request: Request, best_of: BestOf | None = None) -> None:
-        """Start a request. Resumed tokens are replayed, so that stop strings may span the cut.
+        """Start a request. Resumed tokens are replayed, so that stop strings can span the interruption.
 
-        With `best_of`, its samples are reported once all have ended.
+        With `best_of`, its samples are reported after all have ended.
         """
         record = _RequestRecord(request, time.monotonic(), [self._new_sample(s) for s in request.reported])
         record.best_of = best_of
@@ -156,7 +156,7 @@ class OutputProcessor:
     def end(
         self, request: Request, reason: FinishReason, error: str | None = None, error_code: str | None = None
     ) -> list[RequestOutput]:
-        """Return the end of a request that never reached the scheduler."""
+        """Return the final output of a request that never reached the scheduler."""
         updates = []
         for sequence in request.live_sequences:
             sequence.finish_reason, sequence.status = reason, SequenceStatus.FINISHED
@@ -190,7 +190,7 @@ class OutputProcessor:
         )
 
     def _visible(self, sequence: Sequence, token_ids: list[int]) -> list[int]:
-        """Return the tokens that make text: a final stop token or EOS is in token_ids, not in text."""
+        """Return the tokens that produce text: a final stop token or EOS is in token_ids, not in text."""
         if not (sequence.is_finished and sequence.finish_reason == "stop" and token_ids):
             return token_ids
         is_stop_token = token_ids[-1] == sequence.stop_reason or token_ids[-1] in self._eos_token_ids
@@ -233,11 +233,11 @@ class OutputProcessor:
             self._count_structured(sequence)
 
     def _extend_text(self, sequence: Sequence, sample: _SampleText, update: SequenceUpdate) -> str:
-        """Return the text of an update. Tokens after one that completes a stop string are taken back."""
+        """Return the text of an update. Tokens after one that completes a stop string are removed."""
         if sample.detokenizer is None:
             return ""
         visible = self._visible(sequence, update.new_token_ids)
-        # As with stop tokens: before min_tokens nothing stops a sample, regardless of the number of tokens in a step.
+        # As with stop tokens, a sample cannot stop before min_tokens, regardless of the number of tokens in a step.
         num_taken = max(0, sequence.request.params.min_tokens - 1 - sample.num_reported)
         text, stop = sample.detokenizer.append(visible[:num_taken]), None
         at_once = 1 if sequence.request.params.stop else len(visible)
@@ -265,10 +265,10 @@ class OutputProcessor:
 
     def _count_structured(self, sequence: Sequence) -> None:
         """Count an ended sample with structured_outputs by its validity."""
-        is_cut = sequence.stop_reason is not None  # by the caller's own stop string or token
+        is_cut = sequence.stop_reason is not None  # by a stop string or token of the caller
         is_complete = sequence.grammar is not None and sequence.grammar.is_complete
         match sequence.finish_reason:
-            case "stop" if is_complete or not is_cut:  # a grammar allows EOS only where the output may end
+            case "stop" if is_complete or not is_cut:  # a grammar allows EOS only where the output can end
                 self.stats.requests.structured_outputs["valid"] += 1
             case "stop" | "length":
                 self.stats.requests.structured_outputs["truncated"] += 1
@@ -292,7 +292,7 @@ class OutputProcessor:
         sample.last_token_time = now
 
     def _count_admission(self, record: _RequestRecord) -> None:
-        """Record, at a request's first update, its wait in the engine and the source of its prompt's KV."""
+        """Record a request's wait in the engine and the source of its prompt's KV, at its first update."""
         request = record.request
         if record.is_admission_counted or not request.was_admitted:
             return
@@ -303,7 +303,7 @@ class OutputProcessor:
         sources["computed"] += request.num_input_tokens - request.num_cached_tokens
 
     def _record_phases(self, record: _RequestRecord, generated: int) -> None:
-        """Record, at a request's end, the times of its phases, if it has generated anything here."""
+        """Record the times of a request's phases, when it ends after generating tokens here."""
         last = max((s.last_token_time for s in record.samples if s.last_token_time is not None), default=None)
         if record.first_token_time is None or last is None:
             return
@@ -360,7 +360,7 @@ class OutputProcessor:
 
 
 def _take_back(sequence: Sequence, update: SequenceUpdate, num_kept: int) -> None:
-    """Take back all but an update's first tokens."""
+    """Remove all but an update's first tokens."""
     num_after = len(update.new_token_ids) - num_kept
     if num_after > 0:
         del update.new_token_ids[num_kept:], sequence.output_token_ids[-num_after:]

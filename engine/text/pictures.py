@@ -18,9 +18,9 @@ class Picture:
     """A prepared picture."""
 
     digest: bytes
-    """As a `MediaItem` has it."""
+    """The digest of the `MediaItem`."""
     text: str
-    """What the prompt has in its place."""
+    """The picture's replacement in the prompt."""
     num_placeholders: int
     """Tokens of the text whose embeddings are replaced by the encoder's vectors."""
     inputs: Mapping[str, npt.NDArray[Any]]
@@ -28,7 +28,7 @@ class Picture:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory, about."""
+        """Approximate number of bytes in memory."""
         return len(self.text) + sum(array.nbytes for array in self.inputs.values()) + 1000
 
 
@@ -37,16 +37,16 @@ class Markers:
     """The tokens of pictures in prompts."""
 
     token: str
-    """What a chat template writes for a picture."""
+    """The text that a chat template writes for a picture."""
     placeholder_id: int
     bos: str
-    """The beginning of a text, if the tokenizer has a token for it."""
+    """The token at the start of a text, if the tokenizer has one."""
     sees_others: bool
-    """A picture is prepared differently if the prompt has others."""
+    """True if a picture is prepared differently when the prompt has others."""
 
 
 class ImageReader(Protocol):
-    """Prepares pictures, as `engine/images/processor.py` does."""
+    """Interface for preparing pictures, implemented by `engine/images/processor.py`."""
 
     @property
     def markers(self) -> Markers: ...
@@ -78,15 +78,15 @@ def with_pictures(
 
 
 def as_shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages as chat templates read them, without the images themselves."""
+    """Return messages in the form that chat templates read, without image data."""
     return [_replaced(message, dict) for message in messages]
 
 
 def expanded(text: str, pictures: Sequence[Picture], markers: Markers) -> str:
-    """Return a rendered chat with each picture's placeholders in the place where the template shows it.
+    """Return a rendered chat with each picture's mark replaced by its placeholders.
 
     Raises:
-        InvalidRequest: the chat does not have as many marks as pictures.
+        InvalidRequest: the numbers of marks and pictures differ.
     """
     pieces = text.split(markers.token)
     if len(pieces) != len(pictures) + 1:
@@ -105,7 +105,7 @@ def place(
     """Return the media of a prompt's tokens.
 
     Raises:
-        InvalidRequest: the tokens do not have all placeholders of the pictures, or have others.
+        InvalidRequest: the tokens do not match the placeholders of the pictures.
     """
     places = [position for position, token in enumerate(token_ids) if token == placeholder_id]
     if len(places) != sum(picture.num_placeholders for picture in pictures):
@@ -122,7 +122,7 @@ def place(
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Any]:
-    """Return a message's parts; a text has none. What is not a message is left to the chat template's checks."""
+    """Return a message's parts; a text has none. Invalid messages are left to the chat template's checks."""
     content = message.get("content") if isinstance(message, Mapping) else None
     return content if isinstance(content, list | tuple) else ()
 

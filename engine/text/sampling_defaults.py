@@ -18,12 +18,12 @@ _INSTEAD = "set generation_config to none, or to a folder with a corrected file"
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """A model's defaults, without those that are Pagemill's anyway."""
+    """A model's defaults, without those equal to Pagemill's."""
 
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Of `MODEL_DEFAULTS`."""
+    """Names of `MODEL_DEFAULTS`."""
     max_tokens: int | None = None
-    """Most output tokens of a request without a limit; None: the rest of the context."""
+    """Maximum number of output tokens of a request without a limit; None: the rest of the context."""
 
     def __bool__(self) -> bool:
         return bool(self.sampling) or self.max_tokens is not None
@@ -46,7 +46,7 @@ def read_sampling_defaults(setting: str, directory: Path) -> SamplingDefaults:
         directory: the model's folder.
 
     Returns:
-        The defaults; none for a model without the file.
+        The defaults; empty for a model without the file.
 
     Raises:
         ModelLoadError: the file is not a JSON object, or a value is out of its range.
@@ -66,7 +66,7 @@ def read_sampling_defaults(setting: str, directory: Path) -> SamplingDefaults:
 
 
 def _number(name: str, value: object, file: Path) -> float:
-    """Return a value of the file. Raises ModelLoadError if no request could have it."""
+    """Return a value of the file. Raises ModelLoadError if it is invalid in a request."""
     is_whole = name in _WHOLE
     if isinstance(value, float) and is_whole and value.is_integer():
         value = int(value)

@@ -1,4 +1,4 @@
-"""SentencePiece models (`tokenizer.model`) as Hugging Face tokenizers. The ids are SentencePiece's own."""
+"""SentencePiece models (`tokenizer.model`) as Hugging Face tokenizers with SentencePiece's ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SentencePieceModel:
     types: list[int]
     algorithm: Literal["bpe", "unigram"]
     adds_prefix: bool
-    """A text begins as if after a space."""
+    """A text starts as if after a space."""
     collapses_spaces: bool = False
     charsmap: bytes = b""
     """Compiled rules of normalization; empty: none."""
@@ -46,7 +46,7 @@ class SentencePieceModel:
 
 
 def read_sentencepiece(file: Path) -> SentencePieceModel:
-    """Read a model. Raises `ModelLoadError`: it is damaged, or of a kind that this does not know."""
+    """Read a model. Raises `ModelLoadError` if it is damaged or of an unsupported kind."""
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2 as schema
 
@@ -77,7 +77,7 @@ def build_tokenizer(model: SentencePieceModel, *, prefixes_every_part: bool) -> 
     """Return the tokenizer; control and user-defined pieces are separate tokens anywhere in a text.
 
     Args:
-        prefixes_every_part: what follows such a token also begins as if after a space, as in tokenizers that call
+        prefixes_every_part: text after such a token also starts as if after a space, as in tokenizers that call
             SentencePiece for each part (`legacy` in transformers).
     """
     tokenizer = Tokenizer(_bpe(model) if model.algorithm == "bpe" else _unigram(model))
@@ -109,7 +109,7 @@ def build_tokenizer(model: SentencePieceModel, *, prefixes_every_part: bool) -> 
 
 
 def _bpe(model: SentencePieceModel) -> BPE:
-    """Return the merges that the scores represent: of all ways to join two pieces, the best score is first."""
+    """Return the merges that the scores represent: all ways to join two pieces, best score first."""
     vocab = {piece: number for number, piece in enumerate(model.pieces)}
     mergeable = {p for p, kind in zip(model.pieces, model.types, strict=True) if kind == PieceType.NORMAL}
     merges = [

@@ -1,6 +1,6 @@
 """The process in which a model's chat template is rendered and an unusual tokenizer encodes: see `text_process.py`.
 
-Both are programs of the model's publisher.
+Both run code or patterns of the model's publisher.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LOAD_S = 30.0
 CALL_S = 2.0
 """Seconds of CPU time for one call."""
 CHARACTERS_PER_S = 50_000
-"""Added to that for the texts of a call."""
+"""Additional CPU time for the texts of a call."""
 MEMORY_MIB = 1024
-"""On top of the memory of the started process."""
+"""Memory in addition to that of the started process."""
 _SPARE_CHARACTERS = 1 << 20
 _GROWTH = 4
-"""The most characters that a template renders per character of its input."""
+"""Maximum number of rendered characters per character of input."""
 _NICENESS = 5
 _SAMPLE = "Hello, wörld! 123  \n\n" + "a" * 40 + " " * 40 + "!" * 40
 
@@ -76,19 +76,19 @@ class TextServer(LimitedServer):
         return "".join(pieces)
 
     def _arm_for(self, num_characters: int) -> None:
-        """End the process after this call's CPU time."""
+        """Stop the process after this call's CPU time."""
         self._arm(self._call_s + num_characters / CHARACTERS_PER_S)
 
 
 @lru_cache(maxsize=4)
 def compiled(template: str) -> Any:
-    """Return a template that can be rendered. It may compute its constants meanwhile."""
+    """Return a template that can be rendered. Compilation may compute its constants."""
     return environment().from_string(template)
 
 
 @lru_cache(maxsize=1)
 def environment() -> Any:
-    """Return Jinja's sandbox with the names that the templates of models are written for."""
+    """Return Jinja's sandbox with the names that models' templates use."""
     from jinja2 import TemplateError
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
@@ -106,7 +106,7 @@ def environment() -> Any:
     Generation.tags = {"generation"}
 
     class PublicNamespace(Namespace):
-        """A namespace without names that begin with an underscore."""
+        """A namespace without names that start with an underscore."""
 
         def __init__(*args: Any, **names: Any) -> None:
             given = dict(*args[1:], **names)

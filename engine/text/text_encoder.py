@@ -1,4 +1,4 @@
-"""Whole texts and pairs of texts to token ids, many at a time. Thread-safe."""
+"""Converts batches of complete texts and pairs of texts to token ids. Thread-safe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill.engine.text.text_process import Text, TextProcess, is_panic
 class EncodedText:
     token_ids: list[int]
     second_start: int
-    """Where the second text of a pair begins; the number of tokens if nothing has its type."""
+    """Start of a pair's second text; the number of tokens if no token has its type."""
 
 
 class TextEncoder:
@@ -39,7 +39,7 @@ class TextEncoder:
         return partial(TextEncoder, gives_types=self._gives_types, is_limited=is_limited), (self._json,)
 
     def encode(self, texts: Sequence[Text], *, shorten_to: int | None = None) -> list[EncodedText]:
-        """Encode texts, with special tokens; `shorten_to` cuts a longer text's end, and of a pair the longer one's.
+        """Encode texts, with special tokens; `shorten_to` cuts the end of longer texts, of a pair the longer text's.
 
         Raises:
             InvalidRequest: a text is not valid Unicode.
@@ -56,7 +56,7 @@ class TextEncoder:
             encodings = tokenizer.encode_batch(list(texts), add_special_tokens=True)
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise InvalidRequest("the text is not valid Unicode") from error
-        except BaseException as error:  # nothing is left of a text next to that many special tokens
+        except BaseException as error:  # the special tokens do not leave space for any text
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise InvalidRequest(f"the tokenizer rejects the text: {str(error)[:200]}") from error
@@ -66,7 +66,7 @@ class TextEncoder:
         ]
 
     def num_leading_tokens(self, prompt: str) -> int:
-        """Return the number of tokens that a prompt has in front of a text: all but a special one at its end."""
+        """Return the number of tokens before a text in a prompt: all but a special one at its end."""
         if self._process is not None:
             ((_, _, mask),) = self._process.encode_all([prompt])
         else:
@@ -80,7 +80,7 @@ class TextEncoder:
 
 
 def _tokenizer(tokenizer_json: str) -> Any:
-    from tokenizers import Tokenizer  # an echo worker imports this module and runs without tokenizers
+    from tokenizers import Tokenizer  # an echo worker imports this module without having tokenizers installed
 
     return Tokenizer.from_str(tokenizer_json)
 

@@ -1,6 +1,6 @@
 """A process with limits for the code of a model's publisher: its chat template, and a tokenizer of unknown cost.
 
-A template may loop for hours or take all memory, and so may a tokenizer's patterns.
+A template can loop for hours or exhaust memory, and so can a tokenizer's patterns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TextProcess(LimitedProcess):
 
         Raises:
             Refused: the template raised an error.
-            InvalidRequest: the values are not JSON values, or rendering exceeded a limit.
+            InvalidRequest: the values are not valid JSON, or rendering exceeded a limit.
         """
         try:
             packed = marshal.dumps(dict(values))
@@ -66,7 +66,7 @@ class TextProcess(LimitedProcess):
         """Return the token ids of texts or pairs of texts, the tokens' types, and 1 for each special token.
 
         Args:
-            shorten_to: the most tokens of a text; the end of a longer one is cut.
+            shorten_to: maximum number of tokens of a text; the end of a longer one is cut.
 
         Raises:
             InvalidRequest: the tokenizer raised an error, or exceeded a limit.

@@ -1,4 +1,4 @@
-"""tiktoken vocabularies (`qwen.tiktoken`) as Hugging Face tokenizers. The ids are tiktoken's own."""
+"""tiktoken vocabularies (`qwen.tiktoken`) as Hugging Face tokenizers with tiktoken's ids."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def read_ranks(file: Path) -> list[bytes]:
 
 
 def build_tokenizer(tokens: Sequence[bytes], pattern: str, special: Sequence[str]) -> Tokenizer:
-    """Return the tokenizer that cuts a text by `pattern` and joins bytes in the order of the tokens' ranks.
+    """Return the tokenizer that splits a text by `pattern` and merges bytes in the order of the tokens' ranks.
 
-    tiktoken joins whichever neighbors make the token of the lowest rank, so every way to make a token is a merge.
+    tiktoken merges the neighbors that form the token of the lowest rank, so every way to form a token is a merge.
     """
     known = {token: rank for rank, token in enumerate(tokens)}
     characters = byte_characters()

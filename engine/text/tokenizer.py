@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None:
-        """The template in Jinja that conversations are written by; None if there is none."""
+        """The Jinja template that renders conversations; None if there is none."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def piece(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it; None if that is unknown or there is no such token."""
+        """Return the token in the vocabulary's spelling; None if that is unknown or the token does not exist."""
         ...
 
     def render_chat(
@@ -106,7 +106,7 @@ class HuggingFaceTokenizer:
     """A tokenizer from a model directory, through transformers. Thread-safe for encoding and decoding."""
 
     def __init__(self, directory: Path, chat_template: str | None = None) -> None:
-        """Raises `ConfigError`: a file is missing or broken, or there is no such template (see `ChatTemplate`)."""
+        """Raises `ConfigError` if a file is missing or broken, or the template does not exist (see `ChatTemplate`)."""
         try:
             is_known = _is_cost_known(directory)
             self._tokenizer = read_tokenizer(directory)
@@ -120,7 +120,7 @@ class HuggingFaceTokenizer:
                 f"can't load the tokenizer in {directory}: {message}; download its files again, or serve token ids "
                 "(skip_tokenizer_init)"
             ) from error
-        # The Rust object directly: the Python wrapper costs several times as much as the decoding itself.
+        # Use the Rust object directly: the Python wrapper costs several times as much as the decoding itself.
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self._read_from = directory, chat_template
         self.vocab_size: int = len(self._tokenizer)
@@ -134,7 +134,7 @@ class HuggingFaceTokenizer:
         """The model marks a pair's second text by a token type."""
 
     def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[Path, str | None]]:
-        """Pickle the name of the folder, which another process reads again."""
+        """Pickle the folder's name, so that another process reads the files again."""
         return HuggingFaceTokenizer, self._read_from
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -180,7 +180,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(directory: Path, chat_template: str | None = None) -> Tokenizer | None:
-    """Load the directory's tokenizer; None if it holds no tokenizer files (token ids only).
+    """Load the directory's tokenizer; return None if it does not have tokenizer files (token ids only).
 
     Args:
         chat_template: a file, or the name of one of the model's templates; None: the model's own.
@@ -197,7 +197,7 @@ def _is_cost_known(directory: Path) -> bool:
     """Return whether any text can be encoded in a thread. Other tokenizers are tried in a process with limits.
 
     Raises:
-        ModelLoadError: loading or decoding may take any time or memory.
+        ModelLoadError: time or memory of loading or decoding is unbounded.
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
@@ -224,7 +224,7 @@ def _is_cost_known(directory: Path) -> bool:
 
 
 def generation_eos_token_ids(directory: Path) -> list[int]:
-    """Return the EOS ids of generation_config.json, or else of config.json or its `text_config`."""
+    """Return the EOS ids of generation_config.json; otherwise those of config.json or its `text_config`."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         if file.is_file():

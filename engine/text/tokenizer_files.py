@@ -1,4 +1,4 @@
-"""Reads a model directory's tokenizer, from any kind of files. Code shipped with a model is never run.
+"""Reads a model directory's tokenizer, from files of any kind. Code shipped with a model is never run.
 
 Vocabularies of known kinds are converted; transformers reads the rest.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "qwen.tiktoken")
-# Classes whose ids are SentencePiece's own and whose code adds nothing else than BOS and EOS. None: no class is named.
+# Classes with SentencePiece's ids whose code only adds BOS and EOS. None: no class is specified.
 _SENTENCEPIECE = {None, "LlamaTokenizer", "LlamaTokenizerFast", "BaichuanTokenizer", "BaiChuanTokenizer",
                   "InternLMTokenizer", "InternLM2Tokenizer", "InternLM2TokenizerFast",
                   "InternLM3Tokenizer"}  # fmt: skip
@@ -39,7 +39,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def import_libraries() -> None:
-    """Import what `read_tokenizer` imports: this takes a second, while another thread loads a model."""
+    """Import the modules of `read_tokenizer`, which takes a second, while another thread loads a model."""
     from transformers import AutoTokenizer
 
     del AutoTokenizer
@@ -49,7 +49,7 @@ def read_tokenizer(directory: Path) -> Any:
     """Return transformers' tokenizer.
 
     Raises:
-        ModelLoadError: it is code of the publisher's, or a file is missing.
+        ModelLoadError: it uses custom code, or a file is missing.
         Exception: a broken file can make transformers raise anything.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -58,7 +58,7 @@ def read_tokenizer(directory: Path) -> Any:
     kind = config.get("tokenizer_class")
     is_code = "auto_map" in config
     if (directory / "tokenizer.json").is_file():
-        # transformers replaces the rules of a file by those of the model type's class, even if this class is named.
+        # transformers replaces a file's rules by those of the model type's class.
         if kind in _GENERIC or is_code or "auto_map" in _read_json(directory / "config.json"):
             return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -80,7 +80,7 @@ def read_tokenizer(directory: Path) -> Any:
 
 
 def save_sentencepiece(model: SentencePieceModel, config: dict[str, Any], directory: Path) -> None:
-    """Write a SentencePiece model into a directory as a tokenizer.json, and a tokenizer_config.json that fits.
+    """Write a SentencePiece model to a directory as tokenizer.json, with a matching tokenizer_config.json.
 
     Args:
         config: of tokenizer_config.json: special tokens, `add_bos_token` (True), `add_eos_token`, `legacy` (True).
@@ -148,7 +148,7 @@ def _save(tokenizer: Tokenizer, directory: Path, config: dict[str, Any]) -> None
 
 
 def _content(token: Any) -> str | None:
-    """Return a special token's text: tokenizer_config.json gives it as it is, or as an object with its flags."""
+    """Return a special token's text: tokenizer_config.json has a string, or an object with flags."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -164,7 +164,7 @@ def _is_llama_like(directory: Path, kind: str | None) -> bool:
 
 
 def _check_whole(directory: Path) -> None:
-    """Raise `ModelLoadError` for a vocabulary of which a part is missing: transformers would make up an empty one."""
+    """Raise `ModelLoadError` for an incomplete vocabulary: transformers would create an empty one."""
     names = {file.name for file in directory.iterdir()}
     wanted = {"merges.txt"} if "vocab.json" in names else {"vocab.json"} if "merges.txt" in names else set()
     if not names & set(_VOCABULARIES):

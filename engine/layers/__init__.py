@@ -1,1 +1,1 @@
-"""A model's layers: attention, rotation, linear layers, and replacements of transformers' own."""
+"""A model's layers: attention, rotation, linear layers, and replacements of transformers' modules."""

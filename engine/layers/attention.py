@@ -1,7 +1,7 @@
 """Paged attention, plugged into transformers' attention interface.
 
-The batch is flattened to [1, num_tokens]; the step's metadata maps tokens to sequences, and reaches the
-attention function through a context variable, because not every family passes extra arguments down to it.
+The batch is flattened to [1, num_tokens]; the step's metadata maps tokens to sequences, and is passed to the
+attention function in a context variable, because not every family forwards extra arguments to it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 PAGED_ATTENTION = "pagemill_paged"
 PAGED_IN_ORDER = "pagemill_paged_in_order"
-"""For any model: a forward pass's first attention has the first cache, and so on, regardless of the layer's name."""
+"""For any model: a forward pass's n-th attention uses the n-th cache, regardless of the layer's name."""
 _WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "is_causal"})
-"""Arguments that change nothing: the angles are applied already, and attention is causal."""
+"""Arguments without effect: the angles are already applied, and attention is causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class AttentionContext:
     read_tokens: torch.Tensor | None = None
     """[any] int64, ascending: the tokens whose last hidden states are read; None = all."""
     media: MediaStep | None = None
-    """None: the step computes texts alone."""
+    """None: the step only computes text."""
     calls: Iterator[int] = field(default_factory=count)
-    """The numbers of a forward pass's attentions, for `PAGED_IN_ORDER`."""
+    """The indices of a forward pass's attentions, for `PAGED_IN_ORDER`."""
 
 
 _context: ContextVar[AttentionContext] = ContextVar("attention_context")
@@ -62,7 +62,7 @@ def current_context() -> AttentionContext:
 
 
 def find_context() -> AttentionContext | None:
-    """Return the context of the step that runs; None outside of a step."""
+    """Return the context of the running step; None outside of a step."""
     return _context.get(None)
 
 
@@ -86,7 +86,7 @@ def attend(
 
 
 def check_window(layer_idx: int, cache: LayerCache, scoring: Scoring) -> None:
-    """Raise RuntimeError for a layer that would read blocks that are freed while it runs: a bug, never input."""
+    """Raise RuntimeError for a layer that would read freed blocks: this is a bug, never caused by input."""
     window = cache.window
     reads = scoring.sliding_window or 0
     if window is not None and reads != window and not 0 < reads <= window:
@@ -94,7 +94,7 @@ def check_window(layer_idx: int, cache: LayerCache, scoring: Scoring) -> None:
 
 
 def check_windows(module: torch.nn.Module, layers: list[LayerCache]) -> None:
-    """`check_window` once, of attentions that know their scoring: compiled layers do not come by `attend`."""
+    """Run `check_window` once for attentions with known scoring: compiled layers do not call `attend`."""
     for part in module.modules():
         if isinstance(scoring := getattr(part, "scoring", None), Scoring):
             layer_idx: Any = part.layer_idx
@@ -102,7 +102,7 @@ def check_windows(module: torch.nn.Module, layers: list[LayerCache]) -> None:
 
 
 def refuse_unknown(attention_mask: Any, arguments: Mapping[str, Any]) -> None:
-    """Reject what the paged kernels don't compute. Raises `ModelLoadError`: the reason, without the model's name.
+    """Reject unsupported attention. Raises `ModelLoadError` with the reason, without the model's name.
 
     Args:
         arguments: what a layer passes to its attention function in addition to `_attend_as`'s named parameters.
@@ -117,14 +117,14 @@ def refuse_unknown(attention_mask: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _paged_attention(module: Any, *states: Any, **arguments: Any) -> tuple[torch.Tensor, None]:
-    """Implement transformers' attention function: rotary embedding and QK norm have been applied."""
+    """Implement transformers' attention function; rotary embedding and QK norm are already applied."""
     return _attend_as(module, module.layer_idx, *states, **arguments)
 
 
 def _paged_in_order(
     module: Any, query: torch.Tensor, *states: Any, **arguments: Any
 ) -> tuple[torch.Tensor, None]:
-    """Implement it for a module that `pagemill.engine.layers.observation` has inspected."""
+    """Implement the function for a module inspected by `pagemill.engine.layers.observation`."""
     arguments["sliding_window"] = module.observed_window
     index, latent = next(current_context().calls), getattr(module, "latent", None)
     if latent is None:
@@ -169,7 +169,7 @@ def _attend_as(
 
 
 def padded_sinks(sinks: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return a layer's sinks as the kernels take them; the heads that it lacks get zeros."""
+    """Return a layer's sinks in the kernels' format; padding heads get zeros."""
     sinks = sinks.detach().float().contiguous()
     return sinks if len(sinks) == num_heads else torch.nn.functional.pad(sinks, (0, num_heads - len(sinks)))
 
@@ -177,7 +177,7 @@ def padded_sinks(sinks: torch.Tensor, num_heads: int) -> torch.Tensor:
 def _widened(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_kv_heads: int, width: int
 ) -> tuple[torch.Tensor, ...]:
-    """Append zeros to heads, and heads of zeros, up to the cache's sizes: those of the model's widest layer."""
+    """Pad heads and their number with zeros up to the cache's sizes, those of the model's widest layer."""
     group = query.shape[1] // key.shape[1]
     wanted = ((query, group * num_kv_heads), (key, num_kv_heads), (value, num_kv_heads))
     if all(state.shape[1] == heads and state.shape[-1] == width for state, heads in wanted):

@@ -1,4 +1,4 @@
-"""Products by our own CPU kernels whose rows are converted as they arrive: to 8-bit integers, or to bfloat16."""
+"""Matmuls by Pagemill's CPU kernels that convert their rows to 8-bit integers or to bfloat16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ConvertedProduct(nn.Module):
-    """A product of fp32 rows, in fp32, with weights of another kind."""
+    """A matmul of fp32 rows with weights of another format, with fp32 results."""
 
     kind: ClassVar[KindName]
 
@@ -43,7 +43,7 @@ class ConvertedProduct(nn.Module):
 
 
 class PackedInt8Product(ConvertedProduct):
-    """Of 8-bit integers, on any CPU."""
+    """Matmul of 8-bit integers, on any CPU."""
 
     kind = "int8"
 
@@ -55,7 +55,7 @@ class PackedInt8Product(ConvertedProduct):
 
 
 class PackedBf16Product(ConvertedProduct):
-    """Of bfloat16 numbers, for CPUs that multiply them."""
+    """Matmul of bfloat16 values, for CPUs that support it."""
 
     kind = "bf16"
     kept_as = "widened to bfloat16"
@@ -69,7 +69,7 @@ class PackedBf16Product(ConvertedProduct):
 
 
 class _Channels(nn.Module):
-    """Some channels of a packed product: it multiplies by the whole panels that contain them."""
+    """Some channels of a packed matmul: it multiplies by the complete panels that contain them."""
 
     def __init__(self, product: ConvertedProduct, channels: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A decoder's modules on a CPU: compiled row operators, and whole compiled layers if possible."""
+"""A decoder's modules on a CPU: compiled row operators, and complete compiled layers if possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RotaryAttention(MergedAttention):
         super().__init__(source, traits, make_product)
         from pagemill.kernels.cpu import fused_rows
 
-        # As products round their rows, to no more bits than bfloat16's, so does attention.
+        # Matmuls round their rows to at most bfloat16's precision, so attention does the same.
         rounds = isinstance(self.qkv_proj.product, ConvertedProduct)
         self.scoring = replace(self.scoring, rounds_to_cache=rounds)
         self._rotate = fused_rows.rotary_embedding
@@ -46,7 +46,7 @@ class RotaryAttention(MergedAttention):
 
 
 class CpuFusion(Fusion):
-    """Fusion for fp32, with our own kernels."""
+    """Fusion for fp32, with Pagemill's kernels."""
 
     norm_class, attention_class, mlp_class = RMSNorm, RotaryAttention, SiluGatedMLP
 

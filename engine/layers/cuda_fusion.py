@@ -1,7 +1,7 @@
-"""A decoder's modules on CUDA: merged products, and the fused kernels around them.
+"""A decoder's modules on CUDA: merged matmuls, and the fused kernels around them.
 
-The operators come from `pagemill.kernels.dispatch`, so the rewritten model computes the same on any device;
-only on CUDA is it faster.
+The operators come from `pagemill.kernels.dispatch`, so the rewritten model computes the same on any device,
+but is faster only on CUDA.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pagemill.kernels.types.scaled_rows import ScaledRows
 
 
 def _keeps_rows() -> bool:
-    """Return True in a step with adapters, which read rows as they were before they were rounded."""
+    """Return True in a step with adapters, which read rows before rounding."""
     return current_adapter_rows() is not None
 
 
 class FusedRMSNorm(RMSNorm):
-    """An RMSNorm that rounds rows as their reader does, and whose output may have been computed in advance."""
+    """An RMSNorm that rounds rows like their reader. Its output may be computed in advance."""
 
     _readers: tuple[Linear, ...] = ()  # a tuple, so that none is registered as a child
     _input: torch.Tensor | None = None
@@ -37,11 +37,11 @@ class FusedRMSNorm(RMSNorm):
         self._readers = (linear,)
 
     def hold(self, x: torch.Tensor, rows: torch.Tensor | ScaledRows) -> None:
-        """Keep `rows` as the norm of `x`, in case that very tensor comes next."""
+        """Store `rows` as the norm of `x`, in case the next call receives this tensor."""
         self._input, self._output = x, rows
 
     def normed(self, x: torch.Tensor) -> torch.Tensor | ScaledRows:
-        """Return the norm of x [1, num_rows, size] as its reader takes it, [num_rows, size]."""
+        """Return the norm of x [1, num_rows, size] in its reader's format, [num_rows, size]."""
         known, output = self._input, self._output
         self._input = self._output = None
         if known is x and output is not None:
@@ -51,7 +51,7 @@ class FusedRMSNorm(RMSNorm):
     def added(
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor | ScaledRows, torch.Tensor]:
-        """Return the norm of a sum of rows as its reader takes it, and the sum."""
+        """Return the norm of a sum of rows in its reader's format, and the sum."""
         return self._rows(x, residual)
 
     def _rows(
@@ -73,7 +73,7 @@ class FusedRMSNorm(RMSNorm):
 
 
 class RoundingMLP(SiluGatedMLP):
-    """A gated MLP that rounds its activations as its last product does."""
+    """A gated MLP that rounds its activations like its last matmul."""
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor | ScaledRows:
         down: Linear = self.down_proj
@@ -83,7 +83,7 @@ class RoundingMLP(SiluGatedMLP):
 
 
 class FusedRotaryAttention(MergedAttention):
-    """Attention with one product, one kernel for norms, rotation and the cache's write, and the paged cache."""
+    """Attention with one matmul, one kernel for norms, rotation and cache writes, and the paged cache."""
 
     def _rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
         cos, sin = (angles[0] for angles in position_embeddings) if self.rotates else (None, None)
@@ -156,7 +156,7 @@ class PreNormLayer(nn.Module):
         return hidden_states
 
     def _mixed(self, rows: torch.Tensor | ScaledRows) -> torch.Tensor:
-        """Return the output of a mixture of experts; some return their weights, too."""
+        """Return the output of an MoE block; some also return router weights."""
         assert isinstance(rows, torch.Tensor), "a mixture reads no rounded rows"
         mixed = self.mlp(rows[None])
         out: torch.Tensor = (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
@@ -164,7 +164,7 @@ class PreNormLayer(nn.Module):
 
 
 class CudaFusion(Fusion):
-    """Fusion that turns a layer into four products and five kernels."""
+    """Fusion that converts a layer into four matmuls and five kernels."""
 
     norm_class, attention_class, mlp_class = FusedRMSNorm, FusedRotaryAttention, RoundingMLP
 

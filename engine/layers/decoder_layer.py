@@ -30,7 +30,7 @@ class FusedDecoderLayer(nn.Module):
     """Computes the same as `source`, to the last bit, in place on the given hidden states.
 
     `source` is one of transformers' layers whose modules have been replaced
-    (`pagemill.engine.layers.fusion`). It stays as a child: its modules own the weights.
+    (`pagemill.engine.layers.fusion`). It remains a child: its modules own the weights.
     """
 
     def __init__(self, source: Any, buffers: StepBuffers) -> None:
@@ -44,7 +44,7 @@ class FusedDecoderLayer(nn.Module):
         self.step_buffers: StepBuffers = buffers
         self._alone: LayerStack = LayerStack([self.layer], buffers)
         self.is_last = False
-        """Only norm and head come after it, so it may skip tokens that are not read."""
+        """True if only norm and head follow, so that it can skip tokens that are not read."""
         if hasattr(source, "attention_type"):  # models that mix windows look up a layer's mask by it
             self.attention_type = source.attention_type
 
@@ -56,7 +56,7 @@ class FusedDecoderLayer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos, sin [1, num_tokens, head_dim]
         **_: Any,
     ) -> torch.Tensor:
-        if current_adapter_rows() is not None:  # the compiled layer knows no adapters
+        if current_adapter_rows() is not None:  # the compiled layer does not support adapters
             hidden: torch.Tensor = self.source(hidden_states, position_embeddings=position_embeddings)
             return hidden
         context = current_context()

@@ -1,8 +1,8 @@
 """A model's forward pass without its modules' Python, for models whose layers are all compiled.
 
-transformers' forward makes unused masks, recomputes angles and walks through wrappers and layers, all while
-the caches hold weights instead of Python: milliseconds of every step. It computes the embedding, the layers,
-the last norm and the head; so does this, to the last bit.
+transformers' forward creates unused masks, recomputes angles and traverses wrappers and layers, all while
+the CPU caches hold weights instead of Python: milliseconds of every step. It computes the embedding, the layers,
+the last norm and the head; this class does the same, to the last bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DirectForward:
-    """Runs a causal language model whose traits are plain."""
+    """Runs a causal language model with plain traits."""
 
     def __init__(self, module: Any) -> None:
         from pagemill.kernels.cpu.layer.stack import LayerStack
@@ -37,11 +37,11 @@ class DirectForward:
         self._layers, self._buffers = [layer.layer for layer in layers], layers[0].step_buffers
         self._stack = LayerStack(self._layers, self._buffers)
         self._parts: dict[tuple[int, int], LayerStack] = {}
-        """Stacks of some of the layers, by the first and the end."""
+        """Stacks of layers, by first layer and end."""
 
     @classmethod
     def from_module(cls, module: Any, traits: DecoderTraits | None) -> DirectForward | None:
-        """Return None if the model's forward pass does more, or is not all compiled."""
+        """Return None if the model's forward pass computes more, or is not fully compiled."""
         if traits is None or not traits.is_plain or traits.rotation != "one":
             return None
         if not RotaryTable.holds(module.model.rotary_emb):
@@ -84,7 +84,7 @@ class DirectForward:
         read_tokens: torch.Tensor | None,
         media: MediaStep | None = None,
     ) -> torch.Tensor:
-        """Return what the last layer gives, [num_tokens, hidden_size], for the arguments of `logits`."""
+        """Return the last layer's output, [num_tokens, hidden_size], for the arguments of `logits`."""
         if media is not None:
             return self._with_media(media, input_ids, positions, caches, metadata, read_tokens)
         hidden: torch.Tensor = self._embed(input_ids)
@@ -101,7 +101,7 @@ class DirectForward:
         metadata: AttentionMetadata,
         read_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`hidden_states` of a step with media: vectors are added after the first layers, which run alone."""
+        """`hidden_states` of a step with media: vectors are added after the first layers, which run separately."""
         hidden = media.embed(self._embed, input_ids)
         rotation = self._rotary.rows(positions, metadata.max_seq_len)
         if media.positions is not None and media.sections is not None:

@@ -1,6 +1,6 @@
-"""Rewrites a loaded decoder in place for speed: merged products and fused row operators.
+"""Rewrites a loaded decoder in place for speed: merged matmuls and fused row operators.
 
-The model stays transformers' own; a rewritten module computes the same as the original, up to rounding. The
+The model remains transformers'; a rewritten module computes the same as the original, up to rounding. The
 modules for each device are in `cpu_fusion.py` and `cuda_fusion.py`.
 """
 
@@ -21,7 +21,7 @@ from pagemill.kernels.types.scoring import Scoring
 
 
 class Fusion:
-    """Rewrites a decoder of known traits, a layer at a time, so that replaced modules are freed on the way."""
+    """Rewrites a decoder of known traits layer by layer, so that replaced modules are freed early."""
 
     norm_class: type[RMSNorm]
     attention_class: type[MergedAttention]
@@ -64,7 +64,7 @@ class Fusion:
 
 
 def _gated_mlps(layer: Any) -> list[tuple[Any, str]]:
-    """Return where a layer's MLP is, or the one that a mixture of experts shares."""
+    """Return the attribute of a layer's MLP, or of the shared MLP of an MoE layer."""
     places = [(layer, "mlp"), *((layer.mlp, name) for name in ("shared_expert", "shared_experts"))]
     return [(parent, name) for parent, name in places if is_silu_gated(getattr(parent, name, None))]
 
@@ -98,7 +98,7 @@ class RMSNorm(nn.Module):
 
 
 class RepeatedAngles(nn.Module):
-    """Half of a head's angles, twice: as the rotations take them."""
+    """Half of a head's angles, duplicated, in the layout of the rotations."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class RepeatedAngles(nn.Module):
 
 
 class SiluGatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) with gate and up as one product."""
+    """down(silu(gate(x)) * up(x)) with gate and up as one matmul."""
 
     def __init__(
         self, source: Any, make_product: MakeProduct, silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
@@ -128,18 +128,18 @@ class SiluGatedMLP(nn.Module):
         return out.view(x.shape)
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor | ScaledRows:
-        """Return what the last product takes: silu(gate) * up."""
+        """Return the input of the last matmul: silu(gate) * up."""
         return self._silu_and_mul(gate_up)
 
 
 class MergedAttention(nn.Module):
-    """Attention with its projections as one product; subclasses do the rest."""
+    """Attention with its projections as one matmul; subclasses implement the rest."""
 
     def __init__(self, source: Any, traits: DecoderTraits, make_product: MakeProduct) -> None:
         super().__init__()
         self.layer_idx: int = source.layer_idx
         self.head_dim: int = source.head_dim
-        # Counted in the layers: a rank has only some of the configuration's heads.
+        # Derived from the layers: a rank has only some of the configuration's heads.
         self.num_heads: int = source.o_proj.in_features // self.head_dim
         self.num_kv_heads: int = source.config.num_key_value_heads
         if hasattr(source, "k_proj"):

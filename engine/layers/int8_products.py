@@ -1,8 +1,8 @@
-"""Products of 8-bit integers: separate scales for weights and activations, exact sums.
+"""Matmuls of 8-bit integers: separate scales for weights and activations, exact sums.
 
 With one activation scale for the whole batch, as in torch's dynamic quantization, a neighbor's outlier would
-change a request's result. On CPU a scale covers a group of inputs (`pagemill.kernels.grouped_int8`); on CUDA a whole
-row (`pagemill.kernels.row_scaled`), which costs accuracy (docs/quantization.md).
+change a request's result. On CPU a scale covers a group of inputs (`pagemill.kernels.grouped_int8`); on CUDA an entire
+row (`pagemill.kernels.row_scaled`), which reduces accuracy (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pagemill.kernels import grouped_int8
 
 
 def quantization_scheme(quantization: str | None, scale_span: str) -> str | None:
-    """Return all that determines the numbers an engine with this option computes, for a checkpoint's
+    """Return the settings that determine the results of an engine with this option, for a checkpoint's
     fingerprint.
 
     Args:
@@ -27,7 +27,7 @@ def quantization_scheme(quantization: str | None, scale_span: str) -> str | None
 
 
 class PlainInt8Product(nn.Module):
-    """The same numbers by torch alone, slowly: for installations without the kernels' compiler."""
+    """The same results computed by torch, slowly, for installations without the kernels' compiler."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The shape of a block of a model's KV cache, and the groups of layers that have their own blocks."""
+"""The shape of a block of a model's KV cache, and the groups of layers with separate blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill.engine.layers.recurrent import StateShape, state_bytes
 from pagemill.kernels.types.layer_cache import largest_number
 
 _MOST_GROUPS = 8
-"""Each has its own tables, on the host and on the device."""
+"""Each group has separate tables, on the host and on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class KVCacheShape:
     block_size: int
     dtype: torch.dtype
     groups: tuple[LayerGroup, ...] = ()
-    """Every layer is in one of them; none: all layers read everything."""
+    """The groups, which contain every layer once; empty: all layers read everything."""
     latent: LatentShape | None = None
-    """Of the latents that are the keys of the one KV head; their values are not kept a second time."""
+    """Size of the latents that are the keys of the only KV head; their values are not stored a second time."""
     state: StateShape = ()
-    """Of a sequence in the recurrent layers, which are not counted as layers here."""
+    """A sequence's state in the recurrent layers, which are not counted as layers here."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -45,12 +45,12 @@ class KVCacheShape:
 
     @property
     def pool_layers(self) -> int:
-        """Layers that the pool has tensors for: each group uses as many of them as it has layers."""
+        """Number of layers with tensors in the pool: each group uses one of them per layer."""
         return max((len(group.layers) for group in self.groups), default=self.num_layers)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's state; 0: the model keeps none."""
+        """Bytes of a sequence's state; 0: the model does not have one."""
         return state_bytes(self.state)
 
     @property
@@ -67,17 +67,17 @@ class KVCacheShape:
         return self._block_bytes(2 * self.latent.num_heads, self.latent.expanded)
 
     def _block_bytes(self, vectors: int, numbers: int) -> int:
-        """Return the bytes of a block by the vectors of a token, and their numbers in all."""
+        """Return the bytes of a block from a token's number of vectors and their total size."""
         scale_bytes = 0 if largest_number(self.dtype) is None else torch.float32.itemsize
         token_bytes = numbers * self.dtype.itemsize + vectors * scale_bytes
         return self.pool_layers * self.block_size * token_bytes
 
 
 def layer_groups(windows: Sequence[int | None], max_model_len: int) -> tuple[LayerGroup, ...]:
-    """Divide layers into groups of one window each, of nearly equal size: the pool's blocks serve any of them.
+    """Divide layers into groups of one window each and nearly equal size, so that they share the pool's blocks.
 
     Args:
-        windows: by layer. Those that `max_model_len` never leaves count as none.
+        windows: per layer. Windows not smaller than `max_model_len` count as none.
     """
     if not windows:
         return ()
@@ -99,5 +99,5 @@ def _possible_sizes(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _missing_share(sizes: Sequence[int], size: int) -> float:
-    """Return the share of blocks that no layer uses, of the kind of layers where it is largest."""
+    """Return the largest share of unused blocks over the kinds of layers."""
     return max(1 - count / (-(-count // size) * size) for count in sizes)

@@ -1,13 +1,13 @@
 """transformers' model classes, imported without the parts needed only for training and compiling.
 
-While it is imported, transformers.modeling_utils marks functions for torch's compiler and searches for torch's
+At import, transformers.modeling_utils marks functions for torch's compiler and searches for torch's
 distributed tensors. Neither is used here, and both import thousands of modules: a third of its import time.
-So transformers' marks have no effect during the import, and transformers' checks report that torch has no
+Therefore transformers' marks do not have an effect during the import, and transformers' checks report that torch has no
 distributed package, as on platforms that lack it (ranks use torch.distributed directly: `parallel.rank_group`).
 Other libraries that transformers imports where they are installed, such as torchao, get the real compiler.
 
-Hugging Face's `kernels` is hidden as well: transformers would mistake our package of that name for it, search
-every installed distribution for its version, and use it if that version ever matched.
+Hugging Face's `kernels` is hidden as well: transformers would mistake Pagemill's package of that name for it, search
+every installed distribution for its version, and use it if that version matched.
 
 A process that has already imported transformers' models, or that runs under torchrun, is left unchanged.
 """
@@ -40,7 +40,7 @@ def causal_lm_class(model_config: Any) -> Any:
 
 
 def model_class(mapping: str, model_config: Any) -> Any:
-    """Return the class that one of transformers' mappings has for a configuration."""
+    """Return the class for a configuration in one of transformers' mappings."""
     import transformers
 
     with _unmarked():
@@ -48,7 +48,7 @@ def model_class(mapping: str, model_config: Any) -> Any:
 
 
 def register_mask_function(name: str, function: Callable[..., Any]) -> None:
-    """Make transformers ask `function` for the masks of an attention implementation."""
+    """Make transformers call `function` for the masks of an attention implementation."""
     with _unmarked():
         masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     masks.register(name, function)
@@ -70,7 +70,7 @@ def _import_models() -> Any:
 def _listing_models_once() -> Iterator[None]:
     """transformers scans all of its models' files for their names, once by directory and once by __init__.py.
 
-    It caches the answer by its arguments, so the second call is given those of the first.
+    It caches the result by its arguments, so the second call is redirected to those of the first.
     """
     from transformers.utils import import_utils
 
@@ -91,7 +91,7 @@ def _listing_models_once() -> Iterator[None]:
 
 
 def _hide_packages() -> None:
-    """Hide packages permanently: modules imported without them must not assume later that they are there."""
+    """Hide packages permanently: modules imported without them must not find them later."""
     from transformers import utils
     from transformers.utils import import_utils
 
@@ -125,12 +125,12 @@ def _unmarked() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(torch.compiler, name, original)
-        if vars(torch).get("_dynamo") is skipping:  # else the package was imported and took its place
+        if vars(torch).get("_dynamo") is skipping:  # otherwise the package was imported and has replaced it
             del vars(torch)["_dynamo"]
 
 
 class _SkippedMarks:
-    """What `torch._dynamo` names until something imports the package: its marks, and everything else on demand."""
+    """Placeholder for `torch._dynamo` until the package is imported: has its marks, and loads the rest on demand."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _MARKS:
@@ -144,7 +144,7 @@ def _skip_for_transformers(mark: Callable[..., Any]) -> Callable[..., Any]:
     """Return a decorator that leaves transformers' functions unchanged and applies `mark` to all others."""
 
     def decorate(function: Callable[..., Any] | None = None, *arguments: Any, **options: Any) -> Any:
-        if function is None:  # called with options alone
+        if function is None:  # called with options only
             return lambda decorated: decorate(decorated, *arguments, **options)
         if getattr(function, "__module__", "").partition(".")[0] == "transformers":
             return function
@@ -156,7 +156,7 @@ def _skip_for_transformers(mark: Callable[..., Any]) -> Callable[..., Any]:
 def _load_mask_helper() -> None:
     """Load the one submodule of the compiler that transformers' masks import, without its package.
 
-    If a version of torch has no such file, the import of transformers loads the package.
+    If a version of torch does not have this file, the import of transformers loads the package.
     """
     file = Path(torch.__file__).parent / "_dynamo" / f"{_MASK_HELPER}.py"
     name = f"{_COMPILER}.{_MASK_HELPER}"
@@ -187,7 +187,7 @@ _SILU = type(importlib.import_module("transformers.activations").ACT2FN["silu"])
 
 
 def tasks_of(model_type: str) -> frozenset[str]:
-    """Return the names of transformers' mappings that have a model of this type; none if it has no such type."""
+    """Return the names of transformers' mappings with a model of this type; empty if the type is unknown."""
     if model_type not in CONFIG_NAMES:
         return frozenset()
     mappings = vars(sys.modules[_MODEL_CLASSES])
@@ -206,9 +206,9 @@ _GATE = "_apply_gate"
 
 
 def gate_of(experts: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
-    """Return what one of transformers' experts modules makes of gates and up projections, a method of it.
+    """Return the method of a transformers experts module that combines gates and up projections.
 
-    And True if that is act_fn(gate) * up, the gates first.
+    Also return True if it computes act_fn(gate) * up, with the gates first.
     """
     default = vars(importlib.import_module("transformers.integrations.moe"))["_default_apply_gate"]
     return getattr(experts, _GATE), getattr(type(experts), _GATE) is default

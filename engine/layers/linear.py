@@ -1,7 +1,7 @@
-"""The linear layer: one class for any product, of one layer or several, whole or a rank's share.
+"""The linear layer: one class for any matmul, of one layer or several, complete or a rank's share.
 
-The device chooses the product (`DeviceBackend.product`). `F.linear` on a CPU reorders the weights in every
-call, which for the few rows of a decode step costs more than the product; so there they are packed once.
+The device chooses the matmul (`DeviceBackend.product`). `F.linear` on a CPU reorders the weights in every
+call, which for the few rows of a decode step costs more than the matmul, so they are packed once there.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 MakeProduct = Callable[[Sequence[Weight], torch.Tensor | None], nn.Module | None]
 """Maps weights [out_features, in_features], whose outputs are concatenated, and their bias to a module that
-multiplies rows [num_rows, in_features]. None: no product is better than the layers themselves.
+multiplies rows [num_rows, in_features]. None: the layers themselves are at least as fast.
 
-A product of quantized weights names the form it keeps them in by `kept_as`, if it did not widen them. One that rounds
-its rows to 8 bits names the dtype by `rounds_to`, and takes `ScaledRows` too."""
+A matmul of quantized weights reports their stored form as `kept_as`, unless it dequantized them. One that rounds
+its rows to 8 bits reports the dtype as `rounds_to`, and also accepts `ScaledRows`."""
 
 
 _adapter_rows: ContextVar[AdapterRows | None] = ContextVar("adapter_rows", default=None)
@@ -38,7 +38,7 @@ _adapter_rows: ContextVar[AdapterRows | None] = ContextVar("adapter_rows", defau
 
 @contextmanager
 def adapter_rows(rows: AdapterRows | None) -> Iterator[None]:
-    """Give a step's tokens their adapters inside the block; None: none has one."""
+    """Apply adapters to a step's tokens inside the block; None: no token has one."""
     token = _adapter_rows.set(rows)
     try:
         yield
@@ -53,35 +53,35 @@ def current_adapter_rows() -> AdapterRows | None:
 @dataclass(frozen=True, slots=True)
 class LinearOptions:
     quantization: str | None = None
-    """int8, fp8, or None: the weights' own dtype."""
+    """int8, fp8, or None: the dtype of the weights."""
     row_invariant: bool = False
-    """A row's product is the same to the last bit regardless of the other rows."""
+    """Each row's result is bit-identical regardless of the other rows."""
     dtype: torch.dtype | None = None
-    """What products round their operands to, if the device multiplies such numbers; None: the weights' own."""
+    """The dtype to which matmuls round their operands, if the device supports it; None: that of the weights."""
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. Takes [..., in_features], or rows rounded to `rounds_to`."""
+    """y = x W^T + b. Accepts [..., in_features], or rows rounded to `rounds_to`."""
 
     def __init__(
         self, product: nn.Module, in_features: int, out_features: int, part: PartialLinear | None = None
     ) -> None:
-        """`part`: how the ranks combine their products if each has a share of the layer."""
+        """`part`: how the ranks combine their results if each has a share of the layer."""
         super().__init__()
         self.product, self.part = product, part
         self.in_features, self.out_features = in_features, out_features
         self.dtype: torch.dtype | None = None
-        """Of the weights of the layers it was made of."""
+        """Bytes of the weights of its source layers."""
         self.kept_as: str | None = None
-        """How the weights of a quantized checkpoint are kept."""
+        """Stored form of the weights of a quantized checkpoint."""
         self.sources: tuple[tuple[str, int], ...] = ()
-        """The paths of the layers it was made of, and their outputs, in order."""
+        """The paths of its source layers, and their numbers of outputs, in order."""
         self.adapters: LowRankTable | None = None
-        """A part for each of `sources`."""
+        """The adapters' part for each of `sources`."""
 
     @classmethod
     def from_layers(cls, layers: Sequence[nn.Linear], make_product: MakeProduct) -> Linear:
-        """Merge layers into one with their outputs concatenated. It takes over their weights."""
+        """Merge layers into one with their outputs concatenated. It adopts their weights."""
         part = layers[0] if isinstance(layers[0], PartialLinear) else None
         weights = [weight_of(layer) for layer in layers]
         is_quantized = any(isinstance(weight, QuantizedWeight) for weight in weights)
@@ -108,7 +108,7 @@ class Linear(nn.Module):
 
     @property
     def rounds_to(self) -> torch.dtype | None:
-        """The 8-bit dtype that the product rounds its rows to; None: to none."""
+        """The 8-bit dtype to which the matmul rounds its rows; None: it does not round."""
         dtype: torch.dtype | None = getattr(self.product, "rounds_to", None)
         return dtype
 
@@ -116,7 +116,7 @@ class Linear(nn.Module):
         rows = x if isinstance(x, ScaledRows) else x.reshape(-1, self.in_features)
         if (
             isinstance(rows, torch.Tensor) and rows.stride(-1) != 1
-        ):  # a view of what a convolution has returned
+        ):  # a view of a tensor that a convolution has returned
             rows = rows.contiguous()
         product: torch.Tensor = self.product(rows).to(x.dtype)
         if self.adapters is not None and (adapted := current_adapter_rows()) is not None:
@@ -127,7 +127,7 @@ class Linear(nn.Module):
         return out if self.part is None else self.part.complete(out)
 
     def of_channels(self, channels: torch.Tensor) -> Linear | None:
-        """Return the layer of only these outputs, the same to the last bit; None if the product has none."""
+        """Return a bit-identical layer with only these outputs; None if the matmul does not support it."""
         product: Any = self.product
         if self.part is not None or not hasattr(product, "of_channels"):
             return None
@@ -135,7 +135,7 @@ class Linear(nn.Module):
 
 
 class DenseProduct(nn.Module):
-    """The product by torch, from the weights as they are."""
+    """The matmul by torch, with unchanged weights."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -147,11 +147,11 @@ class DenseProduct(nn.Module):
 
 
 class PackedProduct(nn.Module):
-    """The product by our own kernel, for fp32 on CPU. W is kept in the fewest bits that are lossless."""
+    """The matmul by Pagemill's kernel, for fp32 on CPU. W is stored in the fewest lossless bits."""
 
     kind: ClassVar[KindName] = "fp32"
     kept_as: str | None = None
-    """The form of a quantized checkpoint's weights, if it is their own."""
+    """The stored form of a quantized checkpoint's weights, if it is preserved."""
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class PackedProduct(nn.Module):
 
 
 class OneDNNProduct(nn.Module):
-    """The same with oneDNN's packing, for CPUs that our kernel does not support.
+    """The matmul with oneDNN's packing, for CPUs that Pagemill's kernel does not support.
 
     Its sums run over the inputs in one order regardless of the number of rows, except for a single row, which it
     treats as a vector.
@@ -208,14 +208,14 @@ class OneDNNProduct(nn.Module):
 
 
 def note_paths(module: nn.Module) -> None:
-    """Write into every linear layer the path that it has now, for `Linear.sources`."""
+    """Store the present path in every linear layer, for `Linear.sources`."""
     for path, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             layer.path = path
 
 
 def weight_of(layer: nn.Linear) -> Weight:
-    """Return the weight of a layer, as its checkpoint keeps it."""
+    """Return the weight of a layer in its checkpoint's format."""
     stored: QuantizedWeight | None = getattr(layer, "stored", None)
     return layer.weight.detach() if stored is None else stored
 
@@ -233,7 +233,7 @@ def replace_linears(parent: nn.Module, make_product: MakeProduct) -> None:
     for name, child in parent.named_children():
         if getattr(child, "is_read", False):
             continue
-        # A subclass may compute more than a product: a router, for one.
+        # A subclass may compute more than a matmul, such as a router.
         is_product = type(child).forward is nn.Linear.forward or isinstance(child, PartialLinear)
         if is_product and isinstance(child, nn.Linear):
             setattr(parent, name, Linear.from_layers([child], make_product))

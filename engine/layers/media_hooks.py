@@ -12,7 +12,7 @@ from pagemill.engine.layers.positions.sections import RotarySections
 
 
 def read_media_steps(module: Any, num_deep_layers: int, sections: RotarySections | None) -> None:
-    """Make a decoder's own modules follow the current step's `MediaStep`, if there is one."""
+    """Make a decoder's original modules follow the current step's `MediaStep`, if there is one."""
     decoder = module.model
     if sections is not None:
         decoder.rotary_emb.register_forward_hook(_rotate_by_sections, with_kwargs=True)
@@ -31,7 +31,7 @@ def _rotate_by_sections(module: Any, arguments: Any, named: Any, output: Any) ->
         return None
     states = arguments[0] if arguments else named["x"]
     given = arguments[1] if len(arguments) > 1 else named["position_ids"]
-    # Qwen3.5's own rotation takes three positions, others one: here all of a call are equal.
+    # Qwen3.5's rotation expects three positions, others one: here all of a call are equal.
     angles = [module.forward(states, positions.expand(given.shape)) for positions in media.positions]
     return tuple(media.sections.combine(of_axes) for of_axes in zip(*angles, strict=True))
 

@@ -1,4 +1,4 @@
-"""What a step computes with in place of its tokens' embeddings and positions."""
+"""A step's replacements for its tokens' embeddings and positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill.engine.layers.positions.sections import RotarySections
 
 @dataclass(frozen=True, slots=True)
 class MediaStep:
-    """Vectors and positions of a step with media. A step of texts alone has none."""
+    """Vectors and positions of a step with media. A step with only text does not have them."""
 
     tokens: torch.Tensor
     """[num_vectors] int64: the step's tokens that vectors replace."""
@@ -22,7 +22,7 @@ class MediaStep:
     deep: Sequence[torch.Tensor] = ()
     """[num_vectors, hidden_size] each: added to these tokens after the first decoder layers."""
     positions: torch.Tensor | None = None
-    """[3, num_tokens] int64: every token's rotary positions. None: `StepInputs.positions` is all."""
+    """[3, num_tokens] int64: every token's rotary positions. None: `StepInputs.positions` applies."""
     sections: RotarySections | None = None
 
     def embed(self, embedding: Any, input_ids: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class MediaStep:
         )
 
     def add_deep(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what a decoder layer gives, [num_tokens, hidden_size], with this layer's vectors added."""
+        """Return a decoder layer's output, [num_tokens, hidden_size], with this layer's vectors added."""
         if layer >= len(self.deep) or not len(self.tokens):
             return hidden
         return hidden.index_add(0, self.tokens, self.deep[layer].to(hidden.dtype))

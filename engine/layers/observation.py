@@ -1,7 +1,7 @@
-"""Observes how a model attends: one forward pass over a few tokens, with an attention function that only looks.
+"""Observes how a model attends, in one forward pass over a few tokens with a recording attention function.
 
-For models without their own family. What their layers pass to the attention function, and the masks
-that they ask transformers for, show whether paged attention would compute the same.
+Used for models without a registered family. The arguments of the attention function, and the masks
+requested from transformers, show whether paged attention would compute the same.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pagemill.kernels.types.window import first_visible
 _OBSERVED = "pagemill_observed"
 _NUM_TOKENS = 3
 _NO_ATTENTION = (1, 1, 1)
-"""Heads of a model none of whose layers attends: its cache has no tensors."""
+"""Heads of a model without attention layers: its cache does not have tensors."""
 _NEAR = 64
 _LONGEST = 2**20
-"""Positions are compared up to here."""
+"""Positions are compared up to this limit."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """transformers' (batch, head, query position, key position) -> whether the key is visible."""
@@ -41,19 +41,19 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """A model's attention, of its widest layer: narrower ones are widened to it."""
+    """The attention shape of a model's widest layer, to which narrower ones are padded."""
 
     windows: tuple[int | None, ...]
-    """By attention in a forward pass, each of which has its own cache: more than layers where some attend twice.
+    """Per attention of a forward pass, each with a separate cache: more than layers if some attend twice.
     None: it reads everything."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of keys or values."""
+    """Width of keys or values."""
     latent: LatentShape | None = None
-    """Of latents, which are cached as the keys of one KV head; None: keys and values are cached."""
+    """Shape of latents, which are cached as the keys of one KV head; None: keys and values are cached."""
     state: StateShape = ()
-    """Of the recurrent layers."""
+    """Observation of the recurrent layers."""
 
 
 @dataclass(slots=True)
@@ -63,11 +63,11 @@ class _Observation:
     heads: list[tuple[int, int, int]] = field(default_factory=list)
     """Query heads per KV head, KV heads and their width, per call."""
     windows: list[int | None] = field(default_factory=list)
-    """Per call."""
+    """Window per call."""
     masks: list[tuple[torch.Tensor, MaskFunction]] = field(default_factory=list)
 
     def mask_function(self, mask: torch.Tensor | None) -> MaskFunction | None:
-        """Return the function of a mask that transformers was asked for; a layer may pass a view of it."""
+        """Return the function of a mask requested from transformers; a layer may pass a view of it."""
         if mask is None:
             return None
         for made, function in self.masks:
@@ -83,7 +83,7 @@ def observe_attention(module: Any, num_layers: int) -> AttentionShape:
     """Return the shape of every layer's attention, if paged attention can replace it.
 
     Raises:
-        ModelLoadError: it can't; the message is the reason, to come after the model's name.
+        ModelLoadError: it cannot; the message is the reason, without the model's name.
     """
     register_mask_function(_OBSERVED, _observed_mask)
     token = _observation.set(observation := _Observation())
@@ -131,7 +131,7 @@ def attending_by(module: Any, implementation: str) -> Iterator[None]:
 
 
 def attention_function(config: Any) -> Callable[..., Any] | None:
-    """Return what the interface has for a module that does not use it; None: the module's own attention is wanted."""
+    """Return a stand-in for a module that does not use the interface; None: the module's attention is required."""
     name = config._attn_implementation
     return None if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
 
@@ -149,7 +149,7 @@ def _observed_attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Inspect one layer's attention; returns zeros."""
+    """Inspect one layer's attention; return zeros."""
     observation = _observation.get()
     mask_function = observation.mask_function(attention_mask)
     refuse_unknown(attention_mask if mask_function is None else None, others)
@@ -175,9 +175,9 @@ def _observed_mask(**request: Any) -> torch.Tensor:
 def _masked_window(
     module: Any, mask_function: MaskFunction | None, declared: int | None, device: torch.device
 ) -> int | None:
-    """Return the window by which a layer masks, as `first_visible` takes it; None: it is causal.
+    """Return a layer's mask window in the format of `first_visible`; None if it is causal.
 
-    Some layers declare a window and mask otherwise.
+    Some layers declare a window that differs from their mask.
     """
     if mask_function is None:
         if declared is not None or not getattr(module, "is_causal", True):
@@ -201,7 +201,7 @@ def _seen(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query positions [n, 1], key positions [1, m], and whether a key is visible [n, m].
 
-    A mask function may read its own tensors, which are on the model's device.
+    A mask function may read tensors on the model's device.
     """
     queries, keys = _positions(windows)
     for place in dict.fromkeys((queries.device, device)):
@@ -209,7 +209,7 @@ def _seen(
         try:
             visible = torch.as_tensor(mask_function(0, 0, queries, keys))
             return queries, keys, visible.expand(len(queries), keys.shape[1])
-        except Exception as error:  # a function of the tokens given, not of positions
+        except Exception as error:  # the mask depends on the tokens, not only on positions
             failure = error
     raise ModelLoadError("the attention mask depends on more than positions") from failure
 

@@ -1,7 +1,7 @@
-"""Attention over texts that are concatenated in one batch, without padding and without a cache.
+"""Attention over texts concatenated in one batch, without padding or a cache.
 
-Plugged into transformers' attention interface, as paged attention is. Texts of equal length are neighbors, so that
-each length is one call of torch's attention on a view.
+Plugged into transformers' attention interface, like paged attention. Texts of equal length are adjacent, so that
+each length requires one call of torch's attention on a view.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS
 PACKED_ATTENTION = "pagemill_packed"
 
 Bias = Callable[[int], torch.Tensor]
-"""Maps a length to what is added to the scores, [num_heads, length, length]."""
+"""Maps a length to the bias of the scores, [num_heads, length, length]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PackedTexts:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> PackedTexts:
-        """`lengths` are in the order of the tokens; equal ones should be neighbours."""
+        """`lengths` are in the order of the tokens; equal ones should be adjacent."""
         groups: list[tuple[int, int]] = []
         for length in lengths:
             if groups and groups[-1][1] == length:
@@ -49,7 +49,7 @@ class PackedScoring:
     scale: float
     is_causal: bool = False
     window: int | None = None
-    """A token sees those less than this far away."""
+    """A token sees tokens at a distance below this."""
     bias: Bias | None = None
 
 
@@ -101,7 +101,7 @@ def attend_packed(
 
 
 def _mask(scoring: PackedScoring, length: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Return what is added to the scores, [length, length] or [num_heads, length, length]; None: nothing."""
+    """Return the bias of the scores, [length, length] or [num_heads, length, length]; None: no bias."""
     bias = None if scoring.bias is None else scoring.bias(length).to(like.dtype)
     if scoring.window is None or scoring.window >= length:
         return bias

@@ -1,4 +1,4 @@
-"""Reports which parts of a model are compiled, fused, or transformers' own."""
+"""Reports which parts of a model are compiled, fused, or unmodified."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WAYS = _COMPILED, _FUSED, _OWN = ("compiled", "fused", "transformers' own")
 
 
 def describe_parts(module: nn.Module, *, is_direct: bool) -> str:
-    """Return a log line about a model that its device has rewritten.
+    """Return a log line about a model rewritten for its device.
 
     Args:
         is_direct: transformers' forward pass is not used.

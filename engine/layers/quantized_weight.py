@@ -1,4 +1,4 @@
-"""A linear layer's weight as a quantized checkpoint stores it, read when a product is made of it."""
+"""A linear layer's weight as a quantized checkpoint stores it, read when its matmul is created."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class QuantizedWeight:
     """Represents a tensor [out_features, in_features]; cut along the outputs, and along the inputs at whole groups.
 
     The represented weight is read again each time: layers are converted one by one, and only the mapped file is
-    held.
+    referenced.
     """
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    """The model's."""
+    """The model's dtype."""
     read: Callable[[], GroupedWeight | torch.Tensor]
-    """Returns a tensor of the shape where the numbers do not have groups with a scale."""
+    """Returns a tensor of the shape if the values do not have groups with a scale."""
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -33,7 +33,7 @@ class QuantizedWeight:
         return (weight if isinstance(weight, torch.Tensor) else weight.dequantise()).to(self.dtype)
 
     def grouped(self) -> GroupedWeight | None:
-        """Return the weight as it is stored; None if its numbers do not have groups with a scale."""
+        """Return the weight as it is stored; None if its values do not have groups with a scale."""
         weight = self.read()
         return None if isinstance(weight, torch.Tensor) else weight
 
@@ -47,7 +47,7 @@ class QuantizedWeight:
         return QuantizedWeight((part.stop - part.start, self.shape[1]), self.dtype, read)
 
     def inputs(self, part: slice) -> QuantizedWeight | torch.Tensor:
-        """Return the weight of some inputs, as a tensor if these are not whole groups."""
+        """Return the weight of some inputs, as a tensor if these are not complete groups."""
         part = slice(*part.indices(self.shape[1]))
         whole = self.grouped()
         if whole is None or whole.inputs(part) is None:
@@ -71,7 +71,7 @@ def outputs_of(weight: Weight, part: slice) -> Weight:
 
 
 def inputs_of(weight: Weight, part: slice) -> Weight:
-    """Return some inputs of a weight. Of a mapped file nothing else is read."""
+    """Return some inputs of a weight. Only these are read from a mapped file."""
     return weight.inputs(part) if isinstance(weight, QuantizedWeight) else weight[:, part].contiguous()
 
 
@@ -82,7 +82,7 @@ def dense(weights: Sequence[Weight]) -> torch.Tensor:
 
 
 def joined(weights: Sequence[Weight]) -> Weight:
-    """Return one weight with the weights' outputs concatenated, as it is stored if all are stored alike."""
+    """Return one weight with the weights' outputs concatenated, in stored form if all have the same format."""
     if len(weights) == 1:
         return weights[0]
     if grouped(weights) is None:
@@ -97,7 +97,7 @@ def joined(weights: Sequence[Weight]) -> Weight:
 
 
 def grouped(weights: Sequence[Weight]) -> GroupedWeight | None:
-    """Read weights as one of few bits; None if one is not of few bits, or their numbers are of different kinds."""
+    """Read weights as one low-bit weight; None if any is not low-bit, or their formats differ."""
     parts = []
     for weight in weights:
         part = weight.grouped() if isinstance(weight, QuantizedWeight) else None

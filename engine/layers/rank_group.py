@@ -1,6 +1,6 @@
-"""The ranks of one model and the three collectives they need, on torch.distributed.
+"""The ranks of one model and their three collectives, on torch.distributed.
 
-The backend is used directly, without torch's default process group: an engine can then come and go in a
+The backend is used directly, without torch's default process group: an engine can then be created and closed in a
 process that has another engine, or that uses torch.distributed itself.
 """
 
@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(seconds=300)
-"""The longest a collective waits for the others. They start together, unless one compiles kernels first."""
+"""Timeout of a collective's wait for other ranks. They start together, unless one compiles kernels first."""
 
 
 class RankGroup:
-    """One rank's place among the others.
+    """One rank's membership in the group.
 
     Every collective is called by all ranks in the same order with tensors of the same shape, on their own devices.
-    Gloo has carried it out when the call returns; with NCCL it is queued on the current stream.
+    With Gloo it is complete when the call returns; with NCCL it is queued on the current stream.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -33,7 +33,7 @@ class RankGroup:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Exchange nothing meanwhile: for steps whose numbers are not read, also before the ranks have met."""
+        """Disable exchange inside the block, for steps whose values are not read, even before the ranks have met."""
         self._is_alone = True
         try:
             yield
@@ -45,7 +45,7 @@ class RankGroup:
         return self.rank == 0
 
     def connect(self, rendezvous: str, collectives: Callable[[Any, int, int, timedelta], Any]) -> None:
-        """Meet the other ranks at a file used by no other group. Returns once all are there; raises
+        """Meet the other ranks at a file used by no other group. Returns once all have joined. Raises
         RuntimeError.
 
         Args:
@@ -66,18 +66,18 @@ class RankGroup:
             self._backend.broadcast(tensor, 0).wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor on rank 0; on other ranks, none."""
+        """Return every rank's tensor on rank 0, and an empty list on other ranks."""
         if self._is_alone:
             return [tensor] * self.size if self.is_first else []
         tensors = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_first else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        # The others pass no list rather than an empty one, which NCCL rejects.
+        # The others pass None, since NCCL rejects an empty list.
         self._backend.gather([tensors] if self.is_first else [], [tensor], options).wait()
         return tensors
 
     def close(self) -> None:
-        """Leave the group; anything on the device still waiting for it ends. May be called again."""
+        """Leave the group; device work that waits for it ends. Safe to call repeatedly."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort()

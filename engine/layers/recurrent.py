@@ -1,8 +1,8 @@
-"""Recurrent layers: they keep a state of fixed size per sequence, in a slot, where attention keeps keys and values.
+"""Recurrent layers, which store a state of fixed size per sequence in a slot, instead of keys and values.
 
-Any module of transformers that keeps its state in transformers' cache is served. It is observed once: what it writes
-shows the shapes of its state. From then on it runs over a packed batch: rows with equally many tokens are one batch,
-whose states are gathered from their slots, given to the module as its cache, and written back.
+Any module of transformers that stores its state in transformers' cache is supported. It is observed once: its writes
+show the shapes of its state. Then it runs over a packed batch: rows with equal numbers of tokens form one batch,
+whose states are gathered from their slots, passed to the module as its cache, and written back.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pagemill.kernels.types.low_rank import AdapterRows
 from pagemill.kernels.types.recurrent import RecurrentStep, StateRows
 
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""Values of `layer_types` for layers that keep a state; hybrid ones attend as well."""
+"""Values of `layer_types` for layers with a state; hybrid ones attend as well."""
 STATELESS_LAYERS = frozenset({"mlp", "moe"})
-"""Values of `layer_types` for layers that keep nothing."""
+"""Values of `layer_types` for layers without a state or cache."""
 _CACHE_NAMES = ("past_key_values", "cache_params")
 _CONV, _RECURRENT = "conv_states", "recurrent_states"
 
@@ -45,9 +45,9 @@ class StateTensor:
     kind: str
     """The attribute of transformers' cache layer that holds it."""
     index: int
-    """Its number there."""
+    """Its index in that attribute."""
     shape: tuple[int, ...]
-    """Of one sequence."""
+    """Shape for one sequence."""
     dtype: torch.dtype
 
     @property
@@ -56,7 +56,7 @@ class StateTensor:
 
 
 StateShape = tuple[tuple[StateTensor, ...], ...]
-"""By recurrent layer in the order of a forward pass: the tensors of its state."""
+"""The state tensors of each recurrent layer, in the order of a forward pass."""
 
 
 def state_bytes(shape: StateShape) -> int:
@@ -65,11 +65,11 @@ def state_bytes(shape: StateShape) -> int:
 
 
 Parts = tuple[torch.Tensor | None, ...]
-"""What a module returns: of each of its tokens, one tensor or several."""
+"""A module's output: one or several tensors, each with a row per token."""
 
 
 class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """The states of one layer for the rows of a call. transformers' marks its tensors for a compiler, a slow import."""
+    """The states of one layer for a call's rows. transformers' class marks tensors for a compiler, a slow import."""
 
     def lazy_initialization(
         self,
@@ -96,7 +96,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.conv_kernel_size[tensor.index] = values.shape[-1]
 
     def tensors(self) -> tuple[StateTensor, ...]:
-        """Return what it holds after a forward pass."""
+        """Return its tensors after a forward pass."""
         held = [
             (kind, index, values) for kind in (_CONV, _RECURRENT)
             for index, values in getattr(self, kind).items() if values is not None
@@ -107,7 +107,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class _OneLayer(list[Any]):
-    """Layers of a cache, all of them one."""
+    """A cache's list of layers in which all entries are the same layer."""
 
     def __init__(self, layer: _StateLayer) -> None:
         super().__init__([layer])
@@ -127,12 +127,12 @@ def _cache_of(layer: _StateLayer) -> Any:
 
 @dataclass(slots=True)
 class RecurrentObservation:
-    """What the recurrent layers of a model did in a forward pass over a few tokens."""
+    """Observation of a model's recurrent layers in a forward pass over a few tokens."""
 
     arguments: dict[str, Any]
-    """For the model's forward pass: a cache, if it has recurrent layers."""
+    """Arguments of the model's forward pass: a cache, if it has recurrent layers."""
     mixers: dict[Any, tuple[_StateLayer, dict[str, Any]]] = field(default_factory=dict)
-    """Module -> its states, and what it was called with."""
+    """Module -> its states, and its arguments."""
     called: set[int] = field(default_factory=set)
     """The ids of the modules that were called."""
     _stack: list[tuple[Any, Any, Any]] = field(default_factory=list)
@@ -145,7 +145,7 @@ class RecurrentObservation:
         self._stack.pop()
 
     def note(self, layer: _StateLayer) -> None:
-        """Note that the module that runs writes to its state."""
+        """Record that the running module writes to its state."""
         module, args, kwargs = self._stack[-1]
         if module not in self.mixers:
             call = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -165,7 +165,7 @@ class _ObservedLayer(_StateLayer):
 
 
 class _ObservedHybrid(_ObservedLayer, CacheLayerMixin):  # type: ignore[misc]
-    """Of a layer that attends as well; its keys and values are not kept."""
+    """The observed layer of a module that attends as well; its keys and values are not stored."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         return key_states, value_states
@@ -198,7 +198,7 @@ def observed_states(module: Any) -> Iterator[RecurrentObservation]:
             cache.layers[number] = observed = kind(number_of_states=count)
             observed.observation = observation
     if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
-        cache.layers.append(DynamicLayer())  # which some models ask for the length
+        cache.layers.append(DynamicLayer())  # some models read the length from it
     parameters = inspect.signature(module.forward).parameters
     name = next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
     observation.arguments = {"use_cache": False, name: cache}
@@ -214,16 +214,16 @@ def observed_states(module: Any) -> Iterator[RecurrentObservation]:
 
 
 def recurrent_kinds(config: Any) -> frozenset[str]:
-    """Return the values of `layer_types` in a configuration whose layers may keep a state."""
+    """Return the values of `layer_types` in a configuration whose layers may have a state."""
     return frozenset(map(str, getattr(config, "layer_types", None) or ())) & RECURRENT_LAYERS
 
 
 def serve_packed(observation: RecurrentObservation) -> StateShape:
-    """Let the observed modules compute packed batches, in place; returns the shape of a sequence's state."""
+    """Make the observed modules compute packed batches, in place; return the shape of a sequence's state."""
     packed: dict[type, type] = {}
     for number, (module, (layer, call)) in enumerate(observation.mixers.items()):
         for part in module.modules():
-            # What reads the weight of a linear layer needs the layer as it is.
+            # Code that reads a linear layer's weight requires the layer unchanged.
             if isinstance(part, torch.nn.Linear) and id(part) not in observation.called:
                 vars(part)["is_read"] = True
         module.recurrent_number, module.state_tensors = number, layer.tensors()
@@ -239,7 +239,7 @@ def serve_packed(observation: RecurrentObservation) -> StateShape:
 
 
 def _restarts(module: Any, own: Callable[..., Any], call: dict[str, Any]) -> bool:
-    """Return True if several tokens are computed from a recurrent state of zeros, regardless of the state."""
+    """Return True if several tokens always start from a zero recurrent state, regardless of the stored one."""
     if module.computes_in_slots or _hidden(call).is_meta:
         return False
     if all(tensor.kind == _CONV for tensor in module.state_tensors):
@@ -255,7 +255,7 @@ def _restarts(module: Any, own: Callable[..., Any], call: dict[str, Any]) -> boo
 
 
 def _forward_packed(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a packed batch [1, num_tokens, width]; outside of a step what the module itself computes."""
+    """Compute a packed batch [1, num_tokens, width]; outside of a step, call the original module."""
     own = super(type(self), self).forward.__func__
     context = find_context()
     step: RecurrentStep | None = None if context is None else context.metadata.recurrent
@@ -278,7 +278,7 @@ def _forward_packed(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _compute_rows(
     module: Any, own: Callable[..., Any], call: dict[str, Any], rows: StateRows, states: list[torch.Tensor]
 ) -> Parts:
-    """Return the outputs of rows, [num_rows, length, ...], and advance their states."""
+    """Compute the outputs of rows, [num_rows, length, ...], and advance their states."""
     layer = _StateLayer(number_of_states=max(tensor.index for tensor in module.state_tensors) + 1)
     pairs = list(zip(module.state_tensors, states, strict=True))
     in_slots: AbstractContextManager[None] = nullcontext()

@@ -1,7 +1,7 @@
-"""transformers' functions for recurrences, replaced by our kernels, which advance states in place.
+"""Replaces transformers' functions for recurrences by Pagemill's kernels, which advance states in place.
 
-The modules call these functions by name. A replacement does what the original does, unless a packed batch runs: then
-it finds the states in their slots. So no state is gathered, passed through a dozen operations and written back.
+The modules call these functions by name. A replacement calls the original, unless a packed batch runs: then
+it accesses the states in their slots. This avoids gathering states, a dozen operations on them, and writing them back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagemill.kernels.types.recurrent import StateRows
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Where the states are of the rows that a module computes."""
+    """The location of the states of the rows that a module computes."""
 
     states: torch.Tensor
     rows: StateRows
@@ -33,7 +33,7 @@ _running: ContextVar[_Slots | None] = ContextVar("running_recurrence", default=N
 
 @contextmanager
 def states_in_slots(states: torch.Tensor, rows: StateRows) -> Iterator[None]:
-    """Let the replaced functions advance `states` [num_slots, ...] of these rows, inside the block."""
+    """Make the replaced functions advance `states` [num_slots, ...] of these rows, inside the block."""
     token = _running.set(_Slots(states, rows))
     try:
         yield
@@ -45,7 +45,7 @@ def _delta(
     at: _Slots, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     g: torch.Tensor, beta: torch.Tensor, *, use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the output [num_rows, length, heads, value_dim], and no states: they are written."""
+    """Return the output [num_rows, length, heads, value_dim], without states: they are written in place."""
     if not use_qk_l2norm_in_kernel:
         raise NotImplementedError("the gated delta rule without normalized queries and keys")
     given = (each.float() for each in (query, key, value, g, beta))
@@ -58,7 +58,7 @@ def _scan(
     D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, *, z: torch.Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The same; returns [num_rows, length, heads, head_dim]."""
+    """Compute the same recurrence; return [num_rows, length, heads, head_dim]."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     steps = torch.nn.functional.softplus(dt) if dt_softplus else dt
     x, steps = hidden_states.float(), steps.clamp(*dt_limit).float()
@@ -74,7 +74,7 @@ def _scan_one(
     B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, *,
     z: torch.Tensor | None = None, **more: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The same for one token of each row, whose numbers per head come repeated for each place of its state."""
+    """Compute one token of each row, whose values per head are repeated for each position of its state."""
     out, _ = _scan(
         at, hidden_states[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None],
         None if D is None else D[:, 0], None if dt_bias is None else dt_bias[:, 0],
@@ -88,7 +88,7 @@ def _selective_scan(
     D: torch.Tensor | None = None, z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None, *,
     delta_softplus: bool = False, return_last_state: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
-    """The same for channels that are heads of one line; takes and returns [num_rows, channels, length]."""
+    """Compute channels as heads of width one; accept and return [num_rows, channels, length]."""
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
     steps = torch.nn.functional.softplus(dt) if delta_softplus else dt
     x, steps, write, read = (each.float().transpose(1, 2) for each in (hidden_states, steps, B, C))
@@ -107,7 +107,7 @@ def _selective_scan_one(
     B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, *,
     dt_softplus: bool = False, z: torch.Tensor | None = None, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The same for one token of each row."""
+    """Compute one token of each row."""
     out: torch.Tensor = _selective_scan(
         at, hidden_states[..., None], dt[..., None], A, B[..., None], C[..., None], D,
         None if z is None else z[..., None], dt_bias, delta_softplus=dt_softplus,
@@ -123,7 +123,7 @@ _RULES: dict[str, tuple[Callable[..., Any], int]] = {
     "mamba_selective_scan": (_selective_scan, 2),
     "mamba_selective_state_update": (_selective_scan_one, 2),
 }
-"""By the name of transformers' function: the rule, and the dimensions of the state that it is written for."""
+"""Name of transformers' function -> the rule, and the number of dimensions of its state."""
 
 
 class _Replacement:
@@ -137,9 +137,9 @@ class _Replacement:
 
 
 def computes_in_slots(module: Any) -> bool:
-    """Return True if a recurrent module's functions are replaced, which happens here.
+    """Replace a recurrent module's functions, if possible; return True if they are replaced.
 
-    The module has one recurrent state in fp32, and all its recurrences are known.
+    Replacement requires one recurrent state in fp32, and that all recurrences are known.
     """
     recurrent = [tensor for tensor in module.state_tensors if tensor.kind == "recurrent_states"]
     if [tensor.dtype for tensor in recurrent] != [torch.float32]:

@@ -1,6 +1,6 @@
 """Linear layers of which a rank holds a part, including the collectives inside them.
 
-Layers split by outputs alone need no class: they are smaller `nn.Linear`s. These are separate classes, so
+Layers split only by outputs do not need a class: they are smaller `nn.Linear`s. These are separate classes, so
 that a check for exactly `nn.Linear` rejects them: merging one with its neighbors would lose the collective.
 """
 
@@ -17,10 +17,10 @@ from pagemill.engine.layers.share import Share
 
 
 class PartialLinear(nn.Linear):
-    """A rank's part, as loaded. `Linear` takes over the weight, and calls `complete` after the product."""
+    """A rank's part, as loaded. `Linear` adopts the weight, and calls `complete` after the matmul."""
 
     stored: QuantizedWeight | None = None
-    """In the weight's place, where the checkpoint is quantized."""
+    """Replaces the weight if the checkpoint is quantized."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.complete(nn.functional.linear(x, self.weight))
@@ -34,7 +34,7 @@ class RowParallelLinear(PartialLinear):
     """y = sum over the ranks of x_r W_r^T, + b: a rank has some inputs. Takes [..., in_features of the rank]."""
 
     def __init__(self, in_features: int, out_features: int, group: RankGroup, **options: Any) -> None:
-        """`in_features`: the rank's; `options`: of `nn.Linear`."""
+        """`in_features`: the rank's number; `options`: arguments of `nn.Linear`."""
         super().__init__(in_features, out_features, **options)
         self._group = group
 
@@ -46,7 +46,7 @@ class RowParallelLinear(PartialLinear):
 class GatheredHead(PartialLinear):
     """The head over the vocabulary: a rank has some of the tokens, and rank 0 gets the logits of all.
 
-    The other ranks get zeros that take no memory, as their logits are not read.
+    The other ranks get zeros that do not use memory, as their logits are not read.
     """
 
     _rows_bias: torch.Tensor | None

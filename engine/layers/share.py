@@ -1,4 +1,4 @@
-"""Assigns parts of tensors to ranks, by what a family declares or by the plan that transformers' models carry."""
+"""Assigns parts of tensors to ranks, by a family's declaration or transformers' plan for the model."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class Share:
 
 
 Section = Literal["heads", "kv_heads", "channels"]
-"""Outputs by what they are cut into: query heads, KV heads, or single channels."""
+"""Outputs by their unit of division: query heads, KV heads, or single channels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A layer of which a rank has some of the outputs."""
+    """A layer whose outputs are divided among the ranks."""
 
     sections: tuple[Section, ...]
     """The projections in it, in order; each is cut separately."""
     by_kv_head: bool = False
-    """The sections repeat for each KV head: its query heads, its key, its value."""
+    """True if the sections repeat for each KV head: its query heads, its key, its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A layer of which a rank has some of the inputs; the ranks' results are summed."""
+    """A layer whose inputs are divided among the ranks; their results are summed."""
 
 
 Cut = Columns | Rows
@@ -68,7 +68,7 @@ INPUTS = Rows()
 _STYLES: dict[str, Cut] = {"colwise": CHANNELS, "rowwise": INPUTS}
 """transformers' terms."""
 _REPLICATED = ("replicated_with_grad_allreduce", "embedding_rowwise")
-"""Styles of what every rank has whole: norms of heads, and embeddings that are tied to the head."""
+"""Styles of modules replicated on every rank: norms of heads, and embeddings tied to the head."""
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 
 
@@ -81,30 +81,30 @@ class TensorSplit:
     """A family's declaration of how its layers are divided among ranks."""
 
     layers: Mapping[str, Cut]
-    """By module name, with a * for the number of a layer. The others are on every rank, whole."""
+    """By module name, with a * for the index of a layer. Other modules are replicated on every rank."""
     intermediate_size: Callable[[Any], int] = _intermediate_size
-    """From a configuration, as is `blocks`."""
+    """Computed from a configuration, like `blocks`."""
     blocks: Callable[[Any], int] | None = None
-    """Returns the number of blocks of heads whose projections are stored together; a rank has whole blocks."""
+    """Returns the number of blocks of heads whose projections are stored together; ranks have complete blocks."""
     head_counts: tuple[str, ...] = ()
     """Attributes of the modules around these layers that count query heads."""
     kv_head_counts: tuple[str, ...] = ()
     head_widths: tuple[str, ...] = ()
     """Attributes that hold the width of all query heads together."""
     counts_in_config: bool = False
-    """Attention takes its head counts from its configuration."""
+    """True if attention reads its head counts from its configuration."""
     has_transposed_weights: bool = False
-    """The layers' weights are stored as [in_features, out_features] (GPT-2's Conv1D)."""
+    """True if the layers' weights are stored as [in_features, out_features] (GPT-2's Conv1D)."""
 
 
 class ShardingPlan:
     """A model's linear layers that are split, and a rank's part of each."""
 
     def __init__(self, split: TensorSplit, share: Share, num_heads: int, num_kv_heads: int) -> None:
-        """`num_heads` and `num_kv_heads` are the whole model's."""
+        """`num_heads` and `num_kv_heads` are those of the complete model."""
         self.split, self.share = split, share
         self.num_heads = num_heads // share.size
-        """The rank's own, as is `num_kv_heads`."""
+        """The rank's number, like `num_kv_heads`."""
         kv_heads = share.of_kv_heads(num_kv_heads)
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self._all_heads, self._all_kv_heads = num_heads, num_kv_heads
@@ -114,13 +114,13 @@ class ShardingPlan:
         ]
 
     def layer(self, module_name: str) -> Cut | None:
-        """Return a module's split; None: every rank has all of it."""
+        """Return a module's split; None if every rank has all of it."""
         return next((layer for pattern, layer in self._layers if pattern.search(module_name)), None)
 
     def missing(self, module_names: Iterable[str]) -> list[str]:
-        """Return the layers to be split that a model with these modules lacks.
+        """Return the split layers that a model with these modules lacks.
 
-        Where there are experts, every layer may have them: the dense ones of the plan are nowhere then.
+        If there are experts, every layer may have them; the plan's dense layers are then absent.
         """
         names = list(module_names)
         found = {
@@ -169,7 +169,7 @@ class ShardingPlan:
         return _without_seams(parts)
 
     def cut(self, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
-        """Cut a checkpoint's tensors to a rank's share. Only the part kept of a mapped file is ever read."""
+        """Cut a checkpoint's tensors to a rank's share. Only this part is read from a mapped file."""
         return {name: self._cut(name, tensor) for name, tensor in tensors.items()}
 
     def _cut(self, name: str, tensor: Weight) -> Weight:
@@ -186,7 +186,7 @@ class ShardingPlan:
 
 
 def _without_seams(parts: list[slice]) -> list[slice]:
-    """Merge parts that follow each other, so that of a mapped file they are one view."""
+    """Merge consecutive parts, so that they are one view of a mapped file."""
     merged = parts[:1]
     for part in parts[1:]:
         if part.start == merged[-1].stop:
@@ -197,16 +197,16 @@ def _without_seams(parts: list[slice]) -> list[slice]:
 
 
 def planned_split(model_config: Any) -> TensorSplit:
-    """Return the split that transformers plans for one of its causal language models.
+    """Return transformers' planned split of one of its causal language models.
 
-    The head over the vocabulary is not in it: `sharded_linear.GatheredHead` splits that, tied to the
+    It does not include the head over the vocabulary: `sharded_linear.GatheredHead` splits that, tied to the
     embeddings or not.
 
     Raises:
         ConfigError: the model has no plan, or an unsupported one.
     """
     planned: dict[str, str] = dict(getattr(model_config, "base_model_tp_plan", None) or {})
-    # Experts are cut as they are read: `pagemill.engine.models.expert_tensors`.
+    # Experts are cut when they are read: `pagemill.engine.models.expert_tensors`.
     planned = {name: style for name, style in planned.items() if not _EXPERTS.search(name)}
     kind = model_config.model_type
     if not planned:

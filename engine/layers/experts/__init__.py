@@ -1,1 +1,1 @@
-"""Mixtures of experts: routers, experts as grouped products, and what replaces transformers' own modules."""
+"""Mixtures of experts: routers, experts as grouped matmuls, and the replacement of transformers' modules."""

@@ -1,8 +1,8 @@
-"""The experts of one layer: rows sorted by expert, two grouped products, and a weighted sum.
+"""The experts of one layer: rows sorted by expert, two grouped matmuls, and a weighted sum.
 
-`Experts` takes the place of transformers' experts module inside its block, whose router and shared experts stay
-apart: any model whose experts have transformers' layout can use it. A family that declares its routers' `routing`
-(`declare_routing`) has these replaced too.
+`Experts` replaces transformers' experts module inside its block, but not the block's router and shared experts.
+Any model whose experts have transformers' layout can use it. Routers are also replaced if their family declares
+their `routing` (`declare_routing`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ROUTERS = ("gate", "router")
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """A layer's weights, read from the checkpoint when products are made of them."""
+    """A layer's weights, read from the checkpoint when its matmuls are created."""
 
     inner: ExpertMatrices
-    """Of the gate and up projections, or of the up projection alone."""
+    """Weights of the gate and up projections, or only of the up projection."""
     down: ExpertMatrices
     group: RankGroup | None = None
-    """The ranks, each of which has a share of every expert's intermediate channels."""
+    """The ranks, each with a share of every expert's intermediate channels."""
 
 
 class Experts(nn.Module):
@@ -49,7 +49,7 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = stored.inner.num_experts
         self.inner, self._activation = make(stored.inner), activation
-        # Of a share, the bias is added once.
+        # Only one rank adds the bias.
         is_first = stored.group is None or stored.group.rank == 0
         self.down = make(stored.down if is_first else replace(stored.down, bias=None))
         self._group = stored.group
@@ -67,7 +67,7 @@ class Experts(nn.Module):
 
 
 def declare_routing(module: nn.Module, routing_of: Callable[[Any], Routing | SparseMixer]) -> None:
-    """Write into every router of a model what it computes; `routing_of` maps one of them to that."""
+    """Store the routing in every router of a model; `routing_of` maps a router to its routing."""
     for block in _blocks(module):
         for name in _ROUTERS:
             if (router := getattr(block, name, None)) is not None:
@@ -76,7 +76,7 @@ def declare_routing(module: nn.Module, routing_of: Callable[[Any], Routing | Spa
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """Declares the activation of `dispatch.clamped_swiglu`, of interleaved gate and up projections."""
+    """Declares the activation `dispatch.clamped_swiglu` of interleaved gate and up projections."""
 
     alpha: float
     limit: float
@@ -86,10 +86,10 @@ class ClampedSwiglu:
 
 
 def replace_experts(module: nn.Module, make: MakeGroupedProduct, make_product: MakeProduct) -> None:
-    """Replace experts, and routers of declared routing; layer by layer, so that memory is freed on the way.
+    """Replace experts, and routers of declared routing, layer by layer, so that memory is freed early.
 
     Args:
-        make_product: of a router.
+        make_product: creates a router's matmul.
     """
     for block in _blocks(module):
         block.experts = _experts_of(block.experts, make)
@@ -108,7 +108,7 @@ def _blocks(module: nn.Module) -> list[Any]:
 
 
 def _has_known_layout(experts: Any) -> bool:
-    """Return True for modules of the layout of transformers' `use_experts_implementation`."""
+    """Return True for modules with the layout of transformers' `use_experts_implementation`."""
     names = ("has_gate", "has_bias", "is_transposed", "num_experts")
     has_layout = isinstance(experts, nn.Module) and all(hasattr(experts, name) for name in names)
     return has_layout and not getattr(experts, "has_post_expert_norm", False)
@@ -122,7 +122,7 @@ def _experts_of(source: Any, make: MakeGroupedProduct) -> Experts:
     declared = getattr(source, "declared", None)
     if isinstance(declared, ClampedSwiglu):
         stored = replace(stored, inner=stored.inner.parted())
-    for name in dict(source.named_parameters(recurse=False)):  # its method keeps the module
+    for name in dict(source.named_parameters(recurse=False)):  # its method keeps the module alive
         source.register_parameter(name, None)
     source.stored = None
     return Experts(stored, declared or _activation(source), make)

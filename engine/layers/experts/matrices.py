@@ -1,4 +1,4 @@
-"""One weight matrix of each of a layer's experts, read when a product is made of them."""
+"""One weight matrix of each of a layer's experts, read when the matmul is created."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 class ExpertMatrices:
     """Weights [out_features, in_features] of `num_experts` experts.
 
-    They are read one at a time, and nothing is held in addition to the mapped file.
+    They are read one at a time, and only the mapped file remains referenced.
     """
 
     num_experts: int
     out_features: int
     in_features: int
     dtype: torch.dtype
-    """The model's."""
+    """The model's dtype."""
     read: Callable[[int], torch.Tensor]
-    """Maps an expert to its weight, of any dtype and with any strides."""
+    """Maps an expert to its weight, with any dtype and strides."""
     bias: torch.Tensor | None = None
     """[num_experts, out_features]"""
 
@@ -29,14 +29,14 @@ class ExpertMatrices:
     def from_tensors(
         cls, stacked: torch.Tensor, bias: torch.Tensor | None = None, *, is_transposed: bool = False
     ) -> ExpertMatrices:
-        """Wrap a tensor [num_experts, out_features, in_features], its last two the other way round if transposed."""
+        """Wrap a tensor [num_experts, out_features, in_features], its last two dimensions swapped if transposed."""
         stacked = stacked.detach().transpose(1, 2) if is_transposed else stacked.detach()
         count, out_features, in_features = stacked.shape
         bias = None if bias is None else bias.detach()
         return cls(count, out_features, in_features, stacked.dtype, stacked.__getitem__, bias)
 
     def parted(self) -> ExpertMatrices:
-        """Return the matrices with every second output, and then the others."""
+        """Return the matrices with the even outputs followed by the odd ones."""
 
         def read(expert: int) -> torch.Tensor:
             weight = self.read(expert)
@@ -48,7 +48,7 @@ class ExpertMatrices:
         )
 
     def rounded(self, dtype: torch.dtype | None) -> ExpertMatrices:
-        """Return the matrices with their numbers rounded to a dtype, and widened again; None: as they are."""
+        """Return the matrices with their values rounded to a dtype and converted back; None: unchanged."""
         if dtype in (None, torch.float32):
             return self
         return replace(self, read=lambda expert: self.read(expert).to(dtype).float())

@@ -1,6 +1,6 @@
-"""Grouped products: rows sorted by expert times each expert's own weight. The device chooses one.
+"""Grouped matmuls: rows sorted by expert times that expert's weight. The device chooses an implementation.
 
-Each takes rows [num_rows, in_features] and `offsets`, int64 [num_experts + 1]: the rows of expert e are
+Each accepts rows [num_rows, in_features] and `offsets`, int64 [num_experts + 1]: the rows of expert e are
 offsets[e] .. offsets[e + 1] - 1. It returns [num_rows, out_features].
 """
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from pagemill.kernels.cpu.matmul.kinds import KindName
 
 _GROUPED_CAPABILITIES = (9, 10)
-"""Major numbers of the GPUs for which torch has a grouped kernel: Hopper and Blackwell of data centers."""
+"""Major compute capabilities for which torch has a grouped kernel: Hopper and data-center Blackwell."""
 
 MakeGroupedProduct = Callable[[ExpertMatrices], nn.Module]
 
 
 class LoopedProduct(nn.Module):
-    """One expert after the other, by torch."""
+    """Experts computed sequentially, by torch."""
 
     def __init__(self, matrices: ExpertMatrices, device: torch.device) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class LoopedProduct(nn.Module):
 
 
 class TorchGroupedProduct(nn.Module):
-    """All experts in one launch, by `torch._grouped_mm`, on the GPUs and of the weights for which torch has a kernel.
+    """All experts in one launch, by `torch._grouped_mm`, if torch has a kernel for the GPU and the weights.
 
-    For others it multiplies one expert after the other, and waits for the device in each layer.
+    Otherwise torch multiplies the experts sequentially, and waits for the device in each layer.
     """
 
     def __init__(self, matrices: ExpertMatrices, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class TorchGroupedProduct(nn.Module):
 
     @staticmethod
     def obstacle(matrices: ExpertMatrices, capability: Callable[[], tuple[int, int]]) -> str | None:
-        """Return why torch has no kernel for these weights on a GPU of this compute capability; None: it has one."""
+        """Return why torch lacks a kernel for these weights at this compute capability; None if it has one."""
         if matrices.dtype is not torch.bfloat16:
             return f"the model's dtype is {matrices.dtype}, not bfloat16"
         if matrices.in_features % 8 or matrices.out_features % 8:
@@ -76,7 +76,7 @@ class TorchGroupedProduct(nn.Module):
 
 
 class PackedGroupedProduct(nn.Module):
-    """By our own CPU kernel, of fp32 rows: with weights of the fewest lossless bits, bfloat16, or 8-bit integers."""
+    """Matmul of fp32 rows by Pagemill's CPU kernel: weights in the fewest lossless bits, bfloat16 or int8."""
 
     def __init__(self, matrices: ExpertMatrices, kind: KindName) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class PackedGroupedProduct(nn.Module):
         return self._multiply(rows, offsets, self.weights)
 
     def warm_up(self) -> None:
-        """Compile what a step needs, or load it from the disk."""
+        """Compile the kernels of a step, or load them from disk."""
         from pagemill.kernels.cpu.experts import grouped, rows
 
         grouped.warm_up(self.weights.kind)
@@ -111,7 +111,7 @@ def _packed(matrices: ExpertMatrices, kind: KindName) -> tuple[torch.Tensor, Gro
 
 
 class PlainInt8Experts(nn.Module):
-    """The numbers of 8-bit integers by torch alone, slowly: for installations without the kernels' compiler."""
+    """The 8-bit integer results computed by torch, slowly, for installations without the kernels' compiler."""
 
     def __init__(self, matrices: ExpertMatrices) -> None:
         super().__init__()

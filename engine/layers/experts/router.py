@@ -1,7 +1,7 @@
-"""The router of a mixture of experts: logits in fp32, and the choice among them.
+"""The router of a mixture of experts: logits in fp32, and expert selection.
 
-Logits are never rounded to bfloat16 or integers, regardless of the model's other products: a rounding that swaps two
-experts changes a whole row.
+Logits are never rounded to bfloat16 or integers, regardless of the model's other matmuls: rounding that swaps two
+experts changes an entire row.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pagemill.kernels.experts import Routing
 
 
 class Router(nn.Module):
-    """Maps rows [any, hidden_size] to logits, weights and experts, as transformers' routers do."""
+    """Maps rows [any, hidden_size] to logits, weights and experts, like transformers' routers."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, routing: Routing, make_product: MakeProduct
     ) -> None:
-        """`bias` is the layer's. Raises `ModelLoadError` for groups that do not divide the experts."""
+        """`bias` is the layer's bias. Raises `ModelLoadError` for groups that do not divide the experts."""
         super().__init__()
         num_experts, self._hidden_size = weight.shape
         if num_experts % routing.num_groups or not 0 < routing.top_k <= num_experts:
@@ -34,7 +34,7 @@ class Router(nn.Module):
         self.product = make_product([weight.detach()], bias) or DenseProduct(weight.detach(), bias)
         self.routing = routing
         self.correction: torch.Tensor | None = None
-        """fp32 [num_experts], added to the scores for the choice alone."""
+        """fp32 [num_experts], added to the scores only for the selection."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = hidden_states.reshape(-1, self._hidden_size).float()
@@ -44,7 +44,7 @@ class Router(nn.Module):
 
 
 class SparseMixerRouter(nn.Module):
-    """Phi-MoE's: the best expert, then the best of the others, each weighed among the scores close to it.
+    """Phi-MoE's router: the best expert, then the best of the others, each weighted among the scores close to it.
 
     Source: Liu et al. 2024, "GRIN: GRadient-INformed MoE", SparseMixer-v2 at inference.
     """
@@ -81,7 +81,7 @@ def make_router(source: Any, make_product: MakeProduct) -> nn.Module:
     """Return the replacement of one of transformers' routers whose `routing` a family has declared.
 
     Raises:
-        ModelLoadError: its sizes fit no choice.
+        ModelLoadError: its sizes do not match the routing.
     """
     weight = source.weight.detach().float()
     if isinstance(source.routing, SparseMixer):

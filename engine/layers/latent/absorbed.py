@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) over a cache of latents.
 
-Keys and values of all heads are products of one latent vector per token. Each head's product for its keys is absorbed
-into its queries, and the one for its values is applied to what attention has summed up; so the cache holds the latents
-themselves, and the rotated part of the keys that all heads share, as the keys of one KV head. Its values are the
-latents again: the first numbers of those keys.
+Keys and values of all heads are projections of one latent vector per token. Each head's key projection is absorbed
+into its queries, and its value projection is applied to the attention output. So the cache contains the latents
+and the rotated part of the keys, which all heads share, as the keys of one KV head. Its values are the
+latents: the leading values of those keys.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pagemill.engine.layers.quantized_weight import dense
 
 
 class LatentProducts(nn.Module):
-    """What takes one attention's queries to its latents, and weighted latents to its values."""
+    """The projections of one attention from queries to latents, and from weighted latents to values."""
 
     def __init__(self, shape: LatentShape, weight: torch.Tensor) -> None:
-        """`weight`: [num_heads * (unrotated + value), rank], that of transformers' `kv_b_proj`."""
+        """`weight`: [num_heads * (unrotated + value), rank], the weight of transformers' `kv_b_proj`."""
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(weight.view(shape.num_heads, -1, shape.rank), requires_grad=False)
@@ -44,7 +44,7 @@ class LatentProducts(nn.Module):
         """Return the attended values.
 
         Args:
-            attended: [1, num_tokens, num_heads, rank + rotated]; the rotated numbers are not read.
+            attended: [1, num_tokens, num_heads, rank + rotated]; the rotated values are not read.
 
         Returns:
             [1, num_tokens, num_heads, value].
@@ -65,7 +65,7 @@ def _as_cached(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tens
 
 
 def absorb_products(module: nn.Module) -> None:
-    """Let the attentions of a model pass latents to the attention function, and queries for them."""
+    """Make the attentions of a model pass latents, and matching queries, to the attention function."""
     attention: Any
     for attention in list(module.modules()):
         if (shape := LatentShape.from_attention(attention)) is not None:

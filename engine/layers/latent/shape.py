@@ -10,30 +10,30 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """The sizes of an attention's heads, and of what is cached for all of them."""
+    """The sizes of an attention's heads, and of the data cached for all of them."""
 
     num_heads: int
     unrotated: int
-    """Numbers of a query or key that are not rotated."""
+    """Number of unrotated values of a query or key."""
     rotated: int
     value: int
-    """Numbers of a value."""
+    """Size of a value vector."""
     rank: int
-    """Numbers of a latent."""
+    """Size of a latent."""
 
     @property
     def cached(self) -> int:
-        """Numbers that the cache holds per token."""
+        """Number of cached values per token."""
         return self.rank + self.rotated
 
     @property
     def expanded(self) -> int:
-        """Numbers of a token's keys and values, of all heads."""
+        """Number of values in a token's keys and values, over all heads."""
         return self.num_heads * (self.unrotated + self.rotated + self.value)
 
     @classmethod
     def from_attention(cls, attention: Any) -> LatentShape | None:
-        """Return the shape of one of transformers' attentions; None: it has no latents that could be cached."""
+        """Return the shape of one of transformers' attentions; None if it does not have cacheable latents."""
         projection = getattr(attention, "kv_b_proj", None)
         if not hasattr(attention, "expand_kv") or not isinstance(projection, nn.Linear):
             return None

@@ -1,7 +1,7 @@
 """ALiBi: a bias on every score that grows linearly with the distance, one slope per head.
 
 Press, Smith, Lewis: Train Short, Test Long (arXiv 2108.12409). For head counts that are not powers of two
-there are two ways to choose the slopes; each family keeps the one that it was trained with.
+there are two ways to choose the slopes; each family uses the one that it was trained with.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rotary frequencies that depend on the longest position: chosen once per engine.
+"""Rotary frequencies that depend on the longest position, chosen once per engine.
 
 transformers chooses them in every forward pass, by the largest position in the batch: `dynamic` recomputes
 its base, `longrope` swaps its table. In a flattened batch that position may belong to another sequence, and
 keys rotated by the old frequencies are already cached. So the longest sequence that the engine serves
-decides, before the first step.
+determines them before the first step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.library import ROPE_INIT_FUNCTIONS
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Types that choose their frequencies by the longest position, until `fix_frequencies` has run."""
+"""Types whose frequencies depend on the longest position, until `fix_frequencies` has run."""
 _MAX_FACTOR, _MAX_SETTING = 1e6, 1e12
 # Types whose factor is the ratio by which the trained context is stretched.
 _STRETCHING = ("linear", "dynamic", "yarn")
@@ -28,7 +28,7 @@ def depends_on_length(config: Any) -> bool:
 
 
 def stretched_context(config: Any, context_length: int) -> int:
-    """Return the longest context that the rotary scaling was made for; `context_length` if there is none."""
+    """Return the longest context of the rotary scaling; `context_length` without scaling."""
     longest = context_length
     for rope in _rope_settings(config):
         if rope.get("rope_type") in _STRETCHING:
@@ -38,7 +38,7 @@ def stretched_context(config: Any, context_length: int) -> int:
 
 
 def check_rope(config: Any) -> None:
-    """Raise `ModelLoadError` for rotary settings with which no frequency or length can be computed."""
+    """Raise `ModelLoadError` for rotary settings from which frequencies or lengths cannot be computed."""
     for rope in _rope_settings(config):
         for name, value in rope.items():
             numbers = value if isinstance(value, list | tuple) else [value]
@@ -84,7 +84,7 @@ def _frequencies(
     )
     settings = embedding.config.rope_parameters
     is_long = max_model_len > settings.get("original_max_position_embeddings", max_model_len)
-    # Phi 3.5 MoE states its factors, others have them computed.
+    # Phi 3.5 MoE specifies its factors; those of others are computed.
     return frequencies, settings.get("long_mscale" if is_long else "short_mscale", scaling)
 
 

@@ -13,10 +13,10 @@ _FIRST_POSITIONS = 1024
 
 
 class RotaryTable:
-    """The output of one of transformers' embeddings for the positions so far."""
+    """Cached output of one of transformers' embeddings for the positions so far."""
 
     def __init__(self, embedding: Any) -> None:
-        """`embedding`: one of transformers', for which `holds` is true."""
+        """`embedding`: one of transformers' for which `holds` is true."""
         self._embedding = embedding
         self._table = self._computed(_FIRST_POSITIONS)
 
@@ -30,7 +30,7 @@ class RotaryTable:
         """Return cos [num_tokens, rotary_dim] and sin [num_tokens, rotary_dim // 2] of positions below
         `length`.
 
-        Only the first half of cos is cosines: transformers' second halves repeat the first.
+        Only the first half of cos holds cosines: transformers' second halves repeat the first.
         """
         if length > len(self._table):
             self._table = self._computed(max(length, 2 * len(self._table)))
@@ -38,7 +38,7 @@ class RotaryTable:
         return rows, rows[:, rows.shape[1] // 2 :]
 
     def _computed(self, length: int) -> torch.Tensor:
-        """Compute [length, rotary_dim]: the half of the cosines next to the sines'."""
+        """Compute [length, rotary_dim]: half of the cosines, followed by half of the sines."""
         cos, sin = self._embedding(torch.empty(0), torch.arange(length)[None])
         half = cos.shape[-1] // 2
         return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=1)

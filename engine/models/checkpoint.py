@@ -1,4 +1,4 @@
-"""A checkpoint on disk: config.json and the safetensors files, read without running any of its code."""
+"""A checkpoint on disk: config.json and safetensors files, read without running its code."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from pagemill.engine.models.quantized.scheme import Scheme
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _QUANTIZATION = "quantization_config"
-# Where the first releases of AutoGPTQ and AutoAWQ wrote it.
+# Files in which the first releases of AutoGPTQ and AutoAWQ wrote it.
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-# Foreign files in addition to the weights: adapters, and Mistral's own format of the same tensors.
+# Foreign files next to the weights: adapters, and Mistral's format of the same tensors.
 _NOT_WEIGHTS = re.compile(r"^(adapter|consolidated|optimizer|training)")
 # Constants saved by older transformers: causal masks, and frequencies that follow from config.json.
 _CONSTANTS = re.compile(r"(\.rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias)$")
@@ -50,7 +50,7 @@ def names_scheme(directory: Path) -> bool:
 
 
 def read_scheme(directory: Path) -> Scheme | None:
-    """Return the format of a checkpoint's quantized weights, if they are. Raises `ModelLoadError`."""
+    """Return the format of a checkpoint's quantized weights, if any. Raises `ModelLoadError`."""
     quantization = read_json_object(directory / "config.json").get(_QUANTIZATION)
     for name, method in _OLDER_FILES.items():
         if not quantization and (directory / name).is_file():
@@ -62,9 +62,9 @@ def read_scheme(directory: Path) -> Scheme | None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the model's safetensors files, and the GGUF file that holds the others' tensors.
+    """Return the model's safetensors files, and the GGUF file with the remaining tensors.
 
-    Pickled weights are converted the first time.
+    Pickled weights are converted on first use.
 
     Raises:
         ModelLoadError: there are none, or the index names files that are missing or outside the directory; or pickled
@@ -74,7 +74,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [source, *sorted(directory.glob("*.safetensors"))]
     whole = directory / _WHOLE
     if whole.is_file():
-        return [whole]  # an index next to it is of earlier files, which this one has replaced
+        return [whole]  # an index next to it describes earlier files, which this one has replaced
     if (directory / _INDEX).is_file():
         return _indexed(directory, _INDEX)
     files = [file for file in sorted(directory.glob("*.safetensors")) if not _NOT_WEIGHTS.match(file.name)]
@@ -113,7 +113,7 @@ def _indexed(directory: Path, name: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises ModelLoadError if it is truncated or not one, or where reading from it fails."""
+    """Open a safetensors file. Raises ModelLoadError if it is truncated, not a safetensors file, or unreadable."""
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
@@ -136,10 +136,10 @@ def read_tensors(
     """Return every tensor by name, mapped into memory rather than read.
 
     Args:
-        renamed: returns the name that represents a tensor's name; None: the tensor is left out.
+        renamed: maps a tensor's name to the returned name; None: the tensor is omitted.
 
     Raises:
-        ModelLoadError: a file is truncated or not a safetensors file, or all tensors are left out.
+        ModelLoadError: a file is truncated or not a safetensors file, or all tensors are omitted.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -163,7 +163,7 @@ def read_tensors(
 def read_dense(
     directory: Path, renamed: Callable[[str], str | None] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors by name, quantized ones dequantized in fp32. Raises as `read_tensors`."""
+    """Return a checkpoint's tensors by name, with quantized ones in fp32. Raises like `read_tensors`."""
     tensors = read_tensors(weight_files(directory), renamed)
     scheme = read_scheme(directory)
     return tensors if scheme is None else widened(join_parts(tensors, scheme, torch.float32))

@@ -1,4 +1,4 @@
-"""Finds a model's directory, downloading or converting it where needed. Imports no torch."""
+"""Finds a model's directory, downloading or converting it if needed. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class ModelHub(Protocol):
-    """A repository of a hub. Another package registers a function that makes one of a `ModelSource`."""
+    """A repository of a hub. Other packages register a function that creates one from a `ModelSource`."""
 
     def fetch(self, say: Say, check: Callable[[Path], None]) -> Snapshot:
-        """Download what is missing. `check` takes the folder before weights are downloaded. Raises `EngineError`."""
+        """Download missing files. `check` receives the folder before weights are downloaded. Raises `EngineError`."""
         ...
 
     def find_cached(self) -> Snapshot | None:
-        """Return the cached copy if it is complete. Asks no network."""
+        """Return the cached copy if it is complete. Does not access the network."""
         ...
 
 
@@ -45,7 +45,7 @@ class LocalModel:
     source: ModelSource
     directory: Path
     commit: str | None = None
-    """The commit of a hub's repository; None if there is none, or the hub's cache does not record it."""
+    """The commit of a hub's repository; None for other sources, or if the hub's cache does not record it."""
 
     def __str__(self) -> str:
         commit = f", commit {self.commit}" if self.commit else ""
@@ -55,11 +55,11 @@ class LocalModel:
 def obtain_model(
     model: str, say: Say = logger.info, check: Callable[[Path], None] = lambda _: None
 ) -> LocalModel:
-    """Return a model that is not echo, once all of its files are on the disk.
+    """Return a model other than echo, once all of its files are on disk.
 
     Args:
         say: called with a line per download.
-        check: is called before weights are downloaded, with a directory that has the other files.
+        check: called before weights are downloaded, with a directory that contains the other files.
 
     Raises:
         ModelLoadError: the model does not exist, or access is denied.
@@ -77,7 +77,7 @@ def obtain_model(
 
 
 def find_model(model: str) -> LocalModel | None:
-    """Return the model if it is on the disk as a whole; downloads nothing. Raises `ModelLoadError`."""
+    """Return the model if it is complete on disk; does not download. Raises `ModelLoadError`."""
     source = ModelSource.parse(model)
     if source.is_remote:
         snapshot = _hub(source).find_cached()
@@ -86,12 +86,12 @@ def find_model(model: str) -> LocalModel | None:
 
 
 def model_directory(model: str) -> Path:
-    """Return the directory of a model that is not echo. Raises as `obtain_model`."""
+    """Return the directory of a model other than echo. Raises like `obtain_model`."""
     return obtain_model(model).directory
 
 
 def check_model(model: str) -> None:
-    """Raise `ConfigError` if the model does not exist. Loads, converts and downloads nothing."""
+    """Raise `ConfigError` if the model does not exist. Does not load, convert or download."""
     source = ModelSource.parse(model)
     match source.kind:
         case "echo":
@@ -122,7 +122,7 @@ def _fetch(source: ModelSource, say: Say, check: Callable[[Path], None]) -> Snap
         return hub.fetch(say, check)
     except EngineError:
         raise
-    except Exception as error:  # another package's code raises anything
+    except Exception as error:  # another package's code can raise any error
         if source.kind != "plugin":
             raise
         raise EngineError(f"can't get {source}: {type(error).__name__}: {error}") from error

@@ -1,10 +1,10 @@
 """A stand-in for a model: `--model echo` repeats the prompt, one token per step, then EOS.
 
 For testing client code against a real queue, worker and scheduler in milliseconds, without torch. `echo:5` takes 5 ms
-a step, `echo:5:smollm2` is served under the name smollm2 as well as any model would be. Its tokens are bytes.
+per step, `echo:5:smollm2` is served under the name smollm2. Its tokens are bytes.
 
-A structure holds here too: the prompt is repeated as far as it fits, for at most half of `max_tokens`, and then the
-output is closed in the shortest possible way. `reply_with` sets another output than the prompt.
+Structures are supported: the prompt is repeated while the structure allows it, for at most half of `max_tokens`, and
+then the output is closed in the shortest possible way. `reply_with` sets another output than the prompt.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pagemill.engine.text.tokenizer import ByteTokenizer
 ECHO_MODEL = "echo"
 ECHO_MAX_MODEL_LEN = 4096
 _FREE_TEXT = 64
-"""A structure that allows more bytes than this is inside a text of any characters."""
+"""If a structure allows more bytes than this, the output is inside arbitrary text."""
 
 Reply = Callable[[str], str]
-"""From a prompt's text (of a chat: a message a line) to the output's."""
+"""Maps a prompt's text (of a chat: one message per line) to the output's text."""
 
 _reply: Reply | None = None
 
 
 def reply_with(reply: Reply | None) -> None:
-    """Make every echo model of this process return `reply(prompt)`; None: the prompt, as by default."""
+    """Make every echo model of this process return `reply(prompt)`; None: the prompt (default)."""
     global _reply
     _reply = reply
 
@@ -39,7 +39,7 @@ def is_echo(model: str) -> bool:
 
 
 def echo_name(model: str) -> str:
-    """Return the served name: that of `echo:<ms>:<name>`, or `echo`."""
+    """Return the served name: `<name>` of `echo:<ms>:<name>`, or `echo`."""
     return model.split(":", 2)[2] if model.count(":") >= 2 else ECHO_MODEL
 
 
@@ -132,7 +132,7 @@ class EchoRunner:
         self._words[new_row.row] = words
 
     def _scores(self, work: RowWork, count: int) -> list[TokenLogprobs]:
-        """Score given tokens: all are as likely as the runner's own output."""
+        """Score given tokens: all are as likely as the runner's output."""
         row = self._rows[work.row]
         given = row.token_ids[
             work.first_scored : min(work.start + work.num_tokens + 1, row.num_prompt_tokens)
@@ -140,7 +140,7 @@ class EchoRunner:
         return [TokenLogprobs(token, -0.01, self._likeliest(token, count)) for token in given]
 
     def _read(self, work: RowWork, place: int, token_ids: Sequence[int]) -> list[float]:
-        """Score tokens that may follow one of a row's: the runner's output is likely, the others follow by id."""
+        """Score possible next tokens of a row: the runner's output is likely, the others follow by id."""
         words = self._words[work.row]
         position = work.start + place + 1 - self._rows[work.row].num_prompt_tokens
         wanted = words[position] if position < len(words) else self._eos
@@ -148,17 +148,17 @@ class EchoRunner:
 
     @staticmethod
     def _likeliest(wanted: int, count: int) -> list[tuple[int, float]]:
-        """Return the wanted token, almost certain, and others that a search is unlikely to prefer."""
+        """Return the intended token, almost certain, and others that a search is unlikely to prefer."""
         others = [token for token in range(count) if token != wanted]
         unlikely = [(token, -10.0 - rank) for rank, token in enumerate(others)]
         return [(wanted, -0.01), *unlikely][:count]
 
 
 def closing_token(allowed: Sequence[int], position: int, eos_token_id: int) -> int:
-    """Return the byte that brings a structured output nearer to its end, of those that its mask allows.
+    """Return the allowed byte that brings a structured output closest to its end.
 
-    Where none closes anything, the choice walks through the letters and digits with `position`, so that it also comes
-    upon those that lead out of a repetition.
+    If no byte closes anything, the choice cycles through the letters and digits with `position`, so that it also finds
+    those that lead out of a repetition.
     """
     quote = b'"' if len(allowed) > _FREE_TEXT else b'}])"'
     closing: list[int] = [eos_token_id, *quote, *(b"," if position % 2 == 0 else b"")]

@@ -1,4 +1,4 @@
-"""The echo model's inputs: a word in place of each image, so that clients can be tested without a model."""
+"""The echo model's inputs, with a word in place of each image, to test clients without a model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ IMAGE: Final = "[image]"
 
 class EchoInputs(InputProcessor):
     def __reduce__(self) -> Any:
-        """Leave out what is remembered of requests."""
+        """Omit cached state of requests."""
         make, arguments = super().__reduce__()
         return partial(EchoInputs, **make.keywords), arguments
 
     def read_images(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages that are texts."""
+        """Return messages with only text."""
         return [{**message, "content": _as_text(message.get("content"))} for message in messages]
 
 

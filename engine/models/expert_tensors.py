@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint's experts, kept out of the module and read when products are made of them.
+"""The tensors of a checkpoint's experts, stored outside the module and read when matmuls are created.
 
-transformers would stack the tensors of single experts into new ones, and hold both while it loads. Here the module gets
-placeholders that take no memory, and each expert is read from the mapped file as it is packed.
+transformers would stack the tensors of single experts into new ones, and hold both while it loads. Here the module has
+placeholders without memory, and each expert is read from the mapped file when it is packed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STACKED = {
     ".experts.down_proj": "down",
     ".experts.gate_up_proj_bias": "gate_up_bias",
     ".experts.down_proj_bias": "down_bias",
-    ".input_linear.weight": "gate_up",  # Granite's
+    ".input_linear.weight": "gate_up",  # of Granite
     ".output_linear.weight": "down",
 }
 _PARAMETERS = {
@@ -39,8 +39,8 @@ _PARAMETERS = {
 _BIASES = {"gate_up_bias", "down_bias"}
 _OLD_BLOCK = ".block_sparse_moe"
 Found = dict[str, Any]
-"""A block's `gate`, `up` and `down`, a weight by expert; or its `gate_up` and `down`, of all experts in one tensor or a
-weight by expert, and their biases."""
+"""A block's `gate`, `up` and `down`, one weight per expert; or `gate_up` and `down`, in one tensor for all experts or
+one weight per expert, and their biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class ExpertLayout:
     is_transposed: bool = False
     """[num_experts, in_features, out_features]"""
     is_interleaved: bool = False
-    """Whether channels of the gate and up projections are interleaved, not one projection after the other."""
+    """Whether channels of the gate and up projections are interleaved, not concatenated."""
 
     @classmethod
     def from_experts(cls, experts: Any) -> ExpertLayout:
         return cls(bool(experts.is_transposed), not getattr(experts, "is_concatenated", True))
 
     def inner_rows(self, channels: slice, count: int) -> list[slice]:
-        """Return the outputs of the merged projections for some of `count` channels."""
+        """Return the output indices of the merged projections for some of `count` channels."""
         if self.is_interleaved:
             return [slice(2 * channels.start, 2 * channels.stop)]
         if channels == slice(0, count):
@@ -69,7 +69,7 @@ class ExpertTensors:
     """Experts by block. A block with a missing part is left to transformers, which reports what is missing."""
 
     def __init__(self, tensors: Mapping[str, Weight], dtype: torch.dtype) -> None:
-        """`dtype`: the module's."""
+        """`dtype`: the module's dtype."""
         self._dtype = dtype
         found: dict[str, Found] = defaultdict(lambda: defaultdict(dict))
         names: dict[str, list[str]] = defaultdict(list)
@@ -89,7 +89,7 @@ class ExpertTensors:
         self._blocks = {block: parts for block, parts in found.items() if _is_whole(parts)}
         taken = {name for block in self._blocks for name in names[block]}
         self.others: dict[str, Weight] = {name: t for name, t in tensors.items() if name not in taken}
-        """The remaining tensors, with placeholders for what has been taken."""
+        """The remaining tensors, with placeholders for the removed ones."""
         for block, parts in self._blocks.items():
             for part, shape in _shapes(parts).items():
                 self.others[f"{block}.experts.{_PARAMETERS[part]}"] = torch.zeros((), dtype=dtype).expand(
@@ -97,7 +97,7 @@ class ExpertTensors:
                 )
 
     def place(self, module: Any, share: Share, group: RankGroup | None) -> None:
-        """Give the experts modules of a loaded model their weights, or a rank's share of these."""
+        """Assign weights, or a rank's share of them, to the experts modules of a loaded model."""
         modules = {_block_of(path): part for path, part in experts_modules(module).items()}
         for block in self._blocks:
             experts = modules[_block_of(f"{block}.experts")]
@@ -108,7 +108,7 @@ class ExpertTensors:
     def stored(
         self, block: str, share: Share, group: RankGroup | None, layout: ExpertLayout | None = None
     ) -> StoredExperts:
-        """Return a block's experts, or a rank's share of the channels of each."""
+        """Return a block's experts, or a rank's share of their channels."""
         parts, layout = self._blocks[block], layout or ExpertLayout()
         hidden, all_channels = _matrix(parts["down"], 0, layout).shape
         channels = share.of(all_channels)
@@ -159,7 +159,7 @@ def _is_whole(parts: Found) -> bool:
 
 
 def _shapes(parts: Found) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that the stacked tensors have, or would have."""
+    """Return the actual or hypothetical shapes of the stacked tensors."""
     shapes = {part: tuple(found.shape) for part, found in parts.items() if isinstance(found, torch.Tensor)}
     if "gate" in parts:
         count, (inner, hidden) = len(parts["gate"]), parts["gate"][0].shape
@@ -168,7 +168,7 @@ def _shapes(parts: Found) -> dict[str, tuple[int, ...]]:
             "down": (count, *parts["down"][0].shape),
         }
     for part in ("gate_up", "down"):
-        if part not in shapes:  # gpt-oss's, whose module has them transposed
+        if part not in shapes:  # of gpt-oss, whose module stores them transposed
             shapes[part] = (len(parts[part]), *reversed(parts[part][0].shape))
     return shapes
 
@@ -185,7 +185,7 @@ def _block_of(path: str) -> str:
 
 
 class _Reader:
-    """Reads an expert's parts as one weight; of the file, no more than one expert's stays in memory."""
+    """Reads an expert's parts as one weight; no more than one expert of the file remains in memory."""
 
     def __init__(self, parts: Callable[[int], list[Weight]]) -> None:
         self._parts, self._mapped = parts, MappedPages()

@@ -1,4 +1,4 @@
-"""The window of each layer of a registered family's model, as its attention has it."""
+"""The attention window of each layer of a registered family's model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pagemill.engine.layers.decoder_traits import DecoderTraits
 
 
 def layer_windows(module: Any, traits: DecoderTraits | None) -> tuple[int | None, ...]:
-    """Return the windows by layer; None: the layer may read everything.
+    """Return the window of each layer; None: the layer may read everything.
 
-    None is always safe. A window that a layer does not keep to is rejected when it attends
+    None is always safe. If a layer does not respect its window, it is rejected when it attends
     (`pagemill.engine.layers.attention`).
     """
     count: int = module.config.num_hidden_layers

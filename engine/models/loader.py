@@ -1,4 +1,4 @@
-"""Loads a model by name into a module that attends through the paged cache."""
+"""Loads a model by name into a module that uses the paged cache."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ logger = logging.getLogger(__name__)
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len")
 _UNBOUNDED_CONTEXT = 8192
-"""Of models without a longest sequence: all of their layers are recurrent, or their positions are unlimited."""
+"""Context of models without a longest sequence: all layers are recurrent, or positions are unlimited."""
 _SMALL = {"num_hidden_layers": 1, "vocab_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16}
-"""Sizes that attention does not depend on."""
+"""Sizes on which attention does not depend."""
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -71,7 +71,7 @@ class LoadedModel:
     directory: Path
     served_name: str
     dtype: torch.dtype
-    """The dtype of matmuls, and by default of the KV cache; the module's tensors may be wider."""
+    """The dtype of matmuls, and by default of the KV cache; the module's tensors can be wider."""
     device: DeviceBackend
     vocab_size: int
     context_length: int
@@ -81,13 +81,13 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     share: Share
-    """The part of the model that this is."""
+    """The rank's part of the model."""
     attention: AttentionShape | None = None
-    """As observed; None: as configured."""
+    """Observed attention; None: as configured."""
 
     @property
     def num_heads(self) -> int:
-        """Attention heads of this share."""
+        """Number of attention heads of this share."""
         if self.attention is not None:
             return self.attention.num_heads
         config: Any = self.module.config
@@ -110,7 +110,7 @@ class LoadedModel:
         )
 
     def weight_bytes(self) -> int:
-        """Bytes of all weights used; layers keep prepacked weights outside of their parameters."""
+        """Bytes of all used weights; layers store prepacked weights outside of their parameters."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         for layer in self.module.modules():
             tensors += [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
@@ -118,11 +118,11 @@ class LoadedModel:
 
 
 def check_split(config: EngineConfig) -> None:
-    """Check that the model can be spread over the configured ranks, before any process is started for it.
+    """Check that the model can be spread over the configured ranks, before starting their processes.
 
     Raises:
-        ConfigError: the model has no plan for it, a number does not divide, or there are fewer GPUs than ranks.
-        ModelLoadError: no such model, or an unsupported architecture.
+        ConfigError: the model does not have a plan, a size is not divisible, or there are fewer GPUs than ranks.
+        ModelLoadError: the model does not exist, or its architecture is not supported.
     """
     size = config.tensor_parallel_size
     directory = model_directory(config.model)
@@ -146,13 +146,13 @@ def _tensor_split(family: Family, model_config: Any) -> TensorSplit:
 def load_model(
     config: EngineConfig, device: DeviceBackend, group: RankGroup | None = None, *, is_outline: bool = False
 ) -> LoadedModel:
-    """Load weights onto the device, ready for a forward pass: the whole model, or a rank's share of it.
+    """Load the complete model or a rank's share onto the device, ready for a forward pass.
 
     Args:
-        is_outline: one layer and few tokens of random weights, to see how the whole would run.
+        is_outline: one layer of random weights with few tokens, to find out how the complete model would run.
 
     Raises:
-        ModelLoadError: no such model, an unsupported architecture or an unreadable checkpoint.
+        ModelLoadError: the model does not exist, is not supported or has an unreadable checkpoint.
         ConfigError: the device lacks a requested feature, or max_model_len is past the model's context.
     """
     if group is not None:
@@ -199,7 +199,7 @@ def load_model(
 
 
 def _refuse_unshown(family: Family, config: EngineConfig) -> None:
-    """Reject settings whose promises are shown for registered families only. Raises `ConfigError`."""
+    """Reject settings whose guarantees are only verified for registered families. Raises `ConfigError`."""
     for name, default in (("batch_invariant", False), ("tensor_parallel_size", 1)):
         value = getattr(config, name)
         if family.is_generic and value != default:
@@ -248,7 +248,7 @@ def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:
 
 
 def _skip_padding_checks(module: torch.nn.Module) -> None:
-    """Disable a warning about padding, for which some models read token ids back from the device in each step."""
+    """Disable a padding warning for which some models read token ids back from the device in each step."""
     for part in module.modules():
         if hasattr(part, "warn_if_padding_and_no_attention_mask"):
             vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
@@ -273,7 +273,7 @@ def _load_module(
     module_class: Any = causal_lm_class(model_config)
     options = {
         "dtype": dtype,
-        # A family without the interface, which the generic one may lack, only accepts its own attention's name.
+        # A family without the interface, which the generic one may lack, only accepts the name of its own attention.
         "attn_implementation": PAGED_ATTENTION
         if family.has_attention_interface and not family.is_generic
         else "eager",
@@ -289,7 +289,7 @@ def _load_module(
     try:
         if is_dummy:
             torch.manual_seed(config.seed)
-            with device.device:  # a large model's random numbers take the CPU minutes
+            with device.device:  # the random weights of a large model take minutes on the CPU
                 module = module_class._from_config(model_config, **options)
             tensors = dict(module.state_dict())
         else:
@@ -299,7 +299,7 @@ def _load_module(
             else:
                 tensors = join_parts(tensors, scheme, dtype)
                 check_quantized(tensors, scheme)
-                # Of a generic family, its own modules are observed and compared with what will serve.
+                # The original modules of a generic family are observed and compared with the serving model.
                 if family.convert_tensors is not unchanged or family.is_generic:
                     logger.info("%s: the weights are widened, and then converted", family.name)
                     tensors = widened(tensors)
@@ -312,9 +312,9 @@ def _load_module(
             module = fill_module(module_class, model_config, placeholders(tensors), options)
             place(module, tensors, is_split=plan is not None)
             experts.place(module, Share(0, 1) if plan is None else plan.share, group)
-    except Exception as error:  # inconsistent sizes and shapes: all of them end the start
+    except Exception as error:  # inconsistent sizes and shapes: all of them end startup
         raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
-    # Set only now, for the masks: transformers makes none for an implementation it does not know.
+    # Set only now, for the masks: transformers does not create masks for an unknown implementation.
     module.config._attn_implementation = PAGED_IN_ORDER if family.is_generic else PAGED_ATTENTION
     family.adapt(module)
     if plan is not None and group is not None:
@@ -330,23 +330,23 @@ def fill_module(
     *,
     optional: str | None = None,
 ) -> Any:
-    """Build a module and give it its tensors.
+    """Build a module and load its tensors.
 
     Args:
-        tensors: all that the checkpoint has, by name.
+        tensors: all tensors of the checkpoint, by name.
         options: further arguments of `from_pretrained`.
         optional: a part whose tensors may be missing.
 
     Raises:
-        ModelLoadError: a tensor is missing, has another shape or dtype, or no place in the module.
-        Exception: transformers may raise anything.
+        ModelLoadError: a tensor is missing, has another shape or dtype, or does not belong to the module.
+        Exception: transformers may raise any error.
     """
     module, report = built_on_the_cpu(module_class).from_pretrained(
         None,
         config=model_config,
         state_dict=tensors,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported, and rejected below with our own message
+        ignore_mismatched_sizes=True,  # reported, and rejected below with Pagemill's message
         **options,
     )
     module.__class__ = module_class
@@ -378,7 +378,7 @@ def _is_empty_bias(name: str, tensor: torch.Tensor) -> bool:
 
 
 def built_on_the_cpu(module_class: Any) -> Any:
-    """Make `from_pretrained` build `module_class` in memory that is never touched, not on the meta device.
+    """Make `from_pretrained` build `module_class` in untouched memory, not on the meta device.
 
     On the meta device torch infers shapes by importing its compiler, which takes a second at startup.
     """
@@ -395,7 +395,7 @@ def built_on_the_cpu(module_class: Any) -> Any:
 
 
 def _belongs_to(name: str, module: Any) -> bool:
-    """Return True for a tensor inside the language model (not next to it, as a value head's is)."""
+    """Return True for a tensor inside the language model (not next to it, as for a value head)."""
     first = name.split(".", 1)[0]
     return hasattr(module, first) or hasattr(module.base_model, first)
 
@@ -424,13 +424,13 @@ def model_fingerprint(
     rotary_length: int,
     stored: Scheme | None = None,
 ) -> str:
-    """Identify the function an engine computes: checkpoints may only be continued where it matches."""
+    """Identify the function that an engine computes: checkpoints can only be continued if it matches."""
     digest = hashlib.sha256()
     digest.update((directory / "config.json").read_bytes())
     for file in [] if config.load_format == "dummy" else weight_files(directory):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as weights:
-            # The ends and the middle: the whole file would cost a second per gigabyte at startup.
+            # Both ends and the middle: the complete file would take a second per gigabyte at startup.
             for at in (0, file.stat().st_size // 2, max(0, file.stat().st_size - 2**20)):
                 weights.seek(at)
                 digest.update(weights.read(2**20))
@@ -444,7 +444,7 @@ def model_fingerprint(
 
 
 def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
-    """Return the whole model without memory: every shape, from config.json alone. Raises as `load_model`."""
+    """Return the complete model on the meta device, from config.json alone. Raises like `load_model`."""
     directory = model_directory(config.model)
     raw = read_config(directory)
     family = find_family(raw)
@@ -452,7 +452,7 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     dtype = resolve_dtype(config, model_config, device, is_quantised=names_scheme(directory))
     context_length = _context_length(family, model_config)
     module_class: Any = causal_lm_class(model_config)
-    # What a model of no registered family computes is only seen where it runs.
+    # The computation of a model without a registered family can only be observed when it runs.
     is_recurrent = bool(recurrent_kinds(model_config))
     attention = None
     if family.is_generic and not is_recurrent:
@@ -485,18 +485,18 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
 
 
 def _observed_without_memory(module: Any) -> AttentionShape:
-    """Return the attention and state of a model on the meta device: layers of every kind, in their numbers."""
+    """Return the attention and state of a model on the meta device, with the number of layers per kind."""
     for part in module.modules():
         stacked = any(parameter.ndim == 3 for parameter in part.parameters(recurse=False))
         if stacked and not isinstance(part, torch.nn.Conv1d) and not hasattr(part, "recurrent_states"):
-            # Experts: which tokens they get depends on values, and there are none.
+            # Routing of tokens to experts depends on values, which do not exist here.
             part.forward = lambda states, *_, **__: torch.zeros_like(states)
     seen = attention_shape(module, caches_latents=False)
     return replace(seen, windows=(None,) * len(seen.windows))
 
 
 def _observed_in_small(family: Family, model_config: Any, device: DeviceBackend) -> AttentionShape:
-    """Return the attention of such a model, as one narrow layer of random weights shows it."""
+    """Return the attention of such a model, observed in one narrow layer of random weights."""
     small = copy.deepcopy(model_config)
     for name, size in _SMALL.items():
         if isinstance(getattr(small, name, None), int):
@@ -509,7 +509,7 @@ def _observed_in_small(family: Family, model_config: Any, device: DeviceBackend)
     module = module_class._from_config(small, **options)
     family.adapt(module)
     seen = attention_shape(module, caches_latents=device.caches_latents)
-    # Of layers of several kinds only the first was seen: none is taken to have a window.
+    # Only the first of several kinds of layers was observed: assume that none has a window.
     is_mixed = len(set(getattr(model_config, "layer_types", None) or ())) > 1
     windows = (None,) * len(seen.windows) if is_mixed else seen.windows
     return replace(seen, windows=windows * (model_config.num_hidden_layers // small.num_hidden_layers))

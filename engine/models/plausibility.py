@@ -1,4 +1,4 @@
-"""Holds a checkpoint's tensors against its config.json before a model of that size is built."""
+"""Compares a checkpoint's tensors with its config.json before a model of that size is built."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_sizes(config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ModelLoadError` for a configuration that asks for far more than the checkpoint holds.
+    """Raise `ModelLoadError` for a configuration far larger than the checkpoint.
 
-    Building such a model would take the memory, or the hours, that config.json makes up.
+    Building such a model would take the memory, or the hours, that the wrong config.json implies.
     """
     stored = sum(tensor.numel() for tensor in tensors.values())
     if config.num_hidden_layers > len(tensors):
@@ -38,7 +38,7 @@ def check_packing(tensors: Iterable[str]) -> None:
 
 
 def check_dtypes(tensors: Mapping[str, torch.Tensor], used: Iterable[str]) -> None:
-    """Raise `ModelLoadError` for weights that are not plain floating point numbers: a cast would not be a model."""
+    """Raise `ModelLoadError` for weights that are not plain floats: casting them would not give a model."""
     for name in sorted(used):
         tensor = tensors.get(name)
         if tensor is not None and tensor.dtype not in _FLOATS:

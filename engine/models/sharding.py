@@ -26,7 +26,7 @@ def sharded_class(module_class: Any, plan: ShardingPlan, group: RankGroup) -> An
 
 
 def finish_sharding(module: Any, plan: ShardingPlan, group: RankGroup) -> None:
-    """Split the rest after loading: the head over the vocabulary, and what attention has by head."""
+    """Split the remaining parts after loading: the head over the vocabulary, and per-head tensors of attention."""
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(f"tensor_parallel_size={group.size}: the model's head is not a linear layer; use 1")
@@ -42,7 +42,7 @@ def finish_sharding(module: Any, plan: ShardingPlan, group: RankGroup) -> None:
 
 
 def _count_own_heads(parent: Any, plan: ShardingPlan) -> None:
-    """Have a module with split layers count the rank's heads."""
+    """Set a module's head counts to the rank's, if it has split layers."""
     split = plan.split
     for name in split.head_widths:
         if hasattr(parent, name):

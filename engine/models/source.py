@@ -1,6 +1,6 @@
-"""Reads a model's name as users give it: a folder, a repository of a hub, the packaged model or echo.
+"""Parses a model's name: a folder, a repository of a hub, the packaged model or echo.
 
-Imports no torch and asks no network.
+Does not import torch or access the network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 HUBS: Plugins[Any] = Plugins(
     "pagemill.hubs", "callable", callable, ("echo", "huggingface", MODELSCOPE_PREFIX.removesuffix(":"))
 )
-"""The hubs of other packages, by the prefix of their models: see `engine/models/directory.py`."""
+"""Hubs of other packages, by model prefix: see `engine/models/directory.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ModelSource:
 
     kind: Literal["echo", "packaged", "folder", "gguf", "huggingface", "modelscope", "plugin"]
     name: str
-    """The repository's or the packaged model's name, or the folder's or file's path as given."""
+    """The repository's or the packaged model's name, or the specified path of the folder or file."""
     revision: str | None = None
     """A hub's branch, tag or commit; None: its default branch."""
     hub: str = ""
@@ -46,10 +46,10 @@ class ModelSource:
 
     @classmethod
     def parse(cls, model: str) -> ModelSource:
-        """Read a name. An existing folder wins over a repository of the same name.
+        """Parse a name. An existing folder takes precedence over a repository of the same name.
 
         Raises:
-            ModelLoadError: it is none of these.
+            ModelLoadError: the name does not have any of these forms.
         """
         if is_echo(model):
             return cls("echo", model)
@@ -93,7 +93,7 @@ class ModelSource:
 
 
 def is_commit(revision: str | None) -> bool:
-    """Return True for a whole commit hash: it names the same files for ever."""
+    """Return True for a full commit hash, which always identifies the same files."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 

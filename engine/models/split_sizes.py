@@ -1,4 +1,4 @@
-"""Which numbers of ranks a model can be split over."""
+"""The numbers of ranks over which a model can be split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class SplitSizes:
-    """The numbers of a model that have to divide."""
+    """The sizes of a model that must be divisible."""
 
     num_heads: int
     num_kv_heads: int
@@ -23,7 +23,7 @@ class SplitSizes:
     num_blocks: int | None = None
     """See `TensorSplit.blocks`."""
     input_group: int = 1
-    """Inputs that are quantized together: a rank has whole groups."""
+    """Number of inputs that are quantized together: a rank has complete groups."""
 
     @classmethod
     def from_config(
@@ -41,7 +41,7 @@ class SplitSizes:
         )
 
     def check(self, size: int) -> None:
-        """Raise `ConfigError`, with the sizes that work, if `size` ranks can't share the model."""
+        """Raise `ConfigError`, with the possible sizes, if `size` ranks cannot share the model."""
         if (obstacle := self.obstacle(size)) is None:
             return
         working = [str(other) for other in range(2, _MOST_RANKS + 1) if self.obstacle(other) is None]
@@ -49,7 +49,7 @@ class SplitSizes:
         raise ConfigError(f"tensor_parallel_size={size} {obstacle}; {use}", setting="tensor_parallel_size")
 
     def obstacle(self, size: int) -> str | None:
-        """Return what keeps `size` ranks from sharing the model."""
+        """Return the reasons why `size` ranks cannot share the model."""
         for name, count in (
             ("num_attention_heads", self.num_heads),
             ("intermediate_size", self.intermediate_size),

@@ -1,6 +1,6 @@
-"""Remembers which models have been compared with transformers, so that later starts don't repeat it.
+"""Records which models have been compared with transformers, so that later starts skip the comparison.
 
-An empty file per model in the user's cache, at most 256 of them, each for 30 days.
+One empty file per model in the user's cache, up to 256 of them, each for 30 days.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagemill.engine.models.formats.cache import cache_directory
 logger = logging.getLogger(__name__)
 
 _FORMAT_VERSION = 1
-"""Raised when the comparison itself changes."""
+"""Incremented when the comparison itself changes."""
 _MOST = 256
 _KEPT_S = 30 * 86_400.0
 
@@ -30,7 +30,7 @@ def is_verified(fingerprint: str) -> bool:
 
 
 def remember_verified(fingerprint: str) -> None:
-    """Remember a comparison that went well. A directory that can't be written costs only the next start."""
+    """Record a successful comparison. If the directory is not writable, the next start repeats it."""
     entry = _entry(fingerprint)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What reads the pictures of a multimodal checkpoint: transformers' own modules, without the language model."""
+"""The vision modules of a multimodal checkpoint: transformers' modules, without the language model."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Vision:
     """The token that represents a vector of a picture."""
     hidden_size: int
     num_deep_layers: int
-    """Decoder layers after which further vectors of pictures are added (DeepStack)."""
+    """Number of decoder layers after which further vectors of pictures are added (DeepStack)."""
     sections: RotarySections | None
-    """Which of three positions each rotary frequency takes; None: there is one position."""
+    """The position, of three, that each rotary frequency uses; None: there is one position."""
 
 
 def load_vision(config: EngineConfig, directory: Path, dtype: torch.dtype, device: DeviceBackend) -> Vision:
-    """Load what reads pictures onto the device. Raises `ModelLoadError`: why it can't be."""
+    """Load the vision modules onto the device. Raises `ModelLoadError` with the reason."""
     raw = read_config(directory)
     row = MULTIMODAL.get(str(raw.get("model_type")))
     if row is None:
@@ -110,7 +110,7 @@ def _loaded(config: EngineConfig, directory: Path, model_config: Any, dtype: tor
 
 
 def _without_initial_values(module_class: Any) -> Any:
-    """Return a class whose tensors that no file has, all of the language model's, stay untouched memory."""
+    """Return a class that leaves tensors missing in the files (the language model's) as untouched memory."""
 
     class WithoutInitialValues(built_on_the_cpu(module_class)):  # type: ignore[misc]
         _keys_to_ignore_on_load_missing = _OF_LANGUAGE

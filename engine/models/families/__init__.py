@@ -1,1 +1,1 @@
-"""The model families: turn each one's checkpoints into transformers' modules that use the paged cache."""
+"""The model families, which convert checkpoints to transformers' modules that use the paged cache."""

@@ -1,6 +1,6 @@
-"""Changes to transformers' modules, of types without a family, that a packed batch requires.
+"""Changes to transformers' modules of unregistered types that packed batches require.
 
-A row of `ADAPTATIONS` per type rewires modules in place. For a batch of one sequence, their results do not change.
+One row of `ADAPTATIONS` per type rewires modules in place. For a batch of one sequence, results do not change.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pagemill.kernels import dispatch
 PAST_PADDING = frozenset(
     {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
-"""Types whose positions begin past the padding token's id."""
+"""Types whose positions start after the padding token's id."""
 
 
 def _override(module: nn.Module, class_name: str, **makers: Callable[[Any], Any]) -> list[Any]:
-    """Replace methods of every part of a class; returns these parts.
+    """Replace methods of all parts of a class; return these parts.
 
     Args:
-        makers: by method, what maps its function to the one that replaces it.
+        makers: by method, a function that maps the original to its replacement.
     """
     parts: list[Any] = [part for part in module.modules() if type(part).__name__ == class_name]
     for own in {type(part) for part in parts}:
@@ -106,7 +106,7 @@ def _forward_llama4_experts(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return the replacement of a block that multiplies every expert's input with the router's score."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        if hasattr(self.experts, "gate_up_proj"):  # transformers' own, which computes every expert
+        if hasattr(self.experts, "gate_up_proj"):  # transformers' module, which computes every expert
             return own(self, hidden_states)
         rows = hidden_states.reshape(-1, self.hidden_dim)
         scores, logits = self.router(rows)

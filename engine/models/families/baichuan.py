@@ -1,7 +1,7 @@
 """Baichuan and Baichuan2: a LLaMA with q, k and v in one tensor.
 
-The 7B models rotate, the 13B models use ALiBi. Baichuan2's head multiplies with rows of length one
-(NormHead). config.json states neither directly: see `_is_rotary` and `_has_norm_head`.
+The 7B models use rotation, the 13B models ALiBi. Baichuan2's head multiplies with rows of length one
+(NormHead). config.json does not specify either directly: see `_is_rotary` and `_has_norm_head`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _is_rotary(raw: RawConfig) -> bool:
 
 
 def _has_norm_head(raw: RawConfig) -> bool:
-    """Return True for Baichuan2: it alone was trained with a loss on the head's scale or has this vocabulary."""
+    """Return True for Baichuan2: only it was trained with a loss on the head's scale or has this vocabulary."""
     return "z_loss_weight" in raw or raw.get("vocab_size") == _BAICHUAN2_VOCAB_SIZE
 
 

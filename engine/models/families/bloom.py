@@ -1,4 +1,4 @@
-"""BLOOM. transformers' attention adds its own ALiBi tensor; here the kernel computes the biases."""
+"""BLOOM. transformers' attention adds an ALiBi tensor; here the kernel computes the biases."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Falcon: one KV head (7B), grouped heads (40B, 180B, 11B) or all heads; rotary positions or ALiBi (RW).
 
-transformers' attention repeats the KV heads and calls torch itself; here they are not repeated.
+transformers' attention repeats the KV heads and calls torch; here they are not repeated.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def _adapt(module: nn.Module) -> None:
     )
 
     for child in module.modules():
-        if type(child) is FalconLinear:  # the same product, under its own forward: packed as any other
+        if type(child) is FalconLinear:  # the same matmul with a separate forward: packed like any other
             child.__class__ = nn.Linear
     rotate = staticmethod(apply_rotary_pos_emb)
     for attention in replace_attention(module, FalconAttention, forward=_forward, rotate=rotate):
         attention.num_kv_heads = num_kv_heads_of(attention.config)
         slopes = None
         if attention.config.alibi:
-            # Trained with slopes rounded to bf16, and with the bias inside the scaled product.
+            # Trained with slopes rounded to bf16, and with the bias added before scaling.
             slopes = alibi_slopes(attention.num_heads).bfloat16().float() * attention.inv_norm_factor
         attention.register_buffer("alibi_slopes", slopes, persistent=False)
 

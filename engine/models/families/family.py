@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def native_config(raw: RawConfig) -> PretrainedConfig:
-    """Build the configuration as transformers itself does. No remote code: `auto_map` is just a field here."""
+    """Build the configuration like transformers, but without remote code: `auto_map` is only a field here."""
     config: PretrainedConfig = CONFIG_MAPPING[raw["model_type"]].from_dict(_with_floats(dict(raw)))
     return config
 
@@ -58,38 +58,38 @@ def zero(_config: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A row of docs/models.md. The callables' defaults suit transformers' own families: they do nothing."""
+    """A row of docs/models.md. The callables' defaults have no effect, which suits transformers' families."""
 
     name: str
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json."""
     architectures: tuple[str, ...]
-    """Values of `architectures` in config.json; a checkpoint that names only others is another kind of model."""
+    """Values of `architectures` in config.json; a checkpoint with only other values is another kind of model."""
     build_config: Callable[[RawConfig], PretrainedConfig] = native_config
     """Raises `ModelLoadError` for settings that transformers' module would ignore."""
     convert_tensors: Callable[[Tensors, PretrainedConfig], Tensors] = unchanged
-    """Converts the checkpoint's names and layouts to the module's. May consume its argument."""
+    """Converts the checkpoint's names and layouts to the module's. It may modify its argument."""
     text_name: Callable[[str], str | None] | None = None
-    """Returns a tensor's name in the text model; None: it is not read. No function: the checkpoint has only text."""
+    """Returns a tensor's name in the text model; None: it is not read. No function: the checkpoint is text-only."""
     decoder: DecoderTraits | None = None
-    """The decoder's known traits; None: its layers stay transformers' own."""
+    """The decoder's known traits; None: its layers remain unmodified."""
     adapt: Callable[[torch.nn.Module], None] = nothing
     """Rewires the loaded module, in place and still on the CPU."""
     has_attention_interface: bool = True
-    """False: the modules compute attention themselves, and `adapt` replaces that."""
+    """False if the modules compute attention themselves, which `adapt` replaces."""
     num_kv_heads: Callable[[Any], int] = grouped_kv_heads
     split: TensorSplit | None = None
-    """How ranks share its layers; None: as transformers plans it."""
+    """Division of its layers among ranks; None: transformers' plan."""
     extrapolates: Callable[[Any], bool] = _never
     """Returns True if positions past the trained context are computable and sensible (ALiBi)."""
     first_position: Callable[[Any], int] = zero
     """Returns the position of a text's first token."""
     is_generic: bool = False
-    """Nothing is known but transformers' own code: it is observed and probed before it serves."""
+    """True if only transformers' code is known: the model is observed and probed at startup."""
 
 
 def replace_attention(module: torch.nn.Module, attention: type, **methods: Any) -> list[Any]:
-    """Replace methods of every attention of this class in a model; returns these attentions."""
+    """Replace methods of every attention of this class in a model; return these attentions."""
     paged = type(f"Paged{attention.__name__}", (attention,), methods)
     found = [child for child in module.modules() if isinstance(child, attention)]
     for child in found:
@@ -98,6 +98,6 @@ def replace_attention(module: torch.nn.Module, attention: type, **methods: Any) 
 
 
 def require(condition: bool, message: str) -> None:
-    """Reject a configuration whose meaning the conversion would lose. Raises `ModelLoadError`."""
+    """Reject a configuration that the conversion cannot represent. Raises `ModelLoadError`."""
     if not condition:
         raise ModelLoadError(message)

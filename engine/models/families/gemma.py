@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3, text in and text out."""
+"""Gemma 1, 2 and 3, text only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Any other causal language model of transformers whose attention goes through its attention interface.
+"""Any other causal language model of transformers that uses its attention interface.
 
-`pagemill.engine.layers.observation` inspects such a model after loading and rejects what paged attention would
-not compute; `pagemill.engine.execution.model_probe` compares its logits with transformers' own.
+`pagemill.engine.layers.observation` inspects such a model after loading and rejects unsupported
+attention; `pagemill.engine.execution.model_probe` compares its logits with those of transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAYER_TYPES = (
 
 
 def generic_family(model_type: Any) -> Family | None:
-    """Return the family of one of transformers' causal language models by its `model_type`; None: it has none."""
+    """Return the family of one of transformers' causal language models by its `model_type`, if any."""
     architecture = CAUSAL_LM_NAMES.get(model_type) if isinstance(model_type, str) else None
     if architecture is None or model_type not in CONFIG_MAPPING:
         return None
@@ -58,10 +58,10 @@ def attention_shape(module: Any, *, caches_latents: bool) -> AttentionShape:
     """Return the shape of a loaded model's attention.
 
     Args:
-        caches_latents: of latent attention, the latents are cached, not keys and values.
+        caches_latents: latent attention caches the latents, not keys and values.
 
     Raises:
-        ModelLoadError: paged attention would compute something else, or the model can't take a packed batch.
+        ModelLoadError: paged attention would differ, or the model does not support packed batches.
     """
     model_type = module.config.model_type
     parameters = inspect.signature(module.forward).parameters
@@ -82,7 +82,7 @@ def attention_shape(module: Any, *, caches_latents: bool) -> AttentionShape:
 
 
 def _with_latents(module: Any, seen: AttentionShape) -> AttentionShape:
-    """Return the shape of a cache of latents, if every attention has them, of one size."""
+    """Return the shape of a latent cache, if every attention has latents of the same size."""
     latents = [shape for part in module.modules() if (shape := LatentShape.from_attention(part)) is not None]
     if len(latents) != len(seen.windows) or len(set(latents)) != 1:
         return seen
@@ -101,7 +101,7 @@ def _build_config(model_type: str, raw: RawConfig) -> PretrainedConfig:
 
 
 def _check_defaults(model_type: str) -> None:
-    """Raise ModelLoadError for a type of which no model can be served, regardless of its config.json."""
+    """Raise ModelLoadError for a type that cannot be served, regardless of config.json."""
     try:
         config = CONFIG_MAPPING[model_type]()
     except Exception:  # it has no defaults

@@ -1,6 +1,6 @@
-"""LLaMA and similar families: their shared conversions, and those that need only an entry here.
+"""LLaMA and similar families: shared conversions, and families that only need an entry here.
 
-To add one, add an entry to `FAMILIES`, with its own traits if it differs from LLaMA.
+To add a family, add an entry to `FAMILIES`, with separate traits if it differs from LLaMA.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _OPTIONAL = (
 
 
 def shared_fields(raw: RawConfig, **overrides: Any) -> dict[str, Any]:
-    """Return the fields that mean the same everywhere, with `overrides` on top.
+    """Return the fields with a common meaning, updated with `overrides`.
 
     Raises:
-        ModelLoadError: a field is missing whose default would be another model's size.
+        ModelLoadError: a field is missing whose default would be the size of another model.
     """
     fields = {name: raw[name] for name in (*_REQUIRED, *_OPTIONAL) if raw.get(name) is not None} | overrides
     missing = [name for name in _REQUIRED if name not in fields]
     require(not missing, f"config.json of model type {raw.get('model_type')!r} lacks {', '.join(missing)}")
-    # transformers ties by default; these families do not.
+    # transformers ties embeddings by default; these families do not.
     fields.setdefault("tie_word_embeddings", False)
     return fields
 

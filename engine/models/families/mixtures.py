@@ -1,6 +1,6 @@
-"""Mixtures of experts whose attention goes through transformers' interface.
+"""Mixtures of experts whose attention uses transformers' interface.
 
-A family declares what its routers compute; the experts are replaced regardless of the model
+A family declares the computation of its routers; the experts are replaced in any model
 (`pagemill.engine.layers.experts`).
 """
 
@@ -23,10 +23,10 @@ from pagemill.kernels.experts import Routing
 
 
 class _Column(nn.Module):
-    """A linear layer whose one output comes with a stride.
+    """A linear layer that returns its single output with a stride.
 
-    torch computes the sigmoid of neighbors in one vector, and of those that fill none by another function: with a
-    stride every row's is the latter, regardless of its neighbours.
+    torch computes the sigmoid of adjacent values as vectors, and the remaining ones with another function. With a
+    stride, every row uses the latter, regardless of its neighbors.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -58,7 +58,7 @@ def _adapt_phi(module: nn.Module) -> None:
 
 
 def _rotate_by_buffers(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-    """Return the cosines and sines of a rotary embedding that would compute its frequencies on the host each time."""
+    """Return the cosines and sines of a rotary embedding that would compute frequencies on the host each time."""
     angles = position_ids[..., None].float() * self.inv_freq
     both = torch.cat((angles, angles), dim=-1)
     cos, sin = both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
@@ -78,7 +78,7 @@ def _sparse_mixer(router: Any) -> SparseMixer:
 
 
 def sigmoid_routing(router: Any) -> Routing:
-    """DeepSeek V3's, GLM-4.5's: groups count as much as their two best experts, with a correction for the choice."""
+    """Routing of DeepSeek V3 and GLM-4.5: a group's score is that of its two best experts, corrected for selection."""
     return Routing(
         top_k=router.top_k,
         scores="sigmoid",

@@ -1,6 +1,6 @@
-"""MPT. transformers' attention adds its own bias tensor; here the kernel computes the biases.
+"""MPT. transformers' attention adds a bias tensor; here the kernel computes the biases.
 
-transformers reads more settings than it uses. Those that would change the output are rejected, except the
+transformers reads more settings than it uses. Those that would change the output are rejected, except for the
 largest bias, which is supported (MPT-7B-StoryWriter was trained with 16 instead of 8).
 """
 

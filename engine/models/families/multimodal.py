@@ -1,7 +1,7 @@
-"""The text of multimodal checkpoints: their language models alone are loaded, by the text type's own family.
+"""The text part of multimodal checkpoints: language models, loaded by the family of the text type.
 
-To add a type, add a row to `_ROWS`. A text type that differs from another only in the positions of images is loaded as
-that one (`_WITHOUT_IMAGES`).
+To add a type, add a row to `_ROWS`. A text type that differs from another only in the positions of images is loaded
+as the other (`_WITHOUT_IMAGES`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = (
 )
 """The language model's tensors, as named by the first releases of these types and by transformers 5."""
 _OWN_NAMES = re.compile(r"^(lm_head|model\.(layers|embed_tokens|norm))\.")
-"""Those of checkpoints that name them as a text model does; images' tensors are next to `model`."""
+"""Prefixes of checkpoints with a text model's names; images' tensors are next to `model`."""
 _PARTS_BESIDE = ("vision_config", "audio_config", "text_config", "architectures", "model_type", "auto_map")
 _INHERITED = ("torch_dtype", "dtype")
 _ROPE = ("rope_scaling", "rope_parameters")
@@ -42,7 +42,7 @@ def text_name(name: str) -> str | None:
 def _with_text_positions(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with plain rotation in place of M-RoPE.
 
-    M-RoPE takes each frequency's angle from one of three positions. A text's three positions are the same number.
+    M-RoPE takes each frequency's angle from one of three positions. A text's three positions are equal.
     """
     for field in _ROPE:
         if isinstance(rope := config.get(field), dict):
@@ -64,7 +64,7 @@ def _with_defaults(kind: str, config: RawConfig) -> dict[str, Any]:
 
 
 def _with_experts_by_rows(tensors: Tensors, config: PretrainedConfig) -> Tensors:
-    """Transpose experts whose checkpoint has a row per input."""
+    """Transpose experts stored with a row per input."""
     inputs = {"gate_up_proj": config.hidden_size, "down_proj": config.moe_intermediate_size}
     out: Tensors = {}
     for name, tensor in tensors.items():
@@ -80,7 +80,7 @@ _WITHOUT_IMAGES: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {"model_type": "qwen3"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }
-"""The type that computes the same for texts, and fields that are constants of the text type."""
+"""The type with the same computation for texts, and fields that are constants of the text type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +91,14 @@ class Multimodal:
     model_type: str
     architectures: tuple[str, ...]
     text_type: str
-    """The `model_type` of a `text_config` that names none."""
+    """The `model_type` of a `text_config` without one."""
     is_flat: bool = False
-    """First releases have the text's fields next to `vision_config`."""
+    """True if first releases have the text's fields next to `vision_config`."""
     convert_tensors: Callable[[Tensors, PretrainedConfig], Tensors] = unchanged
     images: bool = False
-    """`get_image_features` of transformers' model returns all that its language model reads of a picture."""
+    """True if `get_image_features` of transformers' model returns the complete input from a picture."""
     interleaved: bool = False
-    """The rotary frequencies take a token's three positions alternately, not in sections."""
+    """True if rotary frequencies use a token's three positions alternately, not in sections."""
 
     @property
     def loaded_type(self) -> str:
@@ -127,12 +127,12 @@ class Multimodal:
         return config
 
     def _is_tied(self, raw: RawConfig, text: RawConfig) -> bool:
-        """Return True if the head is the embedding, where the checkpoint has no head."""
+        """Return True if the head is the embedding because the checkpoint lacks a head."""
         default = getattr(CONFIG_MAPPING[self.model_type], "tie_word_embeddings", False)
         return bool(raw.get("tie_word_embeddings", default) or text.get("tie_word_embeddings"))
 
     def family(self, text: Family) -> Family:
-        """Return the family of this type by that of its text."""
+        """Return the family of this type, based on that of its text type."""
 
         def build_config(raw: RawConfig) -> PretrainedConfig:
             return text.build_config(self.text_config(raw))

@@ -1,6 +1,6 @@
 """Families whose modules compute attention themselves: GPT-J, CodeGen, GPT-Neo, XGLM.
 
-GPT-J and GPT-Neo do so in a method that takes queries, keys and values, rotated if they are; it alone is replaced.
+GPT-J and GPT-Neo do so in a method with queries, keys and values (rotated if applicable); only it is replaced.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _adapt_xglm(module: nn.Module) -> None:
 
 
 def _split(attention: str, mlp: tuple[str, str], **more: Any) -> TensorSplit:
-    """Return the split of separate projections; the names are those inside a layer."""
+    """Return the split of separate projections; the names are relative to a layer."""
     projections = {f"{attention}.{name}_proj": CHANNELS for name in "qkv"}
     into, out = mlp
     return TensorSplit(

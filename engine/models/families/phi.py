@@ -1,4 +1,4 @@
-"""Phi 1 to 4: transformers' own, except for the names that Phi 3's first release gave its rotary scaling."""
+"""Phi 1 to 4: transformers' modules, except for rotary scaling names of Phi 3's first release."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _build_phi3_config(raw: RawConfig) -> PretrainedConfig:
 
 
 _PHI3 = DecoderTraits(window="one")
-# transformers' own plan has every rank gather the merged products, since a plain cut would give one rank the queries
-# and the next one the keys.
+# In transformers' plan every rank gathers the merged projections, since a plain cut would assign the queries to one
+# rank and the keys to the next.
 _PHI3_SPLIT = TensorSplit(
     layers={
         "layers.*.self_attn.qkv_proj": MERGED_QKV,

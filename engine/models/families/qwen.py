@@ -1,8 +1,8 @@
 """Qwen 1: a Qwen2 with as many KV heads as heads, q, k and v in one tensor, and a config with twice the MLP's
 width.
 
-Past `seq_length` its own code rescales queries (logn attention) and rotation (dynamic NTK) with every length
-reached; up to there both are the identity. So the served context ends there.
+Above `seq_length` its original code rescales queries (logn attention) and rotation (dynamic NTK) with every
+length; up to there both are the identity. So the served context is limited to it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Converted models in the user's cache: each made once, all together bounded in bytes, none removed while in use.
+"""Converted models in the user's cache, with a size limit; models in use are not removed.
 
-One converter works at a time (a lock file); it writes into a temporary directory, fsyncs, and renames: a process
-killed half-way leaves nothing that looks finished. Who uses a model holds a shared lock on its `.used` file until the
-process ends, and the file's time is when that started; beyond the limit, those unused for longest are removed.
+One converter runs at a time (a lock file). It writes to a temporary directory, fsyncs, and renames, so that a killed
+process does not leave a result that appears complete. A user of a model holds a shared lock on its `.used` file until
+the process exits; the file's time is the start of that use. Above the limit, those unused for longest are removed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _DEFAULT_LIMIT_GIB = 100.0
 _USED = ".used"
 _SAMPLE_BYTES = 2**20
 _held: dict[Path, int] = {}
-"""The models that this process uses, each with the descriptor that holds its shared lock."""
+"""The models that this process uses, each with the file descriptor of its shared lock."""
 
 
 def cached_conversion(name: str, source: str, write: Callable[[Path], None]) -> Path:
-    """Return the directory `name` of the cache; `write` fills it the first time.
+    """Return the directory `name` of the cache; `write` fills it on first use.
 
     Args:
         name: identifies the files that are converted, and the format of the result.
-        source: the same for people, in messages.
+        source: the same in readable form, for messages.
 
     Raises:
         ModelLoadError: `write` raised it, or PAGEMILL_CACHE_DIR is not writable.
-        EngineError: no place to store it: the disk is full, or the user's cache is not writable.
+        EngineError: it cannot be stored: the disk is full, or the user's cache is not writable.
     """
     target = cache_directory() / name
     limit = _limit_bytes()
@@ -55,7 +55,7 @@ def cached_conversion(name: str, source: str, write: Callable[[Path], None]) -> 
                 _make(target, write)
                 _evict(target.parent, limit)
     except OSError as error:
-        if target.is_dir():  # a cache that can only be read serves as well
+        if target.is_dir():  # a read-only cache suffices
             return target
         raise not_kept(source, target.parent, error) from error
     return target
@@ -73,12 +73,12 @@ def conversions() -> list[Path]:
 def identity(files: Iterable[Path]) -> str:
     """Return a digest of files' names, sizes, times and samples.
 
-    Samples, because the whole would cost a second per gigabyte at startup: the first, the middle and the last
-    MiB. The last holds a zipped checkpoint's check sums of every tensor. Times as well, since other formats have no
-    sums; and not times alone, since images and archives give every file the same.
+    Samples, because complete files would take a second per gigabyte at startup: the first, the middle and the last
+    MiB. The last contains a zipped checkpoint's checksums of every tensor. Times are included because other formats do
+    not have checksums; times alone are insufficient because images and archives assign the same time to every file.
 
     Raises:
-        ModelLoadError: one is not a regular file: a pipe or a device may have no end.
+        ModelLoadError: one is not a regular file: a pipe or a device may be endless.
     """
     digest = hashlib.sha256()
     for file in files:
@@ -115,7 +115,7 @@ def _limit_bytes() -> float:
 
 
 def not_kept(source: str, directory: Path, error: OSError) -> EngineError:
-    """Return what to raise if a conversion can't be written to a directory of the cache."""
+    """Return the error for a conversion that cannot be written to a directory of the cache."""
     message = (
         f"{source}, converted, can't be kept in {directory}: {error.strerror or error}; "
         f"give {_DIRECTORY_VARIABLE} a directory with room for it that this user can write"
@@ -130,7 +130,7 @@ def _lock(target: Path) -> FileLock:
 
 @contextmanager
 def _converting(target: Path) -> Iterator[None]:
-    """Be the one process that converts this model."""
+    """Hold the lock of the only process that converts this model."""
     lock = _lock(target)
     try:
         lock.acquire(timeout=0)
@@ -144,7 +144,7 @@ def _converting(target: Path) -> Iterator[None]:
 
 
 def _hold(target: Path) -> None:
-    """Keep other processes from removing the model as long as this one lives."""
+    """Prevent other processes from removing the model while this one runs."""
     if target in _held:
         return
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -174,13 +174,13 @@ def _make(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what killed processes left of this model. The caller holds its lock."""
+    """Remove files that killed processes left of this model. The caller holds its lock."""
     for stale in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
 def _evict(cache: Path, limit: float) -> None:
-    """Remove the models unused for longest until the rest takes at most `limit` bytes."""
+    """Remove the models unused for longest until the rest fits in `limit` bytes."""
     used = {
         file.with_name(file.name.removesuffix(_USED)): file.stat().st_mtime
         for file in cache.glob(f"*{_USED}")
@@ -207,12 +207,12 @@ def _clear_after_dead(target: Path) -> None:
 
 
 def _remove_unused(target: Path) -> int:
-    """Remove the model unless a process uses it; returns the bytes freed."""
+    """Remove the model unless a process uses it; return the number of freed bytes."""
     descriptor = os.open(target.with_name(f"{target.name}{_USED}"), os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = _size_of(target)
-        # Renamed first: one that is half deleted must not look finished.
+        # Renamed first: a partially deleted one must not appear complete.
         grave = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         os.rename(target, grave / "removed")
         shutil.rmtree(grave, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The process that converts: `python -m pagemill.engine.models.formats.child KIND DIRECTORY FILE...`.
 
-Its last line of output is the reason of a failure, as JSON. It exits when its input is closed.
+Its last line of output is the reason of a failure as JSON. It exits when its input is closed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from pagemill.engine.child_process import limit_memory
 
 _SPARE_BYTES = 2 * 2**30
-"""Memory in addition to the files: tables of tensors, a shard to be written, and what the libraries allocate."""
+"""Memory in addition to the files: tensor tables, a shard to be written, and library allocations."""
 _PER_FILE_BYTE = 3
 """A file is mapped (or read), and at most its largest tensor is copied and converted."""
 
@@ -24,11 +24,11 @@ _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def main(kind: str, directory: Path, files: list[Path]) -> None:
-    """Convert `files` into `directory`. Raises what went wrong."""
+    """Convert `files` into `directory`. Raises the error that occurred."""
     if kind == "pickle":
         from pagemill.engine.models.formats.pickle_conversion import convert_pickles as convert
     else:
-        # gguf imports it, if it is installed, for files that are written: seconds.
+        # gguf imports it, if it is installed, for writing files, which takes seconds.
         sys.modules.setdefault("mistral_common", None)  # type: ignore[arg-type]
         from pagemill.engine.models.formats.gguf_conversion import convert_gguf as convert
     from pagemill.engine.models.formats.shards import SHARD_BYTES
@@ -56,7 +56,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _place_errno(error: BaseException) -> int | None:
-    """Return the error number of a full or broken disk written to; None for any other error."""
+    """Return the error number of a write to a full or broken disk; None for any other error."""
     return error.errno if isinstance(error, OSError) and error.errno in _WRITING else None
 
 

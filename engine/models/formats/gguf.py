@@ -1,4 +1,4 @@
-"""GGUF files: each gets a Hugging Face directory once, made in a separate process, that refers to its matrices."""
+"""GGUF files: a separate process creates one Hugging Face directory per file, which refers to its matrices."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from pagemill.engine.errors import ModelLoadError
 
 SOURCE = ".source.gguf"
-"""A link to the file, in the directory that was made of it."""
+"""Name of the link to the file, in the directory created from it."""
 # Part of the directory's name: a new conversion format must not find an older result.
 _FORMAT_VERSION = 6
 _HEADER = struct.Struct("<4sIQQ")
 _SMALLEST_TENSOR = 24
-"""Bytes of a tensor's entry with no name and one dimension: lengths, dimension, type and offset."""
+"""Bytes of a tensor's entry with an empty name and one dimension: lengths, dimension, type and offset."""
 _SMALLEST_FIELD = 13
 
 
 def is_gguf(model: str) -> bool:
-    """Return True if a model's name is that of a GGUF file."""
+    """Return True if a model's name refers to a GGUF file."""
     return model.lower().endswith(".gguf")
 
 
 def check_gguf(file: Path) -> None:
-    """Raise `ModelLoadError` for a file whose header can't be that of a GGUF file. Imports nothing."""
+    """Raise `ModelLoadError` for a file without a plausible GGUF header. Does not import any modules."""
     if not file.is_file():
         raise ModelLoadError(f"no model at {str(file)!r}: the file does not exist")
     with file.open("rb") as opened:
@@ -48,15 +48,15 @@ def check_gguf(file: Path) -> None:
 
 
 def gguf_directory(file: Path) -> Path:
-    """Return a directory of the model that the file holds; makes it the first time.
+    """Return a directory of the file's model; create it on first use.
 
-    It has the configuration, the tokenizer and the tensors that must be changed; the matrices stay in the file.
+    It contains the configuration, the tokenizer and the tensors that must be changed; the matrices remain in the file.
 
     Raises:
         ModelLoadError: the file is damaged, or of an unsupported architecture or tensor type.
-        EngineError: the directory can't be written.
+        EngineError: the directory is not writable.
     """
-    # Not in a light install, whose commands search for models too.
+    # Not at module level: commands of a light install also search for models.
     from pagemill.engine.models.formats.cache import cached_conversion, identity, not_kept
     from pagemill.engine.models.formats.process import convert
 
@@ -74,7 +74,7 @@ def gguf_directory(file: Path) -> Path:
 
 
 def _link_source(directory: Path, file: Path) -> None:
-    """Let the directory that was made of a file's contents refer to this path of it. Raises `OSError`."""
+    """Make the directory created from a file's contents refer to this path of it. Raises `OSError`."""
     link, target = directory / SOURCE, file.resolve()
     if link.is_symlink() and link.readlink() == target:
         return

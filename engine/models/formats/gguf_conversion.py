@@ -1,7 +1,7 @@
-"""A Hugging Face directory for a GGUF file; made in the converting process alone.
+"""A Hugging Face directory for a GGUF file, created only in the converting process.
 
-transformers knows the names, the layouts and the tokenizers; gguf knows the numbers. Matrices stay in the file if the
-model has them as they are, or with their rows in another order; the other tensors are dequantized one by one.
+transformers provides names, layouts and tokenizers; gguf provides values. Matrices remain in the file if the
+model uses them unchanged or with reordered rows; the other tensors are dequantized one by one.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pagemill.engine.text.tokenizer_files import save_sentencepiece
 _ROPE_FACTORS = "rope_freqs.weight"
 _EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<part>gate|up|down)_exps)\.weight")
 _MAPPED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-"""Architectures that transformers has under other names."""
+"""Architectures with other names in transformers."""
 _SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """Fields that transformers does not read."""
 _STACKING = ("Qwen2MoeTensorProcessor",)
-"""Those of models whose experts' gate and up projections are one tensor, the gates' rows first."""
+"""Architectures with gate and up projections of experts in one tensor, the gates' rows first."""
 
 
 def convert_gguf(files: list[Path], directory: Path) -> None:
@@ -53,7 +53,7 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
         ModelLoadError: an unsupported architecture or tensor type, or tensors that are not the architecture's.
     """
     (file,) = files
-    # transformers reads the file three times, and asks for the names of every module, seconds each.
+    # transformers reads the file three times, and requests the names of every module, seconds each.
     gguf.GGUFReader, gguf.get_tensor_name_map = cache(_Reader), cache(gguf.get_tensor_name_map)
     reader = _read(file)
     architecture = _text(reader, "general.architecture")
@@ -102,7 +102,7 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
 
 
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]
-    """The package's, with a plain array in place of the mapped one: it takes slices of it by the million."""
+    """The package's reader, with a plain array in place of the mapped one, of which it creates millions of slices."""
 
     @property
     def data(self) -> Any:
@@ -118,7 +118,7 @@ def _read(file: Path) -> Any:
         return gguf.GGUFReader(str(file))
     except MemoryError:
         raise
-    except Exception as error:  # a damaged file can make it raise anything
+    except Exception as error:  # it can raise any error for a damaged file
         message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise ModelLoadError(f"{file.name} is damaged ({message}); download it again") from error
 
@@ -178,7 +178,7 @@ def _check_types(reader: Any, file: Path) -> None:
 
 
 def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) -> Contents:
-    """Write the tensors that must be changed. Returns where the others are in the file."""
+    """Write the tensors that must be changed. Return the locations of the others in the file."""
     processor = names.TENSOR_PROCESSORS.get(architecture, names.TensorProcessor)(
         config=model.config.to_dict()
     )
@@ -201,9 +201,9 @@ def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) 
         result = processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=mapping, parsed_parameters=parsed
         )
-        if result.name is None:  # the processor has put it, or a part of it, there
+        if result.name is None:  # the processor has stored it, or a part of it
             continue
-        if result.name not in mapping:  # transformers leaves it out, which would be another model
+        if result.name not in mapping:  # transformers omits it, which would be another model
             raise ModelLoadError(f"{tensor.name} has no place in a {model.config.model_type} model")
         write(mapping[result.name], torch.from_numpy(result.weights.copy()))
     for name, whole in parsed["tensors"].items():
@@ -217,7 +217,7 @@ def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) 
 
 
 class _Shapes:
-    """The shapes of a model's tensors; which of them have been seen."""
+    """The shapes of a model's tensors, and those already seen."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
@@ -235,7 +235,7 @@ class _Shapes:
 
 
 class _Stored:
-    """The matrices that stay in the file."""
+    """The matrices that remain in the file."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
@@ -280,13 +280,13 @@ class _Stored:
 
 
 def _order_of_rows(name: str, shape: tuple[int, int], processor: Any) -> tuple[int, ...] | None:
-    """Return the order in which a matrix' rows become the model's; None: the processor does something else to it."""
+    """Return the order that makes a matrix's rows the model's; None if the processor changes it otherwise."""
     numbers = np.broadcast_to(np.arange(shape[0], dtype=np.float32)[:, None], shape)
     try:
         result = processor.process(
             weights=numbers, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
         )
-    except (ValueError, TypeError, KeyError):  # it wants all of the weights
+    except (ValueError, TypeError, KeyError):  # it needs all weights
         return None
     if result.weights is numbers and result.name == name:
         return tuple(range(shape[0]))
@@ -303,8 +303,8 @@ def _order_of_rows(name: str, shape: tuple[int, int], processor: Any) -> tuple[i
 def apply_rope_factors(config: Any, factors: torch.Tensor) -> None:
     """Find the `llama3` scaling that these divisors of the rotary frequencies [head_dim / 2] represent.
 
-    llama.cpp computes them from config.json when it writes a file, with 1, 4 and 8192 as all Llama 3 have; which
-    leaves one unknown, the factor, which is the largest of them. Raises `ModelLoadError` for any others.
+    llama.cpp computes them from config.json when it writes a file, with 1, 4 and 8192 as in every Llama 3. The only
+    unknown is the factor, which is the largest divisor. Raises `ModelLoadError` for any others.
     """
     if torch.all(factors == 1):
         return

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, mapped into memory: the directory made of it has their positions.
+"""The tensors of a GGUF file, mapped into memory; the directory created from it has their positions.
 
 Its config.json has, as `quantization_config`, `{"quant_method": "gguf", "tensors": {NAME: ENTRY}, "orders": [ORDER]}`.
-NAME is transformers', with `*` for the number of an expert. An order is a permutation of a tensor's rows.
+NAME is transformers' name, with `*` for the index of an expert. An order is a permutation of a tensor's rows.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from pagemill.engine.json_files import read_json_object
 
 METHOD = "gguf"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types whose numbers are torch's."""
+"""Types with a torch dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a matrix is, or one for each expert."""
+    """The location of a matrix, or of one per expert."""
 
     type: str
-    """ggml's name of it."""
+    """ggml's name of its type."""
     offset: int
-    """In bytes, from the beginning of the file."""
+    """In bytes, from the start of the file."""
     rows: int
     columns: int
     row_bytes: int
     experts: int = 0
     """0: it is not one of experts."""
     order: int | None = None
-    """The number of the order in which its rows are the model's; None: they are in order."""
+    """The index of the order that makes its rows the model's; None: they are in order."""
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,7 +60,7 @@ class Contents:
             raise ModelLoadError(f"can't read quantization_config of a GGUF file: {error!r}") from error
 
     def matrices(self) -> Iterator[tuple[str, Entry, int]]:
-        """Yield the name of each matrix, its entry, and where it begins in the file."""
+        """Yield the name of each matrix, its entry, and its start in the file."""
         for name, entry in self.entries.items():
             for expert in range(max(1, entry.experts)):
                 offset = entry.offset + expert * entry.rows * entry.row_bytes
@@ -92,16 +92,16 @@ def read_contents(file: Path) -> Contents:
 
 
 def map_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Return the matrices by name: numbers [rows, columns] of a type in FLOATS, others' blocks as uint8 [rows, bytes].
+    """Return the matrices by name: values [rows, columns] of a type in FLOATS, other blocks as uint8 [rows, bytes].
 
     Raises:
-        ModelLoadError: the file is not there, or not as long as its directory specifies.
+        ModelLoadError: the file does not exist, or its size differs from the directory's record.
     """
     contents = read_contents(file)
     with file.open("rb") as opened:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing writes to these tensors
+        warnings.simplefilter("ignore")  # these tensors are never written
         content = torch.frombuffer(mapped, dtype=torch.uint8)
     tensors = {}
     for name, entry, offset in contents.matrices():

@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF files: SentencePiece's, and what transformers leaves out of the others."""
+"""Tokenizers in GGUF files: SentencePiece's, and the parts of others that transformers omits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.engine.text.sentencepiece_model import SentencePieceModel
 from pagemill.engine.text.tiktoken_vocabulary import QWEN_PATTERN
 
 _LLAMA3_PATTERN = QWEN_PATTERN.replace(r"\p{N}|", r"\p{N}{1,3}|")
-# By `tokenizer.ggml.pre`, as the publishers' tokenizer.json cut a text before the merges.
+# Pre-tokenization by `tokenizer.ggml.pre`, as in the publishers' tokenizer.json.
 _PATTERNS = {
     "llama-bpe": _LLAMA3_PATTERN,
     "llama3": _LLAMA3_PATTERN,
@@ -21,7 +21,7 @@ _PATTERNS = {
 _SINGLE_DIGITS = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 )
-"""Kinds that cut out each digit, and the rest by GPT-2's pattern."""
+"""Kinds that split off each digit, and split the rest by GPT-2's pattern."""
 _BY_TRANSFORMERS = frozenset(
     {
         "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "dbrx", "smaug-bpe", "tekken",
@@ -45,7 +45,7 @@ _ENDS = frozenset(
 _CONTROL = 3
 
 _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3"})
-"""Kinds whose tokens are whole words of the vocabulary before merges, and whose texts begin with BOS by default."""
+"""Kinds that match entire words of the vocabulary before merges, and whose texts start with BOS by default."""
 
 
 def _kind(reader: Any) -> str:
@@ -74,9 +74,9 @@ def check_tokenizer_field(key: str, reader: Any, name: str) -> None:
 
 
 def end_token_ids(reader: Any) -> list[int]:
-    """Return the ids of the tokens that end an output: of the text, of a turn and of a message.
+    """Return the ids of the tokens that end an output: end of text, of turn and of message.
 
-    Older files name the first alone. As in llama.cpp, the others are then found by their names.
+    Older files only specify the first. As in llama.cpp, the others are then found by their names.
     """
     found: list[int] = []
     for name in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"):
@@ -96,7 +96,7 @@ def end_token_ids(reader: Any) -> list[int]:
 
 
 def add_bos(tokenizer: Any, reader: Any) -> None:
-    """Put BOS before a text if the file says so; files of Llama 3 may leave that out."""
+    """Put BOS before a text if the file specifies it; files of Llama 3 may omit that field."""
     field = reader.get_field("tokenizer.ggml.add_bos_token")
     is_added = _kind(reader) in _LLAMA3 if field is None else bool(field.contents())
     bos = tokenizer.bos_token
@@ -109,9 +109,9 @@ def add_bos(tokenizer: Any, reader: Any) -> None:
 
 
 def correct_tokenizer(tokenizer: Any, reader: Any) -> None:
-    """Cut a text as the file specifies: transformers takes GPT-2's pattern for all, which joins digits in other ways.
+    """Split a text as the file specifies: transformers uses GPT-2's pattern for all, which joins digits differently.
 
-    Some versions of transformers also take BOS for EOS, remove spaces before punctuation, and read the tokens of a
+    Some versions of transformers also use BOS as EOS, remove spaces before punctuation, and read the tokens of a
     byte-level vocabulary as SentencePiece's.
     """
     for name, token in _special_tokens(reader).items():
@@ -159,7 +159,7 @@ def sentencepiece_of(reader: Any) -> tuple[SentencePieceModel, dict[str, Any]]:
 
 
 def _special_tokens(reader: Any) -> dict[str, str]:
-    """Return the tokens that the file names by their ids, as tokenizer_config.json does."""
+    """Return the tokens that the file specifies by id, in the form of tokenizer_config.json."""
     pieces = _value(reader, "tokens", [])
     numbers = {
         f"{name}_token": _value(reader, f"{key}_token_id")

@@ -1,4 +1,4 @@
-"""Pickled tensors to safetensors; runs in the converting process alone."""
+"""Converts pickled tensors to safetensors; runs only in the converting process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill.engine.models.formats.shards import ShardWriter
 
 _ZIP = b"PK\x03\x04"
 _MOST_EXPANSION = 2
-"""Tensors may share memory (a tied head), but not so often that the files would fill the disk."""
+"""Tensors can share memory (a tied head), but not so often that the files would fill the disk."""
 _REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _UNPICKLER = "WeightsUnpickler error:"
 
@@ -24,7 +24,7 @@ def convert_pickles(files: list[Path], directory: Path) -> None:
     torch's restricted unpickler builds tensors and plain containers, and raises at any other global.
 
     Raises:
-        ModelLoadError: a file is damaged, hostile, or no mapping of names to tensors.
+        ModelLoadError: a file is damaged, hostile, or not a mapping of names to tensors.
     """
     writer = ShardWriter(directory)
     budget = _MOST_EXPANSION * sum(file.stat().st_size for file in files)
@@ -63,7 +63,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _complaint(message: str) -> str:
-    """Explain torch's message, which mostly says how to load the file anyway."""
+    """Explain torch's message, which mostly describes how to load the file anyway."""
     if asked := _REFUSED_GLOBAL.search(message):
         return f"asks for {asked[1]}, which weights don't need; it may be hostile, and nothing of it was run"
     reason = message.partition(_UNPICKLER)[2].strip() or message.strip()

@@ -24,11 +24,11 @@ def find_pickles(directory: Path) -> list[Path]:
 
 
 def converted_pickles(files: list[Path]) -> list[Path]:
-    """Return safetensors files with the tensors of `files`, in the cache; converts them the first time.
+    """Return cached safetensors files with the tensors of `files`; convert them on first use.
 
     Raises:
-        ModelLoadError: a file is damaged, holds no tensors, or asks for code to be run. Nothing is run.
-        EngineError: the result can't be stored.
+        ModelLoadError: a file is damaged, does not contain tensors, or requests code execution. No code is run.
+        EngineError: the result cannot be stored.
     """
     name = f"{files[0].absolute().parent.name[:100]}-bin-{identity(files)}-v{_FORMAT_VERSION}"
     directory = cached_conversion(name, str(files[0].parent), lambda work: convert("pickle", files, work))

@@ -28,11 +28,11 @@ _START_CPU_S = 60.0
 _BYTES_PER_CPU_SECOND = 10 * 2**20
 """The slowest CPU on which a conversion still completes."""
 _IDLE_S = 600.0
-"""A process that used no CPU time and wrote nothing for so long waits for a disk that does not respond."""
+"""A process without CPU time and output for this long is waiting for a disk that does not respond."""
 _OUTPUT_PER_BYTE = 24
-"""fp32 output per input byte: the smallest type of GGUF has 1.56 bits per weight."""
+"""Limit of fp32 output per input byte: the smallest type of GGUF has 1.56 bits per weight."""
 _SPARE_OUTPUT_BYTES = 2**28
-"""Output in addition: the tokenizer's files and the headers of safetensors."""
+"""Additional output: the tokenizer's files and the headers of safetensors."""
 _LOOK_S = 0.05
 _MOST_SAID = 2**16
 
@@ -41,7 +41,7 @@ def convert(kind: Literal["pickle", "gguf"], sources: Sequence[Path], directory:
     """Convert files into an empty directory; logs progress every two seconds on a terminal, or every 30 in a log.
 
     Raises:
-        ModelLoadError: the files can't be read, or hold something else.
+        ModelLoadError: the files are unreadable, or have other contents.
     """
     source = sources[0].name if len(sources) == 1 else f"{len(sources)} files of {sources[0].parent}"
     logger.info("converting %s, once", source)
@@ -62,7 +62,7 @@ def _spawn(words: list[str], said: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", _CHILD, *words],
         env=environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.PIPE,  # it ends when this closes: with this process
+        stdin=subprocess.PIPE,  # it exits when this closes: with this process
         stdout=said,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -129,7 +129,7 @@ def _written(directory: Path) -> int:
 
 
 def _failure(code: int, said: IO[bytes], directory: Path) -> Exception:
-    """Return what to raise for a child that failed, by its last line or by how it ended."""
+    """Return the error for a failed child, from its last line or its exit status."""
     size = said.seek(0, os.SEEK_END)
     said.seek(max(0, size - _MOST_SAID))
     for line in reversed(said.read().decode(errors="replace").splitlines()):

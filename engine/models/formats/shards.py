@@ -1,4 +1,4 @@
-"""Writes tensors into safetensors files of bounded size, so that a conversion needs the memory of one."""
+"""Writes tensors to safetensors files of bounded size, so that a conversion only needs memory for one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARD_BYTES = 2**30
 
 
 class ShardWriter:
-    """Collects tensors and writes a file whenever there are enough. `close` writes the rest, and the index."""
+    """Collects tensors and writes a file whenever there are enough. `close` writes the rest and the index."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -27,7 +27,7 @@ class ShardWriter:
         return name in self._weight_map
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor. It may share its memory with others: each is written in full."""
+        """Add a tensor. It can share memory with others: each is written in full."""
         self._weight_map[name] = ""
         self._shard[name] = tensor
         size = tensor.numel() * tensor.element_size()
@@ -46,7 +46,7 @@ class ShardWriter:
                    for name, tensor in self._shard.items()}  # fmt: skip
         try:
             save_file(tensors, self._directory / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # safetensors has no class or error number for a full disk
+        except SafetensorError as error:  # safetensors does not have a class or error number for a full disk
             raise OSError(errno.ENOSPC if "code: 28" in str(error) else errno.EIO, str(error)) from error
         self._weight_map.update(dict.fromkeys(self._shard, file))
         self._shard, self._shard_bytes = {}, 0

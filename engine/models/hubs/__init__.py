@@ -1,1 +1,1 @@
-"""Getting models from hubs: which files a worker needs, their download, and what is cached."""
+"""Models from hubs: the files that a worker needs, their download, and the cache."""

@@ -15,16 +15,16 @@ class CachedModel:
     """A model's files at one revision."""
 
     model: str
-    """As --model takes it, without the revision."""
+    """The name for --model, without the revision."""
     revisions: tuple[str, ...]
-    """Branches and tags that lead to these files."""
+    """Branches and tags that refer to these files."""
     commit: str | None
     size_bytes: int
     directory: Path
 
 
 def cached_models() -> list[CachedModel]:
-    """Return every model in the caches, by name; incomplete ones too. Reads directories alone."""
+    """Return every model in the caches by name, including incomplete ones. Only reads directories."""
     found = [*_converted(), *_huggingface(), *_modelscope()]
     return sorted(found, key=lambda cached: (cached.model.casefold(), cached.revisions, cached.commit or ""))
 
@@ -33,7 +33,7 @@ def _converted() -> Iterator[CachedModel]:
     """Yield GGUF files and pickled weights, which are converted once; the packaged model is one of them."""
     try:
         from pagemill.engine.models.formats.cache import conversions
-    except ModuleNotFoundError:  # a light install, which converts nothing
+    except ModuleNotFoundError:  # a light install, which does not convert files
         return
     for directory in conversions():
         yield CachedModel(directory.name, (), None, bytes_under(directory), directory)
@@ -46,7 +46,7 @@ def _huggingface() -> Iterator[CachedModel]:
         return
     try:
         repositories = scan_cache_dir().repos
-    except (CacheNotFound, ValueError):  # there is none, or it is a file
+    except (CacheNotFound, ValueError):  # the cache does not exist, or is a file
         return
     for repository in repositories:
         if repository.repo_type != "model":

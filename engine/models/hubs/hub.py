@@ -1,4 +1,4 @@
-"""A download from a hub: what is listed, fetched and verified in which order, and its failures as one line each."""
+"""A download from a hub: the order of listing, fetching and verifying, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill.engine.models.source import ModelSource, is_commit
 
 
 class HubUnavailable(Exception):
-    """The hub cannot be asked: a cached copy may do. `error` is for the case that there is none."""
+    """The hub is unavailable; a cached copy may suffice. `error` is raised if there is none."""
 
     def __init__(self, message: str, error: EngineError) -> None:
         super().__init__(message)
@@ -27,14 +27,14 @@ class Hub(ABC):
 
     Args:
         site: the hub's address.
-        cache_variable: the environment variable that moves the cache.
+        cache_variable: the environment variable with the cache's location.
         token_variable: the environment variable with the access token.
     """
 
     has_bars = False
-    """The library draws progress bars of all files on a terminal."""
+    """True if the library draws progress bars of all files on a terminal."""
     verifies = False
-    """The library reads cached files to verify them."""
+    """True if the library reads cached files to verify them."""
 
     def __init__(
         self, source: ModelSource, site: str, cache: Path, cache_variable: str, token_variable: str
@@ -46,14 +46,14 @@ class Hub(ABC):
         self.token_variable = token_variable
 
     def fetch(self, say: Say, check: Callable[[Path], None]) -> Snapshot:
-        """Download what the cache lacks. If the hub does not answer, a complete cached copy is used.
+        """Download files missing in the cache. If the hub does not respond, a complete cached copy is used.
 
         Args:
-            check: is called before weights are downloaded, with the folder, which has the other files.
+            check: called before weights are downloaded, with the folder, which contains the other files.
 
         Raises:
             ModelLoadError: the model or revision does not exist, access is denied, or it cannot be loaded.
-            EngineError: the hub does not answer and the cache has no complete copy, or the disk is full.
+            EngineError: the hub does not respond and the cache lacks a complete copy, or the disk is full.
         """
         try:
             with self._explained():
@@ -91,7 +91,7 @@ class Hub(ABC):
             self._download(weights, directory)
 
     def find_cached(self) -> Snapshot | None:
-        """Return the cached copy if it is complete. Asks no network."""
+        """Return the cached copy if it is complete. Does not access the network."""
         directory = self._cached_directory()
         if directory is None or not (directory / "config.json").is_file():
             return None
@@ -108,10 +108,10 @@ class Hub(ABC):
 
     @abstractmethod
     def _download(self, names: list[str], directory: Path | None = None) -> Path:
-        """Fetch the files that the cache lacks; return the snapshot's folder.
+        """Fetch the files missing in the cache; return the snapshot's folder.
 
         Args:
-            directory: the snapshot of an earlier call, which these files belong to.
+            directory: the snapshot of an earlier call to which these files belong.
         """
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Hub(ABC):
 
     @abstractmethod
     def _explain(self, error: BaseException) -> EngineError | HubUnavailable | None:
-        """Translate an error of the hub's library; None for any other."""
+        """Translate an error of the hub's library; return None for any other."""
 
     def _store(self, directory: Path) -> Path:
         """Return the folder that grows while files of a snapshot are downloaded."""
@@ -128,12 +128,12 @@ class Hub(ABC):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Translate the library's errors. Raises `HubUnavailable` where a cached copy would do."""
+        """Translate the library's errors. Raises `HubUnavailable` if a cached copy would suffice."""
         try:
             yield
         except (EngineError, HubUnavailable):
             raise
-        except Exception as error:  # the library's own, the HTTP library's, the disk's
+        except Exception as error:  # of this library, the HTTP library, or the disk
             for cause in _causes(error):
                 if (explained := self._explain(cause)) is not None:
                     raise explained from error
@@ -188,13 +188,13 @@ class Hub(ABC):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line that is not blank, at most 300 characters of it."""
+    """Return up to 300 characters of the first line that is not blank."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
 
 
 def _has(file: Path, size_bytes: int) -> bool:
-    """Return whether a file is complete. Some mirrors list no sizes: 0 is unknown."""
+    """Return whether a file is complete. Some mirrors do not list sizes: 0 means unknown."""
     return file.is_file() and size_bytes in (0, file.stat().st_size)
 
 

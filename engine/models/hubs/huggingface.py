@@ -16,12 +16,12 @@ from pagemill.engine.models.source import ModelSource, is_commit
 
 _ASK_S = 10.0
 _STALE_S = 86_400.0
-"""Without a byte for this long, no download is at work on a file."""
+"""If a file has not grown for this long, no download is writing to it."""
 _ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 _TRIES = 3
-"""Of a download whose connection is reset. The library itself resumes where a stream merely ends."""
+"""Retries of a download whose connection is reset. The library only resumes streams that end early."""
 _HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests")
-"""Of different releases of huggingface_hub."""
+"""Names in different releases of huggingface_hub."""
 
 
 class HuggingFace(Hub):
@@ -39,11 +39,11 @@ class HuggingFace(Hub):
         self.has_bars = not are_progress_bars_disabled()
 
     def fetch_adapter(self) -> Path:
-        """Return the folder of an adapter of PEFT. If the Hub does not answer, a cached copy is used.
+        """Return the folder of a PEFT adapter. If the Hub does not respond, a cached copy is used.
 
         Raises:
             ModelLoadError: the repository does not exist, or access is denied.
-            EngineError: the Hub does not answer and nothing is cached, or the disk is full.
+            EngineError: the Hub does not respond and there is no cached copy, or the disk is full.
         """
         try:
             with self._explained():
@@ -94,7 +94,7 @@ class HuggingFace(Hub):
         return Path(path).parent if isinstance(path, str) else None
 
     def _store(self, directory: Path) -> Path:
-        return directory.parents[1]  # a snapshot links to files there
+        return directory.parents[1]  # a snapshot contains links to files there
 
     def _explain(self, error: BaseException) -> EngineError | HubUnavailable | None:
         from huggingface_hub import errors
@@ -137,7 +137,7 @@ class HuggingFace(Hub):
 
 
 def _remove_stale_parts(folder: Path) -> None:
-    """Remove what killed downloads left: the library gives each try a separate file and resumes no other's."""
+    """Remove files of killed downloads: the library uses one file per attempt and does not resume others."""
     for part in folder.glob("blobs/*.incomplete"):
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > _STALE_S:
@@ -145,10 +145,10 @@ def _remove_stale_parts(folder: Path) -> None:
 
 
 def _terminal_bar(*, is_shown: bool) -> Any:
-    """Return a class of bars that are drawn on a terminal only: one of the library's is drawn into a log too.
+    """Return a progress bar class that draws only on a terminal: the library's also writes to logs.
 
     Args:
-        is_shown: false hides them there as well, for the small files that are checked at startup.
+        is_shown: False hides them there as well, for the small files that are checked at startup.
     """
     from huggingface_hub.utils.tqdm import tqdm
 

@@ -1,6 +1,6 @@
 """ModelScope, through modelscope-hub: its cache, MODELSCOPE_API_TOKEN, MODELSCOPE_ENDPOINT and MODELSCOPE_CACHE.
 
-The package `modelscope` is built on this one and brings much that is not needed for a download.
+The package `modelscope` is built on this one and has many dependencies that a download does not need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagemill.engine.models.source import ModelSource
 
 _DEFAULT_REVISION = "master"
 _MARKER = ".pagemill-update"
-"""In a folder whose update is in progress or has failed: files of two commits are not a model."""
+"""Marks a folder whose update is in progress or has failed: files of two commits are not a model."""
 Entry = Mapping[str, Any]
 """A file of a listing: Path, Size, Sha256, Type, Revision (the commit that last changed it), CommittedDate."""
 
@@ -49,7 +49,7 @@ class ModelScope(Hub):
         self._entries: dict[str, Entry] = {}
 
     def fetch(self, say: Say, check: Callable[[Path], None]) -> Snapshot:
-        """As `Hub.fetch`. Until a branch's folder is up to date, a marker records that it may be a mixture."""
+        """Like `Hub.fetch`. Until a branch's folder is up to date, a marker records that it may mix two commits."""
         snapshot = super().fetch(say, check)
         if (marker := snapshot.directory / _MARKER).exists():
             with self._explained():
@@ -60,7 +60,7 @@ class ModelScope(Hub):
         files = self._api.legacy.list_repo_files(
             self.source.name, "model", revision=self._revision, recursive=False
         )
-        if not files:  # how it answers for a revision that does not exist
+        if not files:  # the response for a revision that does not exist
             raise self.no_revision()
         self._entries = {
             str(file["Path"]): file for file in files if file.get("Type") != "tree" and file.get("Path")
@@ -118,20 +118,20 @@ class ModelScope(Hub):
 def _newest_commit(entries: Iterable[Entry]) -> str:
     """Return the last commit that changed a file; empty if the listing does not name one.
 
-    At that commit every listed file is as listed, which is all that a commit is for here: the listing names the
-    branch's own head by eight digits at most.
+    At that commit every file matches the listing, which is sufficient here: the listing shortens the
+    branch's head to at most eight digits.
     """
     dated = [(entry.get("CommittedDate") or 0, str(entry.get("Revision") or "")) for entry in entries]
     return max(dated, default=(0, ""))[1]
 
 
 def _mark(directory: Path) -> None:
-    with suppress(OSError):  # a cache that can't be written can't become a mixture
+    with suppress(OSError):  # a read-only cache cannot become a mixture
         (directory / _MARKER).touch()
 
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Keep the library's bars, which it draws everywhere, out of a log."""
+    """Hide the library's progress bars, which it also draws without a terminal, from a log."""
     with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
         yield

@@ -19,13 +19,13 @@ Say = Callable[[str], None]
 
 @contextmanager
 def logged_download(what: str, folder: Path, total: int, say: Say, *, has_bar: bool) -> Iterator[None]:
-    """Report a download of `total` bytes into `folder`: its start, its end, and lines in between.
+    """Report start, progress and completion of a download of `total` bytes into `folder`.
 
-    The lines come from the folder's size, not from the libraries' callbacks, which differ between hubs, their
+    Progress is measured by the folder's size, not by the libraries' callbacks, which differ between hubs, their
     versions and transports (HTTP, Xet).
 
     Args:
-        has_bar: on a terminal the library draws progress bars, so that the lines in between are omitted.
+        has_bar: the library draws progress bars on a terminal, where progress lines are then omitted.
     """
     before, start, finished = bytes_under(folder), time.monotonic(), threading.Event()
 

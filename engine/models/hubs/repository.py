@@ -1,4 +1,4 @@
-"""A hub's repository at one commit, and which of its files a worker needs."""
+"""A hub's repository at one commit, and the files of it that a worker needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pagemill.engine.errors import ModelLoadError
 
-# Names in the root folder only: no onnx/, original/ or flax weights, and no path outside of the folder.
+# Only names in the root folder: no onnx/, original/ or flax weights, and no path outside of the folder.
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.jinja", "chat_template*",
@@ -19,12 +19,12 @@ _SMALL_FILES = (
     "quant*_config.json", "hf_quant_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
 )  # fmt: skip
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
-# Of Sentence Transformers: pooling, dense layers.
+# Files of Sentence Transformers: pooling, dense layers.
 _MODULE_FILE = re.compile(r"[0-9]{1,2}_[A-Za-z]{1,40}/(config\.json|model\.safetensors|pytorch_model\.bin)")
-# In addition to the weights: adapters, Mistral's own format of the same tensors, a trainer's state, other models.
+# Files that are not weights: adapters, Mistral's format of the same tensors, a trainer's state, other models.
 _NOT_WEIGHTS = re.compile(r"^(adapter|consolidated|optimizer|scheduler|training|rng_state|onnx|openvino)")
 _SMALL_FILE_BYTES = 256 * 2**20
-"""The largest vocabularies have a tenth of this."""
+"""The largest vocabularies are a tenth of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Snapshot:
 
     directory: Path
     commit: str | None
-    """None: the hub's cache does not record it."""
+    """The commit. None: the hub's cache does not record it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class Listing:
     """The files of a repository at a commit."""
 
     name: str
-    """The repository's, for messages."""
+    """The repository's name, for messages."""
     commit: str
     sizes: dict[str, int]
-    """File name to bytes."""
+    """File name -> bytes."""
 
     def small_files(self) -> list[str]:
         """Return configuration, tokenizer, templates and indexes.
 
         Raises:
-            ModelLoadError: not a model that transformers can load.
+            ModelLoadError: transformers cannot load the model.
         """
         if "config.json" not in self.sizes:
             raise ModelLoadError(f"{self.name} has no config.json: {self._describe_contents()}")
@@ -63,7 +63,7 @@ class Listing:
         return chosen
 
     def weights(self, directory: Path) -> list[str]:
-        """Return the weight files; `directory` has the small ones. See `weight_names`."""
+        """Return the weight files; `directory` contains the small files. See `weight_names`."""
         return weight_names(self.sizes, directory, self.name) + _module_weights(self.sizes)
 
     def _describe_contents(self) -> str:
@@ -75,10 +75,10 @@ class Listing:
 
 
 def weight_names(names: Collection[str], directory: Path, repository: str) -> list[str]:
-    """Return the weight files to load among `names`: safetensors of one kind, pickles only without them.
+    """Return the weight files to load among `names`: one set of safetensors; pickles only if there are none.
 
     Args:
-        directory: has the index, if `names` has one.
+        directory: contains the index, if `names` includes one.
 
     Raises:
         ModelLoadError: there are none, or the index names files that are not among them.
@@ -88,7 +88,7 @@ def weight_names(names: Collection[str], directory: Path, repository: str) -> li
         ("pytorch_model.bin.index.json", "pytorch_model.bin", ".bin"),
     ):
         if whole in names:
-            return [whole]  # an index next to it is of earlier files
+            return [whole]  # an index next to it describes earlier files
         if index in names:
             return _indexed(directory / index, names, repository)
         others = [name for name in sorted(names) if name.endswith(ending) and _is_plain(name)]
@@ -122,7 +122,7 @@ def _is_small_file(name: str) -> bool:
 
 
 def _module_weights(names: Collection[str]) -> list[str]:
-    """Return the weights of the modules that follow a Sentence Transformers' model, one file each."""
+    """Return the weights of the modules that follow a Sentence Transformers model, one file each."""
     found: dict[str, str] = {}
     for name in sorted(names):  # safetensors come before pickles
         if _MODULE_FILE.fullmatch(name) and not name.endswith("/config.json"):

@@ -1,1 +1,1 @@
-"""Quantized checkpoints: a file per published format, and how their weights reach the module."""
+"""Quantized checkpoints: a file per published format, and the transfer of weights to the module."""

@@ -1,4 +1,4 @@
-"""AWQ as AutoAWQ writes it: 4-bit integers with zero points, in the layout of its GEMM kernel.
+"""AWQ in AutoAWQ's format: 4-bit integers with zero points, in the layout of its GEMM kernel.
 
 `qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` fp16 [groups, out]; a word holds eight
 outputs, the even ones below the odd ones. W = (q - z) * s.

@@ -1,4 +1,4 @@
-"""compressed-tensors, as llm-compressor writes it: integers and floats in several packings, per group of layers.
+"""compressed-tensors, written by llm-compressor: packed integers and floats, per group of layers.
 
 Source: the compressed-tensors package, `QuantizationArgs` and its compressors.
 """
@@ -35,7 +35,7 @@ _BITS = {"pack-quantized": INTEGER_SIZES, "mxfp4-pack-quantized": (4,), "nvfp4-p
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Layers that are stored alike."""
+    """Layers with the same storage format."""
 
     targets: tuple[str, ...]
     layout: str
@@ -124,7 +124,7 @@ def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Group:
 
 
 def _read_packed(parts: Parts, group: _Group) -> QuantizedWeight:
-    """Integers in 32-bit words along the inputs, zero points along the outputs; stored from 0 on."""
+    """Unsigned integers in 32-bit words along the inputs, zero points along the outputs."""
     packed = parts.take("weight_packed", (torch.int32,), (None, None))
     shape = parts.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
     in_word = 32 // group.bits
@@ -212,7 +212,7 @@ def _read_mxfp4(parts: Parts, group: _Group) -> QuantizedWeight:
 
 
 def _read_nvfp4(parts: Parts, group: _Group) -> QuantizedWeight:
-    """Groups of 16 with e4m3 scales, which are divided by one of the tensor."""
+    """Groups of 16 with e4m3 scales, which are divided by a scale of the tensor."""
     packed = parts.take("weight_packed", (torch.uint8,), (None, None))
     out_features, in_features = packed.shape[0], 2 * packed.shape[1]
     scales = parts.take("weight_scale", (FLOAT8,), (out_features, in_features // _NVFP4_GROUP))

@@ -1,6 +1,6 @@
-"""MXFP4 and NVFP4: e2m1 numbers, two in a byte, the first one low, in groups with a scale.
+"""MXFP4 and NVFP4: e2m1 values, two per byte, the first one low, in groups with a scale.
 
-MXFP4 has 32 numbers to a group, and its scale is a power of two (e8m0). gpt-oss stores experts as `*_blocks` uint8
+MXFP4 has 32 values per group, and its scale is a power of two (e8m0). gpt-oss stores experts as `*_blocks` uint8
 [experts, out, in / 32, 16] and `*_scales` uint8 [experts, out, in / 32].
 Source: OCP Microscaling Formats (MX) 1.0, sections 5.3 and 6.3; openai/gpt-oss, `Checkpoint._get_mxfp4_tensor`.
 """
@@ -18,9 +18,9 @@ from pagemill.engine.models.quantized.scheme import Parts, Scheme
 from pagemill.kernels.types.grouped_weight import GroupedWeight
 
 MXFP4_GROUP = 32
-# Twice the numbers of e2m1, which are integers.
+# Twice the values of e2m1, which are integers.
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-# Half of e8m0's numbers: then the products are the numbers themselves. The smallest one is subnormal in fp32.
+# Half of e8m0's values, so that the products equal the represented values. The smallest is subnormal in fp32.
 _HALVED_SCALES = torch.tensor([2.0 ** (exponent - 127 - 1) for exponent in range(255)])
 _NO_SCALE = 255
 
@@ -64,7 +64,7 @@ class Mxfp4(Scheme):
 
 
 def doubled_float4(packed: torch.Tensor) -> torch.Tensor:
-    """Return twice the numbers of e2m1 pairs uint8 [rows, bytes], int8 [rows, 2 * bytes]."""
+    """Return twice the values of e2m1 pairs uint8 [rows, bytes], int8 [rows, 2 * bytes]."""
     pairs = torch.stack([packed & 15, packed >> 4], dim=-1).view(len(packed), -1)
     return _DOUBLED[pairs.int()]
 

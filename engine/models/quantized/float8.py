@@ -1,7 +1,7 @@
-"""FP8 (e4m3) weights with a scale per tensor, output or block, as DeepSeek, Qwen3 and FBGEMM publish them.
+"""FP8 (e4m3) weights with a scale per tensor, output or block, in the formats of DeepSeek, Qwen3 and FBGEMM.
 
-`weight` float8_e4m3fn [out, in] and `weight_scale_inv` fp32 [out / 128, in / 128], or `weight_scale` of one number or
-[out, 1]. In spite of its name the first one multiplies, too: W = weight * scale.
+`weight` float8_e4m3fn [out, in] and `weight_scale_inv` fp32 [out / 128, in / 128], or `weight_scale` of one value or
+[out, 1]. Despite its name, the first one is also a factor: W = weight * scale.
 Source: DeepSeek-V3, `weight_dequant`.
 """
 
@@ -53,7 +53,7 @@ def _block_of(value: Any) -> tuple[int, int] | None:
 
 
 def float8_weight(parts: Parts, scale_name: str, block: tuple[int, int] | None) -> QuantizedWeight:
-    """Return an e4m3 weight with a scale for all of it or per output, or per `block` of outputs and inputs."""
+    """Return an e4m3 weight with one scale, a scale per output, or one per `block` of outputs and inputs."""
     codes = parts.take("weight", (FLOAT8,), (None, None))
     out_features, in_features = codes.shape
     shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (out_features,), (out_features, 1))

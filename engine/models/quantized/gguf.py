@@ -1,6 +1,6 @@
-"""GGUF's blocks: numbers of a few bits along a row, each block with its scales.
+"""GGUF's blocks: low-bit values along a row, each block with its scales.
 
-Source: ggml's ggml-common.h and ggml-quants.c. Numbers are those of the package gguf (`gguf.quants`), to the last bit:
+Source: ggml's ggml-common.h and ggml-quants.c. Values are bit-identical to those of the package gguf (`gguf.quants`):
 the product of a scale and a code is exact in fp32, and an offset is added with one rounding.
 """
 
@@ -78,17 +78,17 @@ def _in_rows(numbers: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _halves(scales: torch.Tensor) -> torch.Tensor:
-    """Return the fp16 numbers of [rows, blocks, 2 * count] as fp32 [rows, blocks, count]."""
+    """Return the fp16 values of [rows, blocks, 2 * count] as fp32 [rows, blocks, count]."""
     return scales.contiguous().view(torch.float16).float()
 
 
 def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Return [..., 2 * count] of bytes [..., count]: the low halves, then the high ones."""
+    """Return [..., 2 * count] from bytes [..., count]: the low halves, then the high ones."""
     return torch.cat([codes & 15, codes >> 4], dim=-1)
 
 
 def _fifth_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Return 16 or 0 for each of the 32 bits of [rows, blocks, 4], the lowest first."""
+    """Return 16 or 0 for each of the 32 bits of [rows, blocks, 4], lowest first."""
     places = torch.arange(8, dtype=torch.uint8)
     return ((bits[..., None] >> places) & 1).flatten(2) << 4
 
@@ -154,7 +154,7 @@ def _q6_k(rows: torch.Tensor) -> GroupedWeight:
 def _scales_of_k(
     scale: torch.Tensor, offset: torch.Tensor, parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and offsets [rows, blocks, 8]: multiples, of 6 bits each, of a block's two."""
+    """Return scales and offsets [rows, blocks, 8]: 6-bit multiples of a block's scale and offset."""
     first, second, mixed = parts[:, :, :4], parts[:, :, 4:8], parts[:, :, 8:]
     scales = torch.cat([first & 63, (mixed & 15) | ((first >> 2) & 48)], dim=2)
     offsets = torch.cat([second & 63, (mixed >> 4) | ((second >> 2) & 48)], dim=2)
@@ -178,4 +178,4 @@ _DECODERS: Mapping[str, Callable[[torch.Tensor], GroupedWeight | torch.Tensor]] 
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
 }
-"""Types whose decoders are here; the others' are the package's, which is slower."""
+"""Types with a decoder here; other types use the package's slower decoders."""

@@ -1,4 +1,4 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it: integers with a scale and a zero point per group of inputs.
+"""GPTQ in the format of AutoGPTQ and GPTQModel: integers with a scale and zero point per input group.
 
 `qweight` int32 [in * bits / 32, out], packed along the inputs; `qzeros` int32 [groups, out * bits / 32]; `scales` fp16
 [groups, out]; `g_idx` int32 [in], each input's group (act-order, where these are not in sequence).

@@ -1,4 +1,4 @@
-"""Between a quantized checkpoint's tensors and the module's weights."""
+"""Converts a quantized checkpoint's tensors to the module's weights."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pagemill.engine.models.quantized.scheme import Parts, Scheme
 
 logger = logging.getLogger(__name__)
 
-# Scales of a quantized KV cache: how that is stored is an option here, and its scales are found as it is written.
+# Scales of a quantized KV cache: its format is an engine option, and its scales are computed at each write.
 _CACHE_SCALES = re.compile(r"\.(k_scale|v_scale|q_scale|kv_scale|prob_scale|k_zero_point|v_zero_point)$")
 
 
 def join_parts(tensors: Mapping[str, torch.Tensor], scheme: Scheme, dtype: torch.dtype) -> dict[str, Weight]:
-    """Return a checkpoint's tensors by name, each group that represents a weight replaced by it.
+    """Return a checkpoint's tensors by name, with each quantized group replaced by its weight.
 
     Args:
-        dtype: the model's.
+        dtype: the model's dtype.
 
     Raises:
-        ModelLoadError: a part is missing or damaged, or is not what the configuration specifies.
+        ModelLoadError: a part is missing or damaged, or does not match the configuration.
     """
     modules: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     out: dict[str, Weight] = {}
@@ -49,7 +49,7 @@ def join_parts(tensors: Mapping[str, torch.Tensor], scheme: Scheme, dtype: torch
 
 
 def check_quantized(tensors: Mapping[str, Weight], scheme: Scheme) -> None:
-    """Raise `ModelLoadError` if no tensor of a checkpoint is in the format that it names, except GGUF."""
+    """Raise `ModelLoadError` if no tensor of a checkpoint has its declared format, except GGUF."""
     if scheme.has_quantized_tensors and not any(isinstance(t, QuantizedWeight) for t in tensors.values()):
         raise ModelLoadError("quantization_config names a format, and no tensor is in it")
 
@@ -63,7 +63,7 @@ def widened(tensors: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
 
 
 def placeholders(tensors: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
-    """Return tensors that take no memory in place of quantized weights."""
+    """Return placeholder tensors without memory in place of quantized weights."""
     return {
         name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         if isinstance(tensor, QuantizedWeight)
@@ -73,10 +73,10 @@ def placeholders(tensors: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
 
 
 def place(module: Any, tensors: Mapping[str, Weight], *, is_split: bool) -> None:
-    """Give the module's linear layers their quantized weights, and other modules theirs widened.
+    """Assign quantized weights to the module's linear layers, and dequantized ones to other modules.
 
     Args:
-        is_split: several ranks have the model, which cut the head themselves.
+        is_split: several ranks share the model, and cut the head themselves.
     """
     head = module.get_output_embeddings() if is_split else None
     for name, weight in tensors.items():

@@ -23,14 +23,14 @@ SCHEMES: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
-"""By `quant_method`."""
+"""Formats by `quant_method`."""
 
 
 def find_scheme(quantization: Any) -> Scheme | None:
-    """Return the format that a `quantization_config` names; None: there is none.
+    """Return the format of a `quantization_config`; None if there is none.
 
     Raises:
-        ModelLoadError: the format, or a setting of it, is not supported or can't be read.
+        ModelLoadError: the format, or a setting of it, is unsupported or unreadable.
     """
     if not quantization:
         return None

@@ -1,4 +1,4 @@
-"""The interface of a format of quantized checkpoints, and the checks that all of them share."""
+"""The interface of a quantized checkpoint format, and checks shared by all formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Parts:
     module: str
     tensors: Mapping[str, torch.Tensor]
     dtype: torch.dtype
-    """The model's."""
+    """The model's dtype."""
 
     def __contains__(self, part: str) -> bool:
         return part in self.tensors
@@ -34,7 +34,7 @@ class Parts:
     def take(
         self, part: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int | None, ...]
     ) -> torch.Tensor:
-        """Return a tensor of one of these dtypes and shapes; None: any size. Raises `ModelLoadError`."""
+        """Return a tensor with one of these dtypes and shapes; None: any size. Raises `ModelLoadError`."""
         tensor = self.tensors.get(part)
         if tensor is None:
             raise ModelLoadError(f"{self.module}.{part} is missing")
@@ -62,7 +62,7 @@ class Parts:
         return QuantizedWeight((out_features, in_features), self.dtype, read)
 
     def group_order(self, part: str, in_features: int, group_size: int) -> torch.Tensor | None:
-        """Return the order that brings each group's inputs together; None: they are. Raises `ModelLoadError`."""
+        """Return the order that makes each group's inputs contiguous; None: they are. Raises `ModelLoadError`."""
         if part not in self:
             return None
         groups = self.take(part, (torch.int32, torch.int64), (in_features,)).long()
@@ -92,11 +92,11 @@ class Scheme(ABC):
     method: str
     """`quant_method`."""
     main: str
-    """The part that every quantized weight has."""
+    """The part that every quantized weight includes."""
     parts: tuple[str, ...]
-    """Settings that may be next to it."""
+    """Optional settings."""
     has_quantized_tensors = True
-    """Whether every checkpoint of the format has one."""
+    """Whether every checkpoint of the format has a configuration."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -104,14 +104,14 @@ class Scheme(ABC):
 
     @abstractmethod
     def weight(self, parts: Parts) -> QuantizedWeight:
-        """Return the weight that these tensors represent. Inspects shapes and small tensors alone.
+        """Return the weight that these tensors represent. Only inspects shapes and small tensors.
 
         Raises:
-            ModelLoadError: a tensor is missing or damaged, or is not what the configuration specifies.
+            ModelLoadError: a tensor is missing or damaged, or does not match the configuration.
         """
 
     def weights(self, parts: Parts) -> dict[str, QuantizedWeight]:
-        """Return the weights that these tensors represent by name: one, or that of each expert. Raises as `weight`."""
+        """Return the represented weights by name: one, or one per expert. Raises like `weight`."""
         return {self.weight_name(parts.module): self.weight(parts)}
 
     def is_quantized(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -123,13 +123,13 @@ class Scheme(ABC):
         return f"{module}.weight"
 
     def split_name(self, name: str) -> tuple[str, str]:
-        """Return the weight that a tensor belongs to, and which part of it the tensor is."""
+        """Return the weight to which a tensor belongs, and the tensor's part in it."""
         module, _, part = name.rpartition(".")
         return module, part
 
 
 def setting(config: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """Return a field of `quantization_config`. Raises `ModelLoadError` if it is of another type, or absent."""
+    """Return a field of `quantization_config`. Raises `ModelLoadError` if it is absent or has a wrong type."""
     value = config.get(name)
     if value is None:
         value = default
@@ -139,7 +139,7 @@ def setting(config: Mapping[str, Any], name: str, kind: type, default: Any = Non
 
 
 def choice(config: Mapping[str, Any], name: str, supported: tuple[Any, ...], default: Any = None) -> Any:
-    """Return a field of `quantization_config` that has one of these values. Raises `ModelLoadError`."""
+    """Return a field of `quantization_config` with one of these values. Raises `ModelLoadError`."""
     value = config.get(name)
     if value is None:
         value = default
@@ -153,7 +153,7 @@ def choice(config: Mapping[str, Any], name: str, supported: tuple[Any, ...], def
 
 
 def group_size_of(config: Mapping[str, Any], default: int | None = None) -> int:
-    """Return `group_size`; -1 for whole rows. Raises `ModelLoadError`."""
+    """Return `group_size`; -1 for entire rows. Raises `ModelLoadError`."""
     size: int = setting(config, "group_size", int, default)
     if size < 1 and size != -1:
         raise ModelLoadError(f"can't read quantization_config: group_size is {size}")
@@ -161,7 +161,7 @@ def group_size_of(config: Mapping[str, Any], default: int | None = None) -> int:
 
 
 def even_groups(per_group: torch.Tensor, in_features: int, group_size: int) -> torch.Tensor:
-    """Return [out_features, num_groups] such that the groups are of one size, also where the last one was shorter."""
+    """Return [out_features, num_groups] with groups of equal size, even if the last one was shorter."""
     size = gcd(in_features, group_size)
     if size == group_size:
         return per_group

@@ -1,4 +1,4 @@
-"""Integers of a few bits in 32-bit words, the first one lowest."""
+"""Low-bit integers in 32-bit words, the first one in the lowest bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the numbers of int32 words [rows, columns], uint8 [rows, columns * 32 / bits]; `bits` divides 8."""
+    """Return the integers of int32 words [rows, columns], uint8 [rows, columns * 32 / bits]; `bits` divides 8."""
     codes = words.contiguous().view(torch.uint8)
     if bits == 8:
         return codes

@@ -1,8 +1,8 @@
 """`choice`: the output is one of the given labels.
 
-The labels' tokens form a trie. A sequence may only sample the children of its node; where one path is left,
-the rest of the label is forced without sampling, and the sequence is complete: no step is spent on forced
-tokens or on EOS. A label that is a prefix of another needs EOS to mark its end.
+The labels' tokens form a trie. A sequence can only sample the children of its node. When one path remains,
+the rest of the label is forced without sampling, and the sequence is complete: forced tokens and EOS do not
+require a step. A label that is a prefix of another needs EOS to mark its end.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pagemill.engine.scheduling.label_tree import LabelTree
 from pagemill.engine.text.tokenizer import Tokenizer
 
 MAX_LABEL_TOKENS = 1024
-"""Per label. A label is forced as a whole once it is chosen; a longer one is a text, not a label."""
+"""Maximum per label. A label is forced completely once it is chosen; a longer one is a text, not a label."""
 MAX_CHOICE_TOKENS = 65_536
-"""For all labels together: 1,024 labels of 64 tokens. Half a second to tokenize, 256 KiB to store."""
+"""Maximum for all labels together: 1,024 labels of 64 tokens. Half a second to tokenize, 256 KiB to store."""
 _CACHE_BYTES = 16 << 20
 
 
@@ -36,7 +36,7 @@ class ChoiceTrie:
         """
         Args:
             labels: token ids, none empty, in any order.
-            eos_token_id: what ends a label that is a prefix of another.
+            eos_token_id: the token that ends a label that is a prefix of another.
 
         Raises:
             InvalidRequest: a label is a prefix of another, and there is no EOS to distinguish them.
@@ -63,7 +63,7 @@ class ChoiceTrie:
     def children(self, low: int, high: int, depth: int) -> dict[int, tuple[int, int]]:
         """Map each next token to its labels within low..high-1, which share their first `depth` tokens.
 
-        EOS leads to no label: the one that it ends is complete. Nothing follows a single label at its end.
+        EOS maps to an empty range: the label that it ends is complete. A single label at its end has no children.
         """
         tokens, starts = self._tokens, self._starts
         has_ended = starts[low] + depth == starts[low + 1]  # the shortest comes first
@@ -82,7 +82,7 @@ class ChoiceTrie:
         return found
 
     def shared(self, low: int, high: int, depth: int) -> list[int]:
-        """Return the tokens that all labels low..high-1 continue with."""
+        """Return the next tokens shared by all labels low..high-1."""
         first, last = (
             self._tokens[self._starts[label] + depth : self._starts[label + 1]].tolist()
             for label in (low, high - 1)
@@ -94,7 +94,7 @@ class ChoiceTrie:
 
 
 class ChoiceGrammar:
-    """One sequence's place in a choice trie (a `Grammar`)."""
+    """One sequence's position in a choice trie (a `Grammar`)."""
 
     def __init__(self, trie: ChoiceTrie) -> None:
         self._trie = trie
@@ -108,14 +108,14 @@ class ChoiceGrammar:
         return None
 
     def prepare(self, token_id: int) -> None:
-        """Do nothing: `advance` needs no preparation."""
+        """Do nothing: `advance` does not need preparation."""
 
     @property
     def is_ready(self) -> bool:
         return True
 
     def advance(self, token_id: int) -> list[int]:
-        """Take a sampled (or replayed) token; returns the tokens that must follow it."""
+        """Accept a sampled (or replayed) token; return the tokens that must follow it."""
         forced: list[int] = []
         while True:
             low, high = self._children[token_id]
@@ -129,7 +129,7 @@ class ChoiceGrammar:
             self._children = self._trie.children(low, high, self._depth)
             if len(self._children) != 1:
                 return forced
-            (token_id,) = self._children  # a label continues with EOS where another ends
+            (token_id,) = self._children  # a label is followed by EOS if another continues it
             forced.append(token_id)
 
     def replay(self, token_ids: Sequence[int]) -> None:
@@ -155,7 +155,7 @@ class ChoiceGrammar:
 
 @dataclass(frozen=True, slots=True)
 class CompiledChoice:
-    """A trie, shared and read-only: the start of any number of outputs."""
+    """A shared, immutable trie: the start of any number of outputs."""
 
     trie: ChoiceTrie
 
@@ -188,7 +188,7 @@ class ChoiceCompiler:
         return CompiledChoice(trie)
 
     def tree(self, labels: tuple[str, ...], prompt_token_ids: Sequence[int], kind: LabelProbs) -> LabelTree:
-        """Return the tree of the labels' tokens: those that a plain choice outputs, EOS after a label that others
+        """Return the tree of the labels' tokens as output by a plain choice, with EOS after a label that others
         continue.
 
         Raises:
@@ -202,7 +202,7 @@ class ChoiceCompiler:
         return tree
 
     def _told_apart(self, labels: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Return the labels with EOS where another continues."""
+        """Return the labels, with EOS after those that others continue."""
         order = sorted(labels)
         continued = {one for one, other in pairwise(order) if other[: len(one)] == one}
         if len(set(labels)) < len(labels):
@@ -243,12 +243,12 @@ class ChoiceCompiler:
         return token_ids
 
     def _has_special(self, token_ids: Sequence[int]) -> bool:
-        """Return True if texts would leave out a token."""
+        """Return True if texts would omit a token."""
         decode = self._tokenizer.decode
         return decode(token_ids) != decode(token_ids, skip_special_tokens=False)
 
     def _spelled_out(self, text: str) -> list[int]:
-        """Encode a text whose special tokens are to be read as they are written."""
+        """Encode a text in which special tokens are read as plain text."""
         if self._plain is None:
             source = None if getattr(self._tokenizer, "is_limited", False) else self._tokenizer.to_json()
             if source is None:

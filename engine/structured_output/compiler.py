@@ -1,4 +1,4 @@
-"""The engine's schemas and their processes: each text is compiled once, within a total memory limit."""
+"""The engine's schemas and their processes; compiles each text once, within a total memory limit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pagemill.engine.structured_output.schema_process import SchemaProcess
 from pagemill.engine.structured_output.served_grammar import ServedGrammar
 
 MAX_BYTES = 512 << 20
-"""For all schemas and their processes: idle ones beyond it are dropped; above it, no schema is compiled."""
+"""Memory limit of all schemas and processes: above it, idle ones are dropped and no schema is compiled."""
 MOST_BYTES = 1 << 30
-"""Beyond it, the largest one ends together with the requests that use it."""
+"""Above this limit, the largest one is stopped together with the requests that use it."""
 MAX_SCHEMAS = 1024
 QUICK_S = 0.005
-"""Grammars that took longer for their last token are not waited for while other requests can run."""
+"""Steps do not wait for grammars that took longer for their last token, while other requests can run."""
 _FREE_WAIT_S = 0.001
-"""A step may wait this long for each output's mask."""
+"""Maximum wait of a step for each output's mask."""
 MAX_CREDIT_S = 0.15
 CREDIT_SHARE = 0.05
-"""Longer waits come out of a credit that grows by this share of the time, so that masks that are slow again and again
+"""Longer waits use a credit that grows by this share of the time, so that repeatedly slow masks
 delay the other outputs by at most `MAX_CREDIT_S` and this share."""
 _NUM_COMPILING = 2
-"""Schemas that are tried for the first time, and as many slow ones."""
+"""Maximum number of concurrent first compilations, and of slow ones."""
 
 
 class SchemaCompiler:
@@ -38,7 +38,7 @@ class SchemaCompiler:
         self._fork_server = fork_server
         self._known: OrderedDict[tuple[str, str], SchemaProcess] = OrderedDict()
         self._uncompiled: list[SchemaProcess] = []
-        """Those with a process are being compiled, the others wait."""
+        """Schemas with a process are being compiled, the others wait."""
         self._busy: set[SchemaProcess] = set()
         self._credit_s = MAX_CREDIT_S
         self._credited_at = time.perf_counter()
@@ -52,11 +52,11 @@ class SchemaCompiler:
         return sum(schema.num_bytes for schema in self._known.values())
 
     def load_vocabulary(self) -> None:
-        """Start reading the tokens' bytes in the process that will need them. Returns immediately."""
+        """Start reading the tokens' bytes in the process that will use them. Returns immediately."""
         self._fork_server.start()
 
     def compile(self, kind: str, text: str) -> SchemaProcess:
-        """Return the schema, possibly not compiled yet, or with the error that compiling raised, which is
+        """Return the schema, possibly not compiled yet, or with its compilation error, which is
         cached too.
 
         `pump` compiles it once it is used.
@@ -73,7 +73,7 @@ class SchemaCompiler:
         return schema
 
     def pump(self, timeout_s: float) -> None:
-        """Send what is asked and take the processes' answers; waits at most `timeout_s` for the first."""
+        """Send requests and collect the processes' replies; wait at most `timeout_s` for the first."""
         if self._uncompiled:
             self._start_compiling()
         poll = select.poll()
@@ -94,9 +94,9 @@ class SchemaCompiler:
             self._start_compiling()
 
     def wait_for_quick(self, timeout_s: float) -> None:
-        """Wait for the answer of every output whose previous one came quickly.
+        """Wait for the reply for every output whose previous reply was fast.
 
-        At most `timeout_s`, and no longer than all earlier waits leave.
+        The wait is limited by `timeout_s` and by the remaining credit.
         """
         late = self._quick_ones()
         if not late:
@@ -123,13 +123,13 @@ class SchemaCompiler:
         ]
 
     def close(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         for schema in self._known.values():
             schema.close()
         self._fork_server.close()
 
     def _start_compiling(self) -> None:
-        """Compile what waits, if there is room. Slow schemas wait only for each other."""
+        """Compile waiting schemas, if there is capacity. Slow schemas wait only for each other."""
         for schema in list(self._uncompiled):
             if schema.is_done:
                 self._uncompiled.remove(schema)
@@ -148,7 +148,7 @@ class SchemaCompiler:
         return sum(one.is_slow == is_slow for one in self._uncompiled if one.socket is not None)
 
     def _make_room(self) -> None:
-        """Drop the least recently used; end what takes too much memory."""
+        """Drop the least recently used schemas; stop those that use too much memory."""
         taken = self.num_bytes
         for key in list(self._known):
             if taken <= MAX_BYTES and len(self._known) <= MAX_SCHEMAS:

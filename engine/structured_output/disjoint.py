@@ -1,4 +1,4 @@
-"""Whether no value matches two JSON schemas: `oneOf` of such schemas means the same as `anyOf`."""
+"""Checks whether JSON schemas are disjoint, so that `oneOf` of them is equivalent to `anyOf`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Disjointness:
         return all(self.of(first, second) for first, second in combinations(schemas, 2))
 
     def of(self, first: Any, second: Any, depth: int = 0) -> bool:
-        """Return True if no value matches both."""
+        """Return True if no value can match both."""
         self._comparisons_left -= 1
         if self._comparisons_left < 0 or depth > _MAX_DEPTH:
             return False
@@ -43,7 +43,7 @@ class Disjointness:
         )
 
     def _parts(self, schema: Any, depth: int = 0) -> list[dict[str, Any]]:
-        """Return schemas that all values of this one match, itself included."""
+        """Return schemas that match all values of this one, including itself."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return []
         parts = [schema]
@@ -109,7 +109,7 @@ def _types(parts: list[dict[str, Any]]) -> frozenset[str]:
 
 
 def _property(parts: list[dict[str, Any]], name: str) -> list[Any]:
-    """Return schemas that the value of a property matches."""
+    """Return schemas that match the value of a property."""
     found: list[Any] = []
     for part in parts:
         properties = part.get("properties")

@@ -1,4 +1,4 @@
-"""The process that has the vocabulary and forks the schemas' processes: see `server.py`."""
+"""The process that holds the vocabulary and forks the schemas' processes: see `server.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 1 << 16
 
 
 class ForkServer:
-    """Starts its process on first use, and again after it ended."""
+    """Starts its process on first use, and again after it exited."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class ForkServer:
         self.time_limit_s = time_limit_s
         self.memory_limit_mib = memory_limit_mib
         self.received = memoryview(bytearray(_CHUNK))
-        """For what one read of a process's socket brings; the engine's thread alone reads them."""
+        """Buffer for one read of a process's socket; only the engine's thread reads them."""
         self.process: subprocess.Popen[bytes] | None = None
         self._vocabulary = vocabulary
         self._control: socket.socket | None = None
@@ -50,12 +50,12 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the parent; the children end when their sockets close
+                start_new_session=True,  # Ctrl-C is for the parent; the children exit when their sockets close
             )
         self._closing = weakref.finalize(self, _end, self.process, self._control)
 
     def close(self) -> None:
-        """End the process; those of schemas end with their sockets."""
+        """Stop the process; those of schemas exit with their sockets."""
         if self._closing is not None:
             self._closing()
         self.process = self._control = self._closing = None
@@ -71,7 +71,7 @@ class ForkServer:
                 try:
                     socket.send_fds(self._control, [b"+"], [theirs.fileno()])
                     break
-                except OSError:  # it has ended, or is about to
+                except OSError:  # it has exited, or is about to
                     self.process = None
         return ours
 

@@ -1,7 +1,7 @@
 """Prepares GBNF, llama.cpp's grammars, for llguidance's converter to Lark (1.9).
 
-The converter drops leading zeros of hexadecimal escapes, which then represent other characters or for none, and takes
-a grammar with a rule named `start` for Lark.
+The converter drops leading zeros of hexadecimal escapes, which then represent other or no characters, and treats
+a grammar with a rule named `start` as Lark.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _character(escape: re.Match[str]) -> str:
     if escape.lastindex is None:
         return escape[0]
     code = int(escape[escape.lastindex], 16)
-    if code < 0x80:  # it may mean something in a literal or a class
+    if code < 0x80:  # it may be special in a literal or a class
         return f"\\x{code:02x}"
     is_character = code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF
     return chr(code) if is_character else escape[0]

@@ -1,4 +1,4 @@
-"""Gives sequences their grammars, and holds requests whose schema is still being compiled."""
+"""Assigns grammars to sequences, and holds requests whose schema is being compiled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FEW_CHARACTERS = 2048
 
 
 MASK_WAIT_S = 0.05
-"""The longest that a step waits for masks. Sequences still without one are left out of the step."""
+"""Maximum time that a step waits for masks. The step excludes sequences still without one."""
 
 
 class _Waiting(Protocol):
@@ -43,7 +43,7 @@ class _Waiting(Protocol):
     def is_over(self) -> bool: ...
 
     def finish(self) -> None:
-        """Give its sequences their grammars. Raises `EngineError`."""
+        """Assign grammars to its sequences. Raises `EngineError`."""
         ...
 
 
@@ -62,7 +62,7 @@ class _WaitingForLabels:
 
 @dataclass(frozen=True, slots=True)
 class _WaitingForSchema:
-    """Waits for the schema, and for its process to replay the tokens of earlier runs."""
+    """Waits for the schema, and for its process to replay tokens of earlier runs."""
 
     request: Request
     schema: SchemaProcess
@@ -83,8 +83,8 @@ class _WaitingForSchema:
 class Grammars:
     """The grammars of an engine's requests. For one thread, the engine's.
 
-    A schema is compiled in another process. Until then its request is in none of the scheduler's queues: it holds
-    nothing, and afterwards its arrival determines its place.
+    A schema is compiled in another process. Until then its request is not in the scheduler's queues: it does not hold
+    resources, and afterwards its arrival determines its position.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Grammars:
         return request_id in self._waiting
 
     def attach(self, request: Request) -> bool:
-        """Give a request's sequences their grammars. False: not yet, and `compiled` will return it.
+        """Assign grammars to a request's sequences. Return False if not ready: `compiled` will return it.
 
         Raises:
             InvalidRequest: the constraint is not possible.
@@ -160,7 +160,7 @@ class Grammars:
         return False
 
     def compiled(self, timeout_s: float) -> list[tuple[Request, EngineError | None]]:
-        """Return requests whose grammars are ready, with any error; waits at most `timeout_s` for the first."""
+        """Return requests whose grammars are ready, with any error; wait at most `timeout_s` for the first."""
         if not self._waiting:
             return []
         labels = [one.compiled for one in self._waiting.values() if isinstance(one, _WaitingForLabels)]
@@ -174,27 +174,27 @@ class Grammars:
         return [(one.request, _finish_or_error(one)) for one in over]
 
     def pump(self, timeout_s: float) -> None:
-        """Take the masks that are ready; waits at most `timeout_s` for the first."""
+        """Collect the available masks; wait at most `timeout_s` for the first."""
         if self._schemas is not None:
             self._schemas.pump(timeout_s)
 
     def wait_for_masks(self) -> None:
-        """Wait for the masks that come quickly, at most `MASK_WAIT_S`."""
+        """Wait for fast masks, at most `MASK_WAIT_S`."""
         if self._schemas is not None:
             self._schemas.wait_for_quick(MASK_WAIT_S)
 
     def close(self) -> None:
-        """End the processes of schemas."""
+        """Stop the processes of schemas."""
         if self._schemas is not None:
             self._schemas.close()
 
     def withdraw(self, request_id: str) -> Request | None:
-        """Forget a waiting request; None if no waiting request has this id."""
+        """Remove and return a waiting request; None if no waiting request has this id."""
         waiting = self._waiting.pop(request_id, None)
         return None if waiting is None else waiting.request
 
     def _compile_choice(self, labels: tuple[str, ...], request: Request) -> Callable[[], None]:
-        """Return what gives the request its grammars or, if labels' probabilities are wanted, its chains."""
+        """Return the object that assigns grammars to the request or, for label probabilities, its chains."""
         if self._choices is None:
             raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
         kind = request.params.label_probs
@@ -205,7 +205,7 @@ class Grammars:
         return partial(start_labels, request, self._choices.tree(labels, request.prompt_token_ids, kind))
 
     def _start_schema(self, shape: StructuredOutputs, request: Request) -> SchemaProcess:
-        """Give the sequences their grammars, which can't be used yet."""
+        """Assign grammars that are not ready yet to the sequences."""
         if self._schemas is None:
             raise UnsupportedFeature(
                 "structured_outputs other than choice need a tokenizer whose tokens have known "
@@ -221,7 +221,7 @@ class Grammars:
         return schema
 
     def _start(self, request: Request, start: Callable[[], ReplayedGrammar] | None) -> None:
-        """Give the sequences their grammars, which `start` makes, and replay their tokens."""
+        """Assign grammars created by `start` to the sequences, and replay their tokens."""
         outline = _outline(request)
         for sequence in request.live_sequences:
             grammar: ReplayedGrammar

@@ -1,6 +1,6 @@
 """Rewrites JSON schemas for the grammar library, which lacks `not`, `if`, dependencies and other keywords.
 
-A keyword is written with others where that means the same, and left out otherwise. The grammar then allows more than
+A keyword is replaced by equivalent others if possible, and omitted otherwise. The grammar then allows more than
 the schema, and `verifier.py` checks finished outputs.
 """
 
@@ -20,7 +20,7 @@ FORMATS = frozenset(
 )
 """The formats that grammars enforce."""
 _NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}
-"""Standard formats in place of which another one is enforced, whose texts are a part of theirs."""
+"""Standard formats that are replaced by an enforced one with a subset of their texts."""
 _POINTER = "(/([^/~]|~[01])*)*"
 _VARIABLE = r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})(\.?([A-Za-z0-9_]|%[0-9A-Fa-f]{2}))*(:[1-9][0-9]{0,3}|\*)?"
 _CHARACTER = "([A-Za-z0-9._~!$&'()*+,;=@-]|%[0-9A-Fa-f]{2})"
@@ -38,7 +38,7 @@ _FORMAT_PATTERNS = {
 """Standard formats whose texts, or most of them, match a pattern."""
 VERIFIED_FORMATS = frozenset({"regex"})
 MAX_NODES = 20_000
-"""Most subschemas that a rewritten schema has, and comparisons of branches that it takes."""
+"""Maximum number of subschemas in a rewritten schema, and of branch comparisons."""
 _MAX_NAME = 60
 _MAX_DEPENDENCIES = 3
 """Each one doubles the combinations that the grammar library multiplies out."""
@@ -66,14 +66,14 @@ _OPPOSITES = {
 
 
 _NOT_ONLY = re.compile(r"\^\(\?!\^?\[(?!\^)((?:[^\]\\]|\\.)+)\]\*\$\)")
-"""At the beginning of a pattern: no text that consists of the characters of a class."""
+"""At the start of a pattern: excludes texts that only consist of the characters of a class."""
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 
 
 def without_look_around(pattern: str) -> tuple[str, str | None, bool]:
-    """Take the look-around out of a pattern, which regular expressions of grammars lack.
+    """Remove look-around from a pattern, which regular expressions of grammars do not support.
 
-    Pydantic describes a `Decimal` by `^(?!^[-+.]*$)` before the digits: a text of more than signs.
+    Pydantic describes a `Decimal` by `^(?!^[-+.]*$)` before the digits: not only signs and points.
 
     Returns:
         A pattern for at least the same texts; a second one, if there is one, that those match too; and whether both
@@ -98,11 +98,11 @@ def without_look_around(pattern: str) -> tuple[str, str | None, bool]:
 
 
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]|\(\?<?[=!]|.", re.DOTALL)
-"""An escape, a class, the beginning of a look-around, or any other character."""
+"""An escape, a class, the start of a look-around, or any other character."""
 
 
 def _closing(pattern: str, start: int) -> int | None:
-    """Return the place of the parenthesis that closes a group, whose text begins at `start`."""
+    """Return the index of the parenthesis that closes a group whose text starts at `start`."""
     depth = 1
     for token in _TOKEN.finditer(pattern, start):
         depth += token[0].startswith("(") - (token[0] == ")")
@@ -117,17 +117,17 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A schema for the grammar library, and how it differs from the one that was given."""
+    """A schema for the grammar library, and its differences from the original."""
 
     text: str
     wider: tuple[str, ...]
-    """Keywords that it leaves out."""
+    """Omitted keywords."""
     formats: tuple[str, ...]
     """Formats that are not enforced."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know of an output."""
+        """Warnings about an output for users."""
         notes = []
         if self.wider:
             keywords = ", ".join(self.wider)
@@ -146,7 +146,7 @@ def rewritten(text: str, *, is_loose: bool) -> Rewritten:
 
     Args:
         text: valid JSON.
-        is_loose: leave out each keyword in question, and those that the library can rarely combine.
+        is_loose: omit each keyword in question, and those that the library can rarely combine.
 
     Raises:
         TooLarge: the result would exceed `MAX_NODES`.
@@ -164,7 +164,7 @@ class _Rewriter:
         self.wider: set[str] = set()
         self.formats: set[str] = set()
         self._names: dict[str, str] = {}
-        """The targets of references, and what their definitions are named."""
+        """The targets of references, and the names of their definitions."""
         self._unwritten: list[str] = []
         self._definitions: dict[str, Any] = {}
         self._num_nodes = 0
@@ -178,7 +178,7 @@ class _Rewriter:
         return schema if not self._definitions else schema | {"$defs": self._definitions}
 
     def _schema(self, schema: Any) -> Any:
-        """Return a schema without keywords that the library lacks. It is as deep as its checked original."""
+        """Return a schema without unsupported keywords. It is as deep as its checked original."""
         if not isinstance(schema, dict):
             return schema
         self._count()
@@ -212,7 +212,7 @@ class _Rewriter:
         return kept | {"allOf": [*kept.get("allOf", ()), *parts]}
 
     def _of_names(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return what enforces `propertyNames`, if anything can: a list of the properties, or a pattern."""
+        """Return a schema that enforces `propertyNames`, if possible: a list of the properties, or a pattern."""
         names = schema.get("propertyNames")
         if isinstance(names, dict) and "$ref" in names and not names.keys() - {"$ref"} - _ANNOTATIONS:
             names = self._target(names["$ref"])
@@ -246,7 +246,7 @@ class _Rewriter:
         return {"patternProperties": {pattern: self._schema(others)}, "additionalProperties": False}
 
     def _format(self, schema: dict[str, Any], name: Any) -> dict[str, Any]:
-        """Return what enforces a format, if anything can."""
+        """Return a schema that enforces a format, if possible."""
         if "type" in schema and "string" not in schema["type"]:
             return {}
         if isinstance(name, str) and (name in FORMATS or name in _NARROWER):
@@ -258,7 +258,7 @@ class _Rewriter:
         return {}
 
     def _conjuncts(self, schema: dict[str, Any]) -> Iterator[Any]:
-        """Yield rewritten schemas that are equivalent to the keywords that the library lacks."""
+        """Yield rewritten schemas that are equivalent to unsupported keywords."""
         if isinstance(given := schema.get("pattern"), str):
             _, required, is_exact = without_look_around(given)
             if required is not None:
@@ -281,7 +281,7 @@ class _Rewriter:
                 yield self._schema(expanded)
 
     def _expansions(self, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield keywords with the same in other words; None: there are none."""
+        """Yield keywords with their equivalents; None if there are none."""
         if "not" in schema:
             yield "not", self._negation(schema["not"], schema)
         if "if" in schema:
@@ -309,7 +309,7 @@ class _Rewriter:
         """Return a schema for all other values, or None if there is no simple one.
 
         Args:
-            beside: a schema that the value matches, too: it may list the possible values.
+            beside: a schema that the value also matches, which may list the possible values.
         """
         if isinstance(schema, bool):
             return not schema
@@ -368,7 +368,7 @@ class _Rewriter:
         return _any_of(pieces)
 
     def _leave_out(self, schema: dict[str, Any], kept: dict[str, Any]) -> None:
-        """Note what `kept` lacks, unless it means nothing."""
+        """Record the keywords missing in `kept`, unless they have no effect."""
         for key in _LEFT_OUT & schema.keys():
             value = schema[key]
             is_alone = not _IN_PLACE & schema.keys()
@@ -382,7 +382,7 @@ class _Rewriter:
                 self.wider.add(key)
 
     def _loosen(self, schema: dict[str, Any], kept: dict[str, Any], parts: list[Any]) -> None:
-        """Leave out what the library can rarely combine with other keywords."""
+        """Omit keywords that the library can rarely combine with others."""
         dropped = {"minProperties", "maxProperties"} & kept.keys()
         if len(schema.get("patternProperties") or ()) > 1:
             dropped |= {"patternProperties", "additionalProperties"} & kept.keys()
@@ -395,7 +395,7 @@ class _Rewriter:
         self.wider |= dropped
 
     def _reference(self, target: Any) -> Any:
-        """Return a reference to the rewritten target: its place may be another."""
+        """Return a reference to the rewritten target, whose location may differ."""
         if target == "#" or self._target(target) is None:
             return target
         if target not in self._names:

@@ -1,9 +1,9 @@
-"""`regex`, `json` and `grammar`: a matcher of llguidance's as a `Grammar`.
+"""`regex`, `json` and `grammar`: a matcher of llguidance as a `Grammar`.
 
 llguidance runs a lexer and an Earley parser along the output and computes, on request, which tokens keep it
 matching. No automaton is built ahead of time, so most schemas take milliseconds to start. The limits below
-bound most of what a token can cost, but not all: one row of the parser may take minutes of native code that
-holds the GIL. So all of this runs in the schema's own process (`server.py`).
+bound most of a token's cost, but not all: one row of the parser can take minutes of native code that
+holds the GIL. So all of this runs in the schema's process (`server.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pagemill.engine.structured_output.verifier import Verifier
 
-# One way to write each value, that of json.dumps. With free whitespace a small model may write nothing else
+# One way to write each value, that of json.dumps. With free whitespace a small model may write only whitespace
 # forever, and nothing between two values could be forced.
 _JSON_FORMAT: JsonCompileOptions = {
     "whitespace_flexible": False,
@@ -56,7 +56,7 @@ _TOO_COMPLEX = ("too large", "too many", "too complex", "items; max is", "limit"
 
 @dataclass(frozen=True, slots=True)
 class CompiledSchema:
-    """A compiled schema text: the start of any number of outputs."""
+    """A compiled schema, from which any number of outputs can start."""
 
     kind: str
     matcher: llguidance.LLMatcher
@@ -65,7 +65,7 @@ class CompiledSchema:
     verifier: Verifier | None = None
     """Checks complete outputs."""
     warnings: tuple[str, ...] = ()
-    """What users should know of an output."""
+    """Warnings about an output for users."""
 
     def start(self) -> MatcherGrammar:
         return MatcherGrammar(self)
@@ -74,7 +74,7 @@ class CompiledSchema:
 def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> CompiledSchema:
     """Compile a schema, up to the mask of the first token.
 
-    A JSON schema with keywords that the library lacks is rewritten, and outputs are verified.
+    A JSON schema with unsupported keywords is rewritten, and outputs are verified.
 
     Args:
         kind: regex, json (a schema) or grammar (Lark, or GBNF as llama.cpp writes it).
@@ -92,7 +92,7 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
         if kind != "json":
             raise
         reason = error
-    # Imported late: most schemas need no verifier.
+    # Imported late: most schemas do not need a verifier.
     from pagemill.engine.structured_output.verifier import Verifier
 
     verifier: Verifier | None = None
@@ -106,7 +106,7 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
             compiled = _compile(tokenizer, kind, schema.text)
         except (TooLarge, InvalidRequest):
             continue
-        # Exact ones are verified as well, where that is possible: a guard against mistakes.
+        # Exact ones are verified as well, if possible, as a safeguard against errors.
         if verifier is not None or not schema.wider:
             return replace(compiled, verifier=verifier, warnings=schema.warnings)
     raise reason
@@ -117,7 +117,7 @@ def _compile(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> Compile
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         raise _compile_error(kind, matcher.get_error())
-    # A tokenizer with several equally valid ways to write a text has no forced tokens.
+    # A tokenizer with several equally valid ways to write a text does not have forced tokens.
     return CompiledSchema(kind, matcher, mask, tokenizer.is_canonical)
 
 
@@ -131,7 +131,7 @@ def _grammar(kind: str, text: str) -> str:
             return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_FORMAT)
         if is_gbnf(text):
             return llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(prepared(text)))
-        # Lark's modifiers of the first rule shape its tree, which nothing reads.
+        # Lark's modifiers of the first rule shape its tree, which is not read.
         return llguidance.LLMatcher.grammar_from_lark(any_to_lark(_LARK_START.sub(r"\1start:", text)))
     except Exception as error:  # the GBNF converter raises Exception itself
         raise SchemaInvalid(_message(kind, str(error))) from None
@@ -153,7 +153,7 @@ def _message(kind: str, reason: str) -> str:
 
 
 class MatcherGrammar:
-    """One sequence's place in a schema, in the schema's process."""
+    """One sequence's position in a schema, in the schema's process."""
 
     def __init__(self, schema: CompiledSchema) -> None:
         self._kind = schema.kind
@@ -196,5 +196,5 @@ class MatcherGrammar:
         if not self._matcher.is_stopped():
             self._mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            # Only allowed tokens come here, so the failure is a limit of the library.
+            # Only allowed tokens reach this line, so the failure is a limit of the library.
             self._failure = SchemaTooComplex(_message(self._kind, self._matcher.get_error()))

@@ -1,7 +1,7 @@
-"""A grammar for a part of an output: what follows the thinking, or each trigger. The rest is free text.
+"""A grammar for the part of an output after the reasoning, or after each trigger. The rest is free text.
 
-A tag may end within a token, so the tokens that would write past it are barred: the structure sees every character
-that it holds for.
+A tag may end within a token, so tokens that would extend past it are forbidden: the structure then receives all of
+its characters.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pagemill.engine.structured_output.replayed import ReplayedGrammar
 from pagemill.engine.tasks import Outline, Thinking
 
 _TAIL = 256
-"""Characters of free text that are remembered; more than any tag has."""
+"""Number of stored characters of free text; longer than any tag."""
 
 
 class TagVocabulary:
-    """A vocabulary's tokens by their texts: which ones would write past the end of a tag."""
+    """A vocabulary's tokens by text, to find those that would extend past the end of a tag."""
 
     def __init__(
         self, token_text: Callable[[int], str], vocab_size: int, eos_token_ids: Sequence[int]
@@ -31,10 +31,10 @@ class TagVocabulary:
         self._masks: dict[tuple[str, bool], bytes] = {}
 
     def free_mask(self, unwritten: str, *, may_end: bool) -> bytes:
-        """Return a mask of all tokens but those that begin with `unwritten`, a tag's rest, and write past it.
+        """Return a mask of all tokens except those that start with `unwritten`, a tag's rest, and extend past it.
 
         Args:
-            unwritten: empty if no tag has begun.
+            unwritten: empty if no tag has started.
             may_end: allow EOS.
         """
         mask = self._masks.get((unwritten, may_end))
@@ -58,17 +58,17 @@ class TagVocabulary:
 
     @cached_property
     def _sorted(self) -> list[tuple[str, int]]:
-        # Takes some tenths of a second, once, with a large vocabulary.
+        # Takes a few tenths of a second, once, with a large vocabulary.
         return sorted((self.token_text(token_id), token_id) for token_id in range(self._vocab_size))
 
 
 class OutlinedGrammar:
-    """One sequence's place in an outline (a `Grammar`)."""
+    """One sequence's position in an outline (a `Grammar`)."""
 
     def __init__(
         self, outline: Outline, vocabulary: TagVocabulary, start: Callable[[], ReplayedGrammar] | None
     ) -> None:
-        """`start` makes the grammar of the structured part; None: there is none."""
+        """`start` creates the grammar of the structured part; None: there is none."""
         self._outline = outline
         self._vocabulary = vocabulary
         self._start = start
@@ -76,11 +76,11 @@ class OutlinedGrammar:
         self._num_thoughts = 0
         self._tail = ""
         self._is_prepared = False
-        """The structured part has been asked to take an undecided output's token."""
+        """True if the structured part has received an undecided output's token."""
         self._num_opening = 0
-        """Tokens of the opening tag that an undecided output has."""
+        """Tokens of the opening tag in an undecided output."""
         self._pending: list[int] = []
-        """What must follow them if they are the structure's."""
+        """Tokens that must follow them if they belong to the structure."""
         thinking = outline.thinking
         if thinking is None:
             self._state = self._after_thinking
@@ -93,7 +93,7 @@ class OutlinedGrammar:
 
     @property
     def _is_bounded(self) -> bool:
-        """True if a structure begins right where the thinking ends."""
+        """True if a structure starts directly after the reasoning."""
         return self._inner is not None and not self._outline.trigger
 
     def allowed_token_ids(self) -> list[int] | None:
@@ -138,7 +138,7 @@ class OutlinedGrammar:
         return not is_asked or self._inner is None or self._inner.is_ready
 
     def advance(self, token_id: int) -> list[int]:
-        """Take the prepared token; returns the tokens that must follow it."""
+        """Accept the prepared token; return the tokens that must follow it."""
         if self._is_undecided:
             return self._decide(token_id)
         if self._state == "structure" and self._inner is not None:
@@ -175,11 +175,11 @@ class OutlinedGrammar:
 
     @property
     def _is_undecided(self) -> bool:
-        """True while the output may be the opening tag's beginning, or the structure's, or both."""
+        """True while the output may be the start of the opening tag, of the structure, or of both."""
         return self._state == "start" and self._is_bounded
 
     def _decide(self, token_id: int) -> list[int]:
-        """Take a token of an output that may begin with thinking or with the structure."""
+        """Accept a token of an output that may start with reasoning or with the structure."""
         thinking, inner = self._outline.thinking, self._inner
         assert thinking is not None
         assert inner is not None
@@ -233,7 +233,7 @@ class OutlinedGrammar:
             self._state, self._tail = "structure", ""
 
     def _decided(self, thinking: Thinking) -> list[int]:
-        """Return the tokens that are left of the closing tag once its beginning has ended the thinking."""
+        """Return the remaining tokens of the closing tag after its start has ended the reasoning."""
         written = held_back(self._tail, thinking.closing) if thinking.decided_by else 0
         if not written or written < len(thinking.decided_by):
             return []

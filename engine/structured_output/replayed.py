@@ -1,4 +1,4 @@
-"""The grammars of this package: they also follow what an earlier run has generated."""
+"""The grammars of this package, which can also replay the tokens of an earlier run."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from pagemill.engine.scheduling.request import Grammar
 
 class ReplayedGrammar(Grammar, Protocol):
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Advance by an earlier run's tokens. Raises `InvalidRequest` if they don't fit."""
+        """Advance by an earlier run's tokens. Raises `InvalidRequest` if they do not match."""
         ...

@@ -1,4 +1,4 @@
-"""A schema in the engine: its compilation's result, and the process that follows its outputs. Never blocks."""
+"""A schema in the engine: its compilation result, and the process that follows its outputs. Never blocks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedG
 from pagemill.engine.structured_output.server import GROWTH_LIMIT_MIB, TOKEN_LIMIT_S
 
 _RECORD_BYTES = 4 << 10
-"""The size of a schema without a process, besides its text and its mask."""
+"""The size of a schema without a process, excluding its text and mask."""
 
 
 class SchemaProcess:
-    """A schema's process. For the engine's thread. Restarted if it has ended and an output continues."""
+    """A schema's process, for the engine's thread. Restarted if it has exited and an output continues."""
 
     def __init__(self, fork_server: ForkServer, key: tuple[str, str], busy: set[SchemaProcess]) -> None:
         """Create it without a process.
@@ -37,24 +37,24 @@ class SchemaProcess:
         self.warnings: tuple[str, ...] = ()
         self.error: EngineError | None = None
         self.is_slow = False
-        """Its first process has ended while it was compiled: the next one has more time."""
+        """True if its first process exited during compilation: the next one has more time."""
         self.compile_seconds = 0.0
         self.socket: socket.socket | None = None
         self.pending: dict[int, ServedGrammar] = {}
-        """Grammars waiting for an answer, in the order the answers come."""
+        """Grammars waiting for a reply, in the order of the replies."""
         self._num_sent = 0
-        """How many of them the process has been asked about."""
+        """Number of them for which a request has been sent."""
         self._fork_server = fork_server
         self._busy = busy
         self._is_compiled = False
         self._has_begun = False
-        """True once a process is at the other end: if it ends, the schema is the cause."""
+        """True once a process is connected: if it exits, the schema is the cause."""
         self._begun_at = 0.0
         self._is_careful = False
-        """The last process has ended: ask about one grammar at a time, so that the cause of the next end is known."""
+        """True if the last process has exited: send one grammar at a time, so that the next exit has a known cause."""
         self._process_bytes = 0
         self._known: set[int] = set()
-        """Numbers of the grammars whose places the process has."""
+        """Numbers of the grammars whose positions the process stores."""
         self._reader = Reader()
         self._outgoing = bytearray()
         self._users: weakref.WeakSet[ServedGrammar] = weakref.WeakSet()
@@ -68,7 +68,7 @@ class SchemaProcess:
 
     @property
     def is_used(self) -> bool:
-        """True if any output, begun or not, needs it."""
+        """True if any output, started or not, needs it."""
         return len(self._users) > 0
 
     @property
@@ -77,7 +77,7 @@ class SchemaProcess:
         return _RECORD_BYTES + sys.getsizeof(self.key[1]) + len(self.mask) + self._process_bytes
 
     def check(self) -> None:
-        """Raise the error that compiling it failed with, if any."""
+        """Raise its compilation error, if any."""
         if self.error is not None:
             # A copy: the traceback of a shared error would keep alive every frame it passed.
             raise type(self.error)(*self.error.args)
@@ -97,7 +97,7 @@ class SchemaProcess:
         self._outgoing += pack(*self.key, self.is_slow or self._is_compiled)
 
     def close(self) -> None:
-        """End its process. Pending grammars are asked about again in the next one."""
+        """Stop its process. Requests for pending grammars are sent again to the next one."""
         if self._closing is not None:
             self._closing()
         self.socket, self._has_begun, self._process_bytes, self._num_sent = None, False, 0, 0
@@ -121,7 +121,7 @@ class SchemaProcess:
             grammar.refuse(reason)
 
     def send(self) -> bool:
-        """Send what the process is to be asked; starts one if there is none. True if there is more to send."""
+        """Send requests to the process; start one if there is none. Return True if there is more to send."""
         if self._is_compiled and self.pending:
             self._send_pending()
         while self._forgotten:
@@ -135,11 +135,11 @@ class SchemaProcess:
         except BlockingIOError:
             pass
         except OSError:
-            self._outgoing.clear()  # it has ended, as its socket will show
+            self._outgoing.clear()  # it has exited, as its socket will show
         return bool(self._outgoing)
 
     def receive(self) -> bool:
-        """Take the answers that have arrived. True if its size changed."""
+        """Process the received replies. Return True if its size changed."""
         before = self._process_bytes
         received = self._fork_server.received
         size = len(received)
@@ -191,7 +191,7 @@ class SchemaProcess:
             self._fail_pending(error)
 
     def _ended(self) -> None:
-        """Handle the process's end: its last task exceeded a limit, unless something else ended it."""
+        """Handle the process's exit: its last task exceeded a limit, unless it had another cause."""
         has_begun = self._has_begun
         if not self._is_compiled and has_begun and self.is_slow:
             limits = f"{self._fork_server.time_limit_s:g} s or {self._fork_server.memory_limit_mib} MiB"

@@ -1,4 +1,4 @@
-"""A sequence's grammar as the scheduler has it: the schema's process computes the allowed tokens."""
+"""A sequence's grammar in the engine; the schema's process computes the allowed tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pagemill.engine.structured_output.messages import Answer
 
 REQUEST_LIMIT_S = 2.0
 TOKEN_SHARE_S = 0.002
-"""CPU seconds that a request's masks may take: this much, plus this much for each token. Ordinary schemas
-take 0.02 to 0.2 ms a token over a vocabulary of 50,000."""
+"""Limits of CPU time for a request's masks, in seconds: a base, and an addition per token. Ordinary schemas
+take 0.02 to 0.2 ms per token with a vocabulary of 50,000."""
 _NUMBERS = itertools.count()
 
 
@@ -30,7 +30,7 @@ class MaskBudget:
 
 
 class Schema(Protocol):
-    """The schema's process, as its grammars see it."""
+    """Interface of the schema's process for its grammars."""
 
     @property
     def kind(self) -> str: ...
@@ -53,12 +53,12 @@ class ServedGrammar:
         self.token_ids: list[int] = []
         """The tokens so far, including forced ones."""
         self.next_token_id: int | None = None
-        """The sampled token whose successors are not known yet."""
+        """The sampled token whose successors are unknown."""
         self.is_ready = True
         self.is_complete = False
         self.failure: EngineError | None = None
         self.last_seconds = 0.0
-        """CPU time of the latest answer; infinite once a step has waited for the next one in vain."""
+        """CPU time of the latest reply; infinite after a step has waited for the next one in vain."""
         self._schema = schema
         self._budget = budget
         self._mask = b""
@@ -103,7 +103,7 @@ class ServedGrammar:
             )
 
     def refuse(self, reason: str) -> None:
-        """Fail it for exceeding a limit."""
+        """Mark the grammar as failed because it exceeded a limit."""
         self.fail(SchemaTooComplex(f"structured_outputs.{self._schema.kind}: {reason}"))
 
     def fail(self, error: EngineError) -> None:

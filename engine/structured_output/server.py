@@ -1,8 +1,8 @@
-"""The processes of schemas: each compiles one schema and follows the outputs that it constrains.
+"""The processes of schemas: each compiles one schema and follows its constrained outputs.
 
 A schema may come from any client, and native code can't be stopped in a thread. The first process has the
 vocabulary and forks one per schema, which shares it. A schema's process has alarms and a memory limit that
-the kernel enforces, even inside the library's code, and ends when its socket is closed. See `schema_process.py`
+the kernel enforces, even inside the library's code, and exits when its socket is closed. See `schema_process.py`
 for the other side.
 """
 
@@ -32,17 +32,17 @@ from pagemill.engine.structured_output.vocabulary import GrammarVocabulary, has_
 TIME_LIMIT_S = 5.0
 """Seconds of real time to compile a schema and to follow it for a few tokens."""
 QUICK_LIMIT_S = 0.05
-"""Seconds of CPU time of a first try, so that hostile schemas do not hold up others for long."""
+"""Seconds of CPU time of a first attempt, so that hostile schemas do not delay others for long."""
 TOKEN_LIMIT_S = 1.0
-"""Seconds of CPU time for one token: to take it, and to find the forced and allowed tokens after it."""
+"""Seconds of CPU time for one token: to accept it, and to find the forced and allowed tokens after it."""
 REPLAYED_TOKEN_S = 0.005
-"""Added to that for each token that an earlier run has generated."""
+"""Additional CPU time for each token that an earlier run has generated."""
 MEMORY_LIMIT_MIB = 1024
-"""For compilation, on top of the first process's memory."""
+"""Memory for compilation, in addition to the first process's."""
 GROWTH_LIMIT_MIB = 256
-"""For following outputs, on top of the memory after compilation."""
+"""Memory for following outputs, in addition to that after compilation."""
 _COPIED_BYTES = 2 << 20
-"""Of the first process's memory, about so much is written to and so copied."""
+"""Approximate part of the first process's memory that is written to and therefore copied."""
 _STEPS_FOLLOWED = 16
 _NICENESS = 5
 _ANSWERS_PER_SIZE = 256
@@ -69,7 +69,7 @@ class SchemaServer:
         self._places: dict[int, tuple[MatcherGrammar, list[int]]] = {}
         """Sequence number -> its matcher, and the tokens so far."""
         self._answers_to_size = _ANSWERS_PER_SIZE
-        """Answers until the memory is measured again."""
+        """Number of replies until the memory is measured again."""
         _, self._shared_bytes = memory()
         self._size = 0
         self._kind = self._text = ""
@@ -79,7 +79,7 @@ class SchemaServer:
         self._armed_at = self._armed_cpu_s = 0.0
 
     def run(self, time_limit_s: float, memory_limit_mib: int) -> None:
-        self._connection.sendall(pack())  # the process exists: from here on, its end is due to the schema
+        self._connection.sendall(pack())  # the process exists: from now on, the schema causes its exit
         messages = self._messages()
         self._kind, self._text, is_slow = next(messages)
         limit_memory(memory_limit_mib << 20)
@@ -103,11 +103,11 @@ class SchemaServer:
             self._handle(Advance(*message))
 
     def _messages(self) -> Iterator[tuple[Any, ...]]:
-        """Yield messages. Quick answers are sent together, once none is pending, to wake the engine once."""
+        """Yield messages. Fast replies are sent together, once no message is pending, to wake the engine once."""
         reader, chunk = Reader(), memoryview(bytearray(_CHUNK))
         while True:
             self._flush()
-            if self._answers_to_size <= 0:  # between two requests, so that it delays no answer
+            if self._answers_to_size <= 0:  # between two requests, so that it does not delay a reply
                 self._measure()
             size = self._connection.recv_into(chunk)
             if not size:
@@ -149,12 +149,12 @@ class SchemaServer:
         self._answer(Answer(ask.number, self._size, seconds, is_complete, forced, error, mask, replayed_s))
 
     def _measure(self) -> None:
-        """Measure how much memory of the first process it has really copied: a question of 3 ms to the kernel."""
+        """Measure the memory actually copied from the first process: a kernel query of 3 ms."""
         self._answers_to_size = _ANSWERS_PER_SIZE
         self._size = _COPIED_BYTES + max(0, memory()[1] - self._shared_bytes)
 
     def _arm(self, seconds: float) -> None:
-        """End the process after this CPU time, unless armed again. Not once per token: that would cost more."""
+        """Stop the process after this CPU time, unless armed again. Not called per token, which would cost more."""
         signal.setitimer(signal.ITIMER_PROF, seconds)
         self._armed_at, self._armed_cpu_s = time.perf_counter(), time.process_time()
 
@@ -169,8 +169,8 @@ class SchemaServer:
             return grammar, []
         forced = grammar.advance(ask.token)
         if grammar.failure is not None:
-            # All outputs share a lexer with one limit, which retains what they made it build: alone, this one
-            # may pass.
+            # All outputs share a lexer with one limit, which accumulates their states: alone, this one
+            # may succeed.
             self._schema = compile_schema(self._tokenizer, self._kind, self._text)
             grammar = self._schema.start()
             grammar.replay(tokens)
@@ -213,13 +213,13 @@ def _follow(schema: CompiledSchema, vocab_size: int) -> None:
 
 
 def main(control: socket.socket, time_limit_s: float, memory_limit_mib: int) -> None:
-    """Run the first process: the vocabulary is its input; then a socket per schema comes over `control`."""
+    """Run the first process: the vocabulary is its input; then it receives a socket per schema over `control`."""
     os.nice(_NICENESS)
     vocabulary = GrammarVocabulary.load(sys.stdin.read())
     tokenizer, names = vocabulary.build(), vocabulary.special_names()
-    # Once, before processes fork: alone it takes longer than most schemas.
+    # Once, before processes fork: this alone takes longer than most schemas.
     importlib.import_module("pagemill.engine.structured_output.verifier")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are never waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the process does not wait for children
     gc.collect()
     gc.freeze()  # a collection would write to every shared page
     while True:

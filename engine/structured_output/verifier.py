@@ -1,6 +1,6 @@
-"""Checks finished outputs with `jsonschema`, where a grammar allows more than its schema.
+"""Checks finished outputs with `jsonschema`, if a grammar allows more than its schema.
 
-Runs in the schema's process alone: a pattern may take any time in Python's `re`, and an alarm ends the process.
+Runs only in the schema's process: a pattern may take unbounded time in Python's `re`, and an alarm ends the process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LATER = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-"""Keywords that the first drafts lack."""
+"""Keywords missing in the first drafts."""
 
 
 class Verifier:
-    """A schema that complete outputs are compared with. References are followed in the schema itself only."""
+    """A schema for checking complete outputs. References are followed only within the schema."""
 
     def __init__(self, text: str) -> None:
-        """Raises UnsupportedFeature: the schema can't be checked this way."""
+        """Raises UnsupportedFeature if the schema cannot be checked this way."""
         schema = json.loads(text)
         for pattern in _patterns(schema):
             try:
@@ -47,7 +47,7 @@ class Verifier:
                     f"pattern {pattern[:_MAX_REASON]!r}"
                 ) from None
         base: Any = validator_for(schema, default=Draft202012Validator)
-        # Keywords of other drafts apply as well: a client that writes them means them.
+        # Keywords of other drafts apply as well: clients that write them intend them.
         more = {name: Draft202012Validator.VALIDATORS[name] for name in _LATER}
         more["dependencies"] = Draft7Validator.VALIDATORS["dependencies"]
         every: Any = extend(base, {**more, **base.VALIDATORS})
@@ -61,7 +61,7 @@ class Verifier:
             error = next(self._validator.iter_errors(json.loads(output)), None)
         except (
             Exception
-        ) as raised:  # numbers and nesting beyond Python's limits; references that lead nowhere
+        ) as raised:  # numbers and nesting beyond Python's limits; references that have no target
             raise SchemaMismatch(_message(type(raised).__name__, "the output can't be verified")) from None
         if error is not None:
             raise SchemaMismatch(
@@ -77,7 +77,7 @@ def _message(place: str, reason: str) -> str:
 
 
 def _patterns(schema: Any) -> Iterator[str]:
-    """Yield all that may be patterns, wherever they are."""
+    """Yield all potential patterns, at any depth."""
     if isinstance(schema, list):
         for part in schema:
             yield from _patterns(part)

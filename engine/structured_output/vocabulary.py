@@ -1,4 +1,4 @@
-"""The model's tokens as the grammar library needs them, in a form that can be sent to another process."""
+"""The model's tokens for the grammar library, in a form that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pagemill.engine.text.tokenizer import Tokenizer
 _ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/', re.DOTALL)
 _UNWRITABLE = "\ufdd0"
-"""A code point that no text has."""
+"""A code point that does not occur in texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
-    """The tokens that masks are made for."""
+    """The tokens covered by masks."""
 
     tokenizer_json: str
     """A Hugging Face tokenizer.json."""
     vocab_size: int
-    """The model's: it may be padded past the tokenizer's."""
+    """The model's vocabulary size, which may be padded beyond the tokenizer's."""
     eos_token_ids: tuple[int, ...]
 
     @classmethod
@@ -33,7 +33,7 @@ class GrammarVocabulary:
     ) -> GrammarVocabulary | None:
         """Return None if the tokens' bytes are unknown, or if there is no EOS."""
         tokenizer_json = tokenizer.to_json()
-        # Configurations may name EOS tokens that their tokenizer lacks.
+        # Configurations may contain EOS tokens that their tokenizer lacks.
         eos = tuple(token for token in eos_token_ids if token < min(vocab_size, tokenizer.vocab_size))
         return None if tokenizer_json is None or not eos else cls(tokenizer_json, vocab_size, eos)
 
@@ -52,7 +52,7 @@ class GrammarVocabulary:
         )
 
     def special_names(self) -> tuple[str, ...]:
-        """Return the names of the special tokens, which texts leave out."""
+        """Return the names of the special tokens, which texts omit."""
         found = _ADDED.search(self.tokenizer_json)
         added = json.JSONDecoder().raw_decode(self.tokenizer_json, found.end())[0] if found else []
         return tuple(token["content"] for token in added if token["special"] and token["content"])
@@ -60,7 +60,7 @@ class GrammarVocabulary:
     def without_names(self) -> GrammarVocabulary:
         """Return a vocabulary for texts with names of special tokens, which it spells out.
 
-        The library encodes what a grammar forces, and would take such a name for the token.
+        The library encodes forced texts, and would mistake such a name for the token.
         """
         described = json.loads(self.tokenizer_json)
         renamed = {name: _UNWRITABLE + name for name in self.special_names()}
@@ -79,7 +79,7 @@ class GrammarVocabulary:
 def has_name(kind: str, text: str, names: tuple[str, ...]) -> bool:
     """Return True if a schema has the name of a special token as text.
 
-    A Lark grammar may also mean the token, by its name outside of quotes; then the result is False.
+    A Lark grammar can also refer to the token, by its name outside of quotes; then the result is False.
     """
     if kind == "grammar" and any(name in _QUOTED.sub("", text) for name in names):
         return False

@@ -1,4 +1,4 @@
-"""Assembles an engine for a model that gives vectors or scores."""
+"""Assembles an engine for a model for vectors or scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pagemill.engine.text.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _BATCH_FACTOR = 4
-"""A batch has this many times a generating step's tokens: no client waits for the next one."""
+"""Factor of a batch's tokens relative to a generation step: no client waits for the next token."""
 _MAX_REQUESTS = 256
 
 
@@ -53,7 +53,7 @@ def build_pooling_engine(config: EngineConfig, source: LocalModel, folder: Pooli
         limits=limits,
         served_models=config.served_model_name or (source.source.served_name,),
         fingerprint=with_commit(model.fingerprint, source.commit),
-        # In half precision a text's numbers depend on the batch.
+        # In half precision a text's results depend on the batch.
         tier="token" if model.dtype.itemsize == 4 else "continues",
         device=str(model.device.device),
         weight_bytes=_weight_bytes(model.base),
@@ -72,7 +72,7 @@ def build_pooling_engine(config: EngineConfig, source: LocalModel, folder: Pooli
 
 
 def _longest_text(model: PoolingModel, folder: PoolingFolder) -> int:
-    """Return the directory's limit on a text's tokens: its own, or else the tokenizer's, within the context."""
+    """Return the limit on a text's tokens: the directory's, otherwise the tokenizer's, within the context."""
     longest = folder.max_seq_length
     file = folder.transformer / "tokenizer_config.json"
     if longest is None and file.is_file():

@@ -1,7 +1,7 @@
-"""The engine of models that give vectors or scores: texts in, rows of numbers out, one packed batch at a time.
+"""The engine of models for vectors or scores: computes result rows of texts in packed batches.
 
-There is no KV cache, no sampling and nothing to resume, so a batch is as many waiting texts as its budget of tokens
-holds. A request's texts may be spread over several batches.
+There is no KV cache, no sampling and no state to resume, so a batch contains all waiting texts that fit in its token
+budget. A request's texts may be spread over several batches.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from pagemill.engine.pooling.loader import PackedBatch, PoolingModel
 
 WAITING_STEPS = 8
-"""A worker is offered room for this many batches' tokens, so that a batch is always full."""
+"""A worker can fetch tokens for this many batches, so that each batch is full."""
 _Key = tuple[int, float, int, int]
-"""Lower runs first: priority, arrival, the request's number, the text's."""
+"""Lower runs first: priority, arrival, index of the request, index of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParts(ModelParts):
-    """A loaded model and what it is served as.
+    """A loaded model and its serving information.
 
-    A job that is interrupted starts again, so its tier depends on whether numbers depend on the batch.
+    An interrupted job starts again, so its tier depends on whether results depend on the batch.
     """
 
     model: PoolingModel
@@ -71,7 +71,7 @@ class _Request:
     num_left: int = 0
     has_begun: bool = False
     has_failed: bool = False
-    """A step raised with it: it runs alone."""
+    """True if a step with it raised: it runs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class PoolingEngine(EngineLoop[PoolingParts, _Batch]):
             begin += length
 
     def _next_texts(self) -> list[_Text]:
-        """Take the next texts within the budget, at least one; those of equal length side by side."""
+        """Remove and return the next texts within the budget, at least one, with equal lengths adjacent."""
         budget = self._parts.limits.max_num_batched_tokens
         texts: list[_Text] = []
         while self._waiting:

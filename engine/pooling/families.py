@@ -1,4 +1,4 @@
-"""The families of models that give vectors or scores: how each counts positions, and where its labels come from."""
+"""The families of models for vectors or scores: their positions, and the source of their labels."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class PoolingFamily:
     model_types: tuple[str, ...]
     label_head: LabelHead
     takes_types: bool = False
-    """Tokens of a pair's second text have their own type."""
+    """True if tokens of a pair's second text have a separate type."""
     padding_offset: bool = False
-    """Positions are counted from the padding id on, as fairseq does; a padding token has its id for one."""
+    """True if positions are counted from the padding id, as in fairseq; a padding token's position is its id."""
     is_causal: bool = False
-    """A decoder: its label is read from a text's last token."""
+    """True for a decoder, whose label is read from a text's last token."""
     adapt: Callable[[Any], None] = _nothing
     """Rewires the loaded base model, in place."""
 
@@ -40,7 +40,7 @@ def _bert_labels(module: Any, first: torch.Tensor) -> torch.Tensor:
 
 
 def _head_labels(module: Any, first: torch.Tensor) -> torch.Tensor:
-    """A head that takes the first token itself."""
+    """A head that selects the first token itself."""
     logits: torch.Tensor = module.classifier(first[:, None])
     return logits
 
@@ -61,7 +61,7 @@ def _decoder_labels(module: Any, last: torch.Tensor) -> torch.Tensor:
 
 
 def _adapt_mpnet(model: Any) -> None:
-    """Replace MPNet's attention, which computes itself; its bias depends on two tokens' distance alone."""
+    """Replace MPNet's custom attention, whose bias only depends on the distance of two tokens."""
     encoder = model.encoder
     longest = int(model.config.max_position_embeddings)
     with torch.inference_mode():
@@ -106,7 +106,7 @@ SUPPORTED_TYPES = tuple(sorted(kind for family in FAMILIES for kind in family.mo
 
 
 def find_pooling_family(model_type: Any) -> PoolingFamily:
-    """Return the family of this `model_type`. Raises `ModelLoadError`, naming those that are supported."""
+    """Return the family of this `model_type`. Raises `ModelLoadError` with the supported ones."""
     for family in FAMILIES:
         if model_type in family.model_types:
             return family

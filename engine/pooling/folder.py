@@ -1,4 +1,4 @@
-"""Pooling settings of a model directory. Plain Python: nothing in the directory is run as code.
+"""Pooling settings of a model directory. Does not run code from the directory.
 
 A Sentence Transformers directory lists its modules in modules.json; a sequence classifier names its class in
 config.json. Every module, activation and pooling is known here by its name, or rejected with an error that names it.
@@ -46,11 +46,11 @@ _GENERATORS = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Pooling of a text's token vectors into one vector: the modes' results side by side."""
+    """Pooling of a text's token vectors into one vector: the concatenated results of the modes."""
 
     modes: tuple[PoolingMode, ...] = ("mean",)
     include_prompt: bool = True
-    """False: the tokens of the prompt before the text are attended to, and left out here."""
+    """False: the tokens of the prompt before the text are attended to, but excluded here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ VectorModule = DenseLayer | LayerNormLayer | Literal["normalize"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedderFolder:
-    """A directory whose model turns a text into a vector."""
+    """A directory of a model that computes a vector per text."""
 
     transformer: Path
     """The folder of config.json, weights and tokenizer."""
     pooling: Pooling = Pooling()
     modules: tuple[VectorModule, ...] = ()
-    """What follows the pooling."""
+    """Modules after the pooling."""
     max_seq_length: int | None = None
     lowers_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -93,14 +93,14 @@ class EmbedderFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierFolder:
-    """A directory whose model gives a text, or a pair of texts, one number per label."""
+    """A directory of a model that computes one value per label for a text or a pair of texts."""
 
     transformer: Path
     labels: tuple[str, ...]
     pair_activation: Activation
     """Applied to a pair's score, as a cross-encoder's configuration specifies."""
     is_multi_label: bool = False
-    """Each label is judged alone."""
+    """True if each label is scored independently."""
     max_seq_length: int | None = None
 
 
@@ -108,10 +108,10 @@ PoolingFolder = EmbedderFolder | ClassifierFolder
 
 
 def read_pooling_folder(directory: Path) -> PoolingFolder | None:
-    """Return what the directory's model computes; None if it generates text.
+    """Return the kind of the directory's model; None if it generates text.
 
     Raises:
-        ModelLoadError: a file can't be read, or names what is not known here.
+        ModelLoadError: a file is unreadable, or contains an unsupported name.
     """
     if (directory / "modules.json").is_file():
         return _sentence_transformer(directory)
@@ -122,7 +122,7 @@ def read_pooling_folder(directory: Path) -> PoolingFolder | None:
     if any(mark in architecture for mark in _GENERATORS):
         return None
     is_encoder = config.get("model_type") in ENCODER_TYPES
-    # As Sentence Transformers does with a bare encoder: the mean over its tokens.
+    # Like Sentence Transformers with a bare encoder: the mean over its tokens.
     return EmbedderFolder(transformer=directory) if is_encoder else None
 
 
@@ -136,7 +136,7 @@ ENCODER_TYPES = (
     "roberta",
     "xlm-roberta",
 )
-"""Values of `model_type` in config.json whose models have no use but vectors and scores."""
+"""Values of `model_type` in config.json whose models are only used for vectors and scores."""
 
 
 def _sentence_transformer(directory: Path) -> PoolingFolder:

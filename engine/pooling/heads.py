@@ -1,4 +1,4 @@
-"""Heads that turn the hidden states of a batch's tokens into one row of numbers per text."""
+"""Heads that convert the hidden states of a batch's tokens to one result row per text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ACTIVATIONS: Final[dict[Activation, Callable[[torch.Tensor], torch.Tensor]]] = {
 class VectorHead(nn.Module):
     """Pools each text's tokens, then applies the modules that the directory lists.
 
-    The pooling is defined as in Sentence Transformers, whose vectors these are.
+    The pooling is defined as in Sentence Transformers, so the vectors are the same.
     """
 
     def __init__(self, folder: EmbedderFolder, hidden_size: int) -> None:

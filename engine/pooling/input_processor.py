@@ -1,4 +1,4 @@
-"""Turns texts into what a model for vectors or scores computes: tokenizes, validates. Thread-safe."""
+"""Tokenizes and validates texts for a model for vectors or scores. Thread-safe."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pagemill.engine.text.text_encoder import EncodedText, TextEncoder
 from pagemill.engine.text.text_process import Text
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
-"""What represents sampling in a request that samples nothing."""
+"""Sampling parameters of a request that does not sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolInput:
-    """A caller's texts, and what is wanted of them."""
+    """A caller's texts, and the requested task."""
 
     kind: PoolingKind
     texts: Sequence[str | Sequence[int]]
@@ -36,7 +36,7 @@ class PoolingInputProcessor:
     def __init__(
         self, encoder: TextEncoder | None, folder: PoolingFolder, limits: PoolingLimits, width: int
     ) -> None:
-        """`width`: the numbers of a text's row."""
+        """`width`: the number of values in a text's row."""
         self._encoder, self._folder, self._limits, self._width = encoder, folder, limits, width
 
     @property
@@ -52,7 +52,7 @@ class PoolingInputProcessor:
         return ("rerank", "classify") if len(self._folder.labels) == 1 else ("classify",)
 
     def can_resume(self, token_ids: list[int]) -> bool:
-        """Return False: nothing is generated."""
+        """Return False, because the model does not generate."""
         return False
 
     @property
@@ -78,7 +78,7 @@ class PoolingInputProcessor:
         """Tokenize and check one request.
 
         Returns:
-            The tokens of all texts, one after another; parameters that represent none; and the task.
+            The concatenated tokens of all texts; placeholder parameters; and the task.
 
         Raises:
             InvalidRequest: see the subclasses.
@@ -183,4 +183,4 @@ class PoolingInputProcessor:
 class PoolingLimits:
     vocab_size: int
     max_model_len: int
-    """Most tokens of a text."""
+    """Maximum number of tokens of a text."""

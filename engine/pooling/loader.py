@@ -1,4 +1,4 @@
-"""Loads a model that gives vectors or scores into a module that attends within packed texts."""
+"""Loads a model for vectors or scores into a module that attends within packed texts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _UNUSED = (".position_ids", ".token_type_ids")
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Texts one after another, those of equal length side by side."""
+    """Concatenated texts, with those of equal length adjacent."""
 
     token_ids: np.ndarray[Any, np.dtype[np.int64]]
     lengths: list[int]
     types: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Per token; empty: all 0."""
+    """Token types; empty: all 0."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class PoolingModel:
     device: DeviceBackend
     dtype: torch.dtype
     context_length: int
-    """Most tokens of a text."""
+    """Maximum number of tokens of a text."""
     vocab_size: int
     padding_id: int | None
     fingerprint: str
@@ -82,7 +82,7 @@ class PoolingModel:
         return self.device.to_host([rows]).wait()[0]
 
     def _positions(self, batch: PackedBatch, starts: Any) -> Any:
-        """Return each token's position in its own text."""
+        """Return each token's position in its text."""
         if not self.family.padding_offset:
             return np.arange(len(batch.token_ids)) - np.repeat(starts, batch.lengths)
         padding = int(self.base.embeddings.padding_idx)
@@ -101,7 +101,7 @@ class PoolingModel:
         return last
 
     def finish(self, rows: torch.Tensor, kind: PoolingKind, dimensions: int | None) -> torch.Tensor:
-        """Turn a request's rows into its result: fewer dimensions, probabilities, a score."""
+        """Convert a request's rows to its result: fewer dimensions, probabilities, or a score."""
         folder = self.folder
         if isinstance(folder, EmbedderFolder):
             if dimensions is None or dimensions == rows.shape[1]:
@@ -119,8 +119,8 @@ def load_pooling_model(config: EngineConfig, folder: PoolingFolder, device: Devi
     """Load the weights onto the device.
 
     Raises:
-        ModelLoadError: an unsupported architecture or an unreadable checkpoint.
-        ConfigError: a setting that only models that generate can have.
+        ModelLoadError: the architecture is not supported, or the checkpoint is unreadable.
+        ConfigError: a setting is only supported for models that generate.
     """
     for name, default in (("tensor_parallel_size", 1), ("load_format", "auto"), ("batch_invariant", False)):
         if getattr(config, name) != default:
@@ -142,7 +142,7 @@ def load_pooling_model(config: EngineConfig, folder: PoolingFolder, device: Devi
     module = _load_module(folder, model_config, device.module_dtype(dtype))
     base = module if isinstance(folder, EmbedderFolder) else module.base_model
     module = module.to(device.device).eval().requires_grad_(False)
-    # After `to`: tensors that it computes in advance are not buffers, and would stay behind.
+    # After `to`: tensors that it computes in advance are not buffers, and would not be moved.
     family.adapt(base)
     replace_linears(base, partial(device.product, options=LinearOptions(config.quantization, dtype=dtype)))
     head: VectorHead | LabelHead
@@ -177,9 +177,9 @@ def _load_module(folder: PoolingFolder, model_config: Any, dtype: torch.dtype) -
     optional = "pooler" if is_embedder else None
     try:
         module = fill_module(wanted, model_config, tensors, options, optional=optional)
-    except Exception as error:  # inconsistent sizes and shapes: all of them end the start
+    except Exception as error:  # inconsistent sizes and shapes: all of them end startup
         raise ModelLoadError(f"can't load the weights in {folder.transformer}: {error}") from error
-    # Set only now, for the masks: transformers makes none for an implementation it does not know.
+    # Set only now, for the masks: transformers does not create masks for an unknown implementation.
     module.config._attn_implementation = PACKED_ATTENTION
     if is_embedder and getattr(module, "pooler", None) is not None:
         module.pooler = None

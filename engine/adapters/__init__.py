@@ -1,1 +1,1 @@
-"""LoRA adapters: what their folders hold, where they belong in a model, and which of them are in memory."""
+"""LoRA adapters: contents of their folders, their layers in a model, and those in memory."""

@@ -1,4 +1,4 @@
-"""An adapter by name. No torch."""
+"""An adapter by name. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Adapter:
     name: str
     directory: Path
     digest: str
-    """Identifies its weights and scale: of the same name, other weights are another adapter."""
+    """Identifies its weights and scale: different weights with the same name are a different adapter."""
     rank: int
-    """The largest of its layers'."""
+    """The largest rank of its layers."""
     num_bytes: int
-    """In memory, as the device holds it."""
+    """Bytes in the device's memory."""

@@ -1,4 +1,4 @@
-"""Copies of the model's embeddings and head that PEFT saves with an adapter: they may only repeat the model's own."""
+"""Copies of embeddings and head that PEFT saves with an adapter, which must equal the model's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSTEAD = "merge it into the model with PEFT's merge_and_unload, and serve the 
 
 
 def check_copies(copies: Mapping[str, torch.Tensor], directory: Path, embeddings: str) -> None:
-    """Check that copies of whole weights equal those of the model.
+    """Check that copies of complete weights equal those of the model.
 
     Args:
         copies: weights by the path of their module.
@@ -40,7 +40,7 @@ def check_copies(copies: Mapping[str, torch.Tensor], directory: Path, embeddings
 
 
 def _stored(path: str, directory: Path) -> torch.Tensor | None:
-    """Return the checkpoint's weight of a module, also one that is named with fewer or more outer modules."""
+    """Return the checkpoint's weight of a module, even if its name has fewer or more outer modules."""
     wanted = f".{path}.weight"
 
     def is_wanted(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Reads a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
 
-What PEFT's `LoraConfig` may ask for beyond plain LoRA is rejected by name: leaving it out would compute another
+Features of PEFT's `LoraConfig` beyond plain LoRA fail with an error that names them: ignoring them would change the
 function. `LoraConfig` of PEFT 0.21 documents the fields.
 """
 
@@ -30,9 +30,9 @@ _KNOWN = frozenset({
     "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
-"""Fields that are read here, or that change nothing once an adapter is trained."""
+"""Fields that are read here, or that have no effect once an adapter is trained."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initializations that put other weights into the model: the adapter belongs to those."""
+"""Initializations that change the model's weights, to which the adapter belongs."""
 _REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "a separate bias",
@@ -63,20 +63,20 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """What a folder holds."""
+    """The contents of a folder."""
 
     layers: dict[str, LowRank]
-    """By the path of the layer in the model that it was trained on."""
+    """By the layer's path in the model on which it was trained."""
     copies: dict[str, torch.Tensor]
-    """Whole weights of the model, by the path of their module."""
+    """Complete weights of the model, by the path of their module."""
     digest: str
 
 
 def read_adapter(directory: Path) -> AdapterFolder:
-    """Read a folder, without anything of the model that it belongs to.
+    """Read a folder, without accessing its model.
 
     Raises:
-        AdapterError: the folder is not one of PEFT, is damaged, or requires more than LoRA.
+        AdapterError: the folder is not a PEFT folder, is damaged, or requires more than LoRA.
     """
     try:
         config = read_json_object(directory / CONFIG) if (directory / CONFIG).is_file() else None
@@ -194,7 +194,7 @@ def _matched(patterns: Any, path: str, default: Any) -> Any:
     if not isinstance(patterns, dict):
         raise AdapterError("alpha_pattern is not an object of names and numbers")
     for pattern, value in patterns.items():
-        if not _PLAIN_PATTERN.fullmatch(pattern):  # a stranger's regular expression may run for ever
+        if not _PLAIN_PATTERN.fullmatch(pattern):  # an untrusted regular expression may run forever
             raise AdapterError(f"alpha_pattern has {pattern[:100]!r}: only names of layers are supported")
         if _is_of(pattern, path):
             return value

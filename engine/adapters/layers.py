@@ -1,4 +1,4 @@
-"""The linear layers of a loaded model as adapters see them: the layer of each change, and the shared slots."""
+"""The linear layers of a loaded model for adapters: the layer of each change, and the shared slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagemill.engine.models.families.family import Family, unchanged
 from pagemill.kernels.types.low_rank import LowRankTable, Matrices
 
 _NUMBERS = 3
-"""Of an entry: two addresses and the rank."""
+"""Size of an entry: two addresses and the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,12 @@ class AdaptedLayers:
         self._linears.append((linear, slice(first, len(self._parts))))
 
     def read(self, adapter: Adapter) -> ReadyAdapter:
-        """Read an adapter's folder, check it against this model, and put its matrices on the device. Any thread.
+        """Read an adapter's folder, check it against this model, and load its matrices. Safe on any thread.
 
         `adapter.rank` and `num_bytes` are not inspected: the result's adapter has them.
 
         Raises:
-            AdapterError: the folder can't be read, or its matrices don't fit this model.
+            AdapterError: the folder is unreadable, or its matrices do not fit this model.
         """
         folder = read_adapter(adapter.directory)
         if adapter.digest != folder.digest:  # after an eviction it has been checked
@@ -112,14 +112,14 @@ class AdaptedLayers:
         return ReadyAdapter(found, matrices, entries)
 
     def install(self, slot: int, ready: ReadyAdapter) -> None:
-        """Put an adapter into a slot that no row of a step names. The engine's thread, between two steps."""
+        """Put an adapter into a slot that no row uses. Call it on the engine's thread, between two steps."""
         for linear, parts in self._linears:
             assert linear.adapters is not None
             linear.adapters.matrices[slot] = ready.matrices[parts]
         self._entries[slot].copy_(ready.entries)
 
     def clear(self, slot: int) -> None:
-        """Forget the adapter of a slot."""
+        """Remove the adapter of a slot."""
         self._entries[slot] = 0
         for linear, _ in self._linears:
             assert linear.adapters is not None
@@ -160,9 +160,9 @@ class AdaptedLayers:
         return part
 
     def _converted(self, path: str, change: LowRank) -> Sequence[tuple[str, LowRank]]:
-        """Return the change as changes of the layers that the model is run with.
+        """Return the change as changes of the layers in the running model.
 
-        A family that renames or splits a checkpoint's weights moves rows about, and B's rows are the weight's.
+        A family that renames or splits a checkpoint's weights rearranges rows, and B's rows are the weight's.
         """
         if path not in self._parts and self._family.text_name is not None:
             name = self._family.text_name(f"{path}.weight")
@@ -171,7 +171,7 @@ class AdaptedLayers:
             return [(path, change)]
         try:
             tensors = self._family.convert_tensors({f"{path}.weight": change.b}, self._config)
-        except Exception as error:  # it may need what is not here
+        except Exception as error:  # it may need tensors that are not present
             raise AdapterError(f"{path} can't be converted to this model's layers: {error}") from error
         converted = [
             (name.removesuffix(".weight"), LowRank(change.a, b, change.scale)) for name, b in tensors.items()

@@ -1,4 +1,4 @@
-"""The adapters that requests may name. Safe on any thread."""
+"""The adapters that requests can name. Safe on any thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AdapterNames:
         return sorted(self._named.copy().values(), key=lambda adapter: adapter.name)
 
     def unknown(self, name: str) -> UnknownAdapter:
-        """Return the error for a name that is not there."""
+        """Return the error for an unknown name."""
         names = sorted(self._named.copy())
         known = ", ".join(names[:_MAX_NAMES_TOLD]) + (", ..." if len(names) > _MAX_NAMES_TOLD else "")
         return UnknownAdapter(f"unknown adapter {name!r}; known: {known or 'none'}")

@@ -1,6 +1,6 @@
-"""The adapters that requests may name, and which of them are in memory.
+"""The adapters that requests can name, and those in memory.
 
-Reading a folder takes tens of milliseconds to seconds, so it happens on a separate thread; the engine's thread only
+Reading a folder takes tens of milliseconds to seconds, so it runs on a separate thread; the engine's thread only
 exchanges addresses between two steps. A request whose adapter is not in memory waits outside of the scheduler.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AGEING_S = 1.0
-"""Once a request has waited this long for a slot, later requests queue behind it, even where theirs is in memory."""
+"""Once a request has waited this long for a slot, later requests queue behind it, even if theirs is in memory."""
 
 
 class Layers(Protocol):
@@ -48,7 +48,7 @@ class AdapterLimits:
     num_slots: int
     """Adapters in memory."""
     memory_bytes: int
-    """Their bytes together."""
+    """Their total bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,7 @@ class _Waiting:
 class AdapterPool(AdapterNames):
     """Names are for any thread, everything else for the engine's.
 
-    `find` gives a request its adapter, `attach` or later `ready` its slot; `release` at its end frees it.
+    `find` returns a request's adapter, `attach` or later `ready` its slot; `release` frees it when the request ends.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class AdapterPool(AdapterNames):
         self._layers, self._limits, self._clock = layers, limits, clock
         self._lock = threading.Lock()
         self._residents: dict[str, _Resident] = {}
-        """By digest, so that a name's later weights are another resident."""
+        """By digest, so that later weights of a name are a separate entry."""
         self._slot_of: dict[str, _Resident] = {}
         self._free_slots = list(reversed(range(limits.num_slots)))
         self._waiting: list[_Waiting] = []
@@ -91,10 +91,10 @@ class AdapterPool(AdapterNames):
         self._requests: Counter[str] = Counter()
 
     def add(self, name: str, directory: Path) -> Adapter:
-        """Read and check a folder, and give it a name; one of that name is replaced for later requests.
+        """Read and check a folder, and register it by name; it replaces one of that name for later requests.
 
         Raises:
-            AdapterError: the folder can't be used with this model, or the limit of names is reached.
+            AdapterError: the folder cannot be used with this model, or the limit of names is reached.
         """
         if not ADAPTER_NAME.fullmatch(name):
             raise AdapterError(f"{name[:100]!r} is not valid: {ADAPTER_NAME_RULE}")
@@ -118,7 +118,7 @@ class AdapterPool(AdapterNames):
         return adapter
 
     def remove(self, name: str) -> None:
-        """Forget a name. Requests that have its adapter run on. Raises `UnknownAdapter`."""
+        """Remove a name. Requests with its adapter continue. Raises `UnknownAdapter`."""
         with self._lock:
             if self._named.pop(name, None) is None:
                 raise self.unknown(name)
@@ -134,7 +134,7 @@ class AdapterPool(AdapterNames):
         return None
 
     def ready(self, timeout_s: float) -> list[tuple[str, int | EngineError]]:
-        """Return waiting requests whose adapter is in its slot, or could not be read; waits for the first one."""
+        """Return waiting requests whose adapter is in its slot, or could not be read; wait for the first one."""
         if not self._waiting:
             return []
         reading = [one.reading for one in self._residents.values() if one.reading is not None]
@@ -146,7 +146,7 @@ class AdapterPool(AdapterNames):
         return outcomes
 
     def release(self, request_id: str) -> None:
-        """Release a request's slot, or its place among the waiting. An unknown id is ignored."""
+        """Release a request's slot, or remove it from the waiting requests. An unknown id is ignored."""
         if self._waiting:
             self._waiting = [one for one in self._waiting if one.request_id != request_id]
         resident = self._slot_of.pop(request_id, None)
@@ -191,7 +191,7 @@ class AdapterPool(AdapterNames):
         return resident.slot
 
     def _take_read(self) -> list[tuple[str, int | EngineError]]:
-        """Install what has been read; returns the requests of what could not be."""
+        """Install the adapters that have been read; return the requests of those that failed."""
         outcomes: list[tuple[str, int | EngineError]] = []
         for digest, resident in list(self._residents.items()):
             if resident.reading is None or not resident.reading.done():
@@ -206,7 +206,7 @@ class AdapterPool(AdapterNames):
                 name = resident.adapter.name
                 failure = EngineError(f"adapter {name} can't be loaded: {error}")
                 logger.error("%s", failure)
-                # The same weights under another name may be read from where that one's are.
+                # The same weights under another name can be read from the other name's folder.
                 outcomes += [
                     (one.request_id, failure) for one in self._waiting if one.adapter == resident.adapter
                 ]
@@ -218,7 +218,7 @@ class AdapterPool(AdapterNames):
         return outcomes
 
     def _serve_waiting(self) -> list[tuple[str, int | EngineError]]:
-        """Give slots to waiting requests, in their order; none overtakes one that has waited long."""
+        """Assign slots to waiting requests in order; none overtakes one that has waited long."""
         served: list[tuple[str, int | EngineError]] = []
         left: list[_Waiting] = []
         is_blocked = False
@@ -235,7 +235,7 @@ class AdapterPool(AdapterNames):
         return served
 
     def _start_reading(self) -> None:
-        """Read the adapters of waiting requests, in their order, as far as there is room."""
+        """Read the adapters of waiting requests in order, while memory is available."""
         first: set[str] = set()
         for one in self._waiting:
             digest = one.adapter.digest
@@ -249,10 +249,10 @@ class AdapterPool(AdapterNames):
             self._residents[one.adapter.digest] = _Resident(one.adapter, slot, reading, used_at=self._uses)
 
     def _make_room(self, num_bytes: int, spared: set[str]) -> bool:
-        """Evict what has gone unused for longest, until there is a slot and these bytes; False: all is in use.
+        """Evict the longest unused adapters until a slot and these bytes are free; return False if all are in use.
 
         Args:
-            spared: digests that those who have waited longer want.
+            spared: digests that longer waiting requests need.
         """
         used = sum(one.adapter.num_bytes for one in self._residents.values())
         unused = [
@@ -277,7 +277,7 @@ class AdapterPool(AdapterNames):
 
 
 class NoAdapters:
-    """In the place of a pool where there can be none."""
+    """Replaces a pool in an engine without adapters."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

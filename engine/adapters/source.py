@@ -1,4 +1,4 @@
-"""Finds an adapter's folder, downloading it where needed."""
+"""Finds an adapter's folder, downloading it if needed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def obtain_adapter(source: str) -> Path:
     """Return the folder of an adapter: `source` itself, or a copy of `org/name[@revision]` of the Hugging Face Hub.
 
     Raises:
-        AdapterError: there is none.
-        EngineError: the Hub does not answer, or a disk is full.
+        AdapterError: the adapter does not exist.
+        EngineError: the Hub does not respond, or a disk is full.
     """
     directory = Path(source).expanduser()
     if directory.is_dir():

@@ -1,4 +1,4 @@
-"""How much of a device's memory adapters may take."""
+"""The limit of a device's memory for adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_BYTES = 2**30
 
 
 def adapter_bytes_for(config: EngineConfig, device: DeviceBackend) -> int:
-    """Return the bytes for adapters in memory. Raises `ConfigError`: the setting is more than there is."""
+    """Return the bytes for adapters in memory. Raises `ConfigError` if the setting exceeds the memory."""
     total = device.total_bytes()
     if config.adapter_memory_bytes is None:
         return min(_MOST_BYTES, total // _SHARE)
@@ -25,9 +25,9 @@ def adapter_bytes_for(config: EngineConfig, device: DeviceBackend) -> int:
 
 
 def reserved_bytes(config: EngineConfig, device: DeviceBackend) -> int:
-    """Return what a KV pool sized by the free memory leaves for adapters, on a device with its own memory.
+    """Return the memory that the KV pool must leave for adapters, on a device with separate memory.
 
-    Without adapters at the start, and without the setting, those that come later share what the pool leaves anyway.
+    Without adapters at startup, and without the setting, later ones share the memory that the pool does not use.
     """
     is_expected = bool(config.adapters) or config.adapter_memory_bytes is not None
     return adapter_bytes_for(config, device) if device.is_apart and is_expected else 0

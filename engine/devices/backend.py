@@ -1,4 +1,4 @@
-"""The differences between devices, in one interface: a backend is chosen once, at start."""
+"""The differences between devices, in one interface; a backend is chosen once, at startup."""
 
 # ruff: noqa: B027 (an empty method is a default, not a forgotten decorator)
 
@@ -46,7 +46,7 @@ class DeviceEvent(Protocol):
 
 
 class Reached:
-    """A mark on a device that has done everything when a call returns."""
+    """An event of a device whose work is complete when a call returns."""
 
     def query(self) -> bool:
         return True
@@ -84,7 +84,7 @@ def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def _widest_first(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the order in which each tensor begins at a multiple of its element size."""
+    """Return an order in which each tensor starts at a multiple of its element size."""
     return sorted(range(len(tensors)), key=lambda place: -tensors[place].element_size())
 
 
@@ -94,71 +94,71 @@ class DeviceBackend(ABC):
     device: torch.device
     step_defaults = StepDefaults()
     is_apart = False
-    """True for a device with its own memory: arrays cross in one copy a step, from pinned pages."""
+    """True for a device with separate memory: arrays are transferred in one copy per step, from pinned pages."""
     captures_graphs = False
-    """Decode steps are recorded once and replayed."""
+    """True if decode steps are recorded once and replayed."""
     draws_on_device = False
-    """Random rows are drawn by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
+    """True if `pagemill.kernels.dispatch.sample_tokens` draws random rows, which neither sorts nor waits."""
     rehearses = False
-    """The largest steps run before a model serves, to measure their memory and to compile their kernels."""
+    """True if the largest steps run at startup, to measure their memory and to compile their kernels."""
     caches_latents = True
-    """Its attention kernels take the widths of latent attention's cache; False: keys and values are cached instead."""
+    """True if its attention kernels support latent attention's cache; False: keys and values are cached instead."""
     int8_input_group = 1
-    """Inputs that share a scale in int8 products, where that is a fixed number."""
+    """Number of inputs that share a scale in int8 matmuls, if fixed."""
 
     @property
     @abstractmethod
     def int8_scale_span(self) -> str:
-        """The extent of one scale in int8 products, and what else with them determines the numbers."""
+        """The extent of one scale in int8 matmuls, and other settings that determine their results."""
 
     def tune_process(self, num_threads: int | None) -> None:
-        """Apply the settings of a whole process, before its model is loaded."""
+        """Apply process-wide settings, before the model is loaded."""
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-            # glibc maps every large temporary again and faults its pages in; keeping the memory halves the cost
+            # glibc maps every large temporary again and faults its pages in; retaining the memory halves the cost
             # of operators that return megabytes.
             libc.mallopt(_M_MMAP_THRESHOLD, ctypes.c_int(1 << 30))
             libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(2**31 - 1))
 
     @abstractmethod
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
-        """Raise `ConfigError` for settings that a model of this dtype can't have here."""
+        """Raise `ConfigError` for settings that are not supported with this dtype on the device."""
 
     @abstractmethod
     def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
-        """Return the dtype for `dtype="auto"`: a function of device and checkpoint alone, the same each time.
+        """Return the dtype for `dtype="auto"`, which only depends on device and checkpoint.
 
         Args:
-            declared: what the checkpoint's config.json names.
-            is_quantised: the checkpoint's weights are, or `quantization` is set.
+            declared: the dtype in the checkpoint's config.json.
+            is_quantised: the checkpoint's weights are quantized, or `quantization` is set.
         """
 
     def module_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the tensors and activations of a model of this dtype, products aside."""
+        """Return the dtype of a model's tensors and activations, except in matmuls."""
         return dtype
 
     def numbers(self, dtype: torch.dtype) -> str:
-        """Return what a model of this dtype computes with, for the fingerprint."""
+        """Return the arithmetic for a model of this dtype, for the fingerprint."""
         return str(dtype)
 
     @abstractmethod
     def product(
         self, weights: Sequence[Weight], bias: torch.Tensor | None, options: LinearOptions
     ) -> nn.Module | None:
-        """Return the best product for these weights, as `MakeProduct` defines it."""
+        """Return the best matmul for these weights, as defined by `MakeProduct`."""
 
     def grouped_product(self, matrices: ExpertMatrices, options: LinearOptions) -> nn.Module:
-        """Return the best product for experts' weights, as `pagemill.engine.layers.experts.products` defines it."""
+        """Return the best matmul for experts' weights, as defined by `pagemill.engine.layers.experts.products`."""
         return LoopedProduct(matrices, self.device)
 
     def quantized_activations(self) -> str:
-        """Return how products with a quantized checkpoint's weights round their rows, for the fingerprint."""
+        """Return the row rounding of matmuls with a quantized checkpoint's weights, for the fingerprint."""
         return "not rounded"
 
     @abstractmethod
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
-        """Return what rewrites a decoder; None: its modules stay as they are."""
+        """Return the rewriter of a decoder; None: its modules remain unchanged."""
 
     def fuse(
         self, module: Any, traits: DecoderTraits | None, dtype: torch.dtype, linear: LinearOptions
@@ -173,21 +173,21 @@ class DeviceBackend(ABC):
         replace_linears(module, make_product)
 
     def preparing(self) -> AbstractContextManager[None]:
-        """Return what a model is loaded and warmed up in: a device may meanwhile compile what every model runs."""
+        """Return a context for loading and warming up a model, in which a device may compile common kernels."""
         return nullcontext()
 
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
-        """Compile in advance what a fused model of this dtype needs in its first step."""
+        """Compile the kernels of a fused model's first step in advance."""
 
     def warm_up_adapters(self) -> None:
-        """Compile in advance what adds an adapter's change to a product."""
+        """Compile the kernels that add an adapter's change to a matmul in advance."""
 
     @abstractmethod
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate zeros of the shape and dtype of a tensor without memory, for the KV pool."""
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """Return the most memory that `run` takes in addition to earlier use, on a device that rehearses."""
+        """Return the peak memory of `run` in addition to earlier use, on a device with rehearsal."""
         raise NotImplementedError
 
     @abstractmethod
@@ -202,15 +202,15 @@ class DeviceBackend(ABC):
         return HostCopy(list(tensors))
 
     def mark(self) -> DeviceEvent:
-        """Return a mark that is reached when the device has done all work given so far."""
+        """Return an event that is reached when the device has completed all submitted work."""
         return Reached()
 
     def is_alive(self) -> bool:
-        """Return True if it still executes work."""
+        """Return True if the device still executes work."""
         return True
 
     def claim(self, rank: int) -> None:
-        """Use the device of this number, of several, on the calling thread from now on."""
+        """Select the device with this index for the calling thread."""
 
     @abstractmethod
     def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -1,4 +1,4 @@
-"""The CPU: our own kernels for fp32 activations, oneDNN and torch for the rest."""
+"""The CPU: Pagemill's kernels for fp32 activations, oneDNN and torch for the rest."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _multiplies_bf16(dtype: torch.dtype | None) -> bool:
 
 
 def _rounded(weight: Weight, dtype: torch.dtype | None) -> Weight:
-    """Return the numbers of a model of this dtype, in fp32. A quantized checkpoint's stay as they are."""
+    """Return a model's weights of this dtype in fp32. Those of a quantized checkpoint remain unchanged."""
     return weight.to(dtype).float() if isinstance(weight, torch.Tensor) and dtype is not None else weight
 
 
@@ -96,7 +96,7 @@ class CpuBackend(DeviceBackend):
     @property
     def int8_scale_span(self) -> str:
         span = f"{self.int8_input_group} inputs"
-        if not _has_numba():  # torch's own product rounds weights that were integers already
+        if not _has_numba():  # torch's matmul rounds weights that already were integers
             return span
         attention = "; prompts' attention in bfloat16" if _has_bf16_products() else ""
         return f"{span}; a file's own integers, their shortest scale{attention}"
@@ -121,13 +121,13 @@ class CpuBackend(DeviceBackend):
             )
 
     def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
-        # Half precision is emulated where the CPU does not multiply such numbers, slower and less exact; and weights
+        # Half precision is emulated if the CPU does not support it, slower and less exact; and weights
         # of other formats would be rounded.
         is_fast = declared is torch.bfloat16 and not is_quantised and _has_bf16_products()
         return torch.bfloat16 if is_fast else torch.float32
 
     def module_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # Our kernels keep weights in 16 bits without instructions for them, and multiply in fp32.
+        # Pagemill's kernels store weights in 16 bits even without such instructions, and multiply in fp32.
         return torch.float32 if _multiplies_bf16(dtype) or _has_own_products() else dtype
 
     def numbers(self, dtype: torch.dtype) -> str:
@@ -138,7 +138,7 @@ class CpuBackend(DeviceBackend):
         return f"{dtype} weights, float32 products"
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """Return True if the JIT-compiled operators support such a model: they are made for fp32 activations."""
+        """Return True if the JIT-compiled operators support such a model: they require fp32 activations."""
         return self.module_dtype(dtype) is torch.float32 and _has_numba()
 
     def product(
@@ -189,11 +189,11 @@ class CpuBackend(DeviceBackend):
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate separately mapped memory, none of which is touched before it is written.
 
-        `torch.zeros` writes its zeros, two thirds of a second per GiB at startup, and leaves small pages
-        behind, for which advice about huge ones comes too late.
+        `torch.zeros` writes its zeros, two thirds of a second per GiB at startup, and allocates small
+        pages, for which it is too late to request huge ones.
         """
         memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # The tensor keeps the mapping alive.
+        # The tensor references the mapping.
         tensor = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
         if _has_numba():
             from pagemill.kernels.cpu.operators import advise_huge_pages

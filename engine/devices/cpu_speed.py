@@ -1,4 +1,4 @@
-"""What this CPU reads and computes per second, measured in about a second."""
+"""Memory bandwidth and compute rate of this CPU, measured in about a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from pagemill.engine.layers.linear import OneDNNProduct
 
 _READ_BYTES = 256 << 20
-"""More than any cache holds."""
+"""Larger than any cache."""
 _TOKENS, _SIDE = 512, 1024
 _ROUNDS = 7
 
@@ -23,14 +23,14 @@ class CpuSpeed:
 
     bytes_per_s: float
     flops: float
-    """In products of fp32 matrices."""
+    """Rate in matmuls of fp32 matrices."""
     spread: float
     """The slowest round's time over the fastest's: 1.0 on an idle machine."""
     threads: int
 
 
 def measure_cpu(clock: Callable[[], float] = time.perf_counter) -> CpuSpeed:
-    """`clock`: `time.process_time`, with one thread, leaves out the time that other processes have."""
+    """`clock`: `time.process_time`, with one thread, excludes the time of other processes."""
     values = torch.ones(_READ_BYTES // 4)
     rows, multiply = torch.randn(_TOKENS, _SIDE), _product(torch.randn(_SIDE, _SIDE))
     with torch.inference_mode():
@@ -45,7 +45,7 @@ def measure_cpu(clock: Callable[[], float] = time.perf_counter) -> CpuSpeed:
 
 
 def _product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return oneDNN's product: nothing to compile, and about as fast as `kernels.cpu`; torch may take twice as long."""
+    """Return oneDNN's matmul: it needs no compilation and matches the speed of `kernels.cpu`; torch may be half as fast."""
     if torch._C._has_mkldnn:
         return OneDNNProduct(weight, None, row_invariant=False)
     return lambda rows: rows @ weight

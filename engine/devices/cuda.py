@@ -1,4 +1,4 @@
-"""A CUDA device: our Triton kernels, cuBLAS for products, NCCL between several."""
+"""A CUDA device: Pagemill's Triton kernels, cuBLAS for matmuls, NCCL between several devices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CudaBackend(DeviceBackend):
     device = torch.device("cuda")
     step_defaults = StepDefaults(max_num_seqs=256, max_num_batched_tokens=8192, overlapped=True)
     is_apart = captures_graphs = draws_on_device = rehearses = True
-    # A tile of 576 numbers a head is padded to 1024, and exceeds a multiprocessor's shared memory.
+    # A tile of 576 values per head is padded to 1024, and exceeds a multiprocessor's shared memory.
     caches_latents = False
     int8_scale_span = "row of all inputs"
 
@@ -155,7 +155,7 @@ class CudaBackend(DeviceBackend):
         return int(torch.cuda.max_memory_allocated(self.device)) - before
 
     def free_bytes(self, config: EngineConfig) -> int:
-        torch.cuda.empty_cache()  # counts what loading has released as free
+        torch.cuda.empty_cache()  # counts memory released by loading as free
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, int(free - (1.0 - config.gpu_memory_utilization) * total))
 

@@ -1,4 +1,4 @@
-"""Products with weights of few bits. Activations are not rounded, but by `ScaledProduct`."""
+"""Matmuls with low-bit weights. Only `ScaledProduct` rounds activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOAT8_MULTIPLE = 16
 
 
 def packed_product(weights: Sequence[Weight], bias: torch.Tensor | None) -> nn.Module:
-    """Return the CPU's product in fp32, from numbers of few bits where a lossless form of them is known."""
+    """Return the CPU's fp32 matmul, with low-bit weights if they have a known lossless form."""
     whole = grouped(weights)
     if whole is None:
         return PackedProduct.from_weights([dense([weight]) for weight in weights], bias)
@@ -46,7 +46,7 @@ def _form(weight_format: int) -> str:
 
 
 class ReorderedProduct(nn.Module):
-    """A product whose weight has its inputs in another order (GPTQ's act-order), in which it adds them up."""
+    """A matmul whose weight has reordered inputs (GPTQ's act-order), and sums in that order."""
 
     def __init__(self, product: PackedProduct, order: torch.Tensor) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ReorderedProduct(nn.Module):
 
 
 class GroupedProduct(nn.Module):
-    """The product by our kernel for CUDA: numbers of 4 or 8 bits are widened in registers."""
+    """The matmul by Pagemill's CUDA kernel: 4-bit or 8-bit weights are dequantized in registers."""
 
     def __init__(self, weight: TiledWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class GroupedProduct(nn.Module):
 
 
 class ScaledProduct(nn.Module):
-    """The product of 8-bit numbers, int8 or e4m3: a scale per output, and one per row of activations.
+    """The matmul of 8-bit values, int8 or e4m3: a scale per output, and one per row of activations.
 
-    Activations are rounded to the weight's numbers (`pagemill.kernels.row_scaled`), here or by what computes them.
+    Activations are rounded to the weight's dtype (`pagemill.kernels.row_scaled`), here or by the preceding kernel.
     """
 
     def __init__(self, weight: ScaledRows, bias: torch.Tensor | None) -> None:
@@ -92,16 +92,16 @@ class ScaledProduct(nn.Module):
         self._weight = weight
         self.rounds_to = weight.numbers.dtype
         self.kept_as: str | None = None
-        """The form of a quantized checkpoint's weights, if it is their own."""
+        """The stored form of a quantized checkpoint's weights, if it is preserved."""
 
     @classmethod
     def rounding(cls, weight: torch.Tensor, bias: torch.Tensor | None, numbers: torch.dtype) -> ScaledProduct:
-        """Return the product of a weight that is rounded to these numbers."""
+        """Return the matmul of a weight that is rounded to this dtype."""
         return cls(dispatch.quantise_rows(weight.contiguous(), numbers), bias)
 
     @classmethod
     def of_float8(cls, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> ScaledProduct:
-        """Return the product of a checkpoint's e4m3 numbers as they are; `has_row_scales` is True of them."""
+        """Return the matmul of a checkpoint's unchanged e4m3 values, for which `has_row_scales` is True."""
         rows = ScaledRows(weight.codes.contiguous(), weight.scales.reshape(-1).contiguous(), dtype)
         product = cls(rows, bias)
         product.kept_as = "8-bit floats, activations rounded to 8-bit floats"
@@ -114,14 +114,14 @@ class ScaledProduct(nn.Module):
 
 
 def has_row_scales(weight: GroupedWeight) -> bool:
-    """Return True for e4m3 numbers with a scale per output."""
+    """Return True for e4m3 values with a scale per output."""
     return weight.codes.dtype is torch.float8_e4m3fn and weight.scales.shape[1] == 1 and weight.order is None
 
 
 def rounded_product(
     weights: Sequence[Weight], bias: torch.Tensor | None, device: torch.device, numbers: torch.dtype
 ) -> ScaledProduct:
-    """Return the product of weights rounded to int8 or e4m3; a checkpoint's own e4m3 numbers are not rounded again."""
+    """Return the matmul of weights rounded to int8 or e4m3; a checkpoint's e4m3 values are not rounded again."""
     bias = None if bias is None else bias.to(device)
     whole = grouped(weights) if numbers is torch.float8_e4m3fn else None
     if whole is not None and has_row_scales(whole):
@@ -132,10 +132,10 @@ def rounded_product(
 def cuda_product(
     weights: Sequence[Weight], bias: torch.Tensor | None, device: torch.device, *, has_float8: bool
 ) -> nn.Module:
-    """Return the product on a GPU; weights whose groups its kernel lacks are widened.
+    """Return the matmul on a GPU; weights with unsupported groups are dequantized.
 
     Args:
-        has_float8: the GPU multiplies e4m3 numbers.
+        has_float8: the GPU multiplies e4m3 values.
     """
     bias = None if bias is None else bias.to(device)
     whole = grouped(weights)
@@ -146,6 +146,6 @@ def cuda_product(
 
 
 def _multiplies_as_float8(weight: GroupedWeight, dtype: torch.dtype) -> bool:
-    """Return True where the library's product supports a checkpoint's numbers; otherwise activations are unchanged."""
+    """Return True if the library's matmul supports a checkpoint's values; otherwise activations are not rounded."""
     is_aligned = not any(size % _FLOAT8_MULTIPLE for size in weight.shape)
     return has_row_scales(weight) and dtype is torch.bfloat16 and is_aligned

@@ -11,7 +11,7 @@ from pagemill.engine.errors import ConfigError
 
 
 def find_device(name: str) -> DeviceBackend:
-    """Return the backend for `EngineConfig.device`. Raises `ConfigError` if there is no such device."""
+    """Return the backend for `EngineConfig.device`. Raises `ConfigError` if the device does not exist."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return CpuBackend()
     if not torch.cuda.is_available():

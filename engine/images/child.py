@@ -1,6 +1,6 @@
 """The process in which pictures are decoded and prepared: see `processor.py`.
 
-It runs transformers' processor of the model on one picture at a time, in the backend of Pillow and numpy. Once that is
+It runs the model's transformers processor on one picture at a time, with the Pillow and numpy backend. Once that is
 loaded, the process cannot open files or sockets.
 """
 
@@ -21,9 +21,9 @@ LOAD_S = 60.0
 CALL_S = 20.0
 """Seconds of CPU time for one picture."""
 MEMORY_MIB = 3072
-"""On top of the memory of the started process."""
+"""Memory in addition to that of the started process."""
 MAX_RESULT_BYTES = 512 << 20
-"""Of the arrays of one picture."""
+"""Limit of the arrays of one picture."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _NICENESS = 5
 
@@ -41,7 +41,7 @@ class ImageServer(LimitedServer):
 
         Returns:
             The text that represents a picture, the id of the tokens whose embeddings its vectors replace, the
-            tokenizer's token for the beginning of a text, which may be empty, and whether the processor prepares a
+            tokenizer's token for the start of a text, which may be empty, and whether the processor prepares a
             picture differently if the prompt has others.
         """
         from PIL import Image
@@ -51,7 +51,7 @@ class ImageServer(LimitedServer):
         self._processor, placeholder_id = load_processor(Path(directory))
         self._sees_others = "batch_num_images" in self._processor.image_processor.model_input_names
         self._placeholder = self._processor.tokenizer.convert_ids_to_tokens(placeholder_id)
-        self._prepare(Image.new("RGB", (64, 64)), True)  # imports what a picture needs
+        self._prepare(Image.new("RGB", (64, 64)), True)  # imports the modules for pictures
         _forbid_files()
         bos = self._processor.tokenizer.bos_token or ""
         return self._processor.image_token, placeholder_id, bos, self._sees_others
@@ -69,7 +69,7 @@ class ImageServer(LimitedServer):
     def _prepare(self, image: Any, is_alone: bool) -> tuple[str, int, list[tuple[str, str, Any, bytes]]]:
         import numpy as np
 
-        # Of other pictures, only their number matters.
+        # Only the number of other pictures matters.
         count = 1 if is_alone or not self._sees_others else 2
         outputs = self._processor(
             images=[[image] * count],
@@ -93,7 +93,7 @@ class ImageServer(LimitedServer):
 
 
 def decoded(data: bytes, max_pixels: int) -> Any:
-    """Return a picture as a person sees it: the first frame, upright, in RGB, on white if it is transparent.
+    """Return a picture as displayed: the first frame, upright, in RGB, on white if it is transparent.
 
     Raises:
         ValueError: it has too many pixels, or is not a picture of a supported format.
@@ -114,7 +114,7 @@ def decoded(data: bytes, max_pixels: int) -> Any:
     if image.mode.startswith("I;16"):
         image = image.point(lambda value: value / 256, "L")  # conversion to RGB would cut off values over 255
     if image.has_transparency_data:
-        image = image.convert("RGBA")  # conversion to RGB would show what transparent pixels hide
+        image = image.convert("RGBA")  # conversion to RGB would show the colors of transparent pixels
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
 
@@ -123,7 +123,7 @@ def load_processor(directory: Path) -> tuple[Any, int]:
     """Return the model's processor without the parts for videos and sound, and the id of its placeholders.
 
     Raises:
-        ValueError: there is none, or it requires a package that is missing.
+        ValueError: it does not exist, or requires a package that is missing.
     """
     from transformers import AutoConfig
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -149,7 +149,7 @@ def load_processor(directory: Path) -> tuple[Any, int]:
 
 
 def _without_videos(name: str) -> Any:
-    """Return a class of transformers' processors that needs no parts but those for texts and pictures."""
+    """Return a class of transformers' processors that only needs the parts for texts and pictures."""
     import importlib
 
     from transformers.models.auto.processing_auto import processor_class_from_name
@@ -164,7 +164,7 @@ def _without_videos(name: str) -> Any:
         found = processor_class_from_name(name)
 
     class Parts(ProcessorMixin):  # type: ignore[misc]
-        """Takes the place of the base class, which rejects an incomplete processor."""
+        """Replaces the base class, which rejects an incomplete processor."""
 
         def __init__(self, image_processor: Any = None, tokenizer: Any = None, *_: Any, **__: Any) -> None:
             self.image_processor, self.tokenizer = image_processor, tokenizer
@@ -177,7 +177,7 @@ def _without_videos(name: str) -> Any:
 
 
 def _forbid_files() -> None:
-    """Let the process open nothing more: neither files nor sockets."""
+    """Prevent the process from opening further files or sockets."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
@@ -186,7 +186,7 @@ def _forbid_files() -> None:
 def main(connection: socket.socket, call_s: float, memory_mib: int, max_pixels: int) -> None:
     """Serve one connection."""
     os.nice(_NICENESS)
-    # Loading torch takes longer than all the rest, and pictures need only numpy.
+    # Loading torch takes longer than everything else, and pictures only need numpy.
     for name in ("torch", "torchvision"):
         sys.modules[name] = None  # type: ignore[assignment]
     import transformers  # noqa: F401

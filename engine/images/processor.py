@@ -1,4 +1,4 @@
-"""Pictures of prompts: from their bytes to placeholders in the prompt and arguments of the model's encoder.
+"""Converts pictures to placeholders in the prompt and arguments of the model's encoder.
 
 A picture is hostile input, and decoders are native code. They run in a process with limits on CPU time and memory
 (`child.py`), which starts with the first picture.
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 CACHE_BYTES = 256 << 20
-"""Prepared pictures that are kept for further prompts."""
+"""Limit of prepared pictures cached for further prompts."""
 MAX_PROMPT_BYTES = 512 << 20
-"""Arrays of one prompt's pictures."""
+"""Limit of the arrays of one prompt's pictures."""
 DEFAULT_MAX_PIXELS = 64 << 20
 _MAX_REASON = 300
 _FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
-"""What a processor is made of, in addition to its tokenizer's vocabulary."""
+"""Files of a processor, in addition to its tokenizer's vocabulary."""
 
 
 class ImageProcessor:
@@ -50,10 +50,10 @@ class ImageProcessor:
 
         Args:
             directory: the model's folder.
-            max_pixels: of a picture, before it is decoded.
+            max_pixels: limit for a picture, before it is decoded.
             call_s: CPU time for a picture, in seconds.
             memory_mib: memory of the process in addition to that of its libraries.
-            cache_bytes: prepared pictures that are kept.
+            cache_bytes: limit of cached prepared pictures.
         """
         self.directory, self._max_pixels = directory, max_pixels
         self._process = _ImageProcess(directory, call_s, memory_mib, max_pixels)
@@ -63,18 +63,18 @@ class ImageProcessor:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        """Leave out the process, and what is remembered."""
+        """Omit the process and cached state."""
         return _make, (self.directory, self._max_pixels)
 
     def close(self) -> None:
-        """End the process. The next picture starts another."""
+        """Stop the process. The next picture starts another."""
         self._process.close()
 
     def read(self, images: Sequence[bytes]) -> Iterator[Picture]:
         """Prepare the pictures of one prompt one by one, in their order.
 
         Raises:
-            InvalidImage: one of them can't be decoded, or exceeds a limit.
+            InvalidImage: one of them cannot be decoded, or exceeds a limit.
             UnsupportedFeature: Pillow is missing, or the model's processor can't be loaded.
         """
         if find_spec("PIL") is None:
@@ -112,7 +112,7 @@ class ImageProcessor:
 
     @cached_property
     def _fingerprint(self) -> bytes:
-        """A digest of all that decides what a picture is prepared as, except the picture."""
+        """A digest of all inputs of a picture's preparation, except the picture."""
         from importlib.metadata import version
 
         hashed = hashlib.sha256(f"{version('transformers')} {version('pillow')} ".encode())
@@ -134,7 +134,7 @@ class _ImageProcess(LimitedProcess):
         self._failure: str | None = None
 
     def markers(self) -> Markers:
-        """Return what loading the processor has shown. Raises UnsupportedFeature if it can't be loaded."""
+        """Return the processor's properties. Raises UnsupportedFeature if it cannot be loaded."""
         if self._failure is not None:
             raise UnsupportedFeature(self._failure)
         if self._markers is None:

@@ -45,7 +45,7 @@ def measure_cpu(clock: Callable[[], float] = time.perf_counter) -> CpuSpeed:
 
 
 def _product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return oneDNN's matmul: it needs no compilation and matches the speed of `kernels.cpu`; torch may be half as fast."""
+    """Return oneDNN's matmul: no compilation, and about as fast as `kernels.cpu`; torch may be half as fast."""
     if torch._C._has_mkldnn:
         return OneDNNProduct(weight, None, row_invariant=False)
     return lambda rows: rows @ weight

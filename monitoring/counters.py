@@ -1,4 +1,4 @@
-"""A worker's own counters. Plain Python: counting needs no metrics library."""
+"""A worker's counters. Plain Python: counting does not need a metrics library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JobCause = Literal[
     "queued", "opening", "adapter", "grammar", "sequence_slot", "kv_block", "step_budget", "prompt", "decode",
     "displaced", "preempted", "commit",
 ]  # fmt: skip
-"""What jobs' time went to, as `pagemill why` names it; queued: all of it before the first execution."""
+"""Causes of jobs' time, with the names of `pagemill why`; queued: all time before the first execution."""
 EstimateOutcome = Literal["p50", "p90", "late"]
 WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 WebhookState = Literal["due", "in_flight", "later"]
@@ -34,11 +34,11 @@ _NOT_OF_WORKERS = {
     "unknown_model", "unknown_parent", "dependency_cycle", "too_many_children", "idempotency_conflict",
 }  # fmt: skip
 FAILURE_CODES = tuple(sorted(FINAL_CODES - _NOT_OF_WORKERS)) + get_args(RetryReason)
-"""Codes that an execution can end in on a worker. A job of an unserved model is never pulled; one ended by
-the queue or its clock has no execution."""
+"""Error codes of an execution on a worker. A job of an unserved model is never pulled; one ended by
+the queue or its clock does not have an execution."""
 
 WAIT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
-"""A job may wait for minutes in a backlog or for a night in a batch."""
+"""A job can wait for minutes in a backlog or overnight in a batch."""
 REDIS_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 ATTEMPTS = (1, 2, 3, 5, 10)
@@ -54,8 +54,8 @@ Label = TypeVar("Label", bound=str)
 class Counts(Generic[Label]):
     """A counter per label value, all present from the start. An undeclared value counts as `other`.
 
-    Adding it would make the number of series unbounded, and an exception here would cost a job: neither is
-    worth a number.
+    Adding it would make the number of series unbounded, and an exception here would fail a job: a metric does
+    not justify either.
     """
 
     def __init__(self, lock: threading.Lock, values: Iterable[str]) -> None:
@@ -131,7 +131,7 @@ class WorkerCounters:
         self.jobs_received: Counts[Delivery] = Counts(lock, get_args(Delivery))
         """Jobs pulled; `redelivered`: another execution had started it."""
         self.jobs_finished: Counts[Outcome] = Counts(lock, get_args(Outcome))
-        """Jobs whose end this worker committed."""
+        """Jobs whose final state this worker committed."""
         self.job_failures: Counts[str] = Counts(lock, FAILURE_CODES)
         """Executions that ended with an error, by its code, including those that will be retried."""
         self.job_retries: Counts[RetryReason] = Counts(lock, get_args(RetryReason))
@@ -149,9 +149,9 @@ class WorkerCounters:
         self.lease_renewals: Counts[RenewalResult] = Counts(lock, get_args(RenewalResult))
         self.leases_lost = Counter(lock)
         self.canaries: Counts[CanaryResult] = Counts(lock, get_args(CanaryResult))
-        """Answers to canaries. alone: no other worker has answered yet."""
+        """Results of canary jobs. alone: no other worker has completed the canary yet."""
         self.commits: Counts[CommitResult] = Counts(lock, get_args(CommitResult))
-        """fenced: a stale token's result, discarded. already_done: a commit repeated after a lost reply."""
+        """fenced: the discarded result of a stale token. already_done: a commit repeated after a lost reply."""
         self.progress_writes: Counts[ProgressResult] = Counts(lock, get_args(ProgressResult))
 
         self.admission_blocked_seconds: Counts[BlockReason] = Counts(lock, get_args(BlockReason))
@@ -168,9 +168,9 @@ class WorkerCounters:
         self.job_seconds: Counts[JobCause] = Counts(lock, get_args(JobCause))
         """Jobs' time by cause, counted when an execution ends here."""
         self.estimates: Counts[EstimateOutcome] = Counts(lock, get_args(EstimateOutcome))
-        """Jobs with an estimate that succeeded, by the time up to which: their p50, their p90 or neither."""
+        """Successful jobs with an estimate, by completion within their p50, their p90 or neither."""
         self.estimate_ratio = Observations(lock, RATIOS)
-        """Their time over that of their p50."""
+        """Their time divided by that of their p50."""
         self.attempts = Observations(lock, ATTEMPTS)
         """Executions per finished job."""
         self.commit_seconds = Observations(lock, REDIS_SECONDS)
@@ -182,7 +182,7 @@ class WorkerCounters:
         self._start_gauges()
 
     def _start_gauges(self) -> None:
-        """Set what the worker writes as it is, and a scrape reads."""
+        """Initialize the plain values that the worker writes and a scrape reads."""
         self.state: WorkerState = "starting"
         self.started_at = time.time()
         """Unix seconds."""
@@ -191,14 +191,14 @@ class WorkerCounters:
         """Age of the longest-running job, since its pull; 0 without any."""
         self.leases_held = 0
         self.credit_sequences = 0
-        """The most sequences that the last pull asked for."""
+        """Maximum number of sequences that the last pull requested."""
         self.credit_blocks = 0
         """KV blocks that the last pull could have filled."""
         self.results_buffered = 0
         """Finished results held in memory until Redis accepts them."""
         self.results_buffered_bytes = 0
         self.webhooks_pending: dict[str, int] = dict.fromkeys(get_args(WebhookState), 0)
-        """Of the queue, when this worker last read them. later: failed before, or another worker sends them."""
+        """Pending webhooks when this worker last read them. later: failed before, or sent by another worker."""
         self.webhook_receivers_paused = 0
-        """Receivers that this worker does not call for a while, since they failed repeatedly."""
+        """Receivers that this worker temporarily does not call, because they failed repeatedly."""
         self.model_load_seconds = 0.0

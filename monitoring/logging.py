@@ -3,7 +3,7 @@
 Callers use the standard library's loggers and pass ids as `extra={"job_id": ...}`; structlog renders every
 line, including those of libraries. Prompts and outputs are never logged: they belong to the job's owner.
 
-Names, addresses and answers of others get into lines: they are escaped and cut here, so that no text can forge a line,
+Lines contain external names, addresses and responses: they are escaped and cut here, so that no text can forge a line,
 control the terminal or fill the disk.
 """
 
@@ -23,11 +23,11 @@ from pagemill.common.plain_text import escaped, shortened
 LogFormat = Literal["console", "json"]
 
 MAX_TEXT_CHARACTERS = 4_000
-"""Of a message and of each extra."""
+"""Limit of a message and of each extra."""
 MAX_TRACEBACK_CHARACTERS = 32_000
 
 _NOISY = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "numba", "transformers")
-"""Drivers and model libraries whose INFO messages would drown the worker's."""
+"""Drivers and model libraries whose INFO messages would obscure the worker's."""
 
 
 def configure_logging(

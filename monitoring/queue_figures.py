@@ -1,4 +1,4 @@
-"""The queue's figures as read over Redis. Plain Python."""
+"""The queue's metrics, read from Redis. Plain Python."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TOKEN_KINDS: tuple[TokenKind, ...] = get_args(TokenKind)
 """`cached` ones are among those of the prompt."""
 
 MAX_MODELS = 100
-"""Clients may submit jobs for any model name; models beyond this many are exported as `other`."""
+"""Clients can submit jobs for any model name; models beyond this number are exported as `other`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFigures:
-    """The Redis server's own figures. None: not reported (managed servers hide some)."""
+    """The Redis server's metrics. None: not reported (managed servers hide some)."""
 
     memory_used_bytes: int | None = None
     memory_max_bytes: int | None = None
@@ -58,21 +58,21 @@ class SideFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFigures:
-    """The rollout of a model. An operator starts it, so there are few."""
+    """The rollout of a model. Operators start rollouts, so there are few."""
 
     model: str
     state: RolloutState
     share: float
     agreement: float | None
-    """The share of compared jobs whose outputs agree; None: none were compared."""
+    """The share of compared jobs with equal outputs; None: no jobs were compared."""
     sides: Mapping[Side, SideFigures]
     is_failing: bool
-    """It was halted because the canary failed more often than the stable side."""
+    """True if it was halted because the canary failed more often than the stable side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageFigures:
-    """What the jobs took that ended today (UTC), of all tenants, as the ledger has it."""
+    """Usage of jobs that ended today (UTC), over all tenants, from the ledger."""
 
     tokens: Mapping[TokenKind, int]
     device_seconds: float
@@ -82,14 +82,14 @@ class UsageFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigures:
-    """What the queue makes of its server's memory."""
+    """The queue's view of its server's memory."""
 
     limit_bytes: int = 0
-    """Up to which jobs are taken; 0: the server has no limit."""
+    """Memory up to which jobs are accepted; 0: the server does not have a limit."""
     refused: int = 0
-    """Jobs and files rejected for lack of memory since the queue exists."""
+    """Jobs and files rejected because memory ran out, since the queue was created."""
     kinds: Mapping[str, float] = field(default_factory=dict)
-    """Estimated bytes by kind of data; empty where the server does not report them."""
+    """Estimated bytes by kind of data; empty if the server does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class QueueFigures:
     waiting: Mapping[Lane, int] = field(default_factory=dict)
     """Jobs ready to be pulled."""
     oldest_age_seconds: Mapping[Lane, float] = field(default_factory=dict)
-    """Age of the longest waiting job since its submit."""
+    """Age of the longest waiting job since its submission."""
     delayed: int = 0
     """Jobs not yet due, including retries."""
     running: int = 0
@@ -115,7 +115,7 @@ class QueueFigures:
     submitted: int = 0
     """All jobs ever accepted by the queue."""
     ended: Mapping[Ended, int] = field(default_factory=dict)
-    """All jobs ever ended, by how."""
+    """All jobs ever ended, by outcome."""
     workers: Mapping[WorkerStage, int] = field(default_factory=dict)
     """Live workers by their reported stage."""
     serving: Mapping[str, int] = field(default_factory=dict)
@@ -143,10 +143,10 @@ class QueueFigures:
 
 
 class DrainEstimate:
-    """Estimates how long the queued jobs will take, from the ends of the last minutes.
+    """Estimates the time to finish the queued jobs, from the completions of the last minutes.
 
-    Fed with every reading of the queue, at any interval; an estimate needs two readings sufficiently far
-    apart.
+    It receives every reading of the queue, at any interval; an estimate needs two readings separated by
+    enough time.
     """
 
     def __init__(self, window_s: float = 300.0, least_s: float = 1.0) -> None:
@@ -161,7 +161,7 @@ class DrainEstimate:
         if self._ends and ended < self._ends[-1][1]:
             self._ends.clear()  # another server, or a flushed one
         self._ends.append((figures.taken_at, ended))
-        # Keep the last reading outside the window, so that sparse scrapes have a pair too.
+        # Keep the last reading outside the window, so that sparse scrapes also have a pair.
         while len(self._ends) > 2 and self._ends[1][0] <= figures.taken_at - self._window_s:
             self._ends.popleft()
         if not backlog:

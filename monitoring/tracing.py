@@ -7,9 +7,9 @@
         ├── decode                 to the last
         └── commit                 the write that ended it
 
-Spans are made afterwards, from times recorded anyway: the step loop is not involved. They carry ids, counts and
-settings, never any text of a prompt or an output. Without the SDK (extra `otel`) or an address to send to, there are
-none.
+Spans are created afterwards, from times that are recorded anyway: the step loop is not involved. They contain ids,
+counts and settings, never any text of a prompt or an output. Without the SDK (extra `otel`) or an export address, no
+spans are created.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Value = str | bool | int | float | list[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionTrace:
-    """One execution of a job, from the pull to the server's answer. Times are unix seconds by one clock."""
+    """One execution of a job, from the pull to the server's reply. Times are unix seconds by one clock."""
 
     job_id: str
     queue: str
     traceparent: str | None
-    """The submit's context; without one the execution is its own trace."""
+    """The submission's context; without one the execution is a separate trace."""
     operation: Literal["chat", "text_completion"]
     model: str
     submitted_at: float | None
@@ -144,7 +144,7 @@ class Tracing:
 
 
 def _parent(traceparent: str | None) -> Context | None:
-    """Return the submission's context; without it an empty one, so that this thread's own is not a parent."""
+    """Return the submission's context, or an empty one, so that this thread's context is not a parent."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -1,4 +1,4 @@
-"""A dashboard: rows of panels under one title, with the variables, links and annotations that all share."""
+"""A dashboard: rows of panels under one title, with common variables, links and annotations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def board(
     uid: str, title: str, description: str, rows: Sequence[Row], variables: Sequence[Variable] | None = None
 ) -> model.Dashboard:
     """Build a dashboard. Panels are numbered in order, and links use the numbers: add panels at the end of their
-    row, as only a panel at the very end changes no number. `variables`: replace those of the workers'
+    row, as only a panel at the very end does not change other numbers. `variables`: replace those of the workers'
     dashboards."""
     builder = (
         dashboard.Dashboard(f"Pagemill: {title}")
@@ -79,7 +79,7 @@ def workers() -> list[Variable]:
 
 
 def gateways() -> list[Variable]:
-    """Return the only variable of the gateway's dashboard, `gateway`: a gateway has no worker."""
+    """Return the only variable of the gateway's dashboard, `gateway`: a gateway does not have a worker."""
     return [
         _datasource(),
         _from_labels("gateway", "Gateway", "label_values(pagemill_gateway_requests_in_flight, instance)"),

@@ -1,4 +1,4 @@
-"""The Grafana dashboards as data: one entry per panel. A metric gets a panel by a line in a row."""
+"""The Grafana dashboards as data, one entry per panel. To add a panel for a metric, add a line to a row."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def lines(
     most: float | None = None,
     width: int = 8,
 ) -> Panel:
-    """Lines over time; `stacked` for parts of a whole. `most`: the axis' maximum, if known."""
+    """Lines over time; `stacked` for parts of a total. `most`: the axis' maximum, if known."""
     panel = (
         _framed(timeseries.Panel(), title, about, width=width, height=8)
         .unit(unit)
@@ -83,7 +83,7 @@ def number(
 
 
 def heat(title: str, unit: str, about: str, metric: str, *, width: int = 8, selector: str = WORKER) -> Panel:
-    """A histogram over time: how many observations fell into which bucket."""
+    """A histogram over time: the number of observations per bucket."""
     expr = f"sum by (le) (increase({series(metric + '_bucket', selector)}[$__rate_interval]))"
     target = _target(Query(expr, "{{le}}"), 0).format(prometheus_model.PromQueryFormat.HEATMAP)
     return (
@@ -102,7 +102,7 @@ def heat(title: str, unit: str, about: str, metric: str, *, width: int = 8, sele
 
 
 def _framed(panel: _Kind, title: str, about: str, *, width: int, height: int) -> _Kind:
-    """Set what panels of every kind have: title, description, source, and size on the grid."""
+    """Set the common properties of panels: title, description, source, and size on the grid."""
     return panel.title(title).description(about).datasource(DATASOURCE).span(width).height(height)
 
 

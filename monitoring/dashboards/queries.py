@@ -60,7 +60,7 @@ def total(metric: str, legend: str = "") -> Query:
 
 
 def of_queue(metric: str, legend: str, labels: str = "") -> Query:
-    """A gauge of each chosen queue, by `labels` where given."""
+    """A gauge of each chosen queue, by `labels` if any."""
     return Query(once(series(metric, QUEUE), labels), legend)
 
 
@@ -70,7 +70,7 @@ def queue_total(label: str, metric: str) -> Query:
 
 
 def quantile(metric: str, q: float, legend: str, labels: str = "le", selector: str = WORKER) -> Query:
-    """A quantile of a histogram over the chosen workers; `labels`: `le`, and those to keep."""
+    """A quantile of a histogram over the chosen workers; `labels`: `le`, and labels to preserve."""
     return Query(f"histogram_quantile({q}, sum by ({labels}) ({rate(metric + '_bucket', selector)}))", legend)
 
 

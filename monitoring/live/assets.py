@@ -59,10 +59,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_known_host(header: str | None, names: Sequence[str] = ()) -> bool:
-    """Return True if a Host header names us: an IP address, localhost, this machine, or one of `names`.
+    """Return True if a Host header names this server: an IP address, localhost, this machine, or one of `names`.
 
-    Any other name may be an attacker's domain that resolves to us, so that their page can read this one (DNS
-    rebinding). An address in the header can't be.
+    Any other name may be an attacker's domain that resolves to this server, so that their page can read this one (DNS
+    rebinding). This is not possible with an address in the header.
     """
     host = _without_port(header or "")
     try:

@@ -1,7 +1,7 @@
-"""The data of the live page and `pagemill top`: one JSON document a second, built once for all watchers.
+"""The data of the live page and `pagemill top`: one JSON document per second, built once for all watchers.
 
-It is independent of Redis and of jobs' prompts; the worker supplies the data (`LiveSources`). Without
-watchers only the history is updated, at the cost of reading a snapshot once a second.
+It does not depend on Redis or jobs' prompts; the worker supplies the data (`LiveSources`). Without
+watchers only the history is updated, at the cost of reading one snapshot per second.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WorkerFacts:
     uptime_s: float
     redis_up: bool
     blocked: str | None
-    """Why no job is pulled, if that is so."""
+    """The reason why no job is pulled, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class OtherWorker:
 
 @dataclass(frozen=True, slots=True)
 class PageLinks:
-    """What the page links to: the queue's workers, this one among them, and the page of jobs ('' for none)."""
+    """Links of the page: the queue's workers, including this one, and the page of jobs ('' for none)."""
 
     workers: Sequence[OtherWorker] = ()
     jobs_url: str = ""
@@ -92,7 +92,7 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSources:
-    """The sources of the figures. Called on the feed's thread; only `queue` and `around` may block, up to a timeout."""
+    """The data sources. Called on the feed's thread; only `queue` and `around` may block, up to a timeout."""
 
     worker: Callable[[], WorkerFacts]
     engine: Callable[[], EngineStats | None]
@@ -101,14 +101,14 @@ class LiveSources:
     jobs: Callable[[], Sequence[JobRow]]
     """Oldest first."""
     totals: Callable[[], Mapping[str, float]]
-    """Ends on this worker by outcome, and retries."""
+    """Completions on this worker by outcome, and retries."""
     ends: JobEnds
     watch_blocks: Callable[[float], None]
     """Asks the engine for block maps for this many seconds."""
 
 
 class LiveFeed:
-    """Samples once a second on its own thread, and notifies every watcher."""
+    """Samples once per second on a separate thread, and notifies every watcher."""
 
     def __init__(self, sources: LiveSources, *, tick_s: float = TICK_S) -> None:
         self._sources = sources
@@ -312,5 +312,5 @@ def _json(value: Any) -> bytes:
 
 
 def _event(name: str, data: bytes) -> bytes:
-    # JSON has no raw line breaks, so one data line holds it.
+    # JSON does not contain raw line breaks, so one data line holds it.
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)

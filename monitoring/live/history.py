@@ -9,13 +9,13 @@ from pagemill.engine.outputs import EngineStats
 
 POINTS = 600
 COLUMNS = ("time", "active", "occupied", "generated", "computed", "running", "waiting", "queued")
-"""Unix seconds; shares of the KV pool in use, and in use or cached; tokens per second; sequences; jobs."""
+"""Unix seconds; fractions of the KV pool in use, and in use or cached; tokens per second; sequences; jobs."""
 
 Point = dict[str, float | None]
 
 
 class LiveHistory:
-    """One point per call of `sample`. Rates are differences of the engine's counters, so none is lost."""
+    """One point per call of `sample`. Rates are differences of the engine's counters, so no event is lost."""
 
     def __init__(self, points: int = POINTS) -> None:
         self._points: deque[Point] = deque(maxlen=points)

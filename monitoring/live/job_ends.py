@@ -29,15 +29,15 @@ class JobEnd:
 @dataclass(frozen=True, slots=True)
 class DatedEnd:
     number: int
-    """Distinguishes several ends of one job."""
+    """Distinguishes several executions of one job."""
     ago_s: float
     end: JobEnd
 
 
 class JobEnds:
-    """The last ends and, kept apart, the last failures: a hundred successes a second must not displace them.
+    """The last completions and, separately, the last failures: a hundred successes per second must not displace these.
 
-    Both bounded, newest first, safe from any thread.
+    Both are bounded, newest first, and safe to use from any thread.
     """
 
     def __init__(self, kept: int = KEPT) -> None:

@@ -1,6 +1,6 @@
-"""The live page in a terminal: `pagemill top` draws a worker's `/live.json` and the queue's figures.
+"""The live page in a terminal: `pagemill top` draws a worker's `/live.json` and the queue's metrics.
 
-Rendering only: plain values in, rich renderables out.
+Rendering only, from plain values to rich renderables.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ BAR_COLUMNS = 20
 
 @dataclass(frozen=True, slots=True)
 class TopView:
-    """The figures of one moment."""
+    """The metrics at one moment."""
 
     queue: QueueFigures | None = None
-    """None: Redis does not answer, or was not asked."""
+    """None: Redis does not respond, or was not queried."""
     workers: Sequence[OtherWorker] = ()
     live: Mapping[str, Any] | None = None
     """A worker's `/live.json`."""
     notes: Sequence[str] = field(default_factory=tuple)
-    """Missing figures, and the reasons."""
+    """Missing metrics, and the reasons."""
 
 
 def screen(view: TopView, width: int, height: int, *, colours: bool = True) -> RenderableType:
@@ -86,7 +86,7 @@ def sparkline(values: Sequence[float | None], width: int, top: float | None = No
 
 
 def cells(states: str, columns: int, rows: int) -> list[str]:
-    """Lay out at most `rows` rows of `columns` cells; a cell of several blocks shows the busiest."""
+    """Lay out up to `rows` rows of `columns` cells; a cell of several blocks shows the busiest."""
     group = max(1, -(-len(states) // (columns * rows)))
     grouped = [
         next((letter for letter in _BUSIEST if letter in states[start : start + group]), "f")
@@ -203,7 +203,7 @@ def _jobs(live: Mapping[str, Any], most: int) -> RenderableType:
 
 
 def _ends(live: Mapping[str, Any], most: int) -> RenderableType:
-    """List the last ends, with the reason for failures."""
+    """List the last completions, with the reason for failures."""
     table = _table("ended", "outcome", "tokens", "took", "ago", "why")
     for end in live["ends"][:most]:
         outcome = Text(end["outcome"], style=_TONES.get(end["outcome"], ""))
@@ -228,7 +228,7 @@ def _table(*columns: str) -> Table:
 
 
 def _short(job_id: str) -> str:
-    """Shorten a job id to what distinguishes jobs at a glance."""
+    """Shorten a job id to a distinguishing part."""
     return job_id if len(job_id) <= 14 else f"{job_id[:12]}…"
 
 

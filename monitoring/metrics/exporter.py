@@ -44,7 +44,7 @@ class WorkerMetrics:
     Args:
         counters: the worker's own counters.
         engine: the latest snapshot of the engine; None while the model is being loaded. Must not block.
-        queue: the queue's figures; None when unknown. May query Redis, with its own timeout.
+        queue: the queue's metrics; None when unknown. May query Redis, with a separate timeout.
         identity: the worker's identity.
         vllm_names: also export vLLM's metrics under their own names.
     """

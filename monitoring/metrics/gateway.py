@@ -20,7 +20,7 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class GatewayMetrics(Collector):
-    """Plain counters, touched on the event loop only."""
+    """Plain counters, updated only on the event loop."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -28,7 +28,7 @@ class GatewayMetrics(Collector):
         self.connections = 0
         self.running_batches = 0
         self.requests: Counter[tuple[str, ...]] = Counter()
-        """Requests by route, method and status; 499 if the client disconnected before its answer."""
+        """Requests by route, method and status; 499 if the client disconnected before its response."""
         self.cancelled_jobs = 0
         self.stream_errors = 0
         self.refused = Counter(busy=0, queue_full=0, rate=0, quota=0, late=0)

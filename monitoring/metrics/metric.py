@@ -1,7 +1,7 @@
 """The definition of a metric: a name, a help text, and a reader of its value from a snapshot.
 
-`catalogue.py` lists them all; the tables are in addition to this file. Nothing is incremented here: every value is
-read from a snapshot at scrape time, so that a scrape is consistent and the step loop never touches a metrics
+`catalogue.py` lists them all; the tables are in the other files of this package. No counter is incremented here: every
+value is read from a snapshot at scrape time, so that a scrape is consistent and the step loop never calls a metrics
 library.
 """
 
@@ -40,17 +40,17 @@ Reading = (
 )
 """One value; or one per value of the only label; or one per combination of several."""
 Figure = Number | None | Mapping[str, Number] | Mapping[Labels, Number]
-"""As `Reading`, before common labels are added; None: unknown, thus no sample."""
+"""Like `Reading`, before common labels are added; None: unknown, thus no sample."""
 
 
 def choose_encoding(accept: str) -> tuple[Encode, str]:
-    """Choose a format by what a scraper accepts.
+    """Choose a format that the scraper accepts.
 
     Args:
         accept: the request's Accept header, or nothing.
 
     Returns:
-        What writes OpenMetrics, if that is asked for, or else the text format; and its content type.
+        The writer of OpenMetrics if requested, otherwise of the text format; and its content type.
     """
     try:
         encode, content_type = choose_encoder(accept)
@@ -75,7 +75,7 @@ class Metric(Generic[Source]):
     prefix: str = PREFIX
 
     def family(self, source: Source | None) -> Family:
-        """Return the family with the samples of `source`; None gives the name, type and help alone."""
+        """Return the family with the samples of `source`; with None, only name, type and help."""
         family = _new_family(self.kind, self.prefix + self.name, self.help, self.labels)
         if source is not None:
             reading = self.read(source)
@@ -108,7 +108,7 @@ def one_of(current: str, values: tuple[str, ...]) -> dict[str, Number]:
 
 
 def labeled(labels: Labels, figure: Figure) -> Mapping[Labels, Number]:
-    """Return the samples of a figure with `labels` in front of its own."""
+    """Return the samples of a metric with `labels` in front of its own labels."""
     if figure is None:
         return {}
     if not isinstance(figure, Mapping):
@@ -141,5 +141,5 @@ def _add_sample(family: Family, labels: Labels, value: Number | HistogramSnapsho
 
 
 def _bound(bound: float) -> str:
-    """Format `le` as Prometheus' own clients do, so that 1 and 1.0 stay one series."""
+    """Format `le` like Prometheus' clients, so that 1 and 1.0 are the same series."""
     return repr(float(bound))

@@ -1,7 +1,7 @@
 """The metrics of the queue, its server and its rollouts.
 
-Every process that can see the queue exports them: a worker, and `pagemill exporter` where there is none. So a
-query takes `max by (queue, model, priority)` first, and sums afterwards.
+Every process with access to the queue exports them: workers, and `pagemill exporter` where there are none. So a
+query applies `max by (queue, model, priority)` first, and sums afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagemill.monitoring.queue_figures import (
 
 OTHER_MODELS = "other"
 Read = Callable[[QueueFigures], Figure]
-"""Readers leave out the label `queue`, which every metric here has first."""
+"""Readers omit the label `queue`, with which every metric here starts."""
 
 
 def _gauge(name: str, help: str, read: Read, *labels: str) -> Metric[QueueFigures]:

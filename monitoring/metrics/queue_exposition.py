@@ -1,7 +1,7 @@
-"""The metrics of queues alone, any number of them: the answer of `pagemill exporter` to a scrape.
+"""The metrics of any number of queues: the response of `pagemill exporter` to a scrape.
 
-The same tables as a worker's exposition, so that a dashboard takes `max by (queue, ...)` over both and sees one
-figure.
+The same tables as in a worker's exposition, so that a dashboard can apply `max by (queue, ...)` to both and shows one
+value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class QueueReadings:
     """The queues that could be read."""
     redis_up: bool
     errors: int
-    """Readings that failed since the start."""
+    """Number of readings that failed since startup."""
     version: str = field(default="")
 
 

@@ -20,7 +20,7 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapeFigures:
-    """One scrape's own figures."""
+    """Metrics of one scrape."""
 
     identity: WorkerIdentity
     engine: EngineStats | None

@@ -1,4 +1,4 @@
-"""vLLM's metrics under their own names, so that dashboards and autoscalers made for it work unchanged.
+"""vLLM's metrics under their original names, so that dashboards and autoscalers for it work unchanged.
 
 Colons are reserved for recording rules, so these are off by default (`--vllm-metric-names`). Names, labels
 and units are those of vLLM's V1 engine; there is one engine per worker, `engine="0"`.
@@ -17,7 +17,7 @@ PREFIX = "vllm:"
 LABELS = ("model_name", "engine")
 
 Read = Callable[[EngineStats], Figure]
-"""Readers leave out the labels that every metric here has first."""
+"""Readers omit the labels with which every metric here starts."""
 
 _WAIT_REASONS = {"kv": "capacity", "rows": "capacity", "budget": "deferred"}
 

@@ -1,4 +1,4 @@
-"""The worker's metrics: jobs, leases, commits, admission, and its link to Redis."""
+"""The worker's metrics: jobs, leases, commits, admission, and its connection to Redis."""
 
 from __future__ import annotations
 

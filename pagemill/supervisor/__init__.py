@@ -1,1 +1,1 @@
-"""`pagemill up`: the workers of one host, a gateway and an exporter under one supervisor. Imports no torch."""
+"""`pagemill up`: the workers of one host, a gateway and an exporter under one supervisor. Does not import torch."""

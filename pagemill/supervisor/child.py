@@ -23,16 +23,16 @@ Kind = Literal["worker", "gateway", "exporter"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """What is started, and where it answers."""
+    """The command of a child, and the address of its probes."""
 
     name: str
     kind: Kind
     arguments: tuple[str, ...]
-    """Of the command `pagemill`."""
+    """Arguments of the command `pagemill`."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Added to the supervisor's own; secrets are here and not among the arguments."""
+    """Added to the supervisor's environment; secrets are here and not among the arguments."""
     url: str
-    """The base of its probes and metrics."""
+    """The base URL of its probes and metrics."""
     devices: tuple[str, ...] = ()
     """Values of CUDA_VISIBLE_DEVICES."""
     threads: int | None = None
@@ -42,14 +42,14 @@ class ChildSpec:
 
     @property
     def shares_nothing(self) -> bool:
-        """Whether a successor may start while this one drains: it needs neither its port nor its device."""
+        """Whether a successor can start while this one drains: it does not need its port or device."""
         return self.listener is not None
 
 
 class ChildProcess:
-    """A running child. It leads its own session, so that Ctrl-C reaches the supervisor alone.
+    """A running child. It leads a separate session, so that Ctrl-C reaches only the supervisor.
 
-    Start it on the main thread: the kernel ends it with the thread that started it.
+    Start it on the main thread: the kernel stops it with the thread that started it.
     """
 
     def __init__(self, spec: ChildSpec, logs: LogStream) -> None:
@@ -78,21 +78,21 @@ class ChildProcess:
         """Return its exit code, negative for a signal; None while it runs."""
         code = self._process.poll()
         if code is not None:
-            self._pump.join(timeout=0.5)  # its last lines, before the message about its end
+            self._pump.join(timeout=0.5)  # its last lines, before the message about its exit
         return code
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it and what it has started, by SIGKILL."""
+        """Kill it and its descendants by SIGKILL."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def identity(pid: int) -> float | None:
-    """Return when a process was created, which distinguishes it from a later one of this id; None: it has ended."""
+    """Return a process's creation time, which distinguishes it from a later one with this id; None: it has exited."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())

@@ -1,4 +1,4 @@
-"""Commands to a running supervisor: a line of JSON to its Unix socket, lines of JSON back.
+"""Commands to a running supervisor: one JSON line to its Unix socket, JSON lines as reply.
 
 `{"command": "status"}` gets one document, `stop` gets `{"event": text}`. Any other line gets an event and
 `{"ok": false}`.
@@ -26,12 +26,12 @@ TIMEOUT_S = 10.0
 
 
 class NotRunning(Exception):
-    """No supervisor has this run directory, or this user may not reach it."""
+    """No supervisor uses this run directory, or this user cannot access it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
-    """What the commands call, on the server's threads."""
+    """Functions called by the commands, on the server's threads."""
 
     status: Callable[[], Mapping[str, Any]]
     stop: Callable[[bool], None]
@@ -39,10 +39,10 @@ class Commands:
 
 
 class ControlServer:
-    """Serves commands on its own threads until closed."""
+    """Serves commands on separate threads until closed."""
 
     def __init__(self, path: Path, commands: Commands) -> None:
-        path.unlink(missing_ok=True)  # of a supervisor that was killed: this process has the directory's lock
+        path.unlink(missing_ok=True)  # of a killed supervisor: this process has the directory's lock
         before = os.umask(0o177)
         try:
             self._server = _Server(str(path), type("Handler", (_Handler,), {"commands": commands}))
@@ -93,7 +93,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 def send_command(directory: Path, **command: Any) -> Iterator[dict[str, Any]]:
-    """Send a command and yield the replies until the supervisor hangs up. Raises NotRunning."""
+    """Send a command and yield the replies until the supervisor disconnects. Raises NotRunning."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         try:
             client.connect(str(directory / SOCKET_FILE))
@@ -108,7 +108,7 @@ def send_command(directory: Path, **command: Any) -> Iterator[dict[str, Any]]:
 def _read(replies: BinaryIO, directory: Path) -> bytes:
     try:
         return replies.readline()
-    except ConnectionResetError as error:  # it ended before it took the connection up
+    except ConnectionResetError as error:  # it exited before it accepted the connection
         raise _not_running(directory, error) from None
 
 

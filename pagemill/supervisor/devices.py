@@ -1,4 +1,4 @@
-"""Which GPUs each worker has, and how workers on the CPU share it."""
+"""Assignment of GPUs to workers, and division of the CPU among workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Group = tuple[str, ...]
 
 ALL = "all"
 KV_SHARE = 0.5
-"""Of the available memory, for the KV pools of all workers on the CPU together."""
+"""Fraction of the available memory for the KV pools of all CPU workers together."""
 KV_MAX_BYTES = 4 * 1024**3
 _CARD = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{4,100}")
 _LISTED = re.compile(r"^GPU ([0-9]+):", re.MULTILINE)
@@ -23,7 +23,7 @@ LIST_TIMEOUT_S = 30.0
 def parse_groups(text: str, environment: Mapping[str, str] = os.environ) -> tuple[Group, ...]:
     """Parse `0|1|2,3`, a worker's GPUs between bars, or `all`, a worker per GPU.
 
-    Where CUDA_VISIBLE_DEVICES is set, numbers count in it, as they do for CUDA's own programs. Raises ValueError.
+    If CUDA_VISIBLE_DEVICES is set, numbers are indexes into it, as in CUDA programs. Raises ValueError.
     """
     visible = [
         card.strip() for card in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if card.strip()
@@ -68,10 +68,10 @@ def cores() -> int:
 
 
 def divided_threads(workers: int) -> int:
-    """Return each worker's threads, so that all of them have the cores once."""
+    """Return each worker's number of threads, so that together they use each core once."""
     return max(1, cores() // workers)
 
 
 def divided_kv_bytes(workers: int) -> int:
-    """Return each worker's bytes for KV blocks: alone, a worker takes a quarter of what is available."""
+    """Return each worker's bytes for KV blocks: a single worker uses a quarter of the available memory."""
     return int(min(KV_MAX_BYTES, psutil.virtual_memory().available * KV_SHARE / workers))

@@ -1,4 +1,4 @@
-"""From settings to children: each worker's GPUs, threads, memory and port, the gateway, the exporter."""
+"""Derives children from settings: each worker's GPUs, threads, memory and port, the gateway, the exporter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GATEWAY_DRAIN_S = 25.0
 _SPARE_S = 5.0
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _NOT_FORWARDED = {"redis_url", "http_port", "state_dir"}
-"""Shared settings of which each child gets its own value, or none."""
+"""Shared settings of which each child gets a separate value, or none."""
 _KV_SETTINGS = ("kv_cache_memory_bytes", "num_kv_blocks")
 
 
@@ -83,7 +83,7 @@ def _setting(settings: UpSettings, name: str) -> Any:
 
 def _shared(settings: UpSettings, redis_url: str) -> dict[str, str]:
     named = {name: str(getattr(settings, name)) for name in SHARED - _NOT_FORWARDED}
-    # Not as arguments: a URL may hold a password.
+    # Not as arguments: a URL may contain a password.
     return {ENV_PREFIX + name.upper(): value for name, value in named.items()} | {URL_VARIABLE: redis_url}
 
 

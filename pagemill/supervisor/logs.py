@@ -1,4 +1,4 @@
-"""One stream for the logs of several processes: each line names its process."""
+"""One stream for the logs of several processes, with the process name in each line."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ MAX_LINE_BYTES = 64 << 10
 
 
 class LogStream:
-    """Writes whole lines of several processes: after a prefix as text, with a field `process` as JSON.
+    """Writes complete lines of several processes: with a prefix in text, or a field `process` in JSON.
 
     Thread-safe. A line that is not a JSON object becomes the message of one.
     """
 
     def __init__(self, out: BinaryIO, format: LogFormat, width: int = 0) -> None:
-        """`width`: of the longest name."""
+        """`width`: length of the longest name."""
         self._out = out
         self._is_json = format == "json"
         self._width = width
         self._lock = threading.Lock()
 
     def write(self, name: str, line: bytes) -> None:
-        """Write one line of the process `name`. A stream that is closed swallows it."""
+        """Write one line of the process `name`. A closed stream discards it."""
         text = line.rstrip(b"\r\n")
         log_line = _with_field(name, text) if self._is_json else f"{name:<{self._width}} | ".encode() + text
         with self._lock, contextlib.suppress(OSError, ValueError):
@@ -37,7 +37,7 @@ class LogStream:
             self._out.flush()
 
     def pump(self, name: str, source: IO[bytes]) -> threading.Thread:
-        """Copy a process's output on a separate thread, until it ends."""
+        """Copy a process's output on a separate thread, until the process exits."""
 
         def run() -> None:
             with source:
@@ -49,7 +49,7 @@ class LogStream:
         return thread
 
     def writer(self, name: str) -> io.TextIOBase:
-        """Return a text stream for this process's own logging."""
+        """Return a text stream for this process's logging."""
         return _Writer(self, name)
 
 
@@ -75,7 +75,7 @@ def _with_field(name: str, line: bytes) -> bytes:
         record = None
     if isinstance(record, dict):
         return field + (b", " + line.strip()[1:] if record else b"}")
-    # Not of a logger: an interpreter's or a library's last words.
+    # Not from a logger: final output of an interpreter or a library.
     message = {
         "time": time.time(),
         "level": "info",

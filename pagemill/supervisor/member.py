@@ -1,4 +1,4 @@
-"""A member of the fleet: one worker, gateway or exporter, and the processes that it is in turn."""
+"""A member of the fleet: one worker, gateway or exporter, and its successive processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pagemill.supervisor.prober import Health, Prober
 logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "unready", "draining", "waiting", "stopped"]
-"""waiting: for the next attempt after it ended. unready: it runs, and serves nothing for now."""
+"""waiting: for the next attempt after it exited. unready: it runs, but does not serve at the moment."""
 SETTLE_S = 1.0
-"""A process that shares its predecessor's socket is asked this long after its start: until then that one answers."""
+"""A process that shares its predecessor's socket is probed after this time: until then the predecessor responds."""
 STABLE_S = 60.0
-"""The end of a process that has been ready for this long does not count as a failure."""
+"""The exit of a process that has been ready for this long does not count as a failure."""
 FIRST_RESTART_S = 0.5
-"""The pause before the first restart, which doubles with every further failure in a row."""
+"""The pause before the first restart, which doubles with every further consecutive failure."""
 EXIT_USAGE = 2
 
 
@@ -31,11 +31,11 @@ class Timeouts:
     """Bounds in seconds."""
 
     stop_s: float = 30.0
-    """From SIGTERM to SIGKILL."""
+    """Time from SIGTERM to SIGKILL."""
     start_s: float = 1200.0
-    """Limit of the time from starting a process until it is ready."""
+    """Maximum time from starting a process until it is ready."""
     liveness_s: float = 120.0
-    """Of probes that fail, until it is replaced."""
+    """Time of failing probes until it is replaced."""
     max_backoff_s: float = 60.0
 
 
@@ -47,15 +47,15 @@ class _Leaving:
 
 
 class Member:
-    """Keeps one child running. `tick` does everything; call it, and all else here, on the main thread."""
+    """Keeps one child running. `tick` does the work; call it, and all other methods, on the main thread."""
 
     def __init__(self, spec: ChildSpec, logs: LogStream, timeouts: Timeouts) -> None:
         self.spec = spec
         self.generation = 0
-        """Processes started so far."""
+        """Number of processes started so far."""
         self.was_ready = False
         self.was_killed = False
-        """Whether a process had to be ended by SIGKILL since `stop`."""
+        """Whether a process had to be killed by SIGKILL since `stop`."""
         self.last_end = ""
         self._logs = logs
         self._timeouts = timeouts
@@ -69,7 +69,7 @@ class Member:
         self._state: State = "stopped"
         ready_path = (
             "/healthz" if spec.kind == "exporter" else "/readyz"
-        )  # it reads every queue to answer the latter
+        )  # it reads every queue to respond to the latter
         self._prober = Prober(spec.url, spec.name, ready_path=ready_path)
 
     @property
@@ -86,7 +86,7 @@ class Member:
 
     @property
     def failures(self) -> int:
-        """In a row."""
+        """Consecutive failures."""
         return self._backoff.failures
 
     @property
@@ -95,7 +95,7 @@ class Member:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it has never served and reported an invalid setting: another try would fail in the same way."""
+        """Whether it reported an invalid setting before it ever served: another attempt would fail in the same way."""
         return not self.was_ready and self.last_end == f"exit code {EXIT_USAGE}"
 
     def pids(self) -> list[tuple[int, float | None]]:
@@ -162,7 +162,7 @@ class Member:
     def _spawn(self) -> None:
         try:
             self._process = ChildProcess(self.spec, self._logs)
-        except OSError as error:  # no memory, or no process to be had
+        except OSError as error:  # no memory, or the process limit is reached
             self._failed(f"it can't be started: {error}", time.monotonic())
             return
         self.generation += 1
@@ -183,7 +183,7 @@ class Member:
                 one.kill_at = now + self._timeouts.stop_s
 
     def _judge(self, process: ChildProcess, now: float) -> None:
-        """Decide what the exit code and the probes of the running process mean."""
+        """Evaluate the exit code and the probes of the running process."""
         if (code := process.exit_code()) is not None:
             self._process = None
             self._prober.watch(None)
@@ -228,7 +228,7 @@ class Member:
         self._leaving.append(_Leaving(process, time.monotonic() + self._timeouts.stop_s))
 
     def _health(self, process: ChildProcess) -> Health | None:
-        """Return the probes' answers if they are this process's own."""
+        """Return the probes' results if they belong to this process."""
         health = self._prober.health
         if health is None or health.pid != process.pid:
             return None
@@ -252,7 +252,7 @@ class Member:
 
 
 def ending(code: int) -> str:
-    """Return an exit code in words."""
+    """Describe an exit code."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 logger = logging.getLogger(__name__)
 
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""Meant for this process, not for its children."""
+"""For this process, not for its children."""
 
 
 class ServiceManager:
-    """Reports this process's state to systemd. Does nothing without a manager that listens."""
+    """Reports this process's state to systemd. Does nothing without a listening manager."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._address = environment.get("NOTIFY_SOCKET", "")
         self.watchdog_s = _watchdog_s(environment) if self._address else None
-        """The manager's patience between two signs of life; None: it expects none."""
+        """The manager's watchdog timeout; None: disabled."""
         self._last_beat = float("-inf")
         self._last_status = ""
 
@@ -44,7 +44,7 @@ class ServiceManager:
             self.notify(STATUS=status)
 
     def beat(self, now: float) -> None:
-        """Send a sign of life twice as often as is expected. `now`: monotonic seconds."""
+        """Send watchdog notifications twice as often as required. `now`: monotonic seconds."""
         if self.watchdog_s is not None and now >= self._last_beat + self.watchdog_s / 2:
             self._last_beat = now
             self.notify(WATCHDOG=1)

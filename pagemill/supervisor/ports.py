@@ -1,4 +1,4 @@
-"""The ports of a fleet, chosen once: a child that is started again keeps its own."""
+"""The ports of a fleet, chosen once: a restarted child keeps its port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ports:
 
     @classmethod
     def choose(cls, settings: UpSettings, workers: int) -> Ports:
-        """Raises SettingsError for a port that is taken."""
+        """Raises SettingsError for a port in use."""
         gateway = _listen(settings) if settings.gateway is not False else None
         try:
             taken = {int(gateway.getsockname()[1])} if gateway is not None else set()

@@ -1,4 +1,4 @@
-"""Asks a child's probes on a thread, so that a child that does not answer delays no other."""
+"""Queries a child's probes on a thread, so that an unresponsive child does not delay others."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 TIMEOUT_S = 5.0
 BUSY_S = 0.25
-"""Interval while something depends on the answer, such as a restart."""
+"""Interval while an action such as a restart depends on the result."""
 IDLE_S = 2.0
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The last answers. `pid` is the process that was asked; of an earlier one they mean nothing."""
+    """The last probe results. `pid` is the probed process; results of an earlier process are invalid."""
 
     pid: int
     asked_at: float
-    """Monotonic, before the first question."""
+    """Monotonic time, before the first probe."""
     is_ready: bool
     unhealthy_since: float | None
-    """Since when /healthz fails or does not answer; None: it is well, or has never been."""
+    """Start of failures of /healthz; None: it is healthy, or never was."""
 
 
 class Prober:
@@ -42,7 +42,7 @@ class Prober:
         self._thread.start()
 
     def watch(self, pid: int | None) -> None:
-        """Ask this process from now on; None: there is none."""
+        """Probe this process from now on; None: there is none."""
         self._pid = pid
         self._wake.set()
 
@@ -74,7 +74,7 @@ class Prober:
 
 
 def answers(url: str) -> bool:
-    """Return whether a probe answers 200."""
+    """Return whether a probe returns 200."""
     try:
         with _opener.open(url, timeout=TIMEOUT_S) as answer:
             return bool(answer.status == 200)

@@ -1,6 +1,6 @@
-"""The directory of a running supervisor: its lock, what it runs, and the socket that takes commands.
+"""The directory of a running supervisor: its lock, its processes, and its command socket.
 
-Only its owner may enter: a process that reaches the socket may stop everything.
+Only its owner has access: a process with access to the socket can stop all processes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RunDirectoryError(RuntimeError):
 
 
 class RunDirectory:
-    """Holds the directory until closed: one supervisor in each."""
+    """Locks the directory until closed, for one supervisor each."""
 
     def __init__(self, path: Path) -> None:
-        """Raises RunDirectoryError if another supervisor has it, or if it can't be written."""
+        """Raises RunDirectoryError if another supervisor uses it, or if it is not writable."""
         self.path = path
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH:
             raise RunDirectoryError(
@@ -63,7 +63,7 @@ class RunDirectory:
         return self.path / SOCKET_FILE
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Write by rename, so that a reader sees a whole file. A full disk is logged, and no error."""
+        """Write by rename, so that readers see a complete file. A full disk is logged and not an error."""
         temporary = self.path / f"{STATE_FILE}.new"
         try:
             temporary.touch(mode=0o600)
@@ -73,9 +73,9 @@ class RunDirectory:
             logger.warning("%s can't be written: %s", self.path / STATE_FILE, error.strerror or error)
 
     def end_leftovers(self, patience_s: float) -> None:
-        """End what a supervisor that was killed has left: it holds ports and devices.
+        """Stop the processes of a killed supervisor, which occupy ports and devices.
 
-        The kernel has asked those processes to drain; those that have not after `patience_s` are killed.
+        The kernel has signaled those processes to drain; any still running after `patience_s` are killed.
         """
         left = [process for process in _processes(self.path / STATE_FILE) if _lives(*process)]
         if left:

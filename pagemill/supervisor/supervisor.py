@@ -1,4 +1,4 @@
-"""The supervisor's loop: one thread that starts, watches and ends every child."""
+"""The supervisor's loop: one thread that starts, watches and stops every child."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ EXIT_FAILED = 1
 
 
 class Server(Protocol):
-    """An embedded Redis, restarted where it has died."""
+    """An embedded Redis, restarted after a crash."""
 
     def revive(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What is run."""
+    """The components to run."""
 
     specs: Sequence[ChildSpec]
     timeouts: Timeouts
@@ -62,7 +62,7 @@ class Supervisor:
         self._members = [Member(spec, logs, fleet.timeouts) for spec in fleet.specs]
         self._wake = threading.Event()
         self._stops = 0
-        """How often it was asked to stop: to drain, to hurry, to kill."""
+        """Number of stop requests: drain, hurry, kill."""
         self._was_ready = False
         self._has_refused = False
         self._snapshot: dict[str, Any] = {}
@@ -70,7 +70,7 @@ class Supervisor:
         self._started_at = time.time()
 
     def run(self) -> int:
-        """Run until all has ended. Returns 0 after a drain, 1 if something had to be killed, 2 for a wrong setting."""
+        """Run until all children have exited. Return 0 after a drain, 1 if any was killed, 2 for a wrong setting."""
         self._install_signals()
         for member in self._members:
             member.start()
@@ -125,7 +125,7 @@ class Supervisor:
             time.sleep(1.0)
 
     def _drain(self) -> None:
-        """End all children, in any state."""
+        """Stop all children, in any state."""
         self._manager.notify(STOPPING=1)
         logger.info("stopping: up to %.0f s for running jobs and requests", self._fleet.timeouts.stop_s)
         for member in self._members:
@@ -184,4 +184,4 @@ class Supervisor:
             signal.signal(number, self._on_stop)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        self._stops += 1  # the loop looks: an Event's lock may be held by the code that is interrupted
+        self._stops += 1  # the loop checks it: an Event's lock may be held by the interrupted code

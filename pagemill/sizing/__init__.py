@@ -1,1 +1,1 @@
-"""`pagemill doctor --plan`: what a load takes, before anything is bought or started."""
+"""`pagemill doctor --plan`: resources for a load, estimated without running it."""

@@ -1,4 +1,4 @@
-"""A plan with everything it rests on: the model's sizes, the device's speed, the load, and the assumptions in words."""
+"""A plan with its inputs: the model's sizes, the device's speed, the load, and the assumptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKLOG_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked. A rate of arrivals, or rows and a deadline."""
+    """The planned load: an arrival rate, or rows and a deadline."""
 
     config: EngineConfig
     device: str = "cpu"
@@ -33,17 +33,17 @@ class Question:
     output_tokens: Tokens
     """Average length of a job's output in tokens."""
     shared_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Tokens of the prompt that all jobs begin with."""
+    """Prompt tokens of the prefix shared by all jobs."""
     rate: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
-    """Jobs per second that arrive."""
+    """Arrival rate in jobs per second."""
     rows: Annotated[int, Field(ge=1, le=10**12)] | None = None
-    """Jobs of a batch, instead of a rate."""
+    """Number of jobs of a batch, instead of a rate."""
     deadline_s: Annotated[float, Field(ge=1e-3, le=YEAR_S)] | None = None
-    """Seconds until the last of the rows has ended."""
+    """Seconds until the last row has finished."""
     weight_bits: Annotated[float, Field(ge=0.5, le=64.0)] | None = None
     """Bits per weight. Default: as in config.json."""
     retention_s: Annotated[float, Field(ge=0.0, le=YEAR_S)] = 86_400.0
-    """Seconds that results of a rate are kept; those of rows are kept together for a week."""
+    """Retention of results in seconds for a rate; results of rows are retained together for a week."""
     bytes_per_token: Annotated[float, Field(ge=0.1, le=100.0)] = 4.0
     """Bytes of text per token in Redis."""
     cpu_gb_per_s: Annotated[float, Field(ge=0.01, le=1e5)] | None = None
@@ -93,7 +93,7 @@ class Answer:
 
 
 def answer(question: Question) -> Answer:
-    """Look the model up, measure the CPU if it is asked about, and plan.
+    """Look the model up, measure the CPU if it is the device, and plan.
 
     Raises PlanError, and `pagemill.engine.errors.EngineError` for the model.
     """

@@ -1,4 +1,4 @@
-"""What devices read, compute and hold."""
+"""Memory bandwidth, compute rate and memory of devices."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class DeviceSpeed:
     memory_bytes: int
     bytes_per_s: float
     flops: Mapping[str, float]
-    """By dtype of the products, dense."""
+    """By dtype of the matmuls, dense."""
     read_share: float
-    """Of `bytes_per_s`, that a decode step reaches."""
+    """Fraction of `bytes_per_s` that a decode step reaches."""
     compute_share: float
-    """Of `flops`, that products reach."""
+    """Fraction of `flops` that matmuls reach."""
     step_s: float
-    """Of a step, in addition to its reading and computing: planning, launches, sampling."""
+    """Overhead of a step in addition to memory access and computation: planning, launches, sampling."""
     job_s: float
-    """Of a job, for queue, worker and tokenizer, where they take the device's time."""
+    """Time of a job in queue, worker and tokenizer, if they use the device's time."""
     source: str
 
     def flops_of(self, dtype: str) -> float:
@@ -44,7 +44,7 @@ def _card(
         memory_bytes=memory_mib * MIB,
         bytes_per_s=gb_per_s * 1e9,
         flops={"bfloat16": half, "float16": half, "float32": single_tflops * TERA},
-        # Not measured by this project: what serving engines commonly reach.
+        # Not measured by this project: common values of serving engines.
         read_share=0.7,
         compute_share=0.5,
         step_s=0.002,
@@ -69,7 +69,7 @@ CARDS: Mapping[str, DeviceSpeed] = {
 
 
 def cpu(memory_bytes: int, bytes_per_s: float, flops: float, source: str) -> DeviceSpeed:
-    """Describe a CPU by its speed of reading memory and of multiplying fp32 matrices."""
+    """Describe a CPU by its memory bandwidth and its speed of fp32 matmuls."""
     return DeviceSpeed(
         name="cpu",
         is_card=False,
@@ -77,9 +77,9 @@ def cpu(memory_bytes: int, bytes_per_s: float, flops: float, source: str) -> Dev
         bytes_per_s=bytes_per_s,
         flops={"float32": flops},
         read_share=1.0,
-        # docs/performance.md: 180 of 245 GFLOP/s while reading prompts; what decodes a row costs the same.
+        # docs/performance.md: 180 of 245 GFLOP/s in prefill; decoding a row costs the same.
         compute_share=0.7,
         step_s=0.001,
-        job_s=0.0012,  # 2.4 ms of two cores a job, server and client included
+        job_s=0.0012,  # 2.4 ms of two cores per job, including server and client
         source=source,
     )

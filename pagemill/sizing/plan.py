@@ -1,7 +1,7 @@
 """The arithmetic of a plan: blocks, rows, a worker's jobs per second, workers, Redis.
 
 A step reads every weight once and computes every row, so its time is a + b * rows (docs/performance.md, "Throughput
-model"); a job takes its prompt's share of steps once, and a step's time over the rows for each token of its output.
+model"); a job uses its prompt's share of steps once, and a step's time divided by the rows for each output token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagemill.engine.figures import ModelFigures
 
 BUSY = 0.8
-"""The share of what workers and a server's core can do that a plan counts on."""
+"""The fraction of the capacity of workers and a server's core that a plan assumes."""
 GPU_UTILIZATION = 0.9
 CUDA_BYTES = 1 << 30
 """A context, cuBLAS' workspace and a step's activations."""
@@ -36,11 +36,11 @@ class Load:
     output_tokens: int
     jobs_per_s: float
     shared_tokens: int = 0
-    """Of the prompt, that all jobs begin with: computed once."""
+    """Prompt tokens of the prefix shared by all jobs, computed once."""
     waiting_jobs: int = 0
     """The longest queue."""
     kept_jobs: float = 0.0
-    """Ended jobs whose results are still there."""
+    """Ended jobs whose results are still stored."""
     bytes_per_token: float = 4.0
 
 
@@ -48,7 +48,7 @@ class Load:
 class WorkerLimits:
     max_num_seqs: int
     kv_bytes: int | None = None
-    """For the KV pool; None: what the device has left."""
+    """Bytes for the KV pool; None: the device's remaining memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +64,13 @@ class Plan:
     cached_states: int
     """Recurrent states at the ends of cached prefixes."""
     step_s: float
-    """Of a decode step with all rows."""
+    """Time of a decode step with all rows."""
     jobs_per_s: float
-    """With all rows taken, always."""
+    """Jobs per second with all rows always in use."""
     output_tokens_per_s: float
     workers: int
     busy_rows: float
-    """Taken per worker, on average, at the load."""
+    """Rows in use per worker, on average, at the load."""
     service_s: float
     """A job's time in the engine at the load."""
     redis_bytes: int
@@ -175,11 +175,11 @@ class _Times:
     """Seconds on a device."""
 
     fixed_s: float
-    """Of a step: its weights, and what is neither reading nor computing."""
+    """Time of a step: its weights, and overhead."""
     row_s: float
-    """Of a row in a decode step."""
+    """Time of a row in a decode step."""
     prompt_s: float
-    """Of a job's prompt and, on the CPU, its handling."""
+    """Time of a job's prompt and, on the CPU, its handling."""
     output_tokens: int
 
     @classmethod
@@ -204,13 +204,13 @@ class _Times:
         return self.fixed_s + rows * self.row_s
 
     def job_s(self, rows: float) -> float:
-        """A job's share of the device's time with that many rows."""
+        """A job's share of the device's time with this number of rows."""
         return self.prompt_s + self.output_tokens * self.step_s(rows) / rows
 
     def steady_state(self, jobs_per_s: float, most_rows: int) -> tuple[float, float]:
-        """Return the rows that are taken at a rate, and a job's time in the engine (Little's law).
+        """Return the rows in use at a rate, and a job's time in the engine (Little's law).
 
-        Prompts take their share of the time away from decode steps.
+        Prompts reduce the time available for decode steps.
         """
         left = max(1e-3, 1 - jobs_per_s * self.prompt_s)
         rows = 1.0

@@ -1,7 +1,7 @@
-"""What a job costs the Redis server: bytes while it waits and once it has ended, scripts while it runs.
+"""Cost of a job in Redis: bytes while it waits and after it has ended, scripts while it runs.
 
-Payload and result are made as producers and workers make them, so a change of either changes the figures; what is
-added to them was measured (tests/sizing/test_redis_cost.py and test_plan.py hold it).
+Payload and result are created like in producers and workers, so a change of either changes the results; the overhead
+was measured (tests/sizing/test_redis_cost.py and test_plan.py verify it).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ RECORD_BYTES = 510
 """Record, places in lane and batch, names of keys, and what the allocator rounds up, of a waiting job (Valkey 9)."""
 ENDED_BYTES = 470
 SERVER_BYTES = 4 << 20
-"""Of an empty server with our scripts and the tables of a queue."""
+"""Bytes of an empty server with Pagemill's scripts and the tables of a queue."""
 SCRIPT_S = 200e-6
-"""A core's time per script, the network included, on a virtual core of 2.5 GHz (simulation of 2026-11-21)."""
+"""A core's time per script, including the network, on a virtual core of 2.5 GHz (simulation of 2026-11-21)."""
 _ID = "0" * 32
 _TOKEN = 12_345
 CHECKPOINT_S = 1.0
@@ -31,7 +31,7 @@ _BYTES_PER_TOKEN_ID = 7.0
 class JobBytes:
     waiting: int
     running: int
-    """With its payload and, on average, half of its tokens in the checkpoint."""
+    """Bytes with its payload and, on average, half of its tokens in the checkpoint."""
     ended: int
 
 
@@ -62,10 +62,10 @@ def scripts_per_job(
     Args:
         service_s: the job's time in the engine.
         rows: jobs that its worker runs concurrently.
-        checkpoint_tokens: a checkpoint comes after these or after a second; None: after a second.
+        checkpoint_tokens: a checkpoint is written after these or after a second; None: after a second.
     """
     by_time = max(0.0, service_s / CHECKPOINT_S - 0.5)
     by_tokens = 0.0 if checkpoint_tokens is None else output_tokens // checkpoint_tokens
     jobs_per_s = max(rows, 1.0) / max(service_s, 1e-3)
-    # A checkpoint holds a token at least.
+    # A checkpoint contains at least one token.
     return 3.0 + min(output_tokens, max(by_time, by_tokens)) + 1.0 / jobs_per_s

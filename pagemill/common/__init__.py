@@ -1,1 +1,1 @@
-"""What every part shares: bounds, sampling fields, JSON values, error codes. Imports nothing else of Pagemill."""
+"""Shared definitions: bounds, sampling fields, JSON values, error codes. Does not import other parts of Pagemill."""

@@ -1,4 +1,4 @@
-"""Keys of other services, from files: they appear in no job, log or error."""
+"""Keys of other services, from files: they never appear in a job, log or error."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def read_key(file: Path | None) -> str:
 
 
 def is_key(text: str) -> bool:
-    """Return whether a text can be a key, and so part of a header."""
+    """Return whether a text can be a key, and therefore part of a header."""
     return len(text) <= MAX_KEY_BYTES and _KEY.fullmatch(text) is not None

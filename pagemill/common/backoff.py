@@ -8,14 +8,14 @@ import time
 
 FIRST_S = 0.05
 LOUD_FAILURES = 5
-"""Failures in a row that are all logged; later ones are if their number is a power of two."""
+"""Number of consecutive failures that are all logged; later ones are if their number is a power of two."""
 
 
 def pause_after(failures: int, first_s: float, max_s: float, jitter: float) -> float:
     """Return the seconds until the next attempt: `first_s`, doubled by each failure before the last one.
 
     Args:
-        failures: in a row, 1 at least.
+        failures: number of consecutive failures, at least 1.
         jitter: the fraction of the pause that is shortened at random, so that processes do not retry in step.
     """
     pause = min(max_s, first_s * 2.0 ** min(failures - 1, 32))
@@ -26,7 +26,7 @@ class Backoff:
     """Pauses that double from `first_s` to `max_s`, until an optional timeout.
 
     Args:
-        jitter: as of `pause_after`.
+        jitter: see `pause_after`.
         timeout_s: no pause extends past this time from now; None, or longer than a thread can wait: no limit.
     """
 
@@ -52,7 +52,7 @@ class Backoff:
         return pause if self.remaining is None else min(pause, self.remaining)
 
     def reset(self) -> None:
-        """Start again with the first pause; the timeout stays."""
+        """Start again with the first pause; the timeout remains."""
         self.failures = 0
 
     @property
@@ -66,5 +66,5 @@ class Backoff:
 
     @property
     def is_loud(self) -> bool:
-        """Whether the last failure is worth a line in the log."""
+        """Whether the last failure should be logged."""
         return self.failures <= LOUD_FAILURES or self.failures.bit_count() == 1

@@ -1,4 +1,4 @@
-"""Bounds of values, as metadata of `Annotated` types. Pydantic enforces them where it validates the class."""
+"""Bounds of values, as metadata of `Annotated` types. Pydantic enforces them when it validates the class."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9._@:/+-]{1,128}")
-"""What a served model may be called: the name is part of keys in Redis."""
+"""Valid names of served models: the name is part of keys in Redis."""
 MODEL_NAME_RULE = "a served model's name is 1 to 128 of the characters A-Z a-z 0-9 . _ @ : / + -"
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""What an adapter may be called."""
+"""Valid names of adapters."""
 ADAPTER_NAME_RULE = "an adapter's name is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
 REVISION_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 REVISION_NAME_RULE = "a revision is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
@@ -32,7 +32,7 @@ class InvalidParameter(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included; `above` excludes `low`. NaN is in no range."""
+    """Numbers from `low` to `high`, both included; `above` excludes `low`. NaN is always outside."""
 
     low: float
     high: float

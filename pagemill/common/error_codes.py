@@ -36,7 +36,7 @@ EndCode = Literal[
     "parent_failed",
     "condition_false",
 ]
-"""The job was ended from outside; not an error of an execution."""
+"""The job was ended externally; not an error of an execution."""
 ErrorCode = Literal[FinalCode, RetryableCode, EndCode]
 
 FINAL_CODES: frozenset[str] = frozenset(get_args(FinalCode))

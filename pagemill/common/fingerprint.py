@@ -1,9 +1,9 @@
-"""A fingerprint names the function that an engine computes: `<digest>`, or `<digest>@<commit>` for a hub's model.
+"""A fingerprint identifies an engine's function: `<digest>`, or `<digest>@<commit>` for a hub's model.
 
-The digest covers config.json, samples of the weights and the settings that change numbers; the location of the files is
-not part of it. Samples may miss a change of a few tensors, which a commit does not, so two commits differ even where
-the digests agree. A folder has no commit, so a copy of a hub's files continues what the hub's began, and the
-other way round.
+The digest covers config.json, samples of the weights and the settings that change results; it does not include the
+location of the files. Samples may miss a change of a few tensors, but a commit does not, so two commits differ even if
+the digests agree. A folder does not have a commit, so a copy of a hub's files can continue work of the original, and
+vice versa.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def shortened(revision: str) -> str:
-    """Return a whole commit as fingerprints name it, and any other revision as it is."""
+    """Return a full commit in the form of fingerprints, and any other revision unchanged."""
     return revision[:COMMIT_DIGITS] if _COMMIT.fullmatch(revision) else revision
 
 
@@ -28,13 +28,13 @@ def with_commit(digest: str, commit: str | None) -> str:
 
 @lru_cache(maxsize=1024)
 def with_adapter(fingerprint: str, adapter_digest: str) -> str:
-    """Return the fingerprint of a model with an adapter: without it, or with other weights, it is another function."""
+    """Return the fingerprint of a model with an adapter, which differs without it or with other weights."""
     digest, separator, commit = fingerprint.partition("@")
     return hashlib.sha256(f"{digest} adapter {adapter_digest}".encode()).hexdigest()[:16] + separator + commit
 
 
 def digest_of(fingerprint: str) -> str:
-    """Return the part that does not depend on where the files came from."""
+    """Return the part that does not depend on the files' origin."""
     return fingerprint.partition("@")[0]
 
 
@@ -47,6 +47,6 @@ def may_continue(stored: str, own: str) -> bool:
 
 
 def revision_of(fingerprint: str) -> str:
-    """Return the name of a model's revision: the hub's commit, shortened, or the digest where there is none."""
+    """Return the name of a model's revision: the hub's commit, shortened, or the digest without one."""
     digest, _, commit = fingerprint.partition("@")
     return commit or digest

@@ -1,4 +1,4 @@
-"""The version that runs."""
+"""The running version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of others for lines that people read: it cannot forge a line, control a terminal or fill a disk."""
+"""Makes external text safe for displayed lines: it cannot forge a line, control a terminal or fill a disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def escaped(text: str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return at most `limit` characters (50 or more), without the middle: what failed is often named at the end."""
+    """Return up to `limit` characters (50 or more), without the middle: the cause is often at the end."""
     if len(text) <= limit:
         return text
     note = f" ... ({len(text):,} characters) ... "

@@ -1,4 +1,4 @@
-"""Extensions that other installed packages register as entry points. One is imported when it is used, not before."""
+"""Extensions that other installed packages register as entry points. Each is imported on first use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PluginError(Exception):
 
 
 class Plugins(Generic[T]):
-    """The extensions of one kind, by name. Names that Pagemill has itself stay its own. Thread-safe."""
+    """The extensions of one kind, by name. Pagemill's names cannot be replaced. Thread-safe."""
 
     def __init__(
         self, group: str, what: str, is_right: Callable[[Any], bool], built_in: Collection[str]
@@ -31,14 +31,14 @@ class Plugins(Generic[T]):
         Args:
             group: the group of the entry points.
             what: what an entry point should be, for messages.
-            is_right: whether an object is that.
-            built_in: names that no package can take.
+            is_right: returns whether an object is valid.
+            built_in: names that packages cannot use.
         """
         self._group = group
         self._what = what
         self._is_right = is_right
         self._built_in = built_in
-        self._load = cache(self._load_once)  # of names that are installed, so its size has a limit
+        self._load = cache(self._load_once)  # of installed names, so its size is limited
 
     @cached_property
     def _found(self) -> Mapping[str, list[EntryPoint]]:
@@ -67,7 +67,7 @@ class Plugins(Generic[T]):
         """Import and return an extension; None if no package registers this name.
 
         Raises:
-            PluginError: it can't be imported, is something else, or two packages register the name.
+            PluginError: it cannot be imported, is invalid, or two packages register the name.
         """
         if not (points := self._found.get(name)):
             return None
@@ -77,7 +77,7 @@ class Plugins(Generic[T]):
         return found
 
     def _load_once(self, name: str, *points: EntryPoint) -> T | PluginError:
-        """Load an extension; an error is returned, so that it is remembered too."""
+        """Load an extension; an error is returned, so that it is cached too."""
         if len(points) > 1:
             packages = ", ".join(sorted({_package(point) for point in points}))
             return PluginError(f"several packages register {name!r} as one of {self._group}: {packages}")

@@ -1,4 +1,4 @@
-"""How often the progress of a long wait is reported: a reader of a terminal waits for it, a log keeps every line."""
+"""The interval of progress reports during long waits: short for a terminal, long for a log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rewrites the numbers of a JSON schema that llguidance (1.9) would not enforce.
 
-It keeps numbers as 64-bit floats, which rounds most integers beyond 2**53, and rejects bounds beyond 2**63. Between two
+It uses numbers as 64-bit floats, which rounds most integers beyond 2**53, and rejects bounds beyond 2**63. Between two
 bounds with the same integer part it includes the one nearer to zero, exclusive or not.
 """
 
@@ -21,7 +21,7 @@ _DATA = frozenset({"default", "examples"})
 _FARTHEST = 2**63 - 1024
 """The largest bound that is supported; a farther one, which hardly excludes anything, becomes this one."""
 _LARGEST = 1e9
-"""Exclusive bounds beyond it stay: a step of 1e-14 of them could be as large as the distance of two bounds."""
+"""Exclusive bounds beyond it remain: a step of 1e-14 of them could be as large as the distance of two bounds."""
 _DIGITS = 14
 
 
@@ -30,10 +30,10 @@ class InexactInteger(ValueError):
 
 
 def with_exact_numbers(text: str) -> str:
-    """Return a schema whose numbers a grammar enforces; it allows no value that the given one does not.
+    """Return a schema whose numbers a grammar enforces; it never allows more than the original.
 
     Args:
-        text: a JSON schema; anything else is returned as it is.
+        text: a JSON schema; anything else is returned unchanged.
 
     Raises:
         InexactInteger: an integer beyond 2**53 that a grammar cannot enforce.
@@ -119,7 +119,7 @@ def _check_range(schema: dict[str, Any], exact: dict[str, Any]) -> None:
 
 
 def _include(exact: dict[str, Any]) -> None:
-    """Replace an exclusive integral bound by an inclusive one next to it, where the grammar would include it."""
+    """Replace an exclusive integral bound by an inclusive one next to it, if the grammar would include it."""
     numbers: dict[str, float] = {key: value for key, value in exact.items() if _is_number(value)}
     for (inclusive, exclusive, inwards), opposite in zip(_SIDES, reversed(_SIDES), strict=True):
         bound, sign = numbers.get(exclusive), 1 if inwards > 0 else -1

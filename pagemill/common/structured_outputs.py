@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 1024
 MAX_STRING = 4096
-"""Most characters in one stop string, bad word or choice."""
+"""Maximum number of characters in one stop string, bad word or choice."""
 MAX_SCHEMA = 65_536
-"""Most characters in a regex or grammar, and in the parameters of a tool."""
+"""Maximum number of characters in a regex or grammar, and in the parameters of a tool."""
 MAX_JSON_SCHEMA = 262_144
-"""Most characters in a JSON schema."""
+"""Maximum number of characters in a JSON schema."""
 MAX_SCHEMA_DEPTH = 64
 """Maximum nesting of objects and arrays in a JSON schema."""
 
@@ -93,7 +93,7 @@ def _closed(schema: Any) -> Any:
         elif key in _SCHEMA_PLACES:
             closed[key] = _closed(value)
     required, properties = schema.get("required", ()), schema.get("properties")
-    # What is required and not listed has to stay allowed.
+    # Required properties that are not listed must remain allowed.
     if (
         isinstance(properties, dict)
         and isinstance(required, list | tuple)

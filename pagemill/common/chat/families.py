@@ -23,10 +23,10 @@ _TYPE: Final = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
 _OBJECT: Final = re.compile(
     rf'\{{\s*{_TYPE}"name"\s*:\s*"{_NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
-"""An object's beginning, up to the arguments. Any other order of members is read once the object has ended."""
+"""An object's start, up to the arguments. Any other order of members is read once the object has ended."""
 _KEY: Final = r"\s*(?P<key>[^<>\"]{1,128}?)\s*"
 HEADER_LIMIT: Final = 512
-"""Most characters before the arguments of a call."""
+"""Maximum number of characters before the arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class CallForm:
     """With `NAME` for the function's name as it is, or `"NAME"` for it as JSON."""
     after: str
     begin: str = ""
-    """Before the first of the calls."""
+    """Text before the first call."""
     separator: str = "\n"
     end: str = ""
-    """After the last."""
+    """Text after the last call."""
     trigger: str = ""
-    """What a call begins with where the model may also answer in words: `begin` + `before`, or a part of it that
-    nothing else begins with."""
+    """The start of a call if the model may also answer with text: `begin` + `before`, or a part of it that
+    is unique to calls."""
     answer: str = ""
     """Text before an output without a call."""
     is_single: bool = False
-    """True if the model makes one call per answer, regardless of what the job allows."""
+    """True if the model makes one call per output, regardless of the job's limit."""
 
     def head(self, name: str) -> str:
         return self.before.replace('"NAME"', json.dumps(name)).replace("NAME", name)
@@ -64,7 +64,7 @@ class Elements:
     """Matches the text before a value, with the parameter's name as `key`; a group `is_text` that is `true` or
     `false` determines whether the value is a text, otherwise the tool's schema does."""
     end: str
-    """What ends a value."""
+    """The text that ends a value."""
     call_end: str
     trims_lines: bool = False
     """True if a line break at each end of a value is not part of it."""
@@ -76,9 +76,9 @@ class ToolSyntax:
 
     form: CallForm
     words: tuple[str, ...]
-    """What the family's chat templates contain, all of them."""
+    """Strings that all of the family's chat templates contain."""
     opens: tuple[str, ...] = ()
-    """What calls begin with, anywhere in the text; without any, a call is how the text begins."""
+    """Strings that start calls, anywhere in the text; if empty, a call starts the text."""
     header: re.Pattern[str] = _OBJECT
     """Text between that and the arguments."""
     is_wrapped: bool = True
@@ -86,9 +86,9 @@ class ToolSyntax:
     skipped: tuple[str, ...] = ()
     """Text around calls, in addition to white space, that is not content."""
     elements: Elements | None = None
-    """How arguments are written that are not JSON. `header` then matches from a call's opening mark on."""
+    """The format of arguments that are not JSON. `header` then matches from a call's opening mark on."""
     quote: str = ""
-    """What encloses texts in arguments like JSON with bare names; `header` is as with `elements`. Empty: JSON."""
+    """Quotes of texts in arguments like JSON with bare names; `header` is as with `elements`. Empty: JSON."""
 
 
 def _array(marker: str, close: str = "") -> CallForm:
@@ -296,17 +296,17 @@ them."""
 PLUGINS: Final[Plugins[ToolSyntax]] = Plugins(
     "pagemill.tool_parsers", "a ToolSyntax", lambda one: isinstance(one, ToolSyntax), (*TOOLS, "none")
 )
-"""The syntaxes of other packages. A template does not select them: a worker names one."""
+"""The syntaxes of other packages. A template does not select them; a worker's setting does."""
 
 
 def find_tools(name: str | None) -> ToolSyntax | None:
-    """Return a syntax by its name, built in or of another package; None if it is not known here."""
+    """Return a syntax by its name, built in or of another package; None if it is unknown."""
     if name is None or name in TOOLS:
         return None if name is None else TOOLS[name]
     try:
         return PLUGINS.find(name)
     except PluginError as error:
-        # A worker has checked the name when it started: this is a reader with another installation.
+        # A worker checks the name at startup: this is a reader with a different installation.
         logger.warning("calls are not separated from the text: %s", error)
         return None
 
@@ -348,7 +348,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
 
 
 def detect_tools(template: str) -> str | None:
-    """Return the name of the syntax that a chat template writes; None if it is one that is not supported."""
+    """Return the name of a chat template's syntax; None if it is not supported."""
     if unsupported_family(template) is not None:
         return None
     if "tools" not in template:

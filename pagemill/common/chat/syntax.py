@@ -1,4 +1,4 @@
-"""The syntax of one job's output: which reasoning tags and which tool calls to parse."""
+"""The syntax of one job's output: reasoning tags and tool calls to parse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ChatSyntax:
     thinking: str | None = None
     """A name in THINKING."""
     is_open: bool = False
-    """True if the prompt has opened the thinking. Written as `+` after the name."""
+    """True if the prompt has opened the reasoning. Written as `+` after the name."""
     tools: str | None = None
     """A name in TOOLS, or of another package's syntax."""
 
@@ -32,7 +32,7 @@ class ChatSyntax:
 
     @classmethod
     def read(cls, text: str) -> ChatSyntax:
-        """Return the syntax that `str` wrote; names from a later version, unknown here, are left out."""
+        """Return the syntax that `str` wrote; unknown names from a later version are omitted."""
         thinking, _, rest = text.partition("/")
         tools, _, values = rest.partition("/")
         name = thinking.removesuffix("+")

@@ -1,6 +1,6 @@
-"""Reasoning tags: the text between two tags at the start of an output, separate from what follows.
+"""Reasoning tags: the text between two tags at the start of an output, separate from the rest.
 
-The names are vLLM's reasoning parsers'. Some templates open the tag in the prompt, others let the model do so.
+The names are those of vLLM's reasoning parsers. Some templates open the tag in the prompt, with others the model does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 ReasoningParser = Literal["harmony", "think", "seed_oss", "magistral", "gemma4", "none"]
-"""The names of THINKING; `none` leaves the thinking in the text."""
+"""The names of THINKING; `none` leaves the reasoning in the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +18,18 @@ class ThinkingTags:
     opening: str
     closing: str
     word: str = ""
-    """What chat templates contain, if not `closing`."""
+    """A string that chat templates contain, if not `closing`."""
     after: str = ""
     """Text between the reasoning and the header of the next message, in a format of messages with headers."""
     answer: str = ""
-    """The header of an answer, in such a format. One that is constrained follows thinking, which the prompt opens."""
+    """The header of an answer in such a format. A constrained answer follows reasoning, which the prompt opens."""
     stops: tuple[str, ...] = ()
     """Special tokens that end an output, in addition to the model's EOS."""
     efforts: tuple[str, ...] = ()
-    """The values of `reasoning_effort` that the models know; empty: any."""
+    """The values of `reasoning_effort` that the models support; empty: any."""
 
     def is_open_after(self, prompt: str) -> bool:
-        """Return True if a prompt ends within the thinking, as some templates do."""
+        """Return True if a prompt ends within the reasoning, as with some templates."""
         return prompt.rfind(self.opening) > prompt.rfind(self.closing) and prompt.rstrip().endswith(
             self.opening
         )
@@ -56,5 +56,5 @@ THINKING: Final[Mapping[str, ThinkingTags]] = {
 
 
 def detect_thinking(template: str) -> str | None:
-    """Return the name of the tags that a chat template writes; None if it writes none."""
+    """Return the name of a chat template's tags; None if it does not have any."""
     return next((name for name, tags in THINKING.items() if (tags.word or tags.closing) in template), None)

@@ -1,4 +1,4 @@
-"""The demo's rows and the job each of them becomes.
+"""The demo's rows, and the job of each.
 
 `demo_rows.jsonl` holds 200 sentences of customers' reviews with the mean rating (-4 to 4) that at least 20 people
 gave each sentence. They come from the data of "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of

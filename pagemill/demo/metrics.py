@@ -1,4 +1,4 @@
-"""The demo's view of the worker's /metrics while a batch runs: tokens and KV blocks."""
+"""The demo's readings of the worker's /metrics while a batch runs: tokens and KV blocks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Usage:
     """Prompt tokens whose KV came from the prefix cache."""
     generated_tokens: int = 0
     peak_kv_utilization: float = 0.0
-    """Of any step since the worker started."""
+    """Maximum of any step since the worker started."""
     mean_kv_utilization: float = 0.0
-    """Over the engine's steps."""
+    """Mean over the engine's steps."""
     steps: int = 0
 
     @property
@@ -61,7 +61,7 @@ class MetricsSampler:
         )
 
     def sample(self) -> None:
-        """Read now. A scrape that fails leaves the last one standing: the demo is not about the network."""
+        """Read now. After a failed scrape the last reading remains: the demo is not about the network."""
         with contextlib.suppress(urllib.error.URLError, TimeoutError):
             self._last = self._scrape()
 

@@ -29,10 +29,10 @@ from pagemill.producer.wire.schema.errors import PagemillError
 
 QUEUE = "demo"
 KV_BLOCKS = 512
-"""Small, so that the figures move: thirty rows would fill it if they shared no prefix."""
+"""Small, so that the metrics change visibly: thirty rows would fill it without a shared prefix."""
 POLL_S = 0.1
 SETTLE_S = 0.3
-"""The engine publishes its figures ten times a second: the last step's are there after this."""
+"""The engine publishes its metrics ten times per second: those of the last step are available after this time."""
 SAMPLE_ROWS = 12
 KEPT_VARIABLE = "PAGEMILL_CACHE_DIR"
 EXIT_FAILED = 1
@@ -45,14 +45,14 @@ class Labelling:
 
     rows: list[Row]
     labels: dict[str, str]
-    """Row id -> label, of the rows that got one."""
+    """Row id -> label, for the rows with a label."""
     errors: list[str]
     seconds: float
     usage: Usage
 
     @property
     def num_agreeing(self) -> int:
-        """Rows whose label is the side that the human raters were on."""
+        """Number of rows whose label agrees with the human raters."""
         return sum(self.labels.get(row.id) == row.expected for row in self.rows)
 
 
@@ -71,7 +71,7 @@ def label_rows(
         batch = producer.submit_many(job_fields(row) for row in rows)
         is_done = False
         while not is_done:
-            # Counting first and looking at the worker then: a dead one would leave its jobs waiting for ever.
+            # Count first, then check the worker: a dead one would leave its jobs waiting forever.
             counts = batch.counts()
             is_done = counts.done
             worker.check()
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--keep", action="store_true", help="leave the worker up until Ctrl-C, to look at it")
     options = parser.parse_args(arguments)
-    # The demo shows the defaults, on its own server: the settings of this shell stay out of it.
+    # The demo shows the defaults, on a separate server: the settings of this shell are ignored.
     for name in list(os.environ):
         if name.startswith("PAGEMILL_") and name != KEPT_VARIABLE:
             del os.environ[name]

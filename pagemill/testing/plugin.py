@@ -30,7 +30,7 @@ def pagemill_queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryQueue]:
 
 @pytest.fixture
 def pagemill_worker(pagemill_queue: MemoryQueue, pytestconfig: pytest.Config) -> Iterator[EchoWorker]:
-    """A worker of that queue with the echo model. The ini option `pagemill_model` names what it serves."""
+    """A worker of that queue with the echo model. The ini option `pagemill_model` is the served name."""
     from pagemill.testing import EchoWorker
 
     model = str(pytestconfig.getini("pagemill_model"))

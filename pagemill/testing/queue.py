@@ -1,4 +1,4 @@
-"""A queue that lives in this process."""
+"""A queue in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill.producer.wire.server.memory import forget, memory_client
 class MemoryQueue:
     """A queue in memory, deleted at the end. `Producer(queue.url)` is a producer like any other.
 
-    The queue's own scripts run, so ids, batches, deadlines, priorities and errors are as on a server.
+    The queue's real scripts run, so ids, batches, deadlines, priorities and errors behave as on a server.
 
     Args:
         name: name of the queue.

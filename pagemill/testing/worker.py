@@ -18,7 +18,7 @@ STOP_S = 30.0
 class EchoWorker:
     """Runs a queue's jobs on threads: repeats the prompt, or returns the text of `reply`, within the job's structure.
 
-    Everything but the model is real: leases, streams, stop strings, schemas, errors and metrics. Echo workers of one
+    Everything except the model is real: leases, streams, stop strings, schemas, errors and metrics. Echo workers of one
     process share one reply.
 
     Args:
@@ -57,7 +57,7 @@ class EchoWorker:
         reply_with((lambda _: words) if isinstance(words, str) else words)
 
     def close(self) -> None:
-        """Requeue what runs, and end."""
+        """Requeue running jobs and stop."""
         reply_with(None)
         self._worker.drain(0.0, SignalFlag(), time.monotonic() + STOP_S)
         self._worker.close()

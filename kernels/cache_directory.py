@@ -17,7 +17,7 @@ _PRIVATE = "PAGEMILL_PRIVATE_KERNEL_CACHE"
 
 
 def usable(directory: Path, variable: str) -> Path:
-    """`directory`, made if need be; if nothing can be written there, a private one that ends with this process.
+    """`directory`, created if needed; if it is not writable, a private one that is removed with this process.
 
     Processes that this one starts share it. This is logged once, with the `variable` that sets another. Where no
     directory can be written at all, `directory` is returned as it is.

@@ -129,7 +129,7 @@ def _dispatched(
     Args:
         num_strided: kernels read this many of the first arguments by their strides; their last dimension must be
             contiguous.
-        accepts: whether the arguments meet what else the kernels rely on.
+        accepts: whether the arguments meet the kernels' other requirements.
     """
     name = plain.__name__
 

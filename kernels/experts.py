@@ -1,4 +1,4 @@
-"""Mixtures of experts: what routing, sorting by expert and combining compute, and their plain torch twins.
+"""Mixtures of experts: routing, sorting by expert and combining, with their plain torch counterparts.
 
 A row's experts, their weights and its sum depend on that row alone; no expert has a capacity, and no row is dropped.
 """
@@ -84,7 +84,7 @@ def sort_by_expert(
 
     Returns:
         Rows [num_rows * top_k, size]; the place of every choice among them, int64 [num_rows * top_k]; and int64
-        [num_experts + 1], where each expert's rows begin.
+        [num_experts + 1], the start of each expert's rows.
     """
     chosen, order = torch.sort(indices.flatten(), stable=True)
     bounds = torch.arange(num_experts + 1, device=x.device)

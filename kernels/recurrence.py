@@ -1,4 +1,4 @@
-"""Recurrences in plain torch: what the kernels of recurrent layers compute, token by token, on states in their slots.
+"""Recurrences in plain torch, computed token by token on states in their slots, as reference for the kernels.
 
 Sources: Gated Delta Networks (arXiv 2412.06464); Mamba (arXiv 2312.00752), whose channels are heads of one line, and
 Mamba-2 (arXiv 2405.21060).
@@ -32,7 +32,7 @@ def gated_delta_rule(
         states: [num_slots, heads, key_dim, value_dim] fp32.
         query, key: [num_rows, length, key_heads, key_dim] fp32; consecutive heads share a key head.
         value: [num_rows, length, heads, value_dim] fp32.
-        decay: [num_rows, length, heads] fp32, the logarithm of what remains of the state.
+        decay: [num_rows, length, heads] fp32, the logarithm of the remaining fraction of the state.
         beta: [num_rows, length, heads] fp32, in (0, 1).
         slots: [num_rows] int64, all different.
         is_new: the rows have no state yet; what is in their slots is ignored.

@@ -93,7 +93,7 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads, head_dim], fresh and contiguous. Values at padded tokens are undefined.
     """
-    # Padded tokens come out as zeros here.
+    # Padded tokens become zeros here.
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     compute_dtype = _compute_dtype(query)
     start = 0
@@ -238,7 +238,7 @@ def sample_tokens(
     Args:
         logits: [num_rows, vocab_size] fp32, the last dimension contiguous. Not changed.
         peaks: [num_rows] fp32, each row's largest logit.
-        has_filters: whether any row has one; without, none is inspected.
+        has_filters: whether any row has one; if False, filters are not inspected.
 
     Returns:
         [num_rows] int64.
@@ -252,7 +252,7 @@ def sample_tokens(
 
 
 def _filtered(row: torch.Tensor, rows: SamplingRows, number: int) -> torch.Tensor:
-    """Top-k, top-p, min-p, each of what the one before has left; ties with the last token kept stay."""
+    """Top-k, top-p, min-p, each applied to the result of the one before; ties with the last remaining token remain."""
     top_k, top_p = int(rows.top_k[number]), rows.top_p[number]
     if 0 < top_k < len(row):
         row = row.masked_fill(row < row.topk(top_k).values[-1], -torch.inf)
@@ -264,7 +264,7 @@ def _filtered(row: torch.Tensor, rows: SamplingRows, number: int) -> torch.Tenso
 
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows) -> None:
-    """Add what each row's adapter changes: out[r] += x[r] A^T B, with A and B those of `rows.slots[r]`, per part.
+    """Add each row's adapter change: out[r] += x[r] A^T B, with A and B of `rows.slots[r]`, per part.
 
     Rows without an adapter are not touched. Computed in fp32 and rounded once.
 

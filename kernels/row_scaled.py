@@ -54,7 +54,7 @@ def norm_and_quantise(
 
 
 def silu_and_quantise(gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
-    """`silu_and_mul` and its rows quantized. `keeps`: `ScaledRows.kept` has what `silu_and_mul` gives."""
+    """`silu_and_mul` and its rows quantized. `keeps`: `ScaledRows.kept` has the result of `silu_and_mul`."""
     return _scaled(reference.silu_and_mul(gate_up), numbers, keeps)
 
 

@@ -31,7 +31,7 @@ def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The counts[r]-th largest number of row r, equal ones counted apart.
+    """The counts[r]-th largest value of row r, equal ones counted separately.
 
     Args:
         logits: [num_rows, vocab_size].
@@ -84,7 +84,7 @@ def top_p_of_best(logits: torch.Tensor, probabilities: torch.Tensor, mass: torch
             logits[rows].sort(dim=-1, descending=True) if num_best == size else logits[rows].topk(num_best)
         )
         reached = probabilities[rows].gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
-        # The first token whose predecessors reach the mass is out: those that do not reach it stay, and one more.
+        # The first token whose predecessors reach the mass is excluded: tokens below it remain, plus one more.
         num_kept = (reached < mass[rows]).sum(dim=-1, keepdim=True).clamp_(max=num_best - 1)
         thresholds[rows] = ordered.gather(1, num_kept)
         if num_best < size:
@@ -109,6 +109,6 @@ def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def has_compiled_face(logits: torch.Tensor) -> bool:
-    """Return True if a compiled operator takes these logits."""
+    """Return True if a compiled operator supports these logits."""
     is_fast = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(1) == 1
     return is_fast and importlib.util.find_spec("numba") is not None

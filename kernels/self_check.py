@@ -18,7 +18,7 @@ from pagemill.kernels.types.layer_cache import FP8
 _RELATIVE = {
     torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.int8: 6e-2, FP8: 6e-2,
 }  # fmt: skip
-"""Largest ||out - reference|| / ||reference||: several times what rounding costs, a fraction of what a fault costs."""
+"""Largest ||out - reference|| / ||reference||: several times the rounding error, a fraction of a fault's error."""
 _DIFFERENT = 0.25
 """Largest share of integers, such as tokens, that differ: rounding can decide between two nearly equal candidates."""
 _MODULES = ("pagemill.kernels.",)
@@ -46,7 +46,7 @@ class KernelCheck:
         try:
             memo: dict[int, Any] = {}
             copied_args, copied_kwargs = _copied(args, memo), _copied(kwargs, memo)
-            # Those of now: a call may also keep what it derives, such as a list of its work.
+            # Present tensors only: a call may also store derived data, such as a list of its work.
             given, copies = _tensors([args, kwargs]), _tensors([copied_args, copied_kwargs])
             untouched = [tensor.clone() for tensor in given]
             expected = reference(*copied_args, **copied_kwargs)
@@ -97,7 +97,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy with its own tensors; what two places share, they share in the copy."""
+    """Return a copy with separate tensors; shared tensors are also shared in the copy."""
     if id(value) in memo:
         return memo[id(value)]
     result = value
@@ -105,7 +105,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         result = value.clone()
     elif isinstance(value, list | tuple):
         copies = [_copied(each, memo) for each in value]
-        # A named tuple takes its fields one by one.
+        # A named tuple is constructed from separate fields.
         is_named = isinstance(value, tuple) and type(value) is not tuple
         result = type(value)(*copies) if is_named else type(value)(copies)
     elif isinstance(value, dict):
@@ -119,7 +119,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _difference(result: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
-    """Return in what tensors differ by more than rounding; None: they agree."""
+    """Describe a difference of tensors beyond rounding; None if they agree."""
     if len(result) != len(expected):
         return f"{len(result)} tensors instead of {len(expected)}"
     reasons = (_tensor_difference(one, other) for one, other in zip(result, expected, strict=True))
@@ -135,7 +135,7 @@ def _tensor_difference(out: torch.Tensor, expected: torch.Tensor) -> str | None:
         share = (out != expected).double().mean().item()
         return f"{share:.0%} of {out.dtype} differ" if share > _DIFFERENT else None
     wide, truth = out.double(), expected.double()
-    counts = truth.isfinite()  # memory that nothing has written yet may hold anything
+    counts = truth.isfinite()  # unwritten memory may contain any values
     if not wide[counts].isfinite().all():
         return "numbers that are not finite"
     norm = truth[counts].norm().item()

@@ -1,1 +1,1 @@
-"""The fast face for CPU tensors, compiled by numba; `operators` and `layer` are what the rest of the code calls."""
+"""The fast implementation for CPU tensors, compiled by numba; other code calls `operators` and `layer`."""

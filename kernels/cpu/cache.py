@@ -16,7 +16,7 @@ _SMALLEST_PEAK = np.float32(SMALLEST_PEAK)
 
 @jit
 def _store_head(element, target, source, count, scale, limit):
-    """Write one head of one token; with a `limit`, divided by a scale that makes its peak the limit."""
+    """Write one head of one token; with a `limit`, divided by a scale so that its peak equals the limit."""
     factor = ONE
     if limit > ZERO:
         peak = max(peak_of(source, count), _SMALLEST_PEAK)

@@ -1,4 +1,4 @@
-"""Row-wise operators of a transformer layer, each one pass over its tensors where torch makes several.
+"""Row-wise operators of a transformer layer, each in one pass over its tensors instead of torch's several.
 
 All take fp32 CPU tensors whose last dimension is contiguous; leading strides are free. A row's result does not
 depend on the other rows.

@@ -91,7 +91,7 @@ def _address_of(per_head: torch.Tensor | None) -> int:
 def paged_attention(
     query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
-    """See `pagemill.kernels.dispatch.paged_attention`. Padded rows and tokens come out as zeros here."""
+    """See `pagemill.kernels.dispatch.paged_attention`. Padded rows and tokens become zeros here."""
     if query.dtype != torch.float32:
         return reference.paged_attention(query, cache, metadata, scoring)
     tables, starts, seq_lens = metadata.block_tables, metadata.query_start_loc, metadata.seq_lens
@@ -142,7 +142,7 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
 
 
 def warm_up() -> None:
-    """Compile what every model runs, or load it from the disk, so that no step pays for it."""
+    """Compile the kernels of every model, or load them from disk, so that no step is delayed."""
     rows = torch.zeros(1, 64)
     fused_rows.rms_norm(rows, rows[0], 1e-5)
     cpu_argmax.warm_up()

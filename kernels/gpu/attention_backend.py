@@ -12,7 +12,7 @@ from pagemill.kernels.types.scoring import Scoring
 
 
 class Unavailable(Exception):
-    """A library can't run here; the message is the reason and what to install."""
+    """A library cannot run here; the message contains the reason and the package to install."""
 
 
 class PagedAttentionBackend(Protocol):

@@ -171,7 +171,7 @@ def paged_attention_decode_kernel(
             part = output / total[:, None]
             tl.store(partial_ptr + partials[:, None] * HEAD_DIM + dims[None, :], part, mask=is_element)
             tl.store(lse_ptr + partials, maximum + tl.log2(total), mask=is_head)
-            return  # sinks come in when the parts are merged
+            return  # sinks are added when the parts are merged
     if sinks_ptr is not None:
         total = with_sinks(total, maximum, sinks_ptr, heads, is_head)
     tl.store(

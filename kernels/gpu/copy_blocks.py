@@ -1,4 +1,4 @@
-"""Copy whole blocks of one layer's cache: what copy-on-write does when a shared partial block is written."""
+"""Copy complete blocks of one layer's cache, for copy-on-write when a shared partial block is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashAttention 3 as a backend of paged attention: the op of vLLM's wheels, over our cache as it is.
+"""FlashAttention 3 as a backend of paged attention: the op of vLLM's wheels, on Pagemill's unchanged cache.
 
 Source: Shah et al. 2024, "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision". One call
 computes decode rows and prompts together. The op reads its schedule from the lengths on the device, so a call can be
@@ -58,7 +58,7 @@ class FlashAttention3:
         _ = self._unused
 
     def unsupported(self, query: torch.Tensor, cache: LayerCache, scoring: Scoring) -> str | None:
-        """Return what the op does not compute of a layer; None: it computes the layer."""
+        """Return the reason why the op cannot compute a layer; None if it can."""
         num_heads, head_dim = query.shape[1:]
         if query.dtype not in _DTYPES or cache.keys.dtype != query.dtype or cache.values.dtype != query.dtype:
             return f"queries of {query.dtype} over a cache of {cache.keys.dtype}"
@@ -112,7 +112,7 @@ class FlashAttention3:
 
     @cached_property
     def _unused(self) -> dict[str, Any]:
-        """What the op takes besides. Raises `Unavailable` for a schema that asks for more than we know."""
+        """Return the op's further arguments. Raises `Unavailable` for a schema with unknown required ones."""
         _ = self._op  # loads the library
         (schema,) = torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::fwd")
         arguments = [each for each in schema.arguments if each.name not in _GIVEN]

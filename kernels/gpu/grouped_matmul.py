@@ -1,6 +1,6 @@
 """Products with weights of 4 or 8 bits and a scale per output and group of inputs: W4A16 and W8A16.
 
-Weights are widened in registers on their way to the tensor cores: what memory gives up is what decoding waits for.
+Weights are dequantized in registers on their way to the tensor cores: decoding is limited by memory bandwidth.
 Integers of 8 bits are exact in fp16 and bf16, so a group's products are summed unscaled, in fp32, and scaled once.
 """
 

@@ -1,6 +1,6 @@
 """Quantize rows with a scale each, alone or with the gated activation that precedes it.
 
-A row is read twice, first for its largest number; the second time it comes from the cache.
+A row is read twice, first for its largest value; the second read hits the cache.
 """
 
 from __future__ import annotations

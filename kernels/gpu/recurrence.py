@@ -15,7 +15,7 @@ _DELTA, _SCAN = LAUNCHES["gated_delta_rule"], LAUNCHES["state_space_scan"]
 
 
 def part_of(size: int, block: int) -> int:
-    """Return how many lines of `size` numbers a program takes, of at most `block`."""
+    """Return the number of lines of `size` values per program, up to `block`."""
     padded = triton.next_power_of_2(size)
     room = _STATE if padded <= 128 else _STATE // 2  # what is as long as a line takes registers too
     return max(1, min(block, room // padded))

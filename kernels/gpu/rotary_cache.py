@@ -21,7 +21,7 @@ _LAUNCH = LAUNCHES["rotary_cache"]
 
 
 def block_tokens(head_dim: int) -> int:
-    """Tokens of one head that a program takes."""
+    """Number of tokens of one head per program."""
     return max(1, _LAUNCH.block // next_power_of_2(head_dim))
 
 

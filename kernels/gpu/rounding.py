@@ -37,7 +37,7 @@ def to_e4m3(numbers):
 
 @triton.jit
 def size_bits(numbers):
-    """The bits of fp32 numbers' sizes: ordered as the sizes are, what is not finite above all others."""
+    """The bits of fp32 magnitudes, in the same order as the magnitudes, with non-finite values above all others."""
     return tl.abs(numbers).to(tl.int32, bitcast=True)
 
 

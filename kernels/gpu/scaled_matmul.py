@@ -84,7 +84,7 @@ def scaled_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | Non
 
 
 def own_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product by our kernel."""
+    """The matmul by Pagemill's kernel."""
     (num_rows, in_features), out_features = rows.shape, len(weight)
     is_integer = rows.numbers.dtype is torch.int8
     assert not is_integer or in_features <= _MOST_INTEGER_INPUTS

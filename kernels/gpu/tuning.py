@@ -23,7 +23,7 @@ MIN_SPLIT_TOKENS = 256
 # Where all rows together fill the device, only rows longer than this are cut: one program reads about 140 GB/s of an
 # H200's 4,400, so a row of 16,384 keys together with 64 of 1,024 took 460 us instead of 67.
 LONG_SPLIT_TOKENS = 1024
-# Up to this context none is long enough to pay for the merge's launch.
+# Up to this context no row is long enough to justify the merge's launch.
 SHORT_CONTEXT_TOKENS = 4096
 # Bounds the partial results: 64 * head_dim floats per head and row, 16 where rows are many.
 MAX_SPLITS = 64
@@ -133,7 +133,7 @@ SCALED_MATMUL_TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The shape of a kernel other than attention: what a program takes at a time, and by how many warps."""
+    """The shape of a kernel other than attention: the tile of a program, and its number of warps."""
 
     block: int
     num_warps: int

@@ -100,7 +100,7 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight | None:
 def _joined(
     per_group: Sequence[torch.Tensor | None], weights: Sequence[GroupedWeight], dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Return zeros or offsets of these weights concatenated, 0 for those without; None: none has them."""
+    """Return concatenated zeros or offsets of these weights, 0 for those without; None if no weight has them."""
     if all(part is None for part in per_group):
         return None
     pairs = zip(per_group, weights, strict=True)

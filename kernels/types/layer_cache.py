@@ -30,12 +30,12 @@ class LayerCache:
     """[num_blocks, num_kv_heads, block_size, head_dim], contiguous."""
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
-    """fp32 [num_blocks, num_kv_heads, block_size], contiguous; None where the dtype needs none."""
+    """fp32 [num_blocks, num_kv_heads, block_size], contiguous; None if the dtype does not need scales."""
     value_scales: torch.Tensor | None = None
     group: int = field(default=0, kw_only=True)
     """The group of layers by whose block tables it is read and written (`AttentionMetadata.of_group`)."""
     window: int | None = field(default=None, kw_only=True)
-    """Keys before `first_visible` of this may be gone; None: all are there."""
+    """Keys before `first_visible` of this may have been freed; None: all exist."""
     attention: str = field(default="auto", kw_only=True)
     """`EngineConfig.attention_backend`: the library that reads it on a GPU."""
 
@@ -66,7 +66,7 @@ class LayerCache:
         return replace(self, values=self.keys, value_scales=self.key_scales)
 
     def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> LayerCache:
-        """Return the cache with each of its tensors converted; what is shared stays so."""
+        """Return the cache with each of its tensors converted; shared tensors remain shared."""
         tensors = {id(tensor): convert(tensor) for tensor in self.tensors()}
         key_scales, value_scales = (
             None if scales is None else tensors[id(scales)] for scales in (self.key_scales, self.value_scales)

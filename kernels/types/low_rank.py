@@ -10,7 +10,7 @@ import torch
 
 NO_ADAPTER = -1
 TILE_ROWS = 16
-"""Most rows of a tile: the fewest that a GPU's matrix product takes."""
+"""Maximum number of rows of a tile: the minimum of a GPU's matmul."""
 
 Matrices = tuple[torch.Tensor, torch.Tensor]
 """A [rank, in_features] and B [rank, width], both contiguous: a row's part of the output gains x A^T B."""
@@ -28,11 +28,11 @@ class LowRankTable:
     """int64 [num_slots, num_parts, 3] on the layer's device: the addresses of A and B, and their rank; rank 0: none.
     The last two dimensions are contiguous."""
     starts: torch.Tensor
-    """int64 [num_parts + 1] on the layer's device: where each part begins in the outputs, and their end."""
+    """int64 [num_parts + 1] on the layer's device: the start of each part in the outputs, and their end."""
     max_rank: int
     """No rank is larger."""
     matrices: dict[int, list[Matrices | None]] = field(default_factory=dict)
-    """Slot -> the matrices of each part: what keeps the addresses valid."""
+    """Slot -> the matrices of each part; these references keep the addresses valid."""
 
     @property
     def num_parts(self) -> int:

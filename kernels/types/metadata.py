@@ -39,14 +39,14 @@ class AttentionMetadata:
     others: list[AttentionMetadata] = field(default_factory=list)
     """The same step by the block tables of the other groups of layers, in their order."""
     recurrent: RecurrentStep | None = None
-    """The same step for layers that keep a state; None: the model has none."""
+    """The same step for layers with a state; None: the model has no such layers."""
 
     def of_group(self, group: int) -> AttentionMetadata:
         """Return the step by the block tables of a group of layers."""
         return self.others[group - 1] if group else self
 
     def count_sharing_rows(self) -> int:
-        """Return how many decode rows begin with the same blocks as another; 0 where no kernel has looked."""
+        """Return how many decode rows start with the same blocks as another; 0 if no kernel has computed it."""
         if self.sharing is None or not len(self.sharing):
             return 0
         joins = self.sharing[1] > 0  # never the first row
@@ -54,7 +54,7 @@ class AttentionMetadata:
 
 
 def warm_up_metadata() -> AttentionMetadata:
-    """A decode row and a row of two tokens, over one block and writing nothing: enough to compile a kernel with."""
+    """A decode row and a row of two tokens, over one block and without writes: sufficient to compile a kernel."""
     return AttentionMetadata(
         block_tables=torch.zeros(2, 2, dtype=torch.int32),  # two entries, for where a block is one token
         query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""A step's metadata for layers that keep a state in place of keys and values. Tensors only."""
+"""A step's metadata for layers with a state in place of keys and values. Tensors only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StateRows:
     slots: torch.Tensor
     """[num_rows] int64: where the state of each is."""
     is_new: bool
-    """Nothing of them is computed yet: what is in their slots is another sequence's."""
+    """They have not been computed yet: their slots contain another sequence's state."""
     adapters: AdapterRows | None = None
     """Of their tokens; None: no token of the step has one."""
     row_adapters: AdapterRows | None = None

@@ -25,7 +25,7 @@ class TiledWeight:
     zeros: torch.Tensor | None
     """int16 [out_features, num_groups]"""
     order: torch.Tensor | None
-    """int64 [in_features]: the order that the product wants its rows' numbers in"""
+    """int64 [in_features]: the order of its rows' values in the matmul"""
     chunk: int
     """Inputs: a power of two from 32 to 128 that divides a group"""
     is_packed: bool

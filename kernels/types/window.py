@@ -9,7 +9,7 @@ def first_visible(window: int, position: Any) -> Any:
     """Return the first key that the query at a position reads; it may be below 0. It never falls as positions rise.
 
     Args:
-        window: above 0: a query reads as many keys, its own included; below 0: keys come in chunks of `-window`
+        window: above 0: a query reads this number of keys, including its own; below 0: keys are in chunks of `-window`
             tokens, and a query reads those of its own chunk; 0: every key.
         position: at least 0; an integer, or a tensor of integers.
     """

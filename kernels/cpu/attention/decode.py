@@ -176,7 +176,7 @@ def _load_queries(room, task, order, queries, cache, scale):
 
 @jit
 def _score_task(room, task, rows, order, group, cache):
-    """Fill the scores of the task's rows; return where the walk comes to values."""
+    """Fill the scores of the task's rows; return the position of the walk's first value tile."""
     count, begin, walk = task[COUNT], task[FIRST_SPLIT_KEY], room.walk
     fill(room.scores, count * group * SCORES, ZERO)
     # The parts share a call, and so machine code and rounding.
@@ -264,7 +264,7 @@ def _merge(out, partials, stats, num_splits, partial_stride, stats_stride, head_
 
 @jit
 def _merge_rows(out, rows, num_rows, partials, stats, num_heads, head_dim, sinks):
-    """Finish the rows that have several splits, and those that have none.
+    """Finish the rows with several splits, and those with none.
 
     `partials` and `stats` are arrays, so that the caller keeps them: by their addresses they would be freed before.
     """
@@ -344,7 +344,7 @@ def decode(
     sinks,  # likewise
     num_threads,
 ):
-    """Attention of rows with one query token each. Rows with seq_len 0 come out as zeros."""
+    """Attention of rows with one query token each. Rows with seq_len 0 become zeros."""
     queries = Queries(out, query, query_row_stride, query_head_stride, group)
     cache = Paged(
         element, key_cache, value_cache, key_scales, value_scales, num_kv_heads, head_dim, block_size

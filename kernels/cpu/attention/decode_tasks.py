@@ -42,7 +42,7 @@ def most_rows_of_a_task(num_tasks, group, num_threads):
 def plan_rows(rows, seq_lens, num_rows, window):
     """rows[row] = (first key, last key + 1, its first partial result or -1); return the numbers of splits and partials.
 
-    A row whose keys lie in one split has no partial results.
+    A row whose keys are in one split does not have partial results.
     """
     count, num_partials = 0, 0
     for row in range(num_rows):
@@ -59,7 +59,7 @@ def plan_rows(rows, seq_lens, num_rows, window):
 def plan_order(order, sharing, rows, num_rows, block_size):
     """order[place] = (row, number of leading keys it shares with the row before it); `sharing`: of `shared_blocks`.
 
-    Only whole blocks that both rows have filled count: what a table holds past them is undefined.
+    Only complete blocks that both rows have filled count: later entries of a table are undefined.
     """
     numbers, blocks = i32_pointer(sharing), i32_pointer(sharing + I32 * num_rows)
     for place in range(num_rows):
@@ -73,7 +73,7 @@ def plan_order(order, sharing, rows, num_rows, block_size):
 
 @jit
 def _plan_split(tasks, costs, count, rows, order, first, last, key, num_kv_heads, most_rows):
-    """Add the tasks of one split, which begins at `key`, for the rows at places first .. last - 1."""
+    """Add the tasks of one split, which starts at `key`, for the rows at positions first .. last - 1."""
     place = first
     while place < last:
         row, num_rows, keys = order[place, 0], 1, 0
@@ -100,7 +100,7 @@ def _plan_split(tasks, costs, count, rows, order, first, last, key, num_kv_heads
 
 @jit(allocates=True)
 def plan_tasks(rows, order, num_rows, num_row_splits, num_kv_heads, most_rows):
-    """Return the tasks, what the first n of them cost together for every n, and the most rows that one has.
+    """Return the tasks, their cumulative costs, and the maximum number of rows in one.
 
     Neighbors read the same keys, or adjacent ones: rows that share any are taken split by split, and what a task's
     rows do not share, KV head by KV head, while it is at hand.
@@ -128,7 +128,7 @@ def plan_tasks(rows, order, num_rows, num_row_splits, num_kv_heads, most_rows):
 
 @jit
 def part_of(part, task, rows, order):
-    """A row of the task, and the keys of a part: part 0 is what the rows share, part n what the n-th continues with."""
+    """A row of the task, and the keys of a part: part 0 is shared by the rows, part n belongs to the n-th row."""
     place, begin, shared_end = task[PLACE], task[FIRST_SPLIT_KEY], task[SHARED_END]
     if part == 0:
         return order[place, 0], begin, shared_end

@@ -69,7 +69,7 @@ def add_dots(scores, stride, q, group, element, keys, num_keys, head_dim, ahead)
 
 @jit
 def _add_narrow_dots(scores, q, element, keys, num_keys, begin, head_dim):
-    """The numbers from `begin` on of every key, for one head."""
+    """The values from `begin` on of every key, for one head."""
     target, size = f32_pointer(scores), size_of(element)
     key_bytes = size * head_dim
     whole = head_dim // vector.LANES * vector.LANES
@@ -92,7 +92,7 @@ def _splat_four(numbers):
 
 @jit
 def _add_four(target, weights, v0, v1, v2, v3):
-    """target += four weights times a vector each, one after the other."""
+    """target += four weights times a vector each, sequentially."""
     total = vector.multiply_add(weights[0], v0, vector.load(target))
     total = vector.multiply_add(weights[1], v1, total)
     total = vector.multiply_add(weights[2], v2, total)

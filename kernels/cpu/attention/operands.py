@@ -1,4 +1,4 @@
-"""What the attention kernels read and write, by address. Kernels build these where they begin and hand them down."""
+"""Operands of the attention kernels, by address. Kernels build these at their start and pass them down."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def key_bytes_of(cache):
 
 @jit
 def block_bytes_of(cache):
-    """How far a head's tiles are apart."""
+    """Distance between a head's tiles."""
     return cache.num_kv_heads * cache.block_size * key_bytes_of(cache)
 
 
 @jit
 def scale_bytes_of(cache):
-    """How far a head's scales of two blocks are apart."""
+    """Distance between a head's scales of two blocks."""
     return F32 * cache.num_kv_heads * cache.block_size
 
 

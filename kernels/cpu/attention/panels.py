@@ -1,4 +1,4 @@
-"""Keys and values of some cache slots as panels of fp32: what the products' tiles multiply with."""
+"""Keys and values of some cache slots as fp32 panels, the operands of the matmul tiles."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, ta
 QUERIES = 48
 """Rows of a tile, unless one token alone has more: their queries, scores and results stay in the first-level cache."""
 HELD_BYTES = 512 * 1024
-"""The most bytes of panels kept from one tile of queries to the next: half of a core's second-level cache."""
+"""Maximum number of panel bytes retained between tiles of queries: half of a core's second-level cache."""
 
 
 @jit

@@ -13,7 +13,7 @@ _MOST_COLUMNS = 32
 
 
 def shared_blocks(tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-    """Return an order in which rows that begin with the same blocks are neighbors, or None if no two rows do.
+    """Return an order in which rows that start with the same blocks are adjacent, or None if no two rows do.
 
     Args:
         tables: [num_rows, any], block ids.
@@ -40,7 +40,7 @@ def shared_blocks(tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None
 
 
 def sharing_of(metadata: AttentionMetadata) -> int:
-    """Return the address of `shared_blocks` of the step's decode rows, or 0: they share none. `metadata` owns it."""
+    """Return the address of `shared_blocks` of the step's decode rows, or 0 if they share none. `metadata` owns it."""
     if metadata.sharing is None:
         found = shared_blocks(metadata.block_tables[: metadata.num_decode_rows].numpy())
         metadata.sharing = torch.empty(0, dtype=torch.int32) if found is None else torch.from_numpy(found)

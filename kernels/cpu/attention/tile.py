@@ -63,7 +63,7 @@ def _multiply(
     is_paired, count, out, out_stride, out_half, start, start_stride, start_half, x, panel, num_lines
 ):
     """A tile of lines of fp32 numbers, or of `_pair_up`'s and a panel of pairs: `num_lines` are of fp32."""
-    # All of the panel is at hand: nothing to fetch ahead.
+    # The complete panel is in cache: no prefetch needed.
     if is_paired:
         bf16_tile.multiply_lined_tile(
             count,
@@ -91,7 +91,7 @@ def _pair_up(lines, num_rows, num_lines):
     for part in range(_num_parts(num_rows)):
         first, last = _rows_of(part, num_rows)
         count, base = last - first, lines + VECTOR * num_lines * first
-        for line in range(0, num_lines, 2):  # what is written lies before what is still to be read
+        for line in range(0, num_lines, 2):  # written data precede the data still to be read
             for row in range(count):
                 low = base + VECTOR * (line * count + row)
                 round_lines(low, low + VECTOR * count, base + VECTOR * (line // 2 * count + row))
@@ -128,7 +128,7 @@ def _score(is_paired, scores, q, key_panels, num_rows, depth, zeros, first_panel
 def _add_values(is_paired, acc, acc_stride, scores, value_panels, num_rows, num_panels, first_line, end_line):
     """acc += weights @ values, over the lines first_line .. end_line - 1 of the weights that scores have become."""
     num_parts, first_row, place = _num_parts(num_rows), vector.LANES * first_line, first_line
-    if is_paired:  # whole pairs of lines, half as many
+    if is_paired:  # complete pairs of lines, half as many
         first_line, end_line = first_line // 2 * 2, (end_line + 1) // 2 * 2
         first_row, place = vector.LANES * first_line // 2, first_line // 2
     for panel in range(num_panels):
@@ -193,7 +193,7 @@ def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work, 
     old = vector.load(stats)
     new = vector.maximum(vector.max_of_each(work), old)
     vector.store(stats, new)
-    # Exactly 1 where the maximum stays: tiles that hide all their keys from a row leave no trace in it.
+    # Exactly 1 where the maximum is unchanged: tiles whose keys are all hidden from a row have no effect on it.
     powers, lowest = vector.exp2(vector.subtract(old, new)), vector.splat(LOWEST)
     vector.store(factors, vector.keep(powers, old, lowest, new, vector.splat(ONE)))
     for r in range(num_rows):
@@ -408,7 +408,7 @@ def attend_tile(
         )  # fmt: skip
     _store_tile(queries, cache, room, num_rows, acc_stride, rules.sinks)
     num_held = min(end, (num_slots - 1) * KEYS) if begin == 0 else 0
-    return num_held // KEYS * KEYS if is_paired else num_held  # what is paired can get no further keys
+    return num_held // KEYS * KEYS if is_paired else num_held  # paired data cannot receive further keys
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The order in which a thread reads tiles of keys and values, and what it asks the memory for meanwhile.
+"""The order in which a thread reads tiles of keys and values, and its prefetches.
 
 Tiles are scattered, so no processor predicts the next one, and one takes less time to compute with than to arrive:
 it is asked for several tiles before.
@@ -41,7 +41,7 @@ def walk_bytes(cache, most_rows):
 
 @jit
 def list_walk(walk, task, following, rows, order, cache, tables):
-    """List the tiles that a task reads, in that order, and as many of the following task's as are asked for."""
+    """List the tiles that a task reads, in order, and the requested number of the following task's."""
     entries = i64_pointer(walk)
     count = _list_tiles(entries, 0, 1 << 62, task, rows, order, cache, tables)
     last = count + _distance(cache)

@@ -175,7 +175,7 @@ def _route_rows(first, last, weights, indices, rows, num_experts, choice_of, num
 
 @jit
 def _sort(indices, count, num_experts, places, offsets):
-    """Counting sort: rows of an expert stay in their order."""
+    """Counting sort: rows of an expert remain in order."""
     starts = i64_pointer(offsets)
     for expert in range(num_experts + 1):
         starts[expert] = 0

@@ -51,7 +51,7 @@ def _cache_directory() -> str:
 
 
 def _source_digest(package: Path) -> str:
-    """Digest of all sources of CPU kernels: constants come from files next to `cpu/` too, but not from `gpu/`."""
+    """Digest of all sources of CPU kernels: also those next to `cpu/`, for their constants, but not in `gpu/`."""
     digest = hashlib.sha256()
     for source in sorted(set(package.rglob("*.py")) - set(package.glob("gpu/*.py"))):
         digest.update(str(source.relative_to(package)).encode() + source.read_bytes())
@@ -81,7 +81,7 @@ def _may_use_amx() -> bool:
 
 
 def _drop_refused_features() -> None:
-    """Compile for a CPU without AMX where the system rejects it: machine code on disk is kept by these features."""
+    """Compile for a CPU without AMX if the system rejects it: machine code on disk is identified by these features."""
     if compiles_for("amx-tile") and not _may_use_amx() and numba.config.CPU_FEATURES is None:
         features = codegen.get_host_cpu_features().split(",")
         numba.config.CPU_FEATURES = ",".join(name for name in features if not name.startswith("+amx"))
@@ -104,7 +104,7 @@ _OPTIONS: dict[str, Any] = {
 def jit(function: Callable[..., Any] | None = None, *, exact: bool = False, allocates: bool = False) -> Any:
     """Compile lazily, for the argument types of the first call, keeping the machine code on disk where possible.
 
-    NaN and infinity keep their meaning (masked scores are -inf); sums may be reordered, the same way every call.
+    NaN and infinity retain their meaning (masked scores are -inf); sums may be reordered, identically in every call.
 
     Args:
         exact: every operation is IEEE's, in the order written, divisions included.
@@ -119,7 +119,7 @@ def jit(function: Callable[..., Any] | None = None, *, exact: bool = False, allo
 
 def _make(function: Callable[..., Any], options: dict[str, Any], *, by_symbol: bool = False) -> Kernel:
     kernel = Kernel(function, options, by_symbol=by_symbol)
-    with suppress(RuntimeError):  # nowhere to keep it
+    with suppress(RuntimeError):  # there is no cache location
         kernel.enable_caching()
         _save_one_at_a_time(kernel)
     return kernel
@@ -155,7 +155,7 @@ def external(
 ) -> Any:
     """`jit` for a kernel that compiled callers call by its symbol instead of taking it in.
 
-    For what is large, takes microseconds to run, and has several callers: it is compiled once for all of them.
+    For large functions that run for microseconds and have several callers: compiled once for all of them.
     """
     if function is None:
         return lambda f: external(f, parallel=parallel, allocates=allocates)
@@ -180,7 +180,7 @@ def use_torch_threads() -> int:
 
 
 def run_rows(kernel: Any, num_rows: int, row_size: int, arguments: tuple[Any, ...]) -> None:
-    """Call `kernel(num_threads, num_rows, *arguments)` with as many threads as pay.
+    """Call `kernel(num_threads, num_rows, *arguments)` with an efficient number of threads.
 
     `row_size` is how many numbers a row holds.
     """

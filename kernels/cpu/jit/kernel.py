@@ -48,13 +48,13 @@ class _PartLibrary(JITCodeLibrary):
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Return 0, as for what is not compiled."""
+        """Return 0, as for code that is not compiled."""
         self._ensure_finalized()
         return 0
 
     @property
     def codegen(self) -> Any:
-        """What numba reports of a function's environment: nothing, because it has no address yet."""
+        """numba's information on a function's environment: empty, because it does not have an address yet."""
         return _Nowhere
 
 
@@ -74,7 +74,7 @@ class PartCompiler(Compiler):
 
 
 PART_OPTIONS = {**_NO_WRAPPERS, "pipeline_class": PartCompiler}
-"""Of `numba.jit`, for what only compiled callers call."""
+"""Options of `numba.jit` for functions with only compiled callers."""
 
 
 def _check_references(kernel: CPUDispatcher, compiled: Any) -> None:
@@ -153,7 +153,7 @@ def _digest(arguments: Any) -> str:
 
 
 class _Entry:
-    """The key of what is called by its symbol; represents the function that Python would call."""
+    """The key of a function that is called by its symbol; represents the function that Python would call."""
 
 
 def _load(module: str, name: str, arguments: Any) -> None:
@@ -179,7 +179,7 @@ class Kernel(CPUDispatcher):
         super().add_overload(compiled)
 
     def compile(self, sig: Any) -> Any:
-        """Compile it, or load it from the disk; what another process is compiling is waited for."""
+        """Compile it, or load it from disk; wait if another process is compiling it."""
         arguments, _ = sigutils.normalize_signature(sig)
         function = self.py_func
         name = f"{function.__module__}.{function.__qualname__}.{_digest(arguments)}.lock"

@@ -1,4 +1,4 @@
-"""News of kernels that numba is compiling: a first start takes minutes, and should not look as if it hung."""
+"""Progress of kernels that numba is compiling: a first start takes minutes, and should not appear to hang."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from numba.core import event
 
-_COMPILED = "numba:compile"  # not sent for what is loaded from the disk
+_COMPILED = "numba:compile"  # not sent for code loaded from disk
 
 
 class _Counter(event.Listener):

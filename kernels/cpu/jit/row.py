@@ -30,7 +30,7 @@ def store_scaled(target, source, count, factor):
 
 @jit
 def cap_vector(scores, cap):
-    """cap * tanh(score), for scores that come divided by the cap."""
+    """cap * tanh(score), for scores already divided by the cap."""
     one, two = vector.splat(ONE), vector.splat(np.float32(2.0))
     power = vector.exp2(vector.multiply(vector.splat(np.float32(2.0) * LOG2_E), scores))
     tanh = vector.subtract(one, vector.divide(two, vector.add(power, one)))
@@ -81,14 +81,14 @@ def weigh(scores, count, largest):
 def sink_weight(sinks, head, largest):
     """The weight of a head's sink compared with a largest score in units of log 2; `sinks` is an address, 0 = none.
 
-    Infinite where the sink is larger by far: what it divides comes out as 0.
+    Infinite if the sink is much larger: quotients then become 0.
     """
     return np.exp2(LOG2_E * f32_pointer(sinks)[head] - largest) if sinks != 0 else ZERO
 
 
 @jit
 def address_of(array):
-    return np.int64(array.ctypes.data)  # unsigned as it comes: mixed with signed offsets it would turn float
+    return np.int64(array.ctypes.data)  # originally unsigned: mixed with signed offsets it would become float
 
 
 @jit

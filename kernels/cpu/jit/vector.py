@@ -87,7 +87,7 @@ _EXP2 = (1.0000001192, 0.6931469440, 0.2402212172, 0.0555074252, 0.0096754599, 0
 
 def _emit_exp2(builder: Any, x: Any) -> Any:
     is_zero = builder.fcmp_ordered("<", x, _constant(-126.0))
-    x = builder.select(is_zero, _constant(-126.0), x)  # NaN stays: a maximum would make it a number
+    x = builder.select(is_zero, _constant(-126.0), x)  # preserves NaN, which a maximum would not
     whole = call(builder, "llvm.rint.v16f32", F32X16, [x])
     fraction = builder.fsub(x, whole)
     result = _constant(_EXP2[-1])
@@ -192,7 +192,7 @@ def _fold_all(builder: Any, combine: Callable[..., Any], vectors: list[Any]) -> 
 
 
 def _of_each(combine: Callable[..., Any]) -> Any:
-    """An intrinsic: lane r = what `combine` makes of the lanes of vector r, for the LANES vectors at `address`."""
+    """An intrinsic: lane r = `combine` applied to the lanes of vector r, for the LANES vectors at `address`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (address,) = arguments

@@ -91,7 +91,7 @@ def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
         for first, other in enumerate(others):
             _send([*parts[first:], *parts[:first]], other)
         meanwhile()
-        for part in reversed(parts):  # the others begin at the front
+        for part in reversed(parts):  # the others start at the front
             part.compile()
         with suppress(OSError):
             marker.touch()
@@ -101,7 +101,7 @@ def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
 
 
 def _can_help(directory: Path) -> bool:
-    """Return True if another process can run, and keep for this one what it compiles."""
+    """Return True if another process can run, and can store its compiled code for this one."""
     return _num_cores() > 1 and _can_keep(directory) and _can_start_python()
 
 
@@ -115,7 +115,7 @@ def _start_others(count: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Start a process that compiles what every model runs, and then what it is asked for."""
+    """Start a process that compiles the kernels of every model, and then requested ones."""
     paths = [path or os.getcwd() for path in sys.path]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", __name__],
@@ -134,7 +134,7 @@ def _send(parts: Sequence[Part], other: subprocess.Popen[bytes]) -> None:
 
 
 def _end(other: subprocess.Popen[bytes]) -> None:
-    """End a process, which has nothing left to do."""
+    """Stop a process without remaining work."""
     if (status := other.poll()) not in (None, 0, -signal.SIGKILL):
         command = shlex.join(map(str, cast(list[str], other.args)))
         logger.warning(
@@ -166,9 +166,9 @@ def _num_cores() -> int:
 
 
 def _read_words(words: queue.SimpleQueue[str]) -> None:
-    """Pass on what the parent asks for, and end with it."""
+    """Forward the parent's requests, and exit with it."""
     left = ""
-    while text := os.read(0, 1 << 16):  # not by `sys.stdin`, which an ending interpreter wants to lock
+    while text := os.read(0, 1 << 16):  # not by `sys.stdin`, which an exiting interpreter tries to lock
         *lines, left = (left + text.decode()).split("\n")
         for line in lines:
             words.put(line)

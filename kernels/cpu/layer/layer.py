@@ -76,7 +76,7 @@ class DecoderLayer:
 
 
 def describe(record: Any, layer: DecoderLayer) -> None:
-    """Fill a record of LAYER, which holds addresses only: the caller keeps the layer."""
+    """Fill a record of LAYER, which only holds addresses: the caller retains the layer."""
     weights, scoring = layer.weights, layer.scoring
     for name in ("input_norm", "post_attention_norm", "q_norm", "k_norm"):
         tensor = getattr(weights, name)
@@ -98,7 +98,7 @@ def describe(record: Any, layer: DecoderLayer) -> None:
 
 
 def point_at(record: Any, cache: LayerCache) -> None:
-    """Let a record of LAYER have this cache, which the caller keeps."""
+    """Assign this cache, which the caller retains, to a record of LAYER."""
     assert all(tensor.is_contiguous() for tensor in cache.tensors())
     for name, tensor in (
         ("key_cache", cache.keys),

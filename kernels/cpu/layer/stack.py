@@ -41,7 +41,7 @@ def angles_of(rotation: tuple[torch.Tensor, torch.Tensor]) -> Angles:
 
 @jit
 def run_layers(kind, element, layers, steps, hidden, cos, sin, stride, half, num_threads):
-    """Replace `hidden` by what the last layer gives; `steps` are the groups' records of the step."""
+    """Replace `hidden` by the last layer's output; `steps` are the groups' records of the step."""
     for i in range(len(layers)):
         layer = layers[i : i + 1]
         step = steps[layer[0].group : layer[0].group + 1]

@@ -49,7 +49,7 @@ class StepBuffers:
             self._widths[name] = max(self._widths[name], width)
 
     def begin(self, metadata: AttentionMetadata, num_tokens: int) -> None:
-        """Point at a step's tensors; nothing to do where they are pointed at already."""
+        """Store the addresses of a step's tensors; does nothing if they are already stored."""
         # A block of rows for each thread, or all rows where there are fewer.
         self._reserve("gated", torch.get_num_threads() * min(num_tokens, BLOCK_ROWS))
         if self._metadata is metadata:

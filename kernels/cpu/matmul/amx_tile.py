@@ -63,7 +63,7 @@ def _configure(typing_context: Any, num_rows: Any, num_more: Any) -> Any:
 
 @intrinsic
 def _release(typing_context: Any) -> Any:
-    """End the use of the registers, whose contents the system would otherwise keep with the thread."""
+    """Release the registers, whose contents the system would otherwise save with the thread."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         call(builder, "llvm.x86.tilerelease", _VOID, [])

@@ -19,7 +19,7 @@ _I32X16 = _ir.VectorType(_ir.IntType(32), LANES)
 
 
 def _plainly_rounded(builder: Any, numbers: Any) -> Any:
-    """Round to nearest, ties to even; NaN stays NaN."""
+    """Round to nearest, ties to even; preserves NaN."""
 
     def splat(value: int) -> Any:
         return _ir.Constant(_I32X16, [value] * LANES)

@@ -130,7 +130,7 @@ def _fit_signed(source, largest, most, codes, scratch):
 
 @jit
 def _without_highest(codes):
-    """Turn the signs of a group's codes if one is 8, so that all are -8 to 7; the scale.s sign, 0: none fits."""
+    """Negate a group's codes if one is 8, so that all are -8 to 7; return the scale's sign, 0 if neither fits."""
     numbers = i8_pointer(codes)
     low = high = numbers[0]
     for i in range(1, GROUP):
@@ -146,7 +146,7 @@ def _without_highest(codes):
 
 @jit(exact=True)
 def fit_group(grid, source, codes, scratch):
-    """(scale, offset) that make the GROUP floats at `source` from integers, written to `codes`; scale 0: none do."""
+    """(scale, offset) that give the GROUP floats at `source` from integers, written to `codes`; scale 0: none exist."""
     numbers = f32_pointer(source)
     low = high = numbers[0]
     for i in range(1, GROUP):

@@ -1,6 +1,6 @@
 """Packs weight matrices for `fp32.py`, in the fewest bits that give back every number.
 
-Decoding reads all weights for every token, and memory is what it waits for. Few checkpoints hold 32 bits of information
+Decoding reads all weights for every token, and is limited by memory. Few checkpoints hold 32 bits of information
 per weight: they were stored as 16-bit floats, or as integers of 4 or 8 bits with scales, and were widened when they
 were loaded. That is undone here, regardless of the file's format: a matrix is kept as integers (`grids`) or halves only
 if every one of its numbers comes back exactly (a zero may lose its sign), and products still compute in fp32.
@@ -110,7 +110,7 @@ def pack_each(
 def _pack_parts(
     parts: Callable[[], Iterable[torch.Tensor]], num_panels: int, in_features: int, formats: Sequence[int]
 ) -> tuple[torch.Tensor, int]:
-    """Return the panels of weights [any, in_features], each of which begins a panel, and their format."""
+    """Return the panels of weights [any, in_features], each of which starts a panel, and their format."""
     for weight_format in (*formats, FLOAT32):
         if weight_format in (NIBBLES, BYTES) and in_features % GROUP:
             continue
@@ -160,7 +160,7 @@ def _fits_halves(typing_context: Any, source: Any, halves: Any) -> Any:
 
 @jit
 def _place_nibbles(codes, channel, target):
-    """A channel's 32 numbers into their bits of a group that begins with zeros."""
+    """Write a channel's 32 values into their bits of a zero-initialized group."""
     for i in range(GROUP):
         word = (channel // LANES * GROUP // WORD_INPUTS + i // WORD_INPUTS) * LANES + channel % LANES
         i32_pointer(target)[word] |= np.int32(i8_pointer(codes)[i]) << (4 * (i % WORD_INPUTS))
@@ -210,7 +210,7 @@ def _pack_bfloats(source, in_features, num_channels, target):
             number = bits[i]
             if number & 0xFFFF:
                 return False
-            # An infinity keeps its meaning here, and a NaN its bits.
+            # Infinities retain their meaning here, and NaNs their bits.
             words[i * LANES + channel % LANES] |= number if channel >= LANES else (number >> 16) & 0xFFFF
     return True
 

@@ -19,7 +19,7 @@ from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS
 
 # Both are whole tiles.
 BLOCK_ROWS = 140 // MOST_ROWS * MOST_ROWS
-"""The most rows of a product that are processed together: as many of x as stay in the second-level cache."""
+"""Maximum number of rows of a matmul processed together: those of x that fit in the second-level cache."""
 FEWEST_ROWS = -(-28 // MOST_ROWS) * MOST_ROWS
 """Blocks get no smaller: all weights pass by for each."""
 _TURNS = 8
@@ -33,7 +33,7 @@ def new_counter():
 
 @intrinsic
 def take(typing_context: Any, counter: Any) -> Any:
-    """The next number of the counter at this address (int64): each is given to one thread only."""
+    """The next value of the counter at this address (int64): each is returned to only one thread."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], cgutils.ir.IntType(64).as_pointer())
@@ -50,7 +50,7 @@ def are_rows_taken(num_rows, num_threads):
 
 @jit(allocates=True)
 def plan_blocks(num_rows, num_threads):
-    """Bounds of blocks of rows, for threads that take one after another; ends with `num_rows`.
+    """Bounds of blocks of rows, which threads process one at a time; ends with `num_rows`.
 
     The blocks shrink towards the end, so that no thread is left alone with a large one. Bounds are those of tiles.
     """
@@ -60,7 +60,7 @@ def plan_blocks(num_rows, num_threads):
         bounds[count] = first
         left = num_rows - first
         size = min(BLOCK_ROWS, max(FEWEST_ROWS, left // num_threads // MOST_ROWS * MOST_ROWS))
-        if left < size + FEWEST_ROWS:  # what would be left is too small for a block
+        if left < size + FEWEST_ROWS:  # the remainder would be too small for a block
             size = left if left <= BLOCK_ROWS else (left // 2 + MOST_ROWS - 1) // MOST_ROWS * MOST_ROWS
         first += size
         count += 1
@@ -70,15 +70,15 @@ def plan_blocks(num_rows, num_threads):
 
 @jit
 def panels_per_turn(num_panels, num_threads):
-    """Return the number of panels a thread takes at a time: small enough for several turns each and an even end."""
+    """Return the number of panels per turn of a thread: small enough for several turns each and balanced completion."""
     return max(1, num_panels // (_TURNS * num_threads))
 
 
 @jit(allocates=True)
 def plan_turns(costs, num_threads):
-    """Bounds of groups of tasks, for threads that take one after another; ends with the number of tasks.
+    """Bounds of groups of tasks, which threads process one at a time; ends with the number of tasks.
 
-    `costs[n]` is what the first n tasks cost together. Groups are of neighbors, and shrink towards the end.
+    `costs[n]` is the total cost of the first n tasks. Groups are contiguous, and shrink towards the end.
     """
     total = costs[-1]
     bounds = np.zeros(len(costs), np.int64)

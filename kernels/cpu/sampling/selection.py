@@ -1,4 +1,4 @@
-"""The cuts of `pagemill.kernels.selection` on a CPU, without sorting what is not near the cut.
+"""The cuts of `pagemill.kernels.selection` on a CPU; only values near the cut are sorted.
 
 A row's numbers are counted into buckets by their distance from the largest one, which keeps their order. The counts,
 or the sums of the buckets' probabilities, give the bucket of the cut; only what may matter is sorted.
@@ -89,7 +89,7 @@ def _sort_key(row, i):
 
 @jit(exact=True, allocates=True)
 def _sort_up_to(row, size, buckets, first, last, keys):
-    """The keys of what lies in the buckets first .. last in order, at the start of `keys`; return how many."""
+    """Write the keys in the buckets first .. last in order to the start of `keys`; return their number."""
     count = 0
     for i in range(size):
         if first <= buckets[i] <= last:

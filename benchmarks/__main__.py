@@ -30,11 +30,11 @@ def main() -> int:
     measurements = throughput.Measurements()
 
     def write(_name: str) -> None:
-        """After every pass: a run that is cut short keeps what it has measured."""
+        """Called after every pass, so that an aborted run retains its results."""
         found = throughput.as_json(measurements)
         file.write({"workloads": throughput.summary(measurements, workloads)} | found)
 
-    # `kill` ends the engines as Ctrl-C does.
+    # `kill` stops the engines like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     interrupted = False
     try:

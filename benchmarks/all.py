@@ -1,8 +1,8 @@
 """Every CPU result of docs/performance.md, one benchmark after another; needs an idle machine.
 
 `python -m benchmarks.all`: about three hours on two cores with all peers (`python -m benchmarks --install-peers`).
-`--quick`: our engine and vLLM alone and few rounds, about forty minutes. A benchmark that fails is named at the end,
-and keeps none of the others from running.
+`--quick`: only Pagemill's engine and vLLM with few rounds, about forty minutes. A failed benchmark is reported at the
+end, and does not prevent the others from running.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows labeled per second when 2,000 rows share a prompt, beside vLLM with its prefix cache on.
+"""Rows labeled per second when 2,000 rows share a prompt, compared with vLLM with its prefix cache.
 
 `python -m benchmarks.bulk`. Every output is one of a few labels. `distinct`: no two rows are equal. `repeated`: each
 row comes four times, as in data that nobody has deduplicated. `news`: rows of some 45 words, all different, behind an
@@ -31,7 +31,7 @@ LABEL_TOKENS = 16
 SHARED_TOKENS = 256
 OWN_TOKENS = (16, 48)
 LENGTHS = {"news": (150, (52, 72))}
-"""Tokens that all rows share, and each row's own, where these are others than above."""
+"""Numbers of shared tokens and of tokens per row, if they differ from those above."""
 REPEATS = 4
 NAMES = (SUBJECT, BF16_SUBJECT, INT8_SUBJECT)
 PEERS = ("vllm", "vllm-bf16")

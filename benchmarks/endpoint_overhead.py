@@ -56,7 +56,7 @@ class Pass:
 
 
 async def timed(ask: Ask, requests: int, concurrency: int) -> Pass:
-    """Send all requests, so many at once."""
+    """Send all requests, with this concurrency."""
     made, numbers = Pass(), iter(range(requests))
 
     async def client() -> None:
@@ -137,7 +137,7 @@ def fixed_rate(tokens_per_s: float) -> Iterator[str]:
 
 
 def serve(port: int, tokens_per_s: float) -> None:
-    """Write tokens at a fixed rate in each stream: what is late does not delay what follows."""
+    """Write tokens at a fixed rate in each stream: a late token does not delay later ones."""
     from aiohttp import web
 
     async def models(_: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""The machine and the versions of a measurement: without them the figures mean nothing."""
+"""The machine and the versions of a measurement, without which results are meaningless."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The inside of an engine's own process: get ready, then make one pass over a workload on each request.
+"""The code inside an engine's process: start up, then run one pass over a workload on each request.
 
-Standard library only: a peer's environment imports this file too, and has nothing of ours installed.
+Standard library only: a peer's environment also imports this file, without Pagemill installed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Request:
     model: str
     warmup: list[Workload]
     longest: int
-    """Tokens of the longest request that will come, prompt and output."""
+    """Number of tokens of the longest request, prompt and output."""
     kv_cache_memory_bytes: int
     options: dict[str, Any] = field(default_factory=dict)
-    """What a contender is told beside the workloads: options of our engine, a batch size."""
+    """A contender's settings in addition to workloads: options of Pagemill's engine, a batch size."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

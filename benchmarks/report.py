@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def parser(description: str | None, *, model: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with `--out` and, unless the command has its own, `--model`."""
+    """Return a parser with `--out` and, unless the command defines it, `--model`."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -63,7 +63,7 @@ class Report:
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:
-    """Replace the file whole: a reader, or a run that is cut short, never meets half of it."""
+    """Replace the file atomically: readers and aborted runs never leave or see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(figures, indent=2, default=str) + "\n")

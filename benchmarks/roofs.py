@@ -1,4 +1,4 @@
-"""What a CPU could do at most: memory read and products multiplied per second, and the tokens per second that follow.
+"""Upper bounds of a CPU: memory bandwidth and matmul rate, and the resulting tokens per second.
 
     python -m benchmarks.roofs [--throughput FILE] [--rounds N]
 
@@ -32,7 +32,7 @@ SHAPES = ((576, 3072), (2048, 8192))
 ROWS = (32, 512)
 STREAMED_BYTES = 1 << 29
 BYTES_PER_WEIGHT = {"fp32": 0.75, "bf16": 2.0, "int8": 1.125}
-"""In fp32 the packaged model's weights are kept as 4-bit integers and scales (docs/quantization.md)."""
+"""In fp32 the packaged model's weights are stored as 4-bit integers and scales (docs/quantization.md)."""
 KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0625}
 
 

@@ -1,4 +1,4 @@
-"""Time until a worker's engine is ready, and until a lone job's first token, beside the bare model.
+"""Time until a worker's engine is ready, and until a single job's first token, compared with the bare model.
 
 `python -m benchmarks.startup`. `ready`: from starting a fresh interpreter until an engine of a converted, cached model
 can take requests. `first start`: the same where no machine code is kept, beside the processor time of all its
@@ -53,7 +53,7 @@ def first_start(model: Path) -> tuple[float, float]:
 
 
 def seconds_until_ready(command: list[str], environment: Mapping[str, str] | None = None) -> float:
-    """Until it says so: ending an interpreter with torch in it takes a second more, which no request waits for."""
+    """Measured until it reports this: exiting an interpreter with torch takes another second, not part of startup."""
     started = time.perf_counter()
     pipe = subprocess.PIPE
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Time per token mask and per compiled schema, beside llguidance alone on the same tokens.
+"""Time per token mask and per compiled schema, compared with llguidance alone on the same tokens.
 
 `python -m benchmarks.structured_output`. The schemas vary as those of JSON Schema's test suite do, the tokenizer is
 SmolLM2's. Each schema is followed along the same random tokens by llguidance in this process and by a schema's
@@ -68,7 +68,7 @@ def schemas(seed: int) -> list[tuple[str, str]]:
 
 
 class Comparison:
-    """The seconds of llguidance alone and of the processes, by what was measured."""
+    """The seconds of llguidance alone and of the processes, by measurement."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._vocab_size = vocabulary.vocab_size

@@ -1,4 +1,4 @@
-"""Output tokens per second, beside static batches, vLLM and OpenVINO, from the same requests and weights.
+"""Output tokens per second, compared with static batches, vLLM and OpenVINO on the same requests and weights.
 
 Every engine's process is started once, loads, warms up, and is stopped in place while another one runs. One pass of
 one workload is ordered from each engine in turn, and every other round in the reverse order. Ratios are taken
@@ -52,7 +52,7 @@ class Measurements:
     ready: dict[str, Ready] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    """Engines that died, and what they last wrote. Their passes until then stay."""
+    """Crashed engines, and their last output. Their passes until then are retained."""
 
     @property
     def contenders(self) -> list[str]:
@@ -190,7 +190,7 @@ def _failure_noted(measurements: Measurements, process: EngineProcess) -> Iterat
 
 
 Cell = Callable[[str, str], str]
-"""(engine, workload) -> what a table says of them."""
+"""(engine, workload) -> text of the table cell."""
 
 
 def rates_table(

@@ -88,7 +88,7 @@ def chat(vocab_size: int, seed: int, share: float = 1.0) -> Workload:
 
 
 def mixed(vocab_size: int, seed: int, share: float = 1.0) -> Workload:
-    """64 requests with lognormal lengths: what static batches pad and wait for."""
+    """64 requests with lognormal lengths, for which static batches pad and wait."""
     rng = random.Random(f"mixed {seed}")
     count = _scaled(64, share)
     prompts = [_tokens(rng, MIXED_INPUT.draw(rng), vocab_size) for _ in range(count)]
@@ -96,7 +96,7 @@ def mixed(vocab_size: int, seed: int, share: float = 1.0) -> Workload:
 
 
 def label(vocab_size: int, seed: int, share: float = 1.0) -> Workload:
-    """128 requests that share 256 tokens and bring 32 to 48 of their own, 4 out: data-set labelling."""
+    """128 requests with 256 shared tokens, 32 to 48 separate ones and 4 output tokens: data-set labeling."""
     rng = random.Random(f"label {seed}")
     count = _scaled(128, share)
     shared = _tokens(rng, 256, vocab_size)

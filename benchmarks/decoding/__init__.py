@@ -1,1 +1,1 @@
-"""Decoding by number of rows, beside peers."""
+"""Decoding by number of rows, compared with peers."""

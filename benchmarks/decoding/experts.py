@@ -1,4 +1,4 @@
-"""A mixture of experts with random weights: this engine beside transformers' own `generate` and vLLM, fp32, in one run.
+"""A mixture of experts with random weights: this engine, transformers' `generate` and vLLM, fp32, in one run.
 
     python -m benchmarks.decoding.experts [--layers 12] [--experts 64] [--rows 1 8 32] [--rounds 3]
 
@@ -34,7 +34,7 @@ VOCAB_SIZE = 32_000
 
 
 def contenders(rows: int) -> list[Contender]:
-    """Return who takes part; transformers gets all rows in one batch."""
+    """Return the contenders; transformers gets all rows in one batch."""
     options: dict[str, tuple[tuple[str, Any], ...]] = {
         SUBJECT: (("dtype", "float32"), ("enable_prefix_caching", False), *WITHOUT_DRAFTS),
         "vllm": (),
@@ -45,7 +45,7 @@ def contenders(rows: int) -> list[Contender]:
 
 
 def write_model(folder: Path, options: argparse.Namespace) -> int:
-    """Write a Qwen3-MoE of fp32 numbers; returns its parameters."""
+    """Write a Qwen3-MoE with fp32 weights; return its number of parameters."""
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=options.hidden,

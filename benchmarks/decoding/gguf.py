@@ -1,4 +1,4 @@
-"""4-bit GGUF files: this engine beside llama.cpp, which reads the same file, in one run.
+"""4-bit GGUF files: this engine compared with llama.cpp on the same file, in one run.
 
     python -m benchmarks.decoding.gguf [--types Q4_0 Q4_K_M] [--rows 1 8 32] [--rounds 3]
 

@@ -20,7 +20,7 @@ KV_CACHE_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How many rows decode at once, and the tokens each brings and gets. `prompt` is requests that get one token."""
+    """Rows that decode together, with tokens per prompt and output. `prompt`: requests with one output token."""
 
     counts: Sequence[int]
     given: int

@@ -1,1 +1,1 @@
-"""The engines that are compared, each in a process of its own."""
+"""The compared engines, each in a separate process."""

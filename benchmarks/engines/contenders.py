@@ -28,13 +28,13 @@ class Contender:
     options: tuple[tuple[str, Any], ...] = ()
     """Options of our engine that make this contender."""
     every_round: bool = True
-    """False: the first and the last round only, for what takes ten times as long as the others."""
+    """False: only the first and the last round, for contenders that take ten times as long as the others."""
 
 
 _OURS, _VLLM, _OPENVINO = (f"benchmarks.engines.{name}" for name in ("pagemill", "vllm", "openvino"))
 _BF16 = ("PAGEMILL_BENCH_VLLM_DTYPE", "bfloat16")
 _INT8 = ("PAGEMILL_BENCH_OPENVINO_WEIGHTS", "int8")
-# OpenVINO's defaults keep the KV cache in 8 bits, too.
+# OpenVINO's defaults also store the KV cache in 8 bits.
 _OUR_INT8 = (("quantization", "int8"), ("kv_cache_dtype", "int8"), *WITHOUT_DRAFTS)
 
 CONTENDERS = (

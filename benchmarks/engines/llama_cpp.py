@@ -1,6 +1,6 @@
-"""llama.cpp, offline, its sequences decoded side by side in one batch: runs in its own environment.
+"""llama.cpp, offline, with sequences decoded in one batch; runs in a separate environment.
 
-All requests enter at once and leave when they have their tokens, as llama.cpp's own batched programs do it.
+All requests enter together and leave when they have their tokens, as in llama.cpp's batched programs.
 """
 
 from __future__ import annotations

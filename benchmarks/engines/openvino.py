@@ -1,7 +1,7 @@
-"""OpenVINO GenAI's continuous batching, offline: runs in its own environment (`benchmarks.engines.peers`).
+"""OpenVINO GenAI's continuous batching, offline; runs in a separate environment (`benchmarks.engines.peers`).
 
-The weights are exported once per model and format, and kept beside the environment. fp32 means fp32: on CPU OpenVINO
-would otherwise compute in the fastest precision it knows and keep the KV cache in 8 bits.
+The weights are exported once per model and format, and stored next to the environment. fp32 is enforced: on CPU
+OpenVINO would otherwise compute in its fastest precision and store the KV cache in 8 bits.
 """
 
 from __future__ import annotations

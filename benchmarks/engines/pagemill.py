@@ -1,4 +1,4 @@
-"""Pagemill's own engine, offline: `LLM.generate` with everything submitted at once.
+"""Pagemill's engine, offline: `LLM.generate` with all requests submitted together.
 
 With `options["choices"]` it labels: the output of a row is the number of its label.
 """

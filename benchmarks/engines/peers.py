@@ -1,4 +1,4 @@
-"""Other engines as peers, each in a virtual environment of its own: their torch and transformers are not ours.
+"""Other engines as peers, each in a separate virtual environment: their torch and transformers versions differ.
 
 `python -m benchmarks --install-peers` makes the environments; afterwards every table has their rows.
 """
@@ -38,7 +38,7 @@ class Peer:
         """Make the environment: gigabytes, minutes.
 
         Raises:
-            subprocess.CalledProcessError: pip failed; its own message is on stderr.
+            subprocess.CalledProcessError: pip failed; its message is on stderr.
             RuntimeError: everything was installed, but the package can't be found there.
         """
         directory = self.directory()
@@ -55,7 +55,7 @@ class Peer:
     def _works(self, interpreter: Path) -> bool:
         if not interpreter.exists():
             return False
-        # find_spec is quick and tells a finished install from an empty environment; an import takes 10 s.
+        # find_spec is fast and distinguishes a finished install from an empty environment; an import takes 10 s.
         probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.package!r}) is None)"
         return subprocess.run([interpreter, "-c", probe], check=False, capture_output=True).returncode == 0
 

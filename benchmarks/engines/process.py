@@ -36,11 +36,11 @@ LOG_TAIL = 3000
 
 
 class EngineFailedError(Exception):
-    """An engine's process ended, or said nothing for too long; the message ends with what it last wrote."""
+    """An engine's process exited, or had no output for too long; the message ends with its last output."""
 
 
 class EngineProcess:
-    """One contender's process; a context manager, after which the process and its children are gone.
+    """One contender's process; a context manager that stops the process and its children on exit.
 
     It has a process group of its own, in our session: a Ctrl-C reaches us alone, and one signal stops an engine with
     all its children. A guard, which waits for our end of a pipe to close, kills the group should we be killed: a
@@ -112,7 +112,7 @@ class EngineProcess:
         return processor_seconds(psutil.Process(self._process.pid))
 
     def close(self) -> None:
-        """Let it end by itself, as an end of its orders tells it to; then end what is left of it."""
+        """Let it exit by itself at the end of its orders; then kill the remaining processes."""
         if self._answers < 0:
             return
         assert self._process.stdin is not None

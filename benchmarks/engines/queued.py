@@ -1,4 +1,4 @@
-"""The same requests through the whole product: a producer, a Valkey with an append-only file, and a worker process.
+"""The same requests through the complete system: a producer, Valkey with an append-only file, and a worker process.
 
 The clock runs from the first submit until the last result has been read back.
 """
@@ -72,11 +72,11 @@ def outputs_of(
 def serving(
     settings: dict[str, Any], state_dir: Path, log: IO[bytes] | None = None
 ) -> Iterator[tuple[str, Producer, str]]:
-    """Run a worker with a server of its own: yields the server's URL, a producer, and the name of the model.
+    """Run a worker with a dedicated server: yields the server's URL, a producer, and the name of the model.
 
     Args:
         settings: fields of `WorkerConfig`.
-        log: gets what the worker prints, which otherwise goes where this process's output goes.
+        log: receives the worker's output, which otherwise goes to this process's output.
     """
     from pagemill import Producer
     from pagemill.producer.wire.server.discovery import find_redis
@@ -84,7 +84,7 @@ def serving(
     fields = {"queue": QUEUE, "state_dir": str(state_dir), "http_port": 0} | settings
     os.environ.pop(
         "PAGEMILL_REDIS_URL", None
-    )  # the worker has a server of its own, and the producer finds it
+    )  # the worker has its dedicated server, and the producer finds it
     command = [sys.executable, "-c", WORKER, json.dumps(fields)]
     worker = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -101,7 +101,7 @@ def serving(
 
 
 def _when_ready(worker: subprocess.Popen[bytes], ask: Callable[[], str | None]) -> str:
-    """Return the result of `ask` once it has one."""
+    """Return the result of `ask` once it is available."""
     from pagemill import RedisUnavailable
 
     give_up = time.monotonic() + START_LIMIT_S
@@ -114,7 +114,7 @@ def _when_ready(worker: subprocess.Popen[bytes], ask: Callable[[], str | None]) 
 
 
 def _served_model(url: str) -> str | None:
-    """Return the name under which a live worker serves its model, if there is one yet."""
+    """Return the name under which a live worker serves its model, if any."""
     from pagemill.producer.wire.calls import registry
     from pagemill.producer.wire.server.clients import open_client
     from pagemill.producer.wire.server.transport import SyncTransport

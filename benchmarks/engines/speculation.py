@@ -1,4 +1,4 @@
-"""Decoding with drafts beside decoding without them, in one run: `python -m benchmarks.engines.speculation`.
+"""Decoding with drafts compared with decoding without them, in one run: `python -m benchmarks.engines.speculation`.
 
 Two engines take turns, so that a busy machine slows both alike; the ratio is that of each one's fastest pass. Outputs
 must be equal. Extraction and rewriting copy from their prompts, stories do not.

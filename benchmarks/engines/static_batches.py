@@ -26,7 +26,7 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
-        # A static batch runs until its longest member is done; what the others make beyond is waste.
+        # A static batch runs until its longest member is done; extra tokens of the others are discarded.
         generated = model.generate(
             input_ids, attention_mask=attention_mask, do_sample=False, max_new_tokens=max(max_tokens)
         )

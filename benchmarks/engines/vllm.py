@@ -1,4 +1,4 @@
-"""vLLM's CPU build, offline, its prefix cache on: runs in its own environment (`benchmarks.engines.peers`).
+"""vLLM's CPU build, offline, with prefix cache; runs in a separate environment (`benchmarks.engines.peers`).
 
 With `options["choices"]` it labels. Version 0.32.0 returns, now and then, a text that is none of the choices: such a
 row counts as labeled, as NO_CHOICE.

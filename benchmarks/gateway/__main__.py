@@ -1,4 +1,4 @@
-"""The cost of HTTP: the same requests by direct submission and through the gateway; and beside vLLM's server.
+"""The cost of HTTP: the same requests by direct submission, through the gateway, and with vLLM's server.
 
 `python -m benchmarks.gateway`. Direct submission is AsyncProducer; the gateway is asked by aiohttp, whole and streamed,
 one request at a time and many at once, in turns. With `--model echo` (the default) nothing is computed, so that what is
@@ -53,7 +53,7 @@ ECHO_VOCABULARY = 200
 
 @dataclass(frozen=True)
 class Setting:
-    """The parts that run, and what they serve."""
+    """The parts to run, and the models that they serve."""
 
     model: str
     served: str
@@ -180,7 +180,7 @@ async def _in_turn(way: Way, load: Load, prompts: Sequence[list[int]], max_token
     if way.server is None:
         return await measure(way, load, prompts, max_tokens)
     with way.server.awake():
-        if way.server.sleeps:  # connections that it closed in its sleep are gone after this
+        if way.server.sleeps:  # this removes connections that it closed while stopped
             await measure(way, Load(1), [prompts[0][::-1]], max_tokens)
         return await measure(way, load, prompts, max_tokens)
 

@@ -1,4 +1,4 @@
-"""The bare engine on the same requests: what a share of its tokens per second is taken of."""
+"""The bare engine on the same requests: the reference for fractions of its tokens per second."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BareEngine:
 def bare_engine(
     model: str, warmup: Sequence[list[int]], max_tokens: int, directory: Path, engine: Contender = ENGINE
 ) -> Iterator[BareEngine]:
-    """An engine of as many rows as `warmup` has prompts."""
+    """An engine with one row per prompt of `warmup`."""
     workload = _workload(warmup, max_tokens)
     request = Request(model, [workload], workload.longest, KV_BYTES, {"max_num_seqs": len(warmup)})
     with EngineProcess(engine, request, directory) as process:

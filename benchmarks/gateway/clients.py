@@ -1,4 +1,4 @@
-"""The requests, and the ways that they go: by direct submission, whole over HTTP, or streamed."""
+"""The requests, and their transports: direct submission, non-streaming HTTP, or streaming HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import aiohttp
 from pagemill import AsyncProducer
 
 Ask = Callable[[list[int]], Awaitable[float]]
-"""Run a request to its end; returns the seconds until its first token."""
+"""Run a request to completion; return the seconds until its first token."""
 
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 
@@ -41,7 +41,7 @@ def whole(client: aiohttp.ClientSession, address: str, body: Mapping[str, Any]) 
 def streamed(client: aiohttp.ClientSession, address: str, body: Mapping[str, Any]) -> Ask:
     """Raises RuntimeError for a stream that ends without all of its tokens.
 
-    Events are not parsed: the client shares the processor with what is measured.
+    Events are not parsed: the client shares the CPU with the measured processes.
     """
     options = {"stream": True, "stream_options": {"include_usage": True}}
 

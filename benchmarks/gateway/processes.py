@@ -1,4 +1,4 @@
-"""The servers beside the measuring process, and the processor time that each takes."""
+"""The servers next to the measuring process, and the CPU time of each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Server:
     port: int
     process: psutil.Process
     sleeps: bool = False
-    """The process and its children are stopped while others are measured: vLLM spins while it has nothing to do."""
+    """The process and its children are stopped while others are measured: vLLM spins while it is idle."""
 
     @property
     def address(self) -> str:
@@ -83,7 +83,7 @@ def running(command: list[str], environment: dict[str, str], log: Path) -> Itera
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+            os.killpg(process.pid, signal.SIGKILL)  # remaining child processes
         process.wait()
 
 
@@ -97,7 +97,7 @@ def pagemill(
 
 @contextlib.contextmanager
 def vllm(model: str, served: str, log: Path) -> Iterator[Server]:
-    """vLLM's own server, ready and asleep. Raises SystemExit without its environment, or if it does not start."""
+    """vLLM's server, ready and stopped. Raises SystemExit without its environment, or if it does not start."""
     python = peers.VLLM.python()
     if python is None:
         raise SystemExit("vLLM has no environment here: python -m benchmarks --install-peers")
@@ -105,7 +105,7 @@ def vllm(model: str, served: str, log: Path) -> Iterator[Server]:
     command = [
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", served,
         "--host", "127.0.0.1", "--port", str(port), "--dtype", VLLM_DTYPE, "--max-model-len", "2048",
-        "--disable-uvicorn-access-log",  # the gateway writes none either
+        "--disable-uvicorn-access-log",  # the gateway does not write one either
     ]  # fmt: skip
     with running(command, peers.process_environment(KV_BYTES), log) as process:
         until_ready(port, served, [(process, log)])

@@ -13,7 +13,7 @@ from benchmarks.gateway.processes import VLLM_DTYPE
 from benchmarks.gateway.rounds import Figures
 
 VLLM_GOAL = 2.0
-"""The gateway's tokens per second over those of vLLM's server, all at once."""
+"""The ratio of the gateway's tokens per second to those of vLLM's server, with all requests at once."""
 
 
 def table(rows: Sequence[Figures], arguments: argparse.Namespace) -> Table:

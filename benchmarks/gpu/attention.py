@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def is_dense(self) -> bool:
-        """Whether all rows are alike, without a part of a block, and decode or are whole prompts."""
+        """Whether all rows are equal, without partial blocks, and either decode or are complete prompts."""
         metadata = self.metadata
         kinds = set(zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True))
         query_len, seq_len = next(iter(kinds))
@@ -168,7 +168,7 @@ def make_workload(
     block_size: int = 16,
     num_layers: int = 1,
 ) -> Workload:
-    """`rows`: (query length, sequence length) of each; those that decode come first."""
+    """`rows`: (query length, sequence length) of each; decoding rows come first."""
     device = bench.device
     query_lens, seq_lens = ([row[place] for row in rows] for place in (0, 1))
     torch.manual_seed(0)

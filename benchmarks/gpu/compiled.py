@@ -1,4 +1,4 @@
-"""Triton's cache of compiled kernels, kept between machines that start with none."""
+"""Triton's cache of compiled kernels, preserved between machines that start with an empty one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cache_directory() -> Path:
 
 
 def save(out: Path, part: str) -> None:
-    """Write `triton-PART.tgz`; none if there is nothing to save or it would be too large."""
+    """Write `triton-PART.tgz`, unless there are no kernels to save or it would be too large."""
     cache, target = cache_directory(), out / f"triton-{part}.tgz"
     files = sorted(path for path in cache.rglob("*") if path.suffix in _SUFFIXES)
     if not files:
@@ -29,7 +29,7 @@ def save(out: Path, part: str) -> None:
 
 
 def restore(out: Path) -> None:
-    """Unpack what earlier runs saved there."""
+    """Unpack kernels that earlier runs saved there."""
     for source in sorted(out.glob("triton-*.tgz")):
         with tarfile.open(source) as archive:
             archive.extractall(cache_directory(), filter="data")

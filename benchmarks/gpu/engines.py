@@ -1,4 +1,4 @@
-"""The engine as sections use it: over a model's shapes with dummy weights, kept for the next section of the process."""
+"""The engine for sections: a model's shapes with dummy weights, reused by the next section of the process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _open: list[OpenEngine] = []
 
 
 def shape_of(bench: Bench, model: ModelShape) -> ModelShape:
-    """The model, or the toy that stands for every model."""
+    """The model, or the toy that replaces every model."""
     return TINY if bench.is_tiny else model
 
 
@@ -69,7 +69,7 @@ def open_engine(bench: Bench, model: ModelShape, **options: Any) -> OpenEngine:
 
 
 def compile_engine(bench: Bench, model: ModelShape, options: dict[str, Any]) -> list[Row]:
-    """Start and close an engine of one layer, which compiles what a whole one needs."""
+    """Start and close an engine of one layer, which compiles the kernels of a complete one."""
     small = {"num_kv_blocks": 512, "enforce_eager": True}
     with tempfile.TemporaryDirectory() as directory:
         path = replace(shape_of(bench, model), num_layers=1).save_config(Path(directory))
@@ -93,7 +93,7 @@ def freeze_heap() -> None:
 
 
 def generate(llm: LLM, requests: Workload) -> float:
-    """Return the seconds of one pass over the requests; each ends at its length."""
+    """Return the seconds of one pass over the requests; each stops at its length."""
     params = [
         SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length, seed=number)
         for number, length in enumerate(requests.max_tokens)

@@ -21,7 +21,7 @@ class Ceilings:
     bytes_per_s: float
     """Of a copy, bytes read plus bytes written."""
     flops: float
-    """Of a large product in bf16."""
+    """Rate of a large matmul in bf16."""
     fp8_flops: float
 
 
@@ -53,7 +53,7 @@ class CostModel:
         return max(num_bytes / self.ceilings.bytes_per_s, operations / self.ceilings.flops)
 
     def step(self, model: ModelShape, step: Step, *, fp8: bool = False) -> float:
-        """One step of the engine, weights and cache in bf16; with fp8 the layers' products have fp8 weights."""
+        """One step of the engine, weights and cache in bf16; with fp8 the layers' matmuls have fp8 weights."""
         rate = self.ceilings.fp8_flops if fp8 else self.ceilings.flops
         weights = model.layer_weights * (1 if fp8 else 2)
         product = max(weights / self.ceilings.bytes_per_s, 2 * step.num_tokens * model.layer_weights / rate)
@@ -95,7 +95,7 @@ class _Running:
 def schedule(
     requests: Sequence[tuple[int, int]], *, most_rows: int, token_budget: int, cached: int = 0
 ) -> Iterator[Step]:
-    """The steps of a continuously batched engine that is given all requests at once.
+    """The steps of a continuously batching engine that receives all requests at the start.
 
     Args:
         requests: (prompt length, output length) of each, in order.

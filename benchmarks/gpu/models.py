@@ -1,6 +1,6 @@
 """The models of `benchmarks.gpu`, by their shapes alone, and the requests that they get.
 
-Weights are drawn on the device and prompts are token ids, so nothing comes from outside.
+Weights are drawn on the device and prompts are token ids, so no external data are needed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in one layer's products."""
+        """Number of weights in one layer's matmuls."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return self.hidden_size * (2 * heads + 2 * kv_heads + 3 * self.intermediate_size)
 

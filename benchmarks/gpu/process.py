@@ -1,4 +1,4 @@
-"""A process for the sections of `benchmarks.gpu`, so that none of them can take the rest along.
+"""A process for the sections of `benchmarks.gpu`, so that a failing section does not stop the rest.
 
 An illegal access leaves its process without a usable device, and a kernel that hangs never returns: here either ends
 one process, which the next section replaces. Rows arrive as they are made, so what a section had found is kept. What
@@ -55,7 +55,7 @@ class DeviceProcess:
             connection = self._connected()
             connection.send((run, bench))
             while True:
-                # No limit is infinity, of which poll knows nothing.
+                # No limit is infinity, which poll does not support.
                 if not connection.poll(min(_LONGEST_POLL_S, max(0.0, deadline - time.monotonic()))):
                     raise OutOfTime
                 kind, content = connection.recv()
@@ -85,7 +85,7 @@ class DeviceProcess:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # should it have had no time for a group of its own
+        process.kill()  # in case it has not created its process group yet
         process.join(_SECONDS_TO_END)
 
     def _connected(self) -> Connection:
@@ -95,7 +95,7 @@ class DeviceProcess:
             self._connection, theirs = context.Pipe()
             self._process = context.Process(target=_serve, args=(theirs, self._log))
             self._process.start()
-            theirs.close()  # or its end would never be noticed
+            theirs.close()  # otherwise its exit would never be detected
         return self._connection
 
 

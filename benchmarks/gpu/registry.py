@@ -1,4 +1,4 @@
-"""Every section of `benchmarks.gpu`, in the order of its part: first what a short lease should bring first."""
+"""Every section of `benchmarks.gpu`, in the order of its part: the most important results first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.gpu.sections import (
 )
 
 ALWAYS = ("versions", "ceilings")
-"""Run with every choice of sections: figures mean nothing without them."""
+"""Run with every choice of sections: results are meaningless without them."""
 
 
 def _two_devices(bench: Bench) -> str | None:

@@ -45,7 +45,7 @@ class Sizes:
     """Rows that are sampled from."""
 
 
-# Tokens enough that no operand is still in the L2 cache (60 MB on an H200) when the next replay wants it.
+# Enough tokens that no operand is still in the L2 cache (60 MB on an H200) at the next replay.
 LLAMA_SIZES = Sizes(32768, 4096, 14336, 128256, LLAMA_8B, 256)
 TOY_SIZES = Sizes(5, 96, 80, 700, TOY, 3)
 # The kernels of LLAMA_SIZES, without its gigabytes.
@@ -76,7 +76,7 @@ def _checked(name: str, dtype: torch.dtype, error: float, limit: float) -> Row:
 
 
 def _recurrences(bench: Bench) -> Iterator[Row]:
-    """Three rows of five tokens, the states of other slots beside them."""
+    """Three rows of five tokens, next to the states of other slots."""
     device = bench.device
 
     def draw(*shape: int) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _scaled_cases(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Iterator[Ro
             normed, total = dispatch.norm_and_quantise(x, residual, weight, 1e-5, numbers, False)
             gated = dispatch.silu_and_quantise(gate_up, numbers, False)
             product = dispatch.scaled_matmul(rows, weights, None)
-            # The library takes sizes that are multiples of 16 alone.
+            # The library only supports sizes that are multiples of 16.
             even = ScaledRows(
                 weights.numbers[: _even(matrix)], weights.scales[: _even(matrix)], weights.dtype
             )
@@ -166,7 +166,7 @@ def _even(matrix: torch.Tensor) -> int:
 
 
 def _eight_bits(device: torch.device) -> list[torch.dtype]:
-    """Return the kinds of 8-bit numbers that the device multiplies."""
+    """Return the 8-bit dtypes that the device multiplies."""
     is_new = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
     return [torch.int8, FP8] if is_new else [torch.int8]
 
@@ -217,7 +217,7 @@ def _cache_cases(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row
 
 
 def _cache_error(ours: LayerCache, theirs: LayerCache) -> float:
-    """||difference|| / ||truth|| of what both hold, scales multiplied in."""
+    """||difference|| / ||truth|| of the represented values, including scales."""
 
     def numbers(cache: LayerCache) -> torch.Tensor:
         keys, values = cache.keys.double(), cache.values.double()
@@ -247,7 +247,7 @@ def projected(
 
 
 def _low_rank(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Row:
-    """Rows of two adapters and of none; the one has nothing for the second part."""
+    """Rows of two adapters and of none; one of them does not change the second part."""
     slots, ranks = [0, 1, -1] * 7, [[8, 8], [16, 0]]
     with torch.device(bench.device):
         widths = [sizes.hidden_size, sizes.hidden_size // 2]

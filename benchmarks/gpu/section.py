@@ -1,4 +1,4 @@
-"""What a section of `benchmarks.gpu` is, what it is given, and the rows that it returns."""
+"""The definition of a section of `benchmarks.gpu`, its inputs, and the rows that it returns."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _finite(number: float | None) -> float | None:
 
 
 Measure = Callable[[Callable[[], object]], float]
-"""Seconds that a call takes on the device."""
+"""Device time of a call in seconds."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Bench:
 
     @property
     def face(self) -> FaceName:
-        """The kernels that are looked at; on a CPU the reference operators stand in for them."""
+        """The measured kernels; on a CPU the reference operators replace them."""
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return "triton" if self.device.type == "cuda" or is_interpreted else "reference"
 
@@ -110,13 +110,13 @@ class Section:
     name: str
     part: Part
     seconds: float
-    """After this long it is cut; its rows so far are kept."""
+    """Time after which it is aborted; its rows so far are retained."""
     run: Callable[[Bench], Iterable[Row]]
     question: str
     """What its rows answer."""
     needs: tuple[Callable[[Bench], str | None], ...] = ()
     """Each returns why the section can't run here, or None."""
     is_alone: bool = False
-    """It gets a process that nothing ran in: it, or what it starts, takes all of the device's memory."""
+    """True if it needs a fresh process: it, or a process that it starts, uses all of the device's memory."""
     hint: str = ""
     """What to look at when it fails."""

@@ -31,7 +31,7 @@ def lines_of(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def summary_of(rows: Sequence[tuple[str, Row]]) -> Iterator[str]:
-    """At most 30 lines of a part's rows, each with its section's name: what is wrong, headlines, the worst shares."""
+    """Up to 30 lines of a part's rows, each with its section's name: errors, main results, the worst ratios."""
     wrong = [row for row in rows if row[1].ok is False]
     headlines = [row for row in rows if _HEADLINES & row[1].facts.keys()]
     shares = sorted((row for row in rows if row[1].share is not None), key=lambda row: row[1].share or 0.0)

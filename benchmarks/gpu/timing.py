@@ -1,4 +1,4 @@
-"""Device time of one call, without the host's share; and a stand-in for walks without a device."""
+"""Device time of one call, without the host's share; and a replacement for runs without a device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def median_seconds(run: Callable[[], object], *, repeats: int = 20) -> float:
 
 
 def host_seconds(run: Callable[[], object]) -> float:
-    """The time of one call by the host's clock: says nothing, and is never 0."""
+    """The time of one call by the host's clock: meaningless, but never 0."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Workers without engines that pull and commit what a queue has, each a process with a connection of its own."""
+"""Workers without engines that pull and commit a queue's jobs, each in a process with a separate connection."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from pagemill.producer.wire.server.transport import SyncTransport
 
 PROMPT_BYTES = 500
 ENVELOPE_BYTES = 121
-"""Of a payload beside its prompt, about."""
+"""Approximate bytes of a payload in addition to its prompt."""
 MODEL = "m"
 PULLED_AT_ONCE = 16
 
@@ -51,7 +51,7 @@ class Cost:
     server_us: float
 
     def rate(self, *, side_by_side: bool) -> float:
-        """Jobs per second if nothing else used the two processors."""
+        """Jobs per second if no other process used the two CPUs."""
         both = (self.client_us, self.server_us)
         return 1e6 / (max(both) if side_by_side else sum(both))
 
@@ -82,7 +82,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal of the queue, and the figures for it by what was read: clock, processor time, or a counter."""
+    """A goal of the queue, and its results by measurement: clock, CPU time, or a counter."""
 
     name: str
     wanted: float
@@ -161,7 +161,7 @@ def measure_submits(figures: Figures, url: str, jobs: int, rounds: int) -> None:
                 if module is not None and find_spec(module) is None:
                     continue
                 count = max(1, round(jobs * share))
-                submit(url, min(50, count))  # connections, scripts and imports are not what is measured
+                submit(url, min(50, count))  # connections, scripts and imports are not measured
                 server, mine = processor_seconds(client), time.process_time()
                 started = time.perf_counter()
                 submit(url, count)
@@ -189,7 +189,7 @@ def measure_memory(figures: Figures, url: str, waiting: Sequence[int], pulls: in
 
 
 def measure_pulls(figures: Figures, url: str, name: str, pulls: int) -> None:
-    """Pull and hand back, so that the queue stays as full as it is."""
+    """Pull and requeue, so that the queue's length does not change."""
     with redis.Redis.from_url(url) as client:
         transport = SyncTransport(client)
         pull = transitions.pull("bulk", "w", [MODEL], PULLED_AT_ONCE, 1 << 40)
@@ -228,7 +228,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> Figures:
 
 
 def goals(figures: Figures) -> list[Goal]:
-    """Return what is wanted of the queue, with this server's figures."""
+    """Return the goals of the queue, with this server's results."""
 
     def both(clock: float, processor: float) -> dict[str, float]:
         return {"by_clock": clock, "by_processor": processor}

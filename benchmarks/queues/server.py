@@ -1,4 +1,4 @@
-"""A Redis server of a benchmark's own: append-only file on, written once a second, nothing else on it."""
+"""A dedicated Redis server of a benchmark: append-only file enabled, written once per second, no other load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kinds() -> list[str]:
 
 @contextlib.contextmanager
 def start_server(kind: str, directory: Path, *options: str) -> Iterator[str]:
-    """The URL of a server that ends with the block. `kind`: one of `kinds()`."""
+    """The URL of a server that stops at the end of the block. `kind`: one of `kinds()`."""
     binary = _system_server() if kind == SYSTEM_KIND else server_binary(BINARIES[kind])
     if binary is None:
         raise FileNotFoundError("the redis-server of this machine is no Redis 7, or there is none")
@@ -40,9 +40,9 @@ def start_server(kind: str, directory: Path, *options: str) -> Iterator[str]:
 
 
 def used_memory(client: redis.Redis) -> int:
-    """Return the bytes that the data takes, once the server is at rest.
+    """Return the size of the data in bytes, once the server is idle.
 
-    Then nothing is being freed, no rewrite of the append-only file holds memory back, and no writes wait in memory for
+    Then no memory is being freed, no rewrite of the append-only file occupies memory, and no writes wait in memory for
     a busy disk. Buffers of open connections count: close those that sent much.
     """
     give_up = time.monotonic() + PATIENCE_S

@@ -112,7 +112,7 @@ class FlashAttention3:
 
     @cached_property
     def _unused(self) -> dict[str, Any]:
-        """Return the op's further arguments. Raises `Unavailable` for a schema with unknown required ones."""
+        """Return the op's further arguments. Raises `Unavailable` for an unsupported schema."""
         _ = self._op  # loads the library
         (schema,) = torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::fwd")
         arguments = [each for each in schema.arguments if each.name not in _GIVEN]

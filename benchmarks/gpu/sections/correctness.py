@@ -44,7 +44,7 @@ class Job:
 
 
 def run(bench: Bench) -> Iterator[Row]:
-    """One row per case, as they end."""
+    """One row per case, in order of completion."""
     if bench.is_tiny:
         yield from attention.correctness(bench, TINY_CASES, [torch.float32])
         yield from row_kernels.correctness(bench, row_kernels.TOY_SIZES, [torch.float32])
@@ -53,7 +53,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def run_launches(bench: Bench) -> Iterator[Row]:
-    """One launch of every kernel, and one captured graph: what has to work before anything is timed."""
+    """One launch of every kernel, and one captured graph, which must work before any measurement."""
     cases, sizes = (
         (TINY_CASES, row_kernels.TOY_SIZES) if bench.is_tiny else (LAUNCHED, row_kernels.LAUNCHED_SIZES)
     )
@@ -135,7 +135,7 @@ def _run(job: Job) -> list[Row]:
 
 
 def checks(bench: Bench) -> Iterator[Job]:
-    # The longest case first: the others fill the time beside it.
+    # The longest case first: the others run concurrently.
     for case in sorted(attention.EVERY_CASE, key=lambda case: -sum(case[0][1])):
         for dtype in DTYPES:
             name = f"{case[1].name} {case[2] or ''} {dtype}"

@@ -1,4 +1,4 @@
-"""Decode attention: seconds of a layer beside the floor of its keys' and values' bytes.
+"""Decode attention: seconds of a layer compared with the lower bound for its keys' and values' bytes.
 
 Three sections: rows of one length, rows of unlike lengths, and caches of 8 bits.
 """

@@ -1,4 +1,4 @@
-"""Whether outputs are what they should be: of a small saved model, whose weights tell tokens apart."""
+"""Checks outputs of a small saved model, whose weights distinguish tokens clearly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEFT_BYTES = 64 << 20
 
 
 def run_start(bench: Bench) -> Iterator[Row]:
-    """Two starts of the engine one after the other, with graphs, and transformers' own tokens from both."""
+    """Two consecutive starts of the engine, with graphs; both must give transformers' tokens."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model, left = saved_model(directory), list[int]()
@@ -42,7 +42,7 @@ def run_start(bench: Bench) -> Iterator[Row]:
 
 
 def run_switches(bench: Bench) -> Iterator[Row]:
-    """Tokens with overlap, graphs and one copy per step on and off, against transformers' own greedy choice."""
+    """Tokens with overlap, graphs and one copy per step on and off, compared with transformers' greedy tokens."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = saved_model(directory)

@@ -60,7 +60,7 @@ def timed(bench: Bench, sizes: Sizes) -> Iterator[Row]:
 
 
 def run_sampling(bench: Bench) -> Iterator[Row]:
-    """Tokens for the rows of a step, with and without filters; beside it the sort that it does without."""
+    """Tokens for the rows of a step, with and without filters, compared with the sort that it avoids."""
     vocab_size = (TOY_SIZES if bench.is_tiny else LLAMA_SIZES).vocab_size
     for num_rows in (3,) if bench.is_tiny else _ROWS:
         logits = 3 * torch.randn(num_rows, vocab_size, device=bench.device)

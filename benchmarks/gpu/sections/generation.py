@@ -1,4 +1,4 @@
-"""Whole requests through the engine, offline: seconds beside the floor of the steps that they need."""
+"""Complete requests through the engine, offline: seconds compared with the lower bound of their steps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run_fa3(bench: Bench) -> Iterator[Row]:
 
 
 def run_labels(bench: Bench) -> Iterator[Row]:
-    """256 tokens that all prompts share, 40 of their own, 4 out: every step admits rows."""
+    """256 tokens shared by all prompts, 40 separate ones, 4 output tokens: every step admits rows."""
     count, shared, own, outputs = (6, 32, 5, 2) if bench.is_tiny else (4096, 256, 40, 4)
     engine = open_engine(bench, LLAMA_8B)
     draw = random.Random(f"labels {count}")
@@ -98,7 +98,7 @@ def memory_of(bench: Bench) -> dict[str, float]:
 
 
 def seconds_of(bench: Bench, case: str) -> float | None:
-    """Return what the bf16 engine took for a case earlier in this run."""
+    """Return the bf16 engine's time for a case earlier in this run."""
     rows = bench.found.get("generation", ())
     return next((row.measured for row in rows if row.case == case), None)
 

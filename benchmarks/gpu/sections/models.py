@@ -15,7 +15,7 @@ _DRY = ("llama",)
 
 
 def run(bench: Bench) -> Iterator[Row]:
-    """One row per type, as they end. A type that the installed transformers lacks is left out."""
+    """One row per type, in order of completion. A type that the installed transformers lacks is omitted."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from tests.engine.models.generic.sweep import stored_outcomes

@@ -1,4 +1,4 @@
-"""What every part begins with: versions and hardware, and the rates that everything else is held against."""
+"""The first sections of every part: versions, hardware, and the reference rates."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def run_ceilings(bench: Bench) -> Iterator[Row]:
-    """The rates that everything else is held against: a large copy, and large products of random numbers."""
+    """The reference rates for all results: a large copy, and large matmuls of random values."""
     elements, side = (2**10, 32) if bench.is_tiny else (2**30, 8192)
     source = torch.empty(elements, dtype=torch.float32, device=bench.device).normal_()
     target = torch.empty_like(source)

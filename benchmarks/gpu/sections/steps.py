@@ -1,4 +1,4 @@
-"""Single steps of the engine, of rows that decode and of as many with a prompt among them, and their kernels."""
+"""Single steps of the engine, with decoding rows only and with one prompt among them, and their kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other tiles than the tuning table's: what to put there. One that the device has no room for says so."""
+"""Alternatives to the tuning table's tiles. A tile that does not fit on the device is reported."""
 
 from __future__ import annotations
 

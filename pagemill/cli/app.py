@@ -73,7 +73,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
 
 
-UsageError: Any = typer.BadParameter.__base__  # click's own, or in later versions typer's
+UsageError: Any = typer.BadParameter.__base__  # from click, or in later versions from typer
 
 
 class ReportingGroup(TyperGroup):
@@ -102,7 +102,7 @@ def reported_errors() -> Iterator[None]:
         raise typer.Exit(EXIT_USAGE) from None
     except OSError as error:
         if error.errno == errno.EPIPE or not _is_of_stdout(error):
-            raise  # a reader that disconnects ends the command in silence
+            raise  # a reader that disconnects ends the command silently
         print_stderr(f"standard output cannot be written: {error.strerror}")
         raise typer.Exit(EXIT_NOT_SUCCEEDED) from None
 
@@ -195,7 +195,7 @@ def print_stderr(message: str) -> None:
 
 
 def announce(message: str, log_format: str) -> None:
-    """Print what a long-running command serves to stderr; where its log lines are JSON, as one of them."""
+    """Print the services of a long-running command to stderr; as a JSON line if its log is JSON."""
     if log_format == "json":
         logging.getLogger("pagemill.cli").info(message)
     else:
@@ -321,7 +321,7 @@ class AtQueue:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(AtQueue):
-    """The options of a command that also prints what it finds."""
+    """The options of a command that also prints results."""
 
     as_json: AsJson = False
 
@@ -574,7 +574,7 @@ def _prompt_fields(text: str, chat: bool, system: str | None) -> dict[str, Any]:
 
 
 def scored(continuations: list[str] | None) -> dict[str, Any]:
-    """Return the fields of a job that scores these texts, none if there are none."""
+    """Return the fields of a job that scores these texts; empty without texts."""
     return {"task": "score", "continuations": continuations} if continuations else {}
 
 

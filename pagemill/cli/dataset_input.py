@@ -35,7 +35,7 @@ def source_of_rows(
     encoding: str,
     **options: Unpack[CsvOptions],
 ) -> Source:
-    """Open the input. Standard input and what a server sends is kept in a file, since rows are read twice."""
+    """Open the input. Standard input and server responses are stored in a file, since rows are read twice."""
     path, *others = paths
     if others:
         return open_rows(paths, kind, encoding, **options)

@@ -50,7 +50,7 @@ def prompt_limit(model: str | None, url: str | None, queue: str, worker_options:
 
 
 def preview(dataset: DatasetRun, counter: TokenCounter, limit: int | None, *, as_json: bool) -> bool:
-    """Print the first prompts, and what is wrong with any; returns whether all rows are fit to be submitted."""
+    """Print the first prompts, and all errors; return whether all rows can be submitted."""
     tokens = rows = jobs = bad = skipped = last = 0
     longest, long_rows, first_long, are_exact = 0, 0, 0, True
     unfilled = {step.name for step in dataset.chain.at_once if step.recipe.places}

@@ -35,7 +35,7 @@ from pagemill.producer.wire.server.discovery import find_redis, state_dir
 from pagemill.producer.wire.server.transport import SyncTransport
 
 SILENCE_LIMIT_S = 600.0
-"""A worker that is not ready and logged nothing new for so long has failed, even on a busy machine."""
+"""A worker that is not ready and has not logged for this long has failed, even on a busy machine."""
 STOP_LIMIT_S = 30.0
 LOADING_PATIENCE_S = 60.0
 """Time for a worker that is still loading to report its models."""
@@ -53,7 +53,7 @@ def _silently(_: str) -> None:
 
 
 class WorkerFailed(PagemillError):
-    """The worker did not start, or ended early; the message ends with its last output."""
+    """The worker did not start, or exited early; the message ends with its last output."""
 
 
 class LocalWorker:
@@ -64,7 +64,7 @@ class LocalWorker:
     """
 
     is_quiet = False
-    """Print nothing to stderr while it stops."""
+    """Do not print to stderr while it stops."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class LocalWorker:
         )
 
     def wait_ready(self, tell: Tell = _silently) -> tuple[str, WorkerInfo]:
-        """Wait until the worker serves; returns the server's URL and its own info. Raises WorkerFailed.
+        """Wait until the worker serves; return the server's URL and the worker's info. Raises WorkerFailed.
 
         `tell` is called many times per second with the worker's activity, as in its log.
         """
@@ -172,7 +172,7 @@ def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]
     """Return the workers that serve the model. Waits for loading ones: a second would halve the machine.
 
     Args:
-        say: called once with a message if there is something to wait for.
+        say: called once with a message if waiting is necessary.
 
     Raises RedisUnavailable.
     """
@@ -185,7 +185,7 @@ def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]
 def settled_workers(
     url: str, queue: str, is_wanted: Callable[[WorkerInfo], bool], announce: Callable[[], None]
 ) -> list[WorkerInfo]:
-    """Return the live workers once one is wanted, none is loading, or `LOADING_PATIENCE_S` have passed.
+    """Return the live workers once one is suitable, none is loading, or `LOADING_PATIENCE_S` have passed.
 
     Args:
         announce: called once if there is something to wait for.
@@ -206,7 +206,7 @@ def settled_workers(
 
 
 def can_load(model: str) -> bool:
-    """Return whether a worker here could load the model: all but a name that only its own worker knows."""
+    """Return whether a local worker could load the model: False for names and paths that only exist elsewhere."""
     try:
         source = ModelSource.parse(model)
     except ModelLoadError:

@@ -1,4 +1,4 @@
-"""Counts prompts' tokens as a worker does, for `pagemill run --dry-run`: with the model's own chat template."""
+"""Counts prompts' tokens like a worker, for `pagemill run --dry-run`, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def token_counter(models: Sequence[str | None], worker_options: Sequence[str]) -
 
 
 def _processor(model: str, options: dict[str, str]) -> InputProcessor | None:
-    """Return the half of an engine that makes tokens; None without a tokenizer. Downloads nothing."""
+    """Return the part of an engine that tokenizes; None without a tokenizer. Does not download."""
     from pagemill.engine.models.directory import find_model
     from pagemill.engine.models.echo import is_echo
     from pagemill.engine.text.input_processor import InputLimits, InputProcessor

@@ -104,7 +104,7 @@ def recall_keep(at: Report, worker_id: WorkerId) -> None:
 def _recall(
     at: Report, producer: Producer, worker_id: str, timeout: float | None, *, any_worker: bool = False
 ) -> int:
-    """Print what becomes of each job; returns how many results stay. Raises Unverifiable or ResultTimeout."""
+    """Print the outcome of each job; return the number of remaining results. Raises Unverifiable or ResultTimeout."""
     options = ReplayOptions(priority="normal", timeout=timeout, any_worker=any_worker, is_counted=False)
     outcomes = {"superseded": 0, "left": 0, "gone": 0}
     flow = recall.run(producer.queue, producer.preparer, worker_id, options)

@@ -185,7 +185,7 @@ def run(flags: RunOptions) -> None:
 
 
 def _models(flags: RunOptions, dataset: DatasetRun) -> list[str | None]:
-    """Return the models that are to be served, as they were given; None: any."""
+    """Return the models to be served, as specified; None: any."""
     named = {served_name(model): model for model in (flags.model, *(flags.to or [])) if model}
     return [named.get(name, None if name == NO_MODEL else name) for name in dataset.models]
 
@@ -316,9 +316,9 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reported(out: Path, *, is_dry: bool = False) -> Any:
-    """Report an early stop: the cause, that nothing is lost, and the command to type.
+    """Report an early stop: the cause, that no data are lost, and the command for resuming.
 
-    `is_dry`: nothing is submitted.
+    `is_dry`: no jobs are submitted.
     """
     again = "run the same command again to continue; all finished work is kept"
     has_begun = out.with_name(out.name + ".partial").exists
@@ -326,7 +326,7 @@ def reported(out: Path, *, is_dry: bool = False) -> Any:
         with _stopped_as_by_ctrl_c():
             yield
     except (DiskError, RunStopped, WorkerFailed) as error:
-        # A full disk has its own advice.
+        # A full disk has separate advice.
         print_stderr(str(error) + (f"\n{again}" if has_begun() and not isinstance(error, DiskError) else ""))
         raise typer.Exit(EXIT_INCOMPLETE) from None
     except DatasetError as error:
@@ -355,7 +355,7 @@ class Serving(NamedTuple):
 
 
 def notifier(quiet: bool) -> Notify:
-    """Return what prints a run's notices: with --quiet those alone without which it would wait in silence for ever."""
+    """Return the printer of a run's notices: with --quiet only those without which it would silently wait forever."""
 
     def notify(message: str, is_endless: bool) -> None:
         if is_endless or not quiet:
@@ -397,7 +397,7 @@ def server(
         )
     if url is not None and (serving or not is_loadable):
         if not serving:
-            # Printed with --quiet, too: without a worker the run never ends.
+            # Also printed with --quiet: without a worker the run never ends.
             print_stderr(
                 f"no live worker of queue {queue} serves {model or 'anything'}; the jobs will wait for one"
             )

@@ -76,7 +76,7 @@ def _watch(source: TopSource, every_s: float) -> None:
 
 
 def _print_once(source: TopSource, as_json: bool) -> None:
-    """Print one view; it takes two reads, since the first only requests the worker's block map."""
+    """Print one view, after two reads, since the first only requests the worker's block map."""
     view = source.read()
     if view.live is not None and view.live["engine"] is not None:
         time.sleep(FIRST_MAP_S)

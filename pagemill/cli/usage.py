@@ -83,7 +83,7 @@ def usage(
 
 
 def _write(path: Path, columns: Sequence[str], rows: Rows) -> None:
-    """Write the file whole or not at all."""
+    """Write the file atomically."""
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".pagemill-") as directory:
             temporary = Path(directory) / path.name

@@ -92,7 +92,7 @@ def _code(found: Verification) -> int:
 def _verify_batch(
     producer: Producer, batch: str, sample: int, timeout: float | None, placement: Placement, *, as_json: bool
 ) -> int:
-    """Print what is not as promised, or with `as_json` each line; returns the exit code."""
+    """Print unexpected results, or with `as_json` each line; return the exit code."""
     total = min(sample, producer.batch(batch).counts().total)
     codes: dict[int, int] = {0: 0, EXIT_NOT_SUCCEEDED: 0, EXIT_NO_VERDICT: 0}
     words: dict[str, int] = {}
@@ -142,7 +142,7 @@ def _print(found: Verification, as_json: bool) -> None:
 
 
 def detail(found: Verification) -> str:
-    """Return the first difference in words, or why there is no verdict."""
+    """Describe the first difference, or the reason why there is no verdict."""
     if found.comparison is None:
         return found.reason or ""
     parts = []

@@ -204,7 +204,7 @@ def _configure(application: Celery, url: str, settings: CeleryWorkerSettings, mo
         broker_connection_retry_on_startup=True,
         worker_prefetch_multiplier=1,
     )
-    if settings.celery_app:  # without it, other workers run what follows a generation
+    if settings.celery_app:  # without it, other workers run the tasks after a generation
         application.conf.task_default_queue = settings.queue
     serve_task(application, url, settings.native_queue, model, settings.queue)
 

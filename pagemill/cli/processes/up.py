@@ -103,7 +103,7 @@ def up(
     ] = None,
     run_dir: RunDir = None,
 ) -> None:
-    # The group's own help is above.
+    # The group's help is above.
     if context.invoked_subcommand is not None:
         return
     for name in ("gateway", "exporter"):
@@ -168,7 +168,7 @@ def _run(settings: UpSettings, directory: RunDirectory) -> int:
 
 
 def _checked(settings: UpSettings, groups: Sequence[Group], ports: Ports, url: str) -> Sequence[ChildSpec]:
-    """Describe the children, and let their commands parse what they will be given. Raises SettingsError."""
+    """Describe the children, and validate their arguments with their commands. Raises SettingsError."""
     from pagemill.supervisor import layout
 
     found = layout.specs(settings, groups, ports, url)
@@ -184,7 +184,7 @@ def _checked(settings: UpSettings, groups: Sequence[Group], ports: Ports, url: s
 
 @contextlib.contextmanager
 def _redis(settings: UpSettings) -> Iterator[tuple[str, EmbeddedServer | None]]:
-    """Yield the server's URL: the given one, or that of an embedded server that lives as long as this process."""
+    """Yield the server's URL: the configured one, or that of an embedded server, which stops with this process."""
     from pagemill.worker.embedded import EmbeddedServer
 
     if settings.redis_url is not None:

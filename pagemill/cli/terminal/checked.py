@@ -91,20 +91,20 @@ def checked(kind: Any) -> Callable[[Any], Any]:
 
 
 def output_path(path: Path | None) -> Path | None:
-    """Check an option that names what is written: `.` and `/` have no name to derive other files from."""
+    """Check an output option: `.` and `/` do not have a name from which to derive other files."""
     if path is not None and not path.name:
         raise typer.BadParameter("should name a file or folder")
     return path
 
 
 def between(low: float, high: float) -> Callable[[Any], Any]:
-    """Return an option callback that checks a number's range; NaN is in none."""
+    """Return an option callback that checks a number's range and rejects NaN."""
     return checked(Annotated[float, Field(ge=low, le=high)])
 
 
 def served_name(model: str) -> str:
-    """Return the name under which a worker serves a model: the repository's, or a folder's or file's own."""
+    """Return the name under which a worker serves a model: that of the repository, folder or file."""
     try:
         return ModelSource.parse(model).served_name
-    except ModelLoadError:  # a name that a worker was given
+    except ModelLoadError:  # a name configured for a worker
         return model

@@ -37,7 +37,7 @@ FULL = 0.75
 
 
 def print_answer(answer: Answer, as_json: bool) -> None:
-    """Print JSON, or tab-separated lines: what, how much, why; then the assumptions."""
+    """Print JSON, or tab-separated lines (item, amount, reason), followed by the assumptions."""
     if as_json:
         typer.echo(json.dumps(answer.document()))
         return

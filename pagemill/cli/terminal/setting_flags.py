@@ -115,7 +115,7 @@ class SettingsHelp:
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a class; none where its source is not installed."""
+    """Return the docstrings under the fields of a class; empty if its source is not installed."""
     try:
         module = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     except OSError:

@@ -142,7 +142,7 @@ def worker_row(w: WorkerInfo) -> tuple[Any, ...]:
 
 
 def print_queue(queue: str, stats: QueueStats, kinds: Mapping[Kind, float], as_json: bool) -> None:
-    """Print a queue's figures. `kinds`: what holds the server's memory, if it is short of it."""
+    """Print a queue's metrics. `kinds`: memory by kind of data, if the server's memory is low."""
     waiting = [
         {
             "priority": priority,

@@ -38,7 +38,7 @@ class Waiting:
         return self
 
     def report(self, state: str = "") -> None:
-        """Print the progress if it has changed, or nothing was printed for a while."""
+        """Print the progress if it has changed, or if the last line was printed a while ago."""
         is_news, self._state = state not in ("", self._state), state or self._state
         if self._status is not None:
             self._status.update(self._line())

@@ -33,17 +33,17 @@ class Question:
     output_tokens: Tokens
     """Average length of a job's output in tokens."""
     shared_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Prompt tokens of the prefix shared by all jobs."""
+    """Tokens of the prompt that all jobs begin with."""
     rate: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
-    """Arrival rate in jobs per second."""
+    """Jobs per second that arrive."""
     rows: Annotated[int, Field(ge=1, le=10**12)] | None = None
-    """Number of jobs of a batch, instead of a rate."""
+    """Jobs of a batch, instead of a rate."""
     deadline_s: Annotated[float, Field(ge=1e-3, le=YEAR_S)] | None = None
-    """Seconds until the last row has finished."""
+    """Seconds until the last of the rows has ended."""
     weight_bits: Annotated[float, Field(ge=0.5, le=64.0)] | None = None
     """Bits per weight. Default: as in config.json."""
     retention_s: Annotated[float, Field(ge=0.0, le=YEAR_S)] = 86_400.0
-    """Retention of results in seconds for a rate; results of rows are retained together for a week."""
+    """Seconds that results of a rate are kept; those of rows are kept together for a week."""
     bytes_per_token: Annotated[float, Field(ge=0.1, le=100.0)] = 4.0
     """Bytes of text per token in Redis."""
     cpu_gb_per_s: Annotated[float, Field(ge=0.01, le=1e5)] | None = None

@@ -231,8 +231,8 @@ def sample_tokens(
 ) -> torch.Tensor:
     """Draw one token per row: argmax of (logit - peak) / temperature + Gumbel noise over what the filters keep.
 
-    The filters are top-k, top-p and min-p, each of what the one before has left; ties with the last token kept are
-    kept. The noise is `pagemill.kernels.noise`'s, so a row's token depends on its logits and its own entry alone; faces
+    The filters are top-k, top-p and min-p, each applied to the result of the one before; ties with the last token
+    remain. The noise is that of `pagemill.kernels.noise`: a row's token depends only on its logits and entry; faces
     agree unless two tokens are within rounding of each other. A row with NaN gives some valid id.
 
     Args:

@@ -85,7 +85,7 @@ def _multiplies_bf16(dtype: torch.dtype | None) -> bool:
 
 
 def _rounded(weight: Weight, dtype: torch.dtype | None) -> Weight:
-    """Return a model's weights of this dtype in fp32. Those of a quantized checkpoint remain unchanged."""
+    """Return a weight rounded to the model's dtype, in fp32. Quantized checkpoints' weights remain unchanged."""
     return weight.to(dtype).float() if isinstance(weight, torch.Tensor) and dtype is not None else weight
 
 

@@ -110,7 +110,7 @@ def expand_kernel(
 
 
 def rank_block(max_rank: int) -> int:
-    """Return the number of ranks that a matmul sums in one step: those that fit into registers next to the sums."""
+    """Return the block of ranks that a matmul sums in one step: those that fit into registers next to the sums."""
     return min(_LARGEST_DOT, max(_SMALLEST_DOT, triton.next_power_of_2(max_rank)))
 
 

@@ -68,7 +68,7 @@ def _gate_pair(gated, x, tiles, weight, pair, following, memory):
 def _gate_blocks(first, last, gated, x, num_rows, weight, memory, line_memory):
     """The pairs first .. last - 1 of every row."""
     num_tiles, num_lines = num_tiles_of(num_rows), weight.in_features // LANES
-    # As many rows at a time as stay in the second-level cache.
+    # Number of rows that fit in the second-level cache.
     at_once = max(_FEWEST_TILES, BLOCK_ROWS * BLOCK_INPUTS // (MOST_ROWS * weight.in_features))
     at_once = min(at_once, BLOCK_ROWS // MOST_ROWS)
     for low in range(0, num_tiles, at_once):

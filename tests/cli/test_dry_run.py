@@ -167,7 +167,7 @@ def test_a_live_worker_says_what_it_takes(rows: Path, tmp_path: Path, client: Qu
 def test_of_several_workers_the_smallest_limit_holds(rows: Path, tmp_path: Path, client: QueueClient) -> None:
     for name, limit in (("a", 700), ("b", 600), ("c", None)):
         info = WorkerInfo(id=name, models=("m",), max_model_len=limit)
-        client.run(registry.heartbeat(client.queue, info, ttl_ms=600_000))
+        client.run(registry.heartbeat(client.queue, info, ttl_ms=300_000))
     done = dry_run(rows, "--model", "m", url=client.url, queue=client.queue, state=tmp_path)
     assert "too long for the model's 600" in done.stderr
 

@@ -193,7 +193,7 @@ def test_the_other_workers_are_linked_to(scene: Scene) -> None:
         WorkerInfo(id="w-evil", models=(), url="javascript:document.title='owned'"),
         WorkerInfo(id="w-broken", models=(), url="http://[:x", state="loading"),
     ):
-        scene.client.run(heartbeat(scene.client.queue, worker, ttl_ms=600_000))
+        scene.client.run(heartbeat(scene.client.queue, worker, ttl_ms=300_000))
     eventually(lambda: len(scene.browser.rows("workers")) == 4, "the others")
     assert any("(this one)" in row[0] for row in scene.browser.rows("workers"))
     links = scene.browser.run("return [...document.querySelectorAll('#workers a')].map(link => link.href)")

@@ -386,7 +386,7 @@ def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
 def test_a_worker_that_is_loading_is_waited_for(server: RedisServer, queue_name: str, tmp_path: Path) -> None:
     client = QueueClient(server.url, queue_name)
     loading = WorkerInfo(id="loading", models=(), state="loading")
-    client.run(registry.heartbeat(queue_name, loading, ttl_ms=600_000))
+    client.run(registry.heartbeat(queue_name, loading, ttl_ms=300_000))
     client.redis.close()
     log = tmp_path / "celery.log"
     options = ("--queue", queue_name, "--native-queue", queue_name)

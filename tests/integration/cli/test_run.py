@@ -166,7 +166,7 @@ def test_a_dry_run_shows_control_characters_as_escapes(
 def test_a_run_waits_for_a_worker_that_is_loading(tmp_path: Path, client: QueueClient) -> None:
     write_rows(tmp_path / "in.jsonl", 3)
     loading = WorkerInfo(id="loading", models=(), state="loading")
-    client.run(registry.heartbeat(client.queue, loading, ttl_ms=600_000))
+    client.run(registry.heartbeat(client.queue, loading, ttl_ms=300_000))
     command = [sys.executable, "-m", "pagemill", *RUN, "--model", "echo"]
     run = subprocess.Popen(
         command, cwd=tmp_path, env=environment(client.url, client.queue), stderr=subprocess.PIPE, text=True

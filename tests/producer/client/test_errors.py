@@ -22,7 +22,7 @@ def test_a_model_that_nobody_serves_is_what_a_timeout_says(queue: Queue, produce
     ) as late:
         handle.result(timeout=0.01)
     assert "no live worker serves it (model nope)" in (late.value.reason or "")
-    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w", models=("b", "a")), ttl_ms=600_000))
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w", models=("b", "a")), ttl_ms=300_000))
     with pytest.raises(
         ResultTimeout, match=r"no live worker serves it \(model nope\); those alive serve a, b"
     ):
@@ -30,7 +30,7 @@ def test_a_model_that_nobody_serves_is_what_a_timeout_says(queue: Queue, produce
 
 
 def test_a_served_job_that_is_late_has_no_such_reason(queue: Queue, producer: Producer) -> None:
-    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w", models=("nope",)), ttl_ms=600_000))
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w", models=("nope",)), ttl_ms=300_000))
     with pytest.raises(ResultTimeout, match=r"is queued after 0\.01 s; it continues") as late:
         producer.submit(JOB).result(timeout=0.01)
     assert late.value.reason is None

@@ -47,7 +47,7 @@ TEXT = '{"label": "good", "written": "2026-11-23", "authors": [{"name": "ü"}]}'
 
 def serve(queue: Queue, *models: str) -> None:
     for model in models:
-        queue.run(registry.heartbeat(queue.name, WorkerInfo(id=model, models=(model,)), ttl_ms=600_000))
+        queue.run(registry.heartbeat(queue.name, WorkerInfo(id=model, models=(model,)), ttl_ms=300_000))
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {

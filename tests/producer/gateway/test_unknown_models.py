@@ -33,7 +33,7 @@ def queue(valkey_url: str, queue_name: str) -> Iterator[Queue]:
         yield found
 
 
-def register(queue: Queue, *models: str, ttl_ms: int = 600_000, adapters: tuple[str, ...] = ()) -> None:
+def register(queue: Queue, *models: str, ttl_ms: int = 300_000, adapters: tuple[str, ...] = ()) -> None:
     """Register a worker, as its heartbeat does."""
     info = WorkerInfo(id=f"w-{models[0]}", models=models, adapters=adapters)
     queue.run(registry.heartbeat(queue.name, info, ttl_ms=ttl_ms))

@@ -56,7 +56,7 @@ def fill(queue: Queue) -> None:
         WorkerInfo(id="w-good", models=(MARKUP,), url="http://0.0.0.0:9790", host="gpu1"),
         WorkerInfo(id="w-evil", models=("m",), url="javascript:document.title='owned'", host="x"),
     ):
-        queue.run(registry.heartbeat(queue.name, worker, ttl_ms=600_000))
+        queue.run(registry.heartbeat(queue.name, worker, ttl_ms=300_000))
     queue.submit("dead-1", "failed-1", tenant="acme")
     dead, failed = queue.pull(worker=MARKUP)
     error = ErrorInfo(code="engine_error", message=MARKUP).model_dump_json()

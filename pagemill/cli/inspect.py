@@ -69,6 +69,7 @@ def print_history(job: JobHistory) -> None:
         "failed attempts": str(job.attempts_failed or ""),
         "crashes": str(job.crashes or ""),
         "progress": _progress(job),
+        "webhook": _webhook(job),
     }
     views.print_rows((), [(name, value) for name, value in facts.items() if value])
     if sys.stdout.isatty():
@@ -94,6 +95,18 @@ def _progress(job: JobHistory) -> str:
         f"{progress.prompt_tokens_done}/{progress.prompt_tokens} prompt tokens, "
         f"{progress.generated_tokens}/{progress.max_tokens} generated"
     )
+
+
+def _webhook(job: JobHistory) -> str:
+    webhook = job.webhook
+    if webhook is None:
+        return ""
+    if job.finished_at is None:
+        return f"{webhook.host}, called when the job ends"
+    parts = [webhook.host, f"{webhook.tries} {'try' if webhook.tries == 1 else 'tries'}", webhook.outcome]
+    if webhook.next_at is not None:
+        parts.append(f"next try at {_clock(webhook.next_at)}")
+    return ", ".join(filter(None, parts))
 
 
 def _clock(moment: float | None) -> str:

@@ -17,6 +17,7 @@ import pytest
 from pagemill import JobFailed, Producer
 from pagemill.engine.errors import ConfigError
 from pagemill.producer.wire.calls import outbox
+from pagemill.producer.wire.calls.history import history
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.webhooks import delivery
 from pagemill.worker.webhooks import sender
@@ -207,15 +208,22 @@ def test_an_answer_of_410_is_final_and_retry_after_is_respected(
     receiver.headers["retry-after"] = "120"
     with running_worker(config(client, receiver, monkeypatch)) as worker:
         job: dict[str, Any] = {"prompt": "p", "model": "echo", "max_tokens": 1, "webhook": receiver.url}
-        producer.submit(**job).result(timeout=120)
+        given_up = producer.submit(**job)
+        given_up.result(timeout=120)
         eventually(lambda: worker.counters.webhooks.read()["given_up"] == 1, "the end")
         eventually(lambda: not outbox_size(client), "an empty outbox")
-        producer.submit(**job).result(timeout=120)
+        failed = producer.submit(**job)
+        failed.result(timeout=120)
         eventually(lambda: worker.counters.webhooks.read()["failed"] == 1, "the failure")
         eventually(lambda: worker.counters.webhooks_pending["later"] == 1, "the next attempt's time")
         ((_, due_ms),) = client.redis.zrange(f"{keys.prefix(client.queue)}outbox", 0, -1, withscores=True)
         seconds, microseconds = client.redis.time()
         assert 60 < due_ms / 1000 - seconds - microseconds / 1e6 <= 120
+        outcomes = [client.run(history(client.queue, job.id)).webhook for job in (given_up, failed)]
+        assert [(each.tries, each.outcome, each.next_at) for each in outcomes] == [
+            (1, "given up: the receiver answered 410", None),
+            (1, "failed: the receiver answered 429", due_ms / 1000),
+        ]
     assert len(receiver.received) == 2
 
 

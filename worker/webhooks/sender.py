@@ -53,6 +53,8 @@ class _Attempt:
     """Milliseconds until the next attempt; None if there is none."""
     is_success: bool | None
     """None if the receiver was not called."""
+    outcome: str
+    """For the job's history."""
     pause_s: float = 0.0
     """Pause that the receiver requested, in seconds."""
 
@@ -157,7 +159,11 @@ class WebhookSender(BackgroundThread):
         while self._unsettled:
             attempt = self._unsettled[0]
             settle = outbox.finish_delivery(
-                self._queue.queue, attempt.notice.outcome.job_id, attempt.notice.tries, attempt.again_ms
+                self._queue.queue,
+                attempt.notice.outcome.job_id,
+                attempt.notice.tries,
+                attempt.again_ms,
+                outcome=attempt.outcome,
             )
             self._queue.run(settle)
             self._unsettled.popleft()
@@ -179,7 +185,7 @@ class WebhookSender(BackgroundThread):
             attempt = self._deliver(notice)
         except Exception as error:  # an internal error: retried like a failure
             logger.exception("job %s: its webhook failed", notice.outcome.job_id)
-            attempt = _Attempt(notice, self._again_ms(notice, error, 0.0), None)
+            attempt = self._failed(notice, error, is_success=None)
         self._ended.put(attempt)
         self._changed.set()
 
@@ -188,7 +194,7 @@ class WebhookSender(BackgroundThread):
         try:
             body = body_of(self._queue.queue, notice)
         except DeliveryFailed as failure:
-            return _Attempt(notice, self._again_ms(notice, failure, 0.0), None)
+            return self._failed(notice, failure, is_success=None)
         try:
             target = self._policy.resolve(notice.url)
             event_id = f"{job_id}-superseded" if notice.outcome.is_superseded else job_id
@@ -196,18 +202,25 @@ class WebhookSender(BackgroundThread):
         except Refused as refusal:
             self._counters.webhooks.inc("refused")
             logger.warning("job %s: its webhook is not called: %s", job_id, refusal)
-            return _Attempt(notice, None, None)
+            return _Attempt(notice, None, None, f"refused: {refusal}")
         except Unresolved as failure:
-            return _Attempt(notice, self._again_ms(notice, failure, 0.0), False)
+            return self._failed(notice, failure, is_success=False)
         except DeliveryFailed as failure:
             if failure.is_final:
                 self._counters.webhooks.inc("given_up")
                 logger.error("job %s: its webhook is given up: %s", job_id, failure)
-                return _Attempt(notice, None, True)  # the receiver works, since it responded
-            again_ms = self._again_ms(notice, failure, failure.retry_after_s)
-            return _Attempt(notice, again_ms, False, failure.retry_after_s)
+                # the receiver works, since it responded
+                return _Attempt(notice, None, True, f"given up: {failure}")
+            return self._failed(notice, failure, is_success=False, pause_s=failure.retry_after_s)
         self._counters.webhooks.inc("delivered")
-        return _Attempt(notice, None, True)
+        return _Attempt(notice, None, True, "delivered")
+
+    def _failed(
+        self, notice: Notice, failure: Exception, *, is_success: bool | None, pause_s: float = 0.0
+    ) -> _Attempt:
+        again_ms = self._again_ms(notice, failure, pause_s)
+        word = "failed" if again_ms is not None else "given up"
+        return _Attempt(notice, again_ms, is_success, f"{word}: {failure}", pause_s)
 
     def _again_ms(self, notice: Notice, failure: Exception, least_s: float) -> int | None:
         """Count a failure. Returns the milliseconds until the next attempt, or None if there is none."""

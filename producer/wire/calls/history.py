@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from pagemill.producer.wire.calls.reads import unpack_progress
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import END_STATES, ErrorInfo, Progress, State, WireModel
+from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.producer.wire.server.scripts import Call, as_map
 
 ExecutionEnd = Literal[
@@ -37,6 +38,18 @@ class Execution(WireModel):
     """The last checkpoint, or report of progress."""
     spent: str = ""
     """The breakdown of its time, as its worker reported it (account.py)."""
+
+
+class WebhookHistory(WireModel):
+    """The deliveries of a job's webhook."""
+
+    host: str
+    """The receiver's host. The URL itself can contain a secret."""
+    tries: int
+    outcome: str
+    """Of the last try: delivered, failed, refused or given up, with the reason. Empty before it."""
+    next_at: float | None
+    """When the next try is due, or a try in progress is repeated. None: there is none, or the job has not ended."""
 
 
 class JobHistory(WireModel):
@@ -79,6 +92,7 @@ class JobHistory(WireModel):
     error: ErrorInfo | None
     queued_at: float | None = None
     """When it last returned to its lane."""
+    webhook: WebhookHistory | None = None
 
 
 def history(queue: str, job_id: str) -> Call[JobHistory | None]:
@@ -122,6 +136,19 @@ def read_history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None
         executions=(*past, *_last(record, past, error)),
         error=error.model_copy(update={"partial": ()}) if error is not None else None,
         queued_at=_seconds(record.get("queued_at")),
+        webhook=_webhook(record, _seconds((found.get("notice_at") or b"").decode())),
+    )
+
+
+def _webhook(record: dict[str, str], next_at: float | None) -> WebhookHistory | None:
+    if "webhook" not in record:
+        return None
+    try:
+        host = WebhookUrl.parse(record["webhook"]).host
+    except ValueError:
+        host = ""
+    return WebhookHistory(
+        host=host, tries=int(record.get("notified", 0)), outcome=record.get("notice", ""), next_at=next_at
     )
 
 

@@ -73,10 +73,15 @@ def claim(
 
 
 def finish_delivery(
-    queue: str, job_id: str, tries: int, again_ms: int | None, *, relay: str = ""
+    queue: str, job_id: str, tries: int, again_ms: int | None, *, relay: str = "", outcome: str = ""
 ) -> Call[bool]:
-    """Settle a delivery: finished (None), or due again in `again_ms`. False: another worker has claimed it."""
-    args = (job_id, tries, -1 if again_ms is None else again_ms, relay)
+    """Settle a delivery: finished (None), or due again in `again_ms`. False: another worker has claimed it.
+
+    `outcome`: the result of a webhook's try, for the job's history, which keeps 300 bytes of it.
+    """
+    printable = "".join(char if char.isprintable() else "?" for char in outcome)
+    text = printable.encode("ascii", "backslashreplace")
+    args = (job_id, tries, -1 if again_ms is None else again_ms, relay, text)
     return Call("outbox_settle", (keys.prefix(queue),), args, bool)
 
 

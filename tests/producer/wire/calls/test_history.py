@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.producer.wire.calls import registry, transitions
+from pagemill.producer.wire.calls import outbox, registry, transitions
 from pagemill.producer.wire.calls.history import JobHistory, history
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.producer.driving import DECODE, Queue, delta
@@ -134,3 +134,34 @@ def test_it_says_how_many_workers_serve_the_model(queue: Queue) -> None:
     assert read(queue, "a").live_workers == 0
     queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",))))
     assert read(queue, "a").live_workers == 1
+
+
+def test_the_tries_of_a_webhook_are_listed_without_its_url(queue: Queue) -> None:
+    queue.submit("a", webhook="https://hooks.example.com/secret-path")
+    queue.submit("plain")
+    assert read(queue, "plain").webhook is None
+    waiting = read(queue, "a").webhook
+    assert waiting is not None
+    assert (waiting.host, waiting.tries, waiting.next_at) == ("hooks.example.com", 0, None)
+    for job in queue.pull():
+        queue.commit(job)
+    due = read(queue, "a").webhook
+    assert due is not None
+    assert due.next_at is not None
+    (notice,) = queue.run(outbox.claim(queue.name, 10, 1000))
+    reason = "failed: the receiver answered 500\x1b[2J" + "é" * 500
+    queue.run(outbox.finish_delivery(queue.name, "a", notice.tries, 60_000, outcome=reason))
+    failed = read(queue, "a").webhook
+    assert failed is not None
+    assert failed.next_at is not None
+    assert failed.next_at > due.next_at + 30
+    assert failed.tries == 1
+    assert failed.outcome.startswith("failed: the receiver answered 500?[2J")
+    assert len(failed.outcome.encode()) <= 300
+    assert "secret-path" not in read(queue, "a").model_dump_json()
+    queue.client.zadd(f"{queue.prefix}outbox", {"a": 1})
+    (notice,) = queue.run(outbox.claim(queue.name, 10, 1000))
+    queue.run(outbox.finish_delivery(queue.name, "a", notice.tries, None, outcome="delivered"))
+    delivered = read(queue, "a").webhook
+    assert delivered is not None
+    assert (delivered.tries, delivered.outcome, delivered.next_at) == (2, "delivered", None)

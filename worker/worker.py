@@ -72,7 +72,7 @@ class Worker:
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.counters = WorkerCounters()
         self.connectivity = Connectivity(self.counters)
-        self._started_at = time.time()
+        self._started = time.monotonic()
         self._redis_url = redis_url
         self._queues: list[JobQueue] = []
         self._clock = ServerClock()
@@ -169,7 +169,7 @@ class Worker:
             return False
         on_loaded()
         self._is_serving = True
-        self.counters.model_load_seconds = load_s = time.time() - self._started_at
+        self.counters.model_load_seconds = load_s = time.monotonic() - self._started
         self.counters.admission_blocked_seconds.inc("loading", load_s)
         self.reporter.start(self.engine)
         if self.webhooks is not None:
@@ -374,7 +374,7 @@ class Worker:
             version=installed_version(),
             state=self._state(),
             queue=self.config.queue,
-            uptime_s=time.time() - self._started_at,
+            uptime_s=time.monotonic() - self._started,
             redis_up=self.connectivity.is_up,
             blocked=self.admission.blocked,
         )
@@ -394,7 +394,7 @@ class Worker:
             url=self.http_url,
             host=socket.gethostname(),
             pid=os.getpid(),
-            started_at=self._started_at,
+            started_at=round(self._clock.now() - time.monotonic() + self._started, 1),
             running=len(self.table),
             max_model_len=self.engine.engine.limits.max_model_len if self._is_serving else None,
             speed=self._speed.speed(stats.loaded.max_num_seqs) if stats is not None else None,

@@ -31,12 +31,13 @@ from pagemill.cli.terminal import options, views
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked, served_name
 from pagemill.cli.terminal.grouped import grouped
 from pagemill.common.plain_text import escaped
+from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Effect
 from pagemill.producer.client.handles import JobHandle
 from pagemill.producer.client.listener import Watched
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.wire.calls import memory, registry
+from pagemill.producer.wire.calls import memory, reads, registry
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import (
     AccessDenied,
@@ -318,6 +319,10 @@ class AtQueue:
         """Run a call that is not a method of Producer."""
         return run_call(self.redis_url, call)
 
+    def now(self) -> float:
+        """Return the server's clock in Unix seconds; it can differ from this machine's."""
+        return self.run(reads.server_time(self.queue))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report(AtQueue):
@@ -399,7 +404,8 @@ def submit(flags: SubmitOptions) -> None:
         with noticed_wait():
             handle = producer.submit(fields, estimate=on_late)
         if flags.estimate and (flags.wait or flags.stream or not flags.as_json):
-            print_stderr(views.estimate_line(handle.estimate))
+            now = producer.run_flow(flows.call(reads.server_time(flags.queue)))
+            print_stderr(views.estimate_line(handle.estimate, now))
         if not (flags.wait or flags.stream):
             submitted = {"id": handle.id} | (
                 {"estimate": views.estimate_fields(handle.estimate)} if flags.estimate else {}
@@ -468,7 +474,7 @@ def _tool_fields(tools: Path | None, choice: str | None) -> dict[str, Any]:
 def status(job_id: JobId, at: Report) -> None:
     """Print the state of a job."""
     with at.producer() as producer:
-        views.print_status(producer.job(job_id).status(), at.as_json)
+        views.print_status(producer.job(job_id).status(), at.now(), at.as_json)
 
 
 @app.command()

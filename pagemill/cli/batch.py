@@ -115,13 +115,13 @@ def batch_list(
 ) -> None:
     """The batches of the queue, the latest first."""
     with at.producer() as producer:
-        found = list(islice(producer.batches(), limit))
+        found, now = list(islice(producer.batches(), limit)), at.now()
     at.print(
         [info.model_dump() for info in found],
         [
             (
                 info.id,
-                views.ago(info.created_at),
+                views.ago(info.created_at, now),
                 info.counts.total,
                 *(getattr(info.counts, s) for s in _STATES),
             )

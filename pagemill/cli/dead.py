@@ -45,10 +45,11 @@ def dead_list(
     """List dead letters, the latest first, without prompts and outputs."""
     with at.producer() as producer:
         letters = list(itertools.islice(producer.dead_letters().list(error), limit + 1))
+    now = at.now()
     shown = letters[:limit]
     at.print(
         [letter.model_dump() for letter in shown],
-        [_row(letter) for letter in shown],
+        [_row(letter, now) for letter in shown],
         _COLUMNS,
         none="no dead letters",
     )
@@ -115,10 +116,10 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _row(letter: DeadLetter) -> tuple[object, ...]:
+def _row(letter: DeadLetter, now: float) -> tuple[object, ...]:
     return (
         letter.id, letter.code, letter.cause, letter.attempts, letter.crashes, letter.model, letter.tenant,
-        views.ago(letter.died_at), letter.replayed_as or "", letter.message,
+        views.ago(letter.died_at, now), letter.replayed_as or "", letter.message,
     )  # fmt: skip
 
 

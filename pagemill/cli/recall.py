@@ -37,7 +37,8 @@ WorkerId = Annotated[
 def recall_list(at: Report) -> None:
     """List the workers whose canary deviates."""
     found = at.run(audit.accused(at.queue))
-    rows = [_row(one) for one in found]
+    now = at.now()
+    rows = [_row(one, now) for one in found]
     at.print([one.model_dump() for one in found], rows, _COLUMNS, none="no worker deviates")
 
 
@@ -127,7 +128,7 @@ def _unknown(worker_id: str) -> typer.BadParameter:
     return typer.BadParameter(f"no worker {worker_id} deviates: see pagemill recall list")
 
 
-def _row(one: Accused) -> tuple[object, ...]:
+def _row(one: Accused, now: float) -> tuple[object, ...]:
     jobs = f"{one.jobs} and earlier ones, not listed" if one.is_cut else str(one.jobs)
-    since = "-" if one.clean_at is None else views.ago(one.clean_at)
-    return one.worker, one.state, jobs, since, views.ago(one.accused_at), one.reason
+    since = "-" if one.clean_at is None else views.ago(one.clean_at, now)
+    return one.worker, one.state, jobs, since, views.ago(one.accused_at, now), one.reason

@@ -48,11 +48,11 @@ def workers(context: typer.Context, at: Report) -> None:
     """List the live workers; drain, pause or resume some."""
     if context.invoked_subcommand is not None:
         return
-    found = at.run(registry.workers(at.queue))
+    found, now = at.run(registry.workers(at.queue)), at.now()
     command = f"pagemill worker --model smollm2 --queue {at.queue}"
     at.print(
         [worker.model_dump() for worker in found],
-        [views.worker_row(worker) for worker in found],
+        [views.worker_row(worker, now) for worker in found],
         views.WORKER_COLUMNS,
         none=f"no worker is alive on queue {at.queue}; start one: {command}",
     )

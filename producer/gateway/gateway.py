@@ -20,6 +20,7 @@ from pagemill.producer.gateway.guard.origin import LOOPBACK, check_host, check_o
 from pagemill.producer.gateway.load_signals import LoadSignals
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.gateway.served_models import ServedModels
+from pagemill.producer.wire.calls import reads
 from pagemill.producer.wire.calls.gateway import rates
 from pagemill.producer.wire.calls.gateway.rates import Rate
 from pagemill.producer.wire.schema.outputs import Usage
@@ -87,6 +88,10 @@ class Gateway:
         """Run a call that is not a method of a handle. Also raises RedisUnavailable after `ANSWER_S`."""
         async with bounded_answer():
             return await self.producer.run_flow(flows.call(call))
+
+    async def now(self) -> float:
+        """Return the Redis server's clock in Unix seconds: the clocks of gateways can differ."""
+        return await self.run(reads.server_time(self.config.queue))
 
     def count_tokens(self, usage: Usage) -> None:
         """Add the tokens of a finished request to the metrics."""

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import re
 import secrets
-import time
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -71,7 +70,7 @@ class WebhookEndpoints:
             url=asked.url,
             secret=f"whsec_{base64.b64encode(secrets.token_bytes(24)).decode()}",
             events=tuple(asked.events or get_args(Event)),
-            created_at=int(time.time()),
+            created_at=int(await self._gateway.now()),
         )
         await self._check_address(hook)
         add = hooks.add(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -62,13 +61,16 @@ def _print_rows_of_numbers(result: Result) -> None:
         typer.echo(f"{row[0]:.4f}" if len(row) == 1 else json.dumps(row))
 
 
-def estimate_line(estimate: CompletionEstimate | None) -> str:
-    """Return when a job will probably end; None: it was submitted before, under its idempotency key."""
+def estimate_line(estimate: CompletionEstimate | None, now: float) -> str:
+    """Return when a job will probably end; None: it was submitted before, under its idempotency key.
+
+    `now`: the server's clock in Unix seconds, here and in the other functions.
+    """
     if estimate is None:
         return "no estimate: it was submitted before"
     if estimate.p50 is None or estimate.p90 is None:
         return "no estimate: no live worker of its model has measured its speed, or the queue is paused"
-    p50, p90 = (max(0.0, at - time.time()) for at in (estimate.p50, estimate.p90))
+    p50, p90 = (max(0.0, at - now) for at in (estimate.p50, estimate.p90))
     late = "; that is after its deadline" if estimate.misses_deadline else ""
     return f"it will probably end in {p50:.1f} s{late}; by nine chances of ten in {p90:.1f} s"
 
@@ -97,7 +99,7 @@ class StreamPrinter:
             self._has_open_line = True
 
 
-def print_status(status: JobStatus, as_json: bool) -> None:
+def print_status(status: JobStatus, now: float, as_json: bool) -> None:
     if as_json:
         _print_model(status)
         return
@@ -110,9 +112,9 @@ def print_status(status: JobStatus, as_json: bool) -> None:
         ("queue", status.queue),
         ("priority", status.priority),
         ("waiting before it", status.position),
-        ("submitted", ago(status.created_at)),
-        ("started", ago(status.started_at)),
-        ("finished", ago(status.finished_at)),
+        ("submitted", ago(status.created_at, now)),
+        ("started", ago(status.started_at, now)),
+        ("finished", ago(status.finished_at, now)),
         ("worker", status.worker),
         ("attempt", status.attempt or None),
         ("crashes", status.crashes or None),
@@ -135,9 +137,9 @@ def print_status(status: JobStatus, as_json: bool) -> None:
 WORKER_COLUMNS = ("worker", "state", "models", "revision", "jobs", "host", "pid", "started", "metrics")
 
 
-def worker_row(w: WorkerInfo) -> tuple[Any, ...]:
+def worker_row(w: WorkerInfo, now: float) -> tuple[Any, ...]:
     """Return the cells of `WORKER_COLUMNS`."""
-    started = ago(w.started_at)
+    started = ago(w.started_at, now)
     return w.id, w.state, ",".join(w.models), w.revision, w.running, w.host, w.pid, started, w.url or ""
 
 
@@ -209,9 +211,9 @@ def _print_model(model: BaseModel) -> None:
     typer.echo(model.model_dump_json())
 
 
-def ago(moment: float | None) -> str | None:
-    """Format the time since a moment; never negative, as the server's clock may differ."""
-    return None if moment is None else f"{max(0.0, time.time() - moment):.1f} s ago"
+def ago(moment: float | None, now: float) -> str | None:
+    """Format the time since a moment; never negative."""
+    return None if moment is None else f"{max(0.0, now - moment):.1f} s ago"
 
 
 def print_fields(fields: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import secrets
-import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -119,6 +118,8 @@ class BatchEndpoints:
     async def create(self, request: Request) -> Response:
         caller = await self._gateway.admit(request)
         about, window_s = _read_batch(await read_object(request), self._gateway.config.file_ttl_s)
+        now = int(await self._gateway.now())
+        about |= {"created_at": now, "expires_at": now + int(window_s)}
         about["priority"] = "low" if caller.priority == "normal" else caller.priority
         about["models"] = caller.models
         about["api_key"] = caller.counted_as
@@ -193,7 +194,7 @@ class BatchEndpoints:
 
 
 def _read_batch(body: dict[str, Any], file_ttl_s: float) -> tuple[dict[str, Any], float]:
-    """Return the stored part of a batch request, and its window in seconds. Raises ApiError."""
+    """Return the stored part of a batch request without its times, and its window in seconds. Raises ApiError."""
     try:
         asked = BatchRequest.model_validate(body)
     except ValidationError as error:
@@ -203,11 +204,8 @@ def _read_batch(body: dict[str, Any], file_ttl_s: float) -> tuple[dict[str, Any]
         code, message = _REFUSALS[name]
         raise ApiError(400, message, code, name)
     window_s = 3600.0 * int(asked.completion_window[:-1])
-    now = int(time.time())
     about = {
         **asked.model_dump(exclude={"output_expires_after"}),
-        "created_at": now,
-        "expires_at": now + int(window_s),
         "output_ttl_s": min(
             LONGEST_TTL_S, read_ttl(asked.output_expires_after, "output_expires_after", file_ttl_s)
         ),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
@@ -135,7 +134,7 @@ class FileEndpoints:
             chunks=stored_files.num_chunks(size),
             filename=_shown_name(upload.filename),
             purpose="batch",
-            created_at=int(time.time()),
+            created_at=int(await self._gateway.now()),
         )
         begin = stored_files.begin(
             config.queue, tenant, file, max_files=config.max_tenant_files, max_bytes=config.max_tenant_bytes

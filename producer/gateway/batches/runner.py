@@ -14,7 +14,6 @@ import itertools
 import json
 import logging
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -173,7 +172,7 @@ class BatchRun:
             except RefusedFile as error:
                 await self._end("failed", errors=json.dumps(_errors(error)))
                 return
-            status = await self._save(status="in_progress", in_progress_at=_now(), total=total)
+            status = await self._save(status="in_progress", in_progress_at=await self._now(), total=total)
             answers = GrowingAnswers(
                 self._gateway, self._tenant, self._id, self._about, requests, partial(_file_id, self._id)
             )
@@ -182,7 +181,7 @@ class BatchRun:
                 if status != "cancelling":
                     await self._submit(requests, answers)
                 await self._wait(requests, answers)
-                status = await self._save(status="finalizing", finalizing_at=_now(), errors="")
+                status = await self._save(status="finalizing", finalizing_at=await self._now(), errors="")
                 await self._finish(answers, self._unsubmitted(status))
 
     def _check(self, requests: BatchRequests) -> int:
@@ -267,7 +266,7 @@ class BatchRun:
                 continue
             if counts.ended:
                 await self._show(answers)
-            has_ended = status == "cancelling" or _now() >= self._about["expires_at"]
+            has_ended = status == "cancelling" or await self._now() >= self._about["expires_at"]
             if counts.done and (has_ended or not self._models.undecided):
                 return
             await asyncio.sleep(self._pause_s)
@@ -327,12 +326,15 @@ class BatchRun:
             raise _Lost
         return status
 
+    async def _now(self) -> int:
+        return int(await self._gateway.now())
+
     async def _end(self, status: str, **values: Any) -> None:
-        last = {"status": status, f"{status}_at": _now(), **values}
+        last = {"status": status, f"{status}_at": await self._now(), **values}
         event = f"batch.{status}"
         if await webhooks_of(self._gateway, self._tenant, event):
             # For clients it has ended; the lease is kept until its webhooks are notified.
-            at = _now()
+            at = last[f"{status}_at"]
             await self._save(**last, event=event, event_at=at, event_tries=1)
             await self._notify(event, at, 1)
             return
@@ -383,7 +385,3 @@ def _usage(summary: BatchSummary) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": summary.prompt_tokens + summary.completion_tokens,
     }
-
-
-def _now() -> int:
-    return int(time.time())

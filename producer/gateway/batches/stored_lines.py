@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +28,7 @@ class StoredLines:
         """Number of readable bytes."""
         self._written = 0
         """Number of those bytes written by this object; an earlier run may have written the others."""
-        self._created_at = int(time.time())
+        self._created_at: int | None = None
         self._spool = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115  # closed by __exit__
         self.size = 0
         """Number of bytes written so far."""
@@ -56,7 +55,7 @@ class StoredLines:
     async def grow(self, until: float) -> str | None:
         """Make the lines so far readable until the unix time `until`. Returns the file's id, None if there are none."""
         if self.size > self._shown:
-            await self._write(round(1000 * (until - time.time())))
+            await self._write(round(1000 * (until - await self._gateway.now())))
         return self._file_id if self._shown else None
 
     async def store(self, ttl_s: float) -> str | None:
@@ -83,6 +82,8 @@ class StoredLines:
         self._shown = self._written = self.size
 
     async def _begin(self, kept_ms: int, *, is_readable: bool) -> None:
+        if self._created_at is None:
+            self._created_at = int(await self._gateway.now())
         file = StoredFile(
             id=self._file_id,
             expires_at=0.0,

@@ -155,6 +155,11 @@ STATUS_CHUNK = 500
 """Number of jobs per call."""
 
 
+def server_time(queue: str) -> Call[float]:
+    """Return the server's clock in Unix seconds."""
+    return Call("server_time", (keys.prefix(queue),), (), lambda reply: int(reply) / 1000)
+
+
 def statuses(queue: str, job_ids: Sequence[str]) -> Call[list[JobStatus | None]]:
     """Return the statuses of the first jobs, up to about 1 MiB; None for an unknown job.
 

@@ -32,7 +32,7 @@ if job.shared then
   redis.call('HDEL', P .. 'job:' .. id, 'shared', 'leader')
 end
 drop_stored(NOW, job.stored_result)
-redis.call('HDEL', P .. 'job:' .. id, 'stored_result', 'notified', 'relayed')
+redis.call('HDEL', P .. 'job:' .. id, 'stored_result', 'notified', 'notice', 'relayed')
 redis.call('SET', P .. 'out:' .. id, ARGV[4])
 if ttl > 0 then
   redis.call('PEXPIRE', P .. 'out:' .. id, ttl)

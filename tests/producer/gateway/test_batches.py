@@ -116,6 +116,22 @@ def test_a_batch_from_its_file_to_its_files(valkey_url: str, queue_name: str) ->
             client.files.retrieve(batch.input_file_id)
 
 
+def test_a_gateway_with_a_slow_clock_uses_the_servers(
+    valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() - 7200)
+    with batching(valkey_url, queue_name, models=("m",)) as (_, client):
+        batch = end_of(client, start(client, lines(3), completion_window="1h").id)
+        assert batch.status == "completed"
+        files = [
+            client.files.retrieve(file_id) for file_id in (batch.input_file_id, batch.output_file_id or "")
+        ]
+    times = [batch.created_at, batch.in_progress_at, batch.completed_at, *(file.created_at for file in files)]
+    assert all(at is not None and abs(at - clock()) < 3600 for at in times), times
+    assert batch.expires_at == batch.created_at + 3600
+
+
 @pytest.mark.slow
 def test_a_batch_of_responses(valkey_url: str, queue_name: str) -> None:
     form = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["yes"]}}}

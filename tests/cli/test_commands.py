@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -117,6 +119,21 @@ def test_status_for_a_pipe_is_a_name_a_tab_and_a_value(pagemill: Pagemill, queue
     lines = pagemill("status", "one").stdout.splitlines()
     assert ["id", "one"] in [line.split("\t") for line in lines]
     assert ["state", "queued"] in [line.split("\t") for line in lines]
+
+
+@pytest.mark.parametrize("command", [("status", "one"), ("dead", "list"), ("batch", "list")], ids=" ".join)
+def test_ages_do_not_depend_on_the_local_clock(
+    pagemill: Pagemill, queue: Queue, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue.submit("one", batch_id="B", max_attempts=1)
+    queue.retry(queue.pull_one())
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 7200)
+    shown = pagemill(*command)
+    assert shown.exit_code == 0, shown.stderr
+    ages = [float(age) for age in re.findall(r"([\d.]+) s ago", shown.stdout)]
+    assert ages, shown.stdout
+    assert max(ages) < 3600
 
 
 def test_wait_prints_the_text(pagemill: Pagemill, valkey_url: str, queue_name: str) -> None:

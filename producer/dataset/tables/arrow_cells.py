@@ -26,12 +26,24 @@ class BadCells:
 
 def arrow_rows(table: Any) -> Iterator[dict[str, Any] | BadCells]:
     """Yield the rows of a record batch or a table."""
+    if any(map(_has_nanosecond_times, table.schema.types)):
+        yield from _cell_by_cell(table)
+        return
     try:
         found: list[dict[str, Any]] = table.to_pylist()
     except Exception:  # of any type that Python's datetime, a codec or an extension type raises
         yield from _cell_by_cell(table)
         return
     yield from found
+
+
+def _has_nanosecond_times(kind: Any) -> bool:
+    """Return whether values of the type can contain a time of day in nanoseconds, which Arrow would round."""
+    if str(kind) == "time64[ns]":
+        return True
+    inner = [getattr(kind, name) for name in ("value_type", "storage_type") if hasattr(kind, name)]
+    fields = [kind.field(place).type for place in range(kind.num_fields)]
+    return any(map(_has_nanosecond_times, inner + fields))
 
 
 def _cell_by_cell(table: Any) -> Iterator[dict[str, Any] | BadCells]:
@@ -54,6 +66,8 @@ class _Unreadable:
 
 
 def _column(column: Any) -> list[Any]:
+    if _has_nanosecond_times(column.type):
+        return [_checked(scalar) for scalar in column]
     try:
         found: list[Any] = column.to_pylist()
     except Exception:
@@ -66,18 +80,26 @@ def _checked(scalar: Any) -> Any:
         return _value(scalar)
     except UnicodeDecodeError as error:
         return _Unreadable("invalid_encoding", f"not UTF-8 text (byte {error.start})")
+    except KeyError as error:  # of zoneinfo or pytz
+        return _Unreadable(
+            "invalid_row", f"unknown time zone {error}; install tzdata, or convert the column to UTC"
+        )
     except Exception as error:
         return _Unreadable("invalid_row", str(error) or type(error).__name__)
 
 
 def _value(scalar: Any) -> Any:
     """Return the value of a scalar. Times with nanoseconds become text, as pandas would write them."""
+    if not scalar.is_valid:
+        return None
+    kind = scalar.type
     try:
+        if _has_nanosecond_times(kind):
+            raise ValueError("the value has nanoseconds")
         return scalar.as_py()
     except Exception:
         import pyarrow
 
-        kind = scalar.type
         if isinstance(scalar, pyarrow.MapScalar):
             return [[_value(part) for part in item.values()] for item in scalar.values]
         if isinstance(scalar, pyarrow.ListScalar):
@@ -96,20 +118,22 @@ def _timestamp(scalar: Any) -> str:
     import pyarrow
 
     micros, nanos = divmod(scalar.value, 1_000)
-    rounded: datetime.datetime = pyarrow.scalar(micros, pyarrow.timestamp("us", scalar.type.tz)).as_py()
+    return _with_nanos(pyarrow.scalar(micros, pyarrow.timestamp("us", scalar.type.tz)).as_py(), nanos)
+
+
+def _time(scalar: Any) -> str:
+    import pyarrow
+
+    micros, nanos = divmod(scalar.value, 1_000)
+    return _with_nanos(pyarrow.scalar(micros, pyarrow.time64("us")).as_py(), nanos)
+
+
+def _with_nanos(rounded: datetime.datetime | datetime.time, nanos: int) -> str:
     if not nanos:
         return rounded.isoformat()
     text = rounded.isoformat(timespec="microseconds")
     place = text.index(".") + 7
     return f"{text[:place]}{nanos:03}{text[place:]}"
-
-
-def _time(scalar: Any) -> datetime.time:
-    """Return the time without nanoseconds, which Arrow also drops with pandas."""
-    import pyarrow
-
-    found: datetime.time = pyarrow.scalar(scalar.value // 1_000, pyarrow.time64("us")).as_py()
-    return found
 
 
 _NANOSECONDS: dict[tuple[str, str], Callable[[Any], Any]] = {

@@ -203,6 +203,7 @@ columns = {
     "duration": pyarrow.array([1_500_000_001, None, 5]).view(pyarrow.duration("ns")),
     "time": pyarrow.array([3_600_000_000_001, None, 5]).view(pyarrow.time64("ns")),
     "list": pyarrow.ListArray.from_arrays([0, 1, 2, 3], times),
+    "nested times": pyarrow.array([[3_600_000_000_001], None, [5]]).cast(pyarrow.list_(pyarrow.time64("ns"))),
     "map": pyarrow.MapArray.from_arrays([0, 1, 2, 3], pyarrow.array(["a", "b", "c"]), times),
     "struct": pyarrow.StructArray.from_arrays([times], ["x"]),
     "dictionary": pyarrow.DictionaryArray.from_arrays([0, 1, 2], times),
@@ -219,6 +220,21 @@ def test_nanoseconds_are_the_same_without_pandas() -> None:
     told = [run_python("-c", NANOSECONDS, how, check=True).stdout for how in ("with", "without")]
     assert told[0] == told[1]
     assert "2023-11-14T22:13:20.123456789" in told[0]
+    assert "01:00:00.000000001" in told[0]
+    rows = json.loads(told[0])
+    assert rows[1]["nested times"] is None
+    assert [row["nested times"] for row in rows[::2]] == [["01:00:00.000000001"], ["00:00:00.000000005"]]
+
+
+def test_an_unknown_time_zone_is_named(tmp_path: Path) -> None:
+    table = pyarrow.table({"at": pyarrow.array([1]).cast(pyarrow.timestamp("us", tz="Mars/Olympus"))})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    (row,) = open_source(tmp_path / "in.parquet").rows()
+    assert row.error is not None
+    assert (
+        row.error.message
+        == "column 'at': unknown time zone 'Mars/Olympus'; install tzdata, or convert the column to UTC"
+    )
 
 
 def test_columns_that_appear_twice_are_refused(tmp_path: Path) -> None:

@@ -193,5 +193,5 @@ def test_the_engine_says_the_same_either_way(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(DirectForward, "logits", count)
     ours = run()
     assert calls > 10
-    monkeypatch.setattr(DirectForward, "of", lambda *_: None)
+    monkeypatch.setattr(DirectForward, "from_module", lambda *_: None)
     assert run() == ours

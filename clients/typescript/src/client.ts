@@ -61,7 +61,7 @@ export class Pagemill {
       return await this.redis.evalSha(createHash("sha1").update(source).digest("hex"), options);
     } catch (error) {
       if (!String((error as Error).message).startsWith("NOSCRIPT")) throw error;
-      // Not EVAL: the documented users of docs/security.md may run EVALSHA and SCRIPT LOAD alone.
+      // Not EVAL: the Redis users of docs/security.md can only run EVALSHA and SCRIPT LOAD.
       return await this.redis.evalSha(await this.redis.scriptLoad(source), options);
     }
   }
@@ -116,7 +116,7 @@ export class Pagemill {
       const hasEnded = !ACTIVE.has(state);
       const result: Result | undefined = state === "succeeded" && end ? JSON.parse(end) : undefined;
       for (const output of result?.outputs ?? []) {
-        // The feed is gone once the result is stored: the rest of each sample comes from there.
+        // The feed is deleted when the result is stored: the rest of each sample is read from the result.
         const written = deltas.filter((delta) => (delta.index ?? 0) === output.index).map((delta) => delta.text);
         const known = (seen.get(output.index) ?? "") + written.join("");
         deltas.push({ index: output.index, text: (output.text ?? "").slice(known.length) });
@@ -169,7 +169,7 @@ export class Pagemill {
   }
 }
 
-// Every execution must draw the same noise, so a job without a seed gets one here.
+// All executions must draw the same noise, so a job without a seed gets one here.
 const withSeed = (job: Job): Job => ("seed" in job ? job : { seed: randomBytes(6).readUIntBE(0, 6), ...job });
 
 function header(id: string, job: Job, batch: string): string {
@@ -194,7 +194,7 @@ function header(id: string, job: Job, batch: string): string {
   return JSON.stringify(fields);
 }
 
-// A reply of names and values in turn. Later releases may add names.
+// A reply of alternating names and values. Later releases can add names.
 const map = (flat: any[]): Record<string, any> =>
   Object.fromEntries(flat.flatMap((name, i) => (i % 2 === 0 ? [[name, flat[i + 1]]] : [])));
 

@@ -1,4 +1,4 @@
-// The text of a script, put together from its files as producer/wire/server/scripts.py does it.
+// Assembles a script from its files as producer/wire/server/scripts.py does.
 import { existsSync, readFileSync, readdirSync } from "node:fs";
 import { join } from "node:path";
 

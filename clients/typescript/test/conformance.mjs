@@ -1,5 +1,5 @@
-// Plays the cases of docs/conformance with the built client: node conformance.mjs <redis url> <queue> <case.json>
-// Prints `worker` where a case needs a worker on the queue, and goes on once a line arrives on its standard input.
+// Runs a case of docs/conformance with the built client: node conformance.mjs <redis url> <queue> <case.json>
+// Prints `worker` when a case needs a worker on the queue, and continues after a line on standard input.
 import { readFileSync } from "node:fs";
 import { createInterface } from "node:readline/promises";
 import { ErrorReply } from "redis";

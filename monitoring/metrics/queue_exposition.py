@@ -32,14 +32,16 @@ class QueueReadings:
 
 
 EXPORTER_METRICS: tuple[Metric[QueueReadings], ...] = (
-    gauge("redis_up", "1 while Redis answers.", lambda r: r.redis_up),
+    gauge("redis_up", "Whether Redis replies (1) or not (0).", lambda r: r.redis_up),
     counter(
         "scrape_source_errors_total",
-        "Scrapes without a source that failed.",
+        "Number of scrapes in which a source failed.",
         lambda r: {"queue": r.errors},
         "source",
     ),
-    gauge("build_info", "Always 1; the running version.", lambda r: {r.version: 1}, "version"),
+    gauge(
+        "build_info", "Running version in a label; value is always 1.", lambda r: {r.version: 1}, "version"
+    ),
 )
 
 

@@ -50,18 +50,21 @@ def _kv_cache_info(figures: ScrapeFigures) -> Mapping[Labels, Number]:
 
 
 SCRAPE_METRICS: tuple[Metric[ScrapeFigures], ...] = (
-    gauge("worker_info", "Always 1; identity of the worker, for joins on `instance`. model: empty during loading.",
+    gauge("worker_info", "Worker metadata in labels, for joins on `instance`; value is always 1. model: empty "
+        "during loading.",
         _worker_info, "worker", "queue", "model", "version"),
-    gauge("engine_info", "Always 1; model and device of the engine.", _engine_info,
+    gauge("engine_info", "Model and device of the engine in labels; value is always 1.", _engine_info,
         "model", "device", "tier", "fingerprint"),
-    gauge("kv_cache_info", "Always 1; storage of keys and values.", _kv_cache_info, "dtype",
+    gauge("kv_cache_info", "Storage of keys and values in labels; value is always 1.", _kv_cache_info, "dtype",
         "device"),
-    gauge("engine_last_step_timestamp_seconds", "Time at which the last engine step finished; 0 before the first.",
+    gauge("engine_last_step_timestamp_seconds",
+        "Unix time at which the last engine step finished, in seconds; 0 before the first.",
         lambda f: f.last_step_unix),
     counter("kv_cache_accounting_errors_total",
-        "Contradictions in snapshots of the KV block pool. Above 0: a bug.",
+        "Number of contradictions in snapshots of the KV block pool. Above 0: a bug.",
         lambda f: f.accounting_errors),
-    counter("scrape_source_errors_total", "Scrapes without a source that failed.",
+    counter("scrape_source_errors_total", "Number of scrapes in which a source failed.",
         lambda f: f.source_errors, "source"),
-    gauge("build_info", "Always 1; the running version.", lambda f: {f.identity.version: 1}, "version"),
+    gauge("build_info", "Running version in a label; value is always 1.",
+        lambda f: {f.identity.version: 1}, "version"),
 )  # fmt: skip

@@ -41,8 +41,27 @@ def test_name_label_and_help(metric: Metric[object]) -> None:
     )
     assert set(metric.labels) <= BOUNDED_LABELS
     assert metric.name.endswith("_info") or not set(metric.labels) & INFO_ONLY
-    assert metric.help.endswith(".")
-    assert metric.help[0].isupper() or metric.help[0].isdigit()
+
+
+def test_every_help_follows_its_template() -> None:
+    assert [metric.name for metric in (*CATALOGUE, *ALIASES) if not follows_template(metric)] == []
+
+
+def follows_template(metric: Metric[object]) -> bool:
+    text = metric.help
+    if metric.name.endswith("_info"):
+        pattern = r".* in (a )?labels?\b.*; value is always 1\."
+    elif text.startswith("Whether "):
+        pattern = r".* \(1\) or not \(0\)\.$"
+    elif re.search("_(ratio|perc)$", metric.name):
+        pattern = r"(Highest f|F)raction of .*, 0 to 1[;.]|Ratio of "
+    elif "_seconds" in metric.name:
+        pattern = r".*, in seconds\b"
+    elif "_bytes" in metric.name:
+        pattern = r"(Size|Memory|Limit)\b.* in bytes\b"
+    else:
+        pattern = "(Number|Peak number|Maximum number|Value|Fraction) of "
+    return text.endswith(".") and re.match(pattern, text) is not None
 
 
 def test_names_are_unique() -> None:

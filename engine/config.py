@@ -57,7 +57,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device that runs the model. auto: CUDA if there is a GPU."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Seed of requests that have none."""
+    """Seed of requests without one."""
     block_size: Annotated[int, Range(1, 1024)] = 16
     """Tokens per KV block. A power of two is faster on GPUs."""
     num_kv_blocks: _Blocks | None = None
@@ -73,7 +73,7 @@ class EngineConfig:
     max_num_batched_tokens: _Tokens | None = None
     """Token budget of a step. Default: 512 on CPU, 8192 on CUDA."""
     long_prefill_token_threshold: Annotated[int, Range(0, 2**24)] = 0
-    """Most prompt tokens of one request in a step. 0: no limit."""
+    """Maximum number of prompt tokens of one request in a step. 0: no limit."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt prefixes."""
     state_cache_bytes: Annotated[int, Range(0, 2**46)] | None = None
@@ -82,7 +82,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     """Plan step N+1 while step N runs (depth 1). Default: off on CPU, on on CUDA."""
     num_speculative_tokens: Annotated[int, Range(0, 64)] | None = None
-    """Most tokens drafted per row and step. Default: 8 on CPU; 0 with async_scheduling."""
+    """Maximum number of tokens drafted per row and step. Default: 8 on CPU; 0 with async_scheduling."""
     pad_to_bucket: bool | None = None
     """Pad a step's rows and tokens to a bucket size, as CUDA graphs require. Default: off on CPU."""
     stage_inputs: bool | None = None
@@ -121,13 +121,13 @@ class EngineConfig:
     reasoning_parser: ReasoningParser | None = None
     """Tags around the model's reasoning. Default: derived from its chat template."""
     max_image_pixels: Annotated[int, Range(1, 2**30)] = 2**26
-    """Most pixels of an image before it is resized."""
+    """Maximum number of pixels of an image before it is resized."""
     num_threads: Annotated[int, Range(1, 1024)] | None = None
     """CPU threads for the model. Default: torch's."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters (PEFT) that jobs may name, NAME=FOLDER, separated by spaces or by repeating the flag."""
+    """LoRA adapters (PEFT) that jobs can name, as NAME=FOLDER, separated by spaces or by repeating the flag."""
     max_adapters: Annotated[int, Range(0, 256)] = 64
-    """Most adapter names."""
+    """Maximum number of adapter names."""
     adapter_slots: Annotated[int, Range(1, 256)] = 16
     """Adapters in memory. The least recently used one is evicted."""
     adapter_memory_bytes: _Bytes | None = None

@@ -124,7 +124,7 @@ class WorkerConfig(BaseSettings):
     renew_s: float = Field(default=2.0, ge=0.05, le=300, validate_default=True)
     """Seconds between renewals and sweeps."""
     drain_grace_s: float = Field(default=10.0, ge=0, le=DAY_S)
-    """Seconds that running jobs may continue after the first SIGTERM, before they are requeued."""
+    """Seconds that running jobs can continue after the first SIGTERM, before they are requeued."""
     shutdown_s: float = Field(default=25.0, ge=1, le=DAY_S)
     """Seconds from the first signal until the worker exits, even if something hangs."""
     engine_stall_s: float = Field(default=60.0, ge=0.1, le=DAY_S)
@@ -152,7 +152,7 @@ class WorkerConfig(BaseSettings):
     hmac_keys: SecretStr = SecretStr("")
     """One or two comma-separated keys. If set, only jobs signed with one of them run."""
     webhook_hosts: WebhookHosts = ""
-    """Comma-separated hosts that webhooks may be sent to, such as `*.example.com` or `example.com:8443`.
+    """Comma-separated hosts that can receive webhooks, such as `*.example.com` or `example.com:8443`.
     Default: none."""
     webhook_secrets: SecretStr = Field(default=SecretStr(""), validate_default=True)
     """One or two comma-separated keys that sign webhooks."""
@@ -164,7 +164,7 @@ class WorkerConfig(BaseSettings):
     """Seconds before the second attempt. The delay doubles each time, up to an hour, with 12 attempts in all."""
 
     fetch_images: WebhookHosts = ""
-    """Hosts from which jobs' images at https addresses are fetched, in the form of webhook_hosts. Default: none."""
+    """Hosts from which images of jobs are fetched (https), in the form of webhook_hosts. Default: none."""
     fetch_images_private: bool = False
     """Fetch images also from hosts with private addresses."""
 

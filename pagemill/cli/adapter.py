@@ -30,10 +30,13 @@ Name = Annotated[
 ]
 OfModel = Annotated[
     str | None,
-    typer.Option("--model", callback=checked(ModelName), help="Model whose workers are meant. Default: all."),
+    typer.Option(
+        "--model", callback=checked(ModelName), help="Model whose workers load or remove it. Default: all."
+    ),
 ]
 Patience = Annotated[
-    float, typer.Option("--timeout", callback=between(0.1, 3600.0), help="Seconds to wait for answers.")
+    float,
+    typer.Option("--timeout", callback=between(0.1, 3600.0), help="Maximum seconds to wait for the workers."),
 ]
 
 
@@ -52,13 +55,15 @@ def adapter_add(
     pair: Annotated[
         str,
         typer.Argument(
-            metavar="NAME=FOLDER", callback=_check_pair, help="The folder, as the workers' machines see it."
+            metavar="NAME=FOLDER",
+            callback=_check_pair,
+            help="Name and folder of the adapter, as NAME=FOLDER on the workers' machines.",
         ),
     ],
     model: OfModel = None,
     timeout: Patience = 60.0,
 ) -> None:
-    """Add an adapter to every live worker, or replace it. Exit code 1: not all of them have it now."""
+    """Add an adapter to every live worker, or replace it. Exit code 1: a worker does not have it."""
     name, _, source = pair.partition("=")
     if Path(source).is_dir():
         source = os.path.abspath(source)
@@ -67,13 +72,13 @@ def adapter_add(
 
 @adapter_app.command("remove")
 def adapter_remove(at: Report, name: Name, model: OfModel = None, timeout: Patience = 60.0) -> None:
-    """Remove an adapter from every live worker. Running jobs finish with it. Exit code 1: not all of them did."""
+    """Remove an adapter from every live worker. Running jobs finish with it. Exit code 1: a worker still has it."""
     _command(at, WorkerCommand(id=_id(), action="remove", name=name), model, timeout)
 
 
 @adapter_app.command("list")
 def adapter_list(at: Report, model: OfModel = None, timeout: Patience = 10.0) -> None:
-    """What adapters the live workers have."""
+    """List the adapters of the live workers."""
     _command(at, WorkerCommand(id=_id(), action="list"), model, timeout)
 
 

@@ -228,7 +228,7 @@ app = Commands(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Generation jobs through Redis, into a continuously batched engine with a paged KV cache.",
+    help="Run LLM generation jobs from a Redis queue in a continuously batched engine with a paged KV cache.",
 )
 
 
@@ -281,7 +281,7 @@ RedisUrl = Annotated[
 Queue = Annotated[
     str,
     typer.Option(
-        "--queue", envvar="PAGEMILL_QUEUE", callback=checked(keys.QueueName), help="The queue's name."
+        "--queue", envvar="PAGEMILL_QUEUE", callback=checked(keys.QueueName), help="Name of the queue."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -292,7 +292,7 @@ JobId = Annotated[
 Timeout = Annotated[
     float | None,
     typer.Option(
-        "--timeout", callback=between(0.0, YEAR_S), help="Seconds to wait. Default: as long as it takes."
+        "--timeout", callback=between(0.0, YEAR_S), help="Maximum seconds to wait. Default: no limit."
     ),
 ]
 
@@ -350,11 +350,11 @@ class SubmitOptions:
         typer.Option(
             "--model",
             callback=checked(keys.ModelName),
-            help="A served name. Default: what the live workers serve.",
+            help="Served name of the model. Default: the model that the live workers serve.",
         ),
     ] = None
     chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a user's message, through the chat template.")
+        bool, typer.Option("--chat", help="Send the prompt as a user message of the model's chat template.")
     ] = False
     system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None
     max_tokens: options.MaxTokens = None
@@ -370,9 +370,9 @@ class SubmitOptions:
     stop: options.Stop = None
     adapter: options.Adapter = None
     after: options.After = None
-    choice: Annotated[
-        list[str] | None, typer.Option("--choice", help="The output is one of these; may be repeated.")
-    ] = None
+    choice: Annotated[list[str] | None, typer.Option("--choice", help="Allowed output; may be repeated.")] = (
+        None
+    )
     image: options.Images = None
     tools: options.Tools = None
     tool_choice: options.ToolChoice = None
@@ -383,9 +383,11 @@ class SubmitOptions:
     field: options.Field = None
     estimate: Annotated[bool, typer.Option("--estimate", help="Print the estimated end of the job.")] = False
     refuse_late: Annotated[
-        bool, typer.Option("--refuse-late", help="Submit nothing that would probably miss its deadline.")
+        bool, typer.Option("--refuse-late", help="Reject the job if it would probably miss its deadline.")
     ] = False
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end and print the text.")] = False
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the job has finished, and print the text.")
+    ] = False
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False
     timeout: Timeout = None
     redis_url: RedisUrl = None
@@ -395,7 +397,7 @@ class SubmitOptions:
 
 @app.command()
 def submit(flags: SubmitOptions) -> None:
-    """Submit one job. Prints its id, or with --wait or --stream what it generates."""
+    """Submit one job. Prints its id, or with --wait or --stream its output."""
     if flags.wait and flags.stream:
         raise typer.BadParameter("--wait and --stream exclude each other")
     fields = _submitted_fields(flags)
@@ -479,7 +481,7 @@ def status(job_id: JobId, at: Report) -> None:
 
 @app.command()
 def result(at: Report, job_id: JobId, timeout: Timeout = None) -> None:
-    """Wait for the end of a job and print its text."""
+    """Wait until a job has finished, and print its text."""
     with at.producer() as producer:
         handle = producer.job(job_id)
         with _interruptible(handle):
@@ -498,7 +500,7 @@ def cancel(job_id: JobId, at: AtQueue) -> None:
 
 @queue_app.command("stats")
 def queue_stats(at: Report) -> None:
-    """Jobs by state, and what waits. Needs no live worker."""
+    """Print the number of jobs by state, and the waiting jobs. A live worker is not required."""
     stats = registry.stats(at.run, at.queue)
     try:
         kinds = memory.shares(at.run, at.queue) if stats.memory.is_near else {}
@@ -512,14 +514,14 @@ def queue_stats(at: Report) -> None:
 
 @queue_app.command("pause")
 def queue_pause(at: AtQueue) -> None:
-    """Stop handing out jobs: running ones finish, new ones are accepted."""
+    """Pause the queue: workers pull no jobs, running jobs finish, new jobs are accepted."""
     at.run(registry.set_paused(at.queue, True))
     print_stderr(f"queue {at.queue} is paused; resume it with: pagemill queue resume --queue {at.queue}")
 
 
 @queue_app.command("resume")
 def queue_resume(at: AtQueue) -> None:
-    """Hand out jobs again."""
+    """Resume the queue: workers pull jobs again."""
     at.run(registry.set_paused(at.queue, False))
     print_stderr(f"queue {at.queue} is running")
 

@@ -46,7 +46,7 @@ def batch_run(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="REQUESTS", exists=True, dir_okay=False, help="A file for OpenAI's Batch API."
+            metavar="REQUESTS", exists=True, dir_okay=False, help="Request file of OpenAI's Batch API."
         ),
     ],
     out: Annotated[
@@ -70,7 +70,7 @@ def batch_run(
     worker_option: options.WorkerOption = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Run a batch file; after an interruption, run the same again."""
+    """Run a batch file. After an interruption, run the same command again."""
     check_options(worker_option)
     target = out or source.with_name(f"{source.stem}.output.jsonl")
     with run.reported(target), contextlib.ExitStack() as stack:
@@ -111,9 +111,11 @@ BatchId = Annotated[
 @batch_app.command("list")
 def batch_list(
     at: Report,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="The latest ones.")] = 50,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=100_000, help="Number of batches to list, the latest first.")
+    ] = 50,
 ) -> None:
-    """The batches of the queue, the latest first."""
+    """List the batches of the queue, the latest first."""
     with at.producer() as producer:
         found, now = list(islice(producer.batches(), limit)), at.now()
     at.print(
@@ -134,7 +136,7 @@ def batch_list(
 
 @batch_app.command("status")
 def batch_status(at: Report, batch_id: BatchId) -> None:
-    """How many jobs of a batch are in which state."""
+    """Print the number of jobs of a batch by state."""
     with at.producer() as producer:
         counts = producer.batch(batch_id).counts()
     ended = f"{counts.ended:,} of {counts.total:,} ended"
@@ -145,7 +147,7 @@ def batch_status(at: Report, batch_id: BatchId) -> None:
 
 @batch_app.command("cancel")
 def batch_cancel(at: AtQueue, batch_id: BatchId) -> None:
-    """Stop the jobs of a batch that have not ended. What has ended stays."""
+    """Cancel the unfinished jobs of a batch. Results of finished jobs are kept."""
     with at.producer() as producer:
         handle = producer.batch(batch_id)
         handle.counts()  # an unknown batch is an error, not one without jobs
@@ -163,7 +165,7 @@ def batch_ack(
             "--up-to",
             metavar="CURSOR",
             callback=checked(Cursor),
-            help="Cursor of the last line to free. Default: all that have ended.",
+            help="Cursor of the last line to free. Default: all finished jobs.",
         ),
     ] = None,
 ) -> None:
@@ -186,12 +188,12 @@ def batch_results(
             "--after",
             metavar="CURSOR",
             callback=checked(Cursor),
-            help="Cursor of a line: print only what follows it.",
+            help="Cursor of a line: print only later lines.",
         ),
     ] = None,
     timeout: Timeout = None,
 ) -> None:
-    """Print each end as a line of JSON, until all have ended.
+    """Print each result as a line of JSON, until all jobs have finished.
 
     `--timeout 0` prints what is there.
     """

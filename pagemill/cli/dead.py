@@ -31,7 +31,7 @@ Error = Annotated[
     ),
 ]
 JobIds = Annotated[
-    list[str] | None, typer.Argument(metavar="ID", callback=checked(keys.Id), help="Dead jobs.")
+    list[str] | None, typer.Argument(metavar="ID", callback=checked(keys.Id), help="Ids of dead jobs.")
 ]
 All = Annotated[bool, typer.Option("--all", help="Every dead letter of the queue.")]
 
@@ -40,7 +40,9 @@ All = Annotated[bool, typer.Option("--all", help="Every dead letter of the queue
 def dead_list(
     at: Report,
     error: Error = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=10**6, help="Letters at most.")] = 100,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=10**6, help="Maximum number of dead letters.")
+    ] = 100,
 ) -> None:
     """List dead letters, the latest first, without prompts and outputs."""
     with at.producer() as producer:
@@ -59,7 +61,7 @@ def dead_list(
 
 @dead_app.command("show")
 def dead_show(at: Report, job_id: JobId) -> None:
-    """One dead letter, with its prompt. Why it died, the job as submitted, and what had been generated."""
+    """Print one dead letter: the error, the job as submitted with its prompt, and the partial output."""
     with at.producer() as producer:
         opened = producer.dead_letters().show(check_id(job_id))
     if at.as_json:
@@ -70,7 +72,7 @@ def dead_show(at: Report, job_id: JobId) -> None:
 
 @dead_app.command("replay")
 def dead_replay(at: Report, job_ids: JobIds = None, error: Error = None, every: All = False) -> None:
-    """Submit dead jobs again, as new jobs. Each once, however often this is run.
+    """Submit dead jobs again, as new jobs. Repeated calls submit each job once.
 
     Exit code 1: some could not be.
     """
@@ -92,7 +94,7 @@ def dead_purge(
         bool, typer.Option("--replayed", help="Select dead letters that were replayed.")
     ] = False,
 ) -> None:
-    """Forget dead letters for good."""
+    """Delete dead letters permanently."""
     ids = _chosen(job_ids, error, every or replayed)
     with at.producer() as producer:
         purged = producer.dead_letters().purge(ids, error=error, replayed=replayed)

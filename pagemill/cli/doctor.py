@@ -46,19 +46,22 @@ class DoctorOptions:
     queue: Queue = "default"
     http_port: Annotated[
         int,
-        typer.Option("--http-port", envvar="PAGEMILL_HTTP_PORT", min=0, max=65535, help="A worker's port."),
+        typer.Option("--http-port", envvar="PAGEMILL_HTTP_PORT", min=0, max=65535, help="Port of a worker."),
     ] = DEFAULT_HTTP_PORT
     model: Annotated[
         str | None,
         typer.Option(
             envvar="PAGEMILL_MODEL",
             callback=checked(ModelOrPath),
-            help="A worker's model: print how it would run here.",
+            help="Model: print how a worker would run it on this machine.",
         ),
     ] = None
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Print what a load of this model takes: blocks, rows, workers, Redis."),
+        typer.Option(
+            "--plan",
+            help="Print the resources that a load of this model requires: blocks, rows, workers, Redis.",
+        ),
     ] = False
     question: Annotated[dict[str, Any], plan_view.QUESTION]
     settings: Annotated[dict[str, Any], plan_view.ENGINE]
@@ -67,7 +70,7 @@ class DoctorOptions:
 
 @app.command()
 def doctor(flags: DoctorOptions) -> None:
-    """Check the server, the queue and this machine. Exit code 1: something is wrong; 3: Redis does not answer."""
+    """Check the server, the queue and this machine. Exit code 1: a check failed; 3: Redis does not respond."""
     if flags.plan:
         plan_view.print_answer(_planned(flags), flags.as_json)
         return

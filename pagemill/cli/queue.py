@@ -20,23 +20,30 @@ from pagemill.producer.wire.schema import keys
 def queue_limit(
     at: Report,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=0, max=10**12, help="Jobs that may wait; 0: no own limit.")
+        int | None,
+        typer.Option(
+            "--jobs", min=0, max=10**12, help="Maximum number of waiting jobs; 0: the default limit."
+        ),
     ] = None,
     payload_bytes: Annotated[
         int | None,
-        typer.Option("--payload-bytes", min=0, max=10**12, help="Bytes of one job; 0: no own limit."),
+        typer.Option(
+            "--payload-bytes", min=0, max=10**12, help="Maximum size of a job in bytes; 0: the default limit."
+        ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
             "--rate",
             callback=between(0.0, limits.MAX_LIMIT),
-            help="Jobs that may start per second; 0: as they come.",
+            help="Maximum number of jobs that start per second; 0: no limit.",
         ),
     ] = None,
     burst: Annotated[
         int | None,
-        typer.Option("--burst", min=1, max=10**12, help="Number of these in a burst after a pause."),
+        typer.Option(
+            "--burst", min=1, max=10**12, help="Number of jobs that start immediately after a pause."
+        ),
     ] = None,
     memory_share: Annotated[
         float | None,
@@ -46,9 +53,9 @@ def queue_limit(
             help="Share of Redis' maxmemory up to which jobs are accepted, from 0.1; 0: no separate share.",
         ),
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Take every limit away first.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all limits first.")] = False,
 ) -> None:
-    """Set limits of the queue, and print them. What is not named stays."""
+    """Set limits of the queue, and print them. Other limits are unchanged."""
     current = at.run(limits.limits(at.queue))
     wanted = QueueLimits() if clear else current
     flags = {"jobs": jobs, "payload_bytes": payload_bytes, "rate": rate, "memory_share": memory_share}
@@ -80,14 +87,17 @@ def queue_weights(
         typer.Argument(metavar="TENANT=WEIGHT", help="Weight from 1 to 1000; the default is 1."),
     ] = None,
 ) -> None:
-    """Set tenants' weights, and print them. With 3, a tenant has three turns for another's one."""
+    """Set tenants' weights, and print them. A tenant of weight 3 gets three times the share of one of weight 1."""
     wanted = dict(_pair(text) for text in pairs or [])
     current = at.run(limits.set_weights(at.queue, wanted) if wanted else limits.weights(at.queue))
     none = f"every tenant of queue {at.queue} has weight 1"
     at.print(current, sorted(current.items()), ("tenant", "weight"), none=none)
 
 
-Quota = Annotated[int | None, typer.Option(min=0, max=quotas.MAX_QUOTA, help="Limit; 0: none.")]
+Quota = Annotated[
+    int | None,
+    typer.Option(min=0, max=quotas.MAX_QUOTA, help="Maximum number of tokens per minute; 0: no limit."),
+]
 
 
 @queue_app.command("quota")
@@ -107,11 +117,11 @@ def queue_quota(
     jobs_per_day: Quota = None,
     running: Annotated[
         int | None,
-        typer.Option(min=0, max=quotas.MAX_QUOTA, help="Concurrent jobs. 0: no limit."),
+        typer.Option(min=0, max=quotas.MAX_QUOTA, help="Maximum number of running jobs; 0: no limit."),
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Take the tenant's quotas away first.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove the tenant's quotas first.")] = False,
 ) -> None:
-    """Set a tenant's quotas, and print them all. What is not named stays. A tenant over its quota waits."""
+    """Set a tenant's quotas, and print all quotas. Others are unchanged. Jobs of a tenant over its quota wait."""
     name = tenant or quotas.EVERYBODY
     current = at.run(quotas.quotas(at.queue))
     before = current.get(name, quotas.Quota())

@@ -29,7 +29,9 @@ _COLUMNS = ("worker", "state", "jobs", "since", "accused", "reason")
 
 WorkerId = Annotated[
     str,
-    typer.Argument(metavar="WORKER", callback=checked(keys.Id), help="Its id, as `recall list` shows it."),
+    typer.Argument(
+        metavar="WORKER", callback=checked(keys.Id), help="Worker id, as `recall list` prints it."
+    ),
 ]
 
 
@@ -47,11 +49,11 @@ def recall_run(
     at: Report,
     worker_id: WorkerId,
     any_worker: Annotated[
-        bool, typer.Option("--any-worker", help="Run on workers with another fingerprint too.")
+        bool, typer.Option("--any-worker", help="Also run on workers with another fingerprint.")
     ] = False,
     timeout: Timeout = None,
 ) -> None:
-    """Run a worker's jobs again elsewhere, and replace their results.
+    """Run a worker's jobs again on other workers, and replace their results.
 
     Can be repeated after an interruption: each result is replaced once. Jobs without a kept input are left.
     """
@@ -71,7 +73,7 @@ def recall_auto(
     at: Report,
     every: Annotated[
         float,
-        typer.Option("--every", callback=between(0.1, 86_400.0), help="Seconds between two looks."),
+        typer.Option("--every", callback=between(0.1, 86_400.0), help="Seconds between two updates."),
     ] = 10.0,
 ) -> None:
     """Recall the results of every quarantined worker.

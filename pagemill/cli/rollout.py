@@ -33,7 +33,7 @@ from pagemill.producer.wire.calls.rollouts import (
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RolloutRefused
 
-rollout_app = command_group("rollout", "Give a new revision of a model a share of its jobs.")
+rollout_app = command_group("rollout", "Run a share of a model's jobs on a new revision.")
 
 _WORDS = {
     "open": "open",
@@ -53,10 +53,13 @@ def _share(text: str | None) -> str | None:
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", callback=checked(keys.ModelName), help="Its served name.")
+    str, typer.Argument(metavar="MODEL", callback=checked(keys.ModelName), help="Served name of the model.")
 ]
 Share = Annotated[
-    str, typer.Option("--share", callback=_share, metavar="SHARE", help="The canary's, such as 5% or 0.05.")
+    str,
+    typer.Option(
+        "--share", callback=_share, metavar="SHARE", help="Share of the canary, such as 5% or 0.05."
+    ),
 ]
 
 
@@ -71,7 +74,7 @@ def start(
             "--to",
             metavar="REV",
             callback=checked(keys.PinnedRevision),
-            help="Revision, as `pagemill workers` shows it.",
+            help="Revision of the canary, as `pagemill workers` prints it.",
         ),
     ],
     by: Annotated[
@@ -86,18 +89,23 @@ def start(
             "--halt-margin",
             callback=_share,
             metavar="SHARE",
-            help="Halt when the canary fails more often than the stable side by more than this; 100%: never.",
+            help=(
+                "Difference of the failure rates of canary and stable side above which the rollout "
+                "halts; 100%: never."
+            ),
         ),
     ] = f"{DEFAULT_MARGIN:.0%}",
     least: Annotated[
         int,
-        typer.Option("--halt-after", min=1, max=MAX_LEAST, help="Executions of the canary before that."),
+        typer.Option(
+            "--halt-after", min=1, max=MAX_LEAST, help="Number of executions of the canary before a halt."
+        ),
     ] = DEFAULT_LEAST,
     force: Annotated[
-        bool, typer.Option("--force", help="Start even if no live worker announces the revision.")
+        bool, typer.Option("--force", help="Start the rollout even if no live worker announces the revision.")
     ] = False,
 ) -> None:
-    """Give a revision a share of the model's jobs."""
+    """Start a rollout: a revision gets a share of the model's jobs."""
     wanted = Rollout(to, parse_share(share), by, parse_share(margin), least)  # type: ignore[arg-type]
     with _rollout(at, model) as rollout:
         _print([rollout.start(wanted, force=force)], at.as_json)
@@ -105,28 +113,28 @@ def start(
 
 @rollout_app.command("raise")
 def raise_share(at: Report, model: Model, share: Share) -> None:
-    """Give the canary another share, larger or smaller. A halted rollout resumes."""
+    """Change the share of the canary. A halted rollout resumes."""
     with _rollout(at, model) as rollout:
         _print([rollout.set_share(parse_share(share))], at.as_json)
 
 
 @rollout_app.command()
 def halt(at: Report, model: Model) -> None:
-    """Give the canary no new jobs, until `raise`. What it runs, it finishes."""
+    """Stop new jobs of the canary until `raise`. It finishes its running jobs."""
     with _rollout(at, model) as rollout:
         _print([rollout.halt()], at.as_json)
 
 
 @rollout_app.command()
 def rollback(at: Report, model: Model) -> None:
-    """Give the canary no jobs any more. Stop its workers, then `finish`."""
+    """End the canary: it gets no more jobs. Stop its workers, then run `finish`."""
     with _rollout(at, model) as rollout:
         _print([rollout.roll_back()], at.as_json)
 
 
 @rollout_app.command()
 def finish(at: AtQueue, model: Model) -> None:
-    """Let all workers take all jobs, and forget the rollout."""
+    """End the rollout: all workers pull all jobs again."""
     with _rollout(at, model) as rollout:
         rollout.finish()
         print_stderr(f"the rollout of {model} is over")
@@ -140,7 +148,7 @@ def status(
         typer.Argument(metavar="[MODEL]", callback=checked(keys.ModelName), help="Model. Default: all."),
     ] = None,
 ) -> None:
-    """Show both sides.
+    """Print both sides of the rollout.
 
     Workers, executions, failures, seconds from pull to commit, what waits, and agreement.
     """
@@ -156,7 +164,7 @@ def compare(
     at: Report,
     model: Model,
     sample: Annotated[
-        int, typer.Option("--sample", min=1, max=200, help="Jobs of the canary, at most.")
+        int, typer.Option("--sample", min=1, max=200, help="Maximum number of jobs of the canary.")
     ] = 50,
     revision: Annotated[
         str | None,
@@ -164,12 +172,12 @@ def compare(
             "--with",
             metavar="REV",
             callback=checked(keys.PinnedRevision),
-            help="The revision to run them on. Default: the stable side's.",
+            help="Revision that runs them again. Default: that of the stable side.",
         ),
     ] = None,
     timeout: Timeout = None,
 ) -> None:
-    """Run jobs of the canary on the stable revision.
+    """Run jobs of the canary on the stable revision, and compare the outputs.
 
     Those whose outputs differ are printed, with the first difference. Exit code 1: some do; 4: none could be compared.
     """

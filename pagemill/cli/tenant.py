@@ -47,17 +47,17 @@ def _tenant() -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TenantPurgeOptions(Report):
     tenant: Annotated[
-        str, typer.Argument(metavar="TENANT", callback=checked(keys.TenantName), help="The tenant's name.")
+        str, typer.Argument(metavar="TENANT", callback=checked(keys.TenantName), help="Name of the tenant.")
     ]
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the data without deleting it.")] = False
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False
     also: Annotated[
         list[str] | None,
         typer.Option(
             "--also",
             metavar="WHAT",
             callback=checked(Annotated[str, AfterValidator(_eraser)]),
-            help=f"Remove this too: {', '.join(eraser.name for eraser in ERASERS)}. May be given several times.",
+            help=f"Further data to remove: {', '.join(eraser.name for eraser in ERASERS)}; may be repeated.",
         ),
     ] = None
     wait: Annotated[
@@ -65,7 +65,7 @@ class TenantPurgeOptions(Report):
         typer.Option(
             "--wait",
             callback=between(0.0, YEAR_S),
-            help="Seconds for running jobs to end before they are deleted too.",
+            help="Seconds to wait for running jobs before they are deleted too.",
         ),
     ] = 30.0
 

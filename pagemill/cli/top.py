@@ -31,16 +31,19 @@ def top(
     url: Annotated[
         str | None,
         typer.Option(
-            "--url", callback=checked(HttpUrl), help="A worker's address, for instance http://127.0.0.1:9790."
+            "--url",
+            callback=checked(HttpUrl),
+            help="Address of a worker, for instance http://127.0.0.1:9790.",
         ),
     ] = None,
     worker: Annotated[
-        str | None, typer.Option("--worker", callback=checked(keys.Id), help="Show this worker of the queue.")
+        str | None,
+        typer.Option("--worker", callback=checked(keys.Id), help="Id of a worker of the queue to show."),
     ] = None,
     every: Annotated[
-        float, typer.Option("--every", callback=between(0.2, 86_400.0), help="Seconds between two looks.")
+        float, typer.Option("--every", callback=between(0.2, 86_400.0), help="Seconds between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
 ) -> None:
     """Watch a worker and its queue in the terminal. KV blocks, throughput, running jobs, ends; needs no torch."""
     logging.getLogger().addHandler(logging.NullHandler())  # unavailable data is shown on the screen

@@ -46,10 +46,10 @@ def _destination(path: Path | None) -> Path | None:
 def usage(
     at: Report,
     since: Annotated[
-        date | None, typer.Option("--since", parser=_day, metavar="DAY", help="The first day (UTC).")
+        date | None, typer.Option("--since", parser=_day, metavar="DAY", help="First day (UTC).")
     ] = None,
     until: Annotated[
-        date | None, typer.Option("--until", parser=_day, metavar="DAY", help="The last day (UTC).")
+        date | None, typer.Option("--until", parser=_day, metavar="DAY", help="Last day (UTC).")
     ] = None,
     tenant: Annotated[
         str | None, typer.Option("--tenant", callback=checked(keys.TenantName), help="Tenant. Default: all.")
@@ -57,7 +57,7 @@ def usage(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", callback=checked(keys.ModelName), help="Model, with its adapters. Default: all."
+            "--model", callback=checked(keys.ModelName), help="Model, including its adapters. Default: all."
         ),
     ] = None,
     by: Annotated[
@@ -68,7 +68,7 @@ def usage(
         typer.Option("--out", callback=_destination, help="Write a .csv, .parquet or .json file."),
     ] = None,
 ) -> None:
-    """Sum the tokens, seconds and jobs of tenants."""
+    """Print the tokens, seconds and jobs of tenants."""
     groups = by.split(",")
     with at.producer() as producer:
         found = producer.usage(since=since, until=until, tenant=tenant, model=model, by=groups)

@@ -37,16 +37,19 @@ def verify(
     batch: Annotated[
         str | None,
         typer.Option(
-            "--batch", metavar="ID", callback=checked(keys.Id), help="Jobs of this batch, drawn at random."
+            "--batch",
+            metavar="ID",
+            callback=checked(keys.Id),
+            help="Batch from which jobs are drawn at random.",
         ),
     ] = None,
     sample: Annotated[
-        int, typer.Option("--sample", min=1, max=100_000, help="How many of the batch, at most.")
+        int, typer.Option("--sample", min=1, max=100_000, help="Maximum number of jobs of the batch.")
     ] = 50,
     any_worker: Annotated[
         bool,
         typer.Option(
-            "--any-worker", help="Run on workers with another fingerprint too, without a guarantee."
+            "--any-worker", help="Also run on workers with another fingerprint, without a guarantee."
         ),
     ] = False,
     priority: Annotated[

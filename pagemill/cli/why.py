@@ -24,12 +24,12 @@ MAX_SAMPLE = 200
 def why(
     at: Report,
     job_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", callback=checked(keys.Id), help="A job's id.")
+        str | None, typer.Argument(metavar="[ID]", callback=checked(keys.Id), help="Job id.")
     ] = None,
     batch: Annotated[
         str | None,
         typer.Option(
-            "--batch", metavar="ID", callback=checked(keys.Id), help="Sums over jobs of this batch."
+            "--batch", metavar="ID", callback=checked(keys.Id), help="Batch id: print sums over its jobs."
         ),
     ] = None,
 ) -> None:

@@ -33,12 +33,12 @@ app.add_typer(workers_app, name="workers")
 
 Ids = Annotated[
     list[str] | None,
-    typer.Argument(metavar="ID...", callback=checked(keys.Id), help="Ids of workers, or how these begin."),
+    typer.Argument(metavar="ID...", callback=checked(keys.Id), help="Ids of workers, or prefixes of ids."),
 ]
 All = Annotated[bool, typer.Option("--all", help="All live workers of the queue.")]
 Patience = Annotated[
     float,
-    typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Seconds to wait until it is done."),
+    typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Maximum seconds to wait."),
 ]
 
 
@@ -70,13 +70,13 @@ def workers_drain(at: Report, ids: Ids = None, every: All = False, timeout: Pati
 
 @workers_app.command("pause")
 def workers_pause(at: Report, ids: Ids = None, every: All = False, timeout: Patience = _ANSWER_S) -> None:
-    """Stop pulling; running jobs finish. Exit code 1: a worker did not obey."""
+    """Stop pulling; running jobs finish. Exit code 1: a worker did not confirm."""
     _command(at, "pause", _chosen(at, ids, every), timeout)
 
 
 @workers_app.command("resume")
 def workers_resume(at: Report, ids: Ids = None, every: All = False, timeout: Patience = _ANSWER_S) -> None:
-    """Pull jobs again after pause or drain. Exit code 1: a worker did not obey."""
+    """Pull jobs again after pause or drain. Exit code 1: a worker did not confirm."""
     _command(at, "resume", _chosen(at, ids, every), timeout)
 
 

@@ -33,13 +33,13 @@ class Question:
     output_tokens: Tokens
     """Average length of a job's output in tokens."""
     shared_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Tokens of the prompt that all jobs begin with."""
+    """Number of prompt tokens that all jobs share."""
     rate: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
-    """Jobs per second that arrive."""
+    """Arriving jobs per second."""
     rows: Annotated[int, Field(ge=1, le=10**12)] | None = None
-    """Jobs of a batch, instead of a rate."""
+    """Number of jobs of a batch, instead of a rate."""
     deadline_s: Annotated[float, Field(ge=1e-3, le=YEAR_S)] | None = None
-    """Seconds until the last of the rows has ended."""
+    """Seconds until all rows have finished."""
     weight_bits: Annotated[float, Field(ge=0.5, le=64.0)] | None = None
     """Bits per weight. Default: as in config.json."""
     retention_s: Annotated[float, Field(ge=0.0, le=YEAR_S)] = 86_400.0

@@ -66,9 +66,9 @@ class UpSettings(BaseModel):
     stop_timeout_s: _Seconds | None = None
     """Seconds from SIGTERM to SIGKILL. Default: 5 s more than a worker or a gateway takes at most."""
     start_timeout_s: _Seconds = 1200.0
-    """Seconds that a child may take until it is ready; then it is restarted."""
+    """Seconds until a child must be ready; otherwise it is restarted."""
     liveness_s: _Seconds = 120.0
-    """Seconds that a child's /healthz may fail; then the child is replaced."""
+    """Seconds that the /healthz of a child can fail before it is replaced."""
     max_backoff_s: _Seconds = 60.0
     """Longest pause, in seconds, before a child that keeps exiting is restarted."""
     log_format: Literal["console", "json"] = "console"

@@ -47,9 +47,9 @@ class CeleryWorkerSettings:
     celery_app: AppName | None = None
     """Your app, for its other tasks. Default: an app without other tasks."""
     celery_broker: Transport | None = None
-    """Default: the Redis URL."""
+    """URL of the Celery broker. Default: the Redis URL."""
     celery_backend: Transport | None = None
-    """Default: the Redis URL."""
+    """URL of the Celery broker. Default: the Redis URL."""
     queue: CeleryQueue = "pagemill"
     """The Celery queue to consume."""
     native_queue: QueueName = "celery"
@@ -104,7 +104,7 @@ def celery_relay(
             "--celery-app",
             metavar="MODULE:APP",
             callback=checked(AppName),
-            help="The app whose tasks they are.",
+            help="Celery app of the tasks.",
         ),
     ],
     redis_url: RedisUrl = None,
@@ -113,7 +113,7 @@ def celery_relay(
         typer.Option(
             "--queue",
             callback=checked(QueueName),
-            help="Native queue of the tasks; several are named one by one. Default: default.",
+            help="Native queue of the tasks; may be repeated. Default: default.",
         ),
     ] = None,
 ) -> None:

@@ -25,13 +25,17 @@ def exporter(
         typer.Option(
             "--queue",
             callback=checked(keys.QueueName),
-            help="A queue to export; may be repeated. Default: every queue there is.",
+            help="Queue to export; may be repeated. Default: all queues.",
         ),
     ] = None,
     redis_url: RedisUrl = None,
     http_host: Annotated[
         str,
-        typer.Option("--http-host", callback=checked(HostName), help="0.0.0.0 to be scraped from elsewhere."),
+        typer.Option(
+            "--http-host",
+            callback=checked(HostName),
+            help="Listen address; 0.0.0.0 allows scrapes from other hosts.",
+        ),
     ] = "127.0.0.1",
     http_port: Annotated[
         int, typer.Option("--http-port", min=0, max=65535, help="Port of the exporter; 0: any free port.")
@@ -50,7 +54,7 @@ def exporter(
             "--log-level",
             envvar="PAGEMILL_LOG_LEVEL",
             callback=checked(LogLevel),
-            help="debug, info, warning or error.",
+            help="Log level: debug, info, warning or error.",
         ),
     ] = "info",
     log_format: options.LogFormatName = "console",

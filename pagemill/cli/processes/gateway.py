@@ -32,7 +32,7 @@ Host = Annotated[
         "--host",
         envvar="PAGEMILL_GATEWAY_HOST",
         callback=checked(HostName),
-        help="0.0.0.0 to be reached from elsewhere.",
+        help="Listen address; 0.0.0.0 makes it reachable from other hosts.",
     ),
 ]
 
@@ -42,12 +42,15 @@ GatewayLogLevel = Annotated[
         "--log-level",
         envvar="PAGEMILL_LOG_LEVEL",
         callback=checked(LogLevel),
-        help="debug, info, warning or error; info has a line per request.",
+        help="Log level: debug, info, warning or error; info logs a line per request.",
     ),
 ]
 
 Timeout = Annotated[
-    float, typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Seconds a request may take.")
+    float,
+    typer.Option(
+        "--timeout", callback=between(0.1, 86_400.0), help="Maximum duration of a request, in seconds."
+    ),
 ]
 UnknownModelTimeout = Annotated[
     float,
@@ -65,7 +68,7 @@ def gateway(
     port: Annotated[
         int,
         typer.Option(
-            "--port", min=0, max=65_535, envvar="PAGEMILL_GATEWAY_PORT", help="Port; 0: any free one."
+            "--port", min=0, max=65_535, envvar="PAGEMILL_GATEWAY_PORT", help="Port; 0: any free port."
         ),
     ] = DEFAULT_PORT,
     fd: Annotated[
@@ -75,7 +78,10 @@ def gateway(
     keys: Annotated[
         Path | None,
         typer.Option(
-            "--keys", envvar="PAGEMILL_GATEWAY_KEYS", dir_okay=False, help="API keys (pagemill gateway-key)."
+            "--keys",
+            envvar="PAGEMILL_GATEWAY_KEYS",
+            dir_okay=False,
+            help="File with the API keys (pagemill gateway-key).",
         ),
     ] = None,
     no_keys: Annotated[
@@ -98,12 +104,20 @@ def gateway(
     max_connections: Annotated[
         int,
         typer.Option(
-            "--max-connections", min=1, max=10**6, help="Limit; above it, the longest idle one is closed."
+            "--max-connections",
+            min=1,
+            max=10**6,
+            help="Maximum number of connections; above it, the longest idle one is closed.",
         ),
     ] = 20_000,
     max_in_flight: Annotated[
         int,
-        typer.Option("--max-in-flight", min=1, max=10**6, help="Limit of open requests; above it, 503."),
+        typer.Option(
+            "--max-in-flight",
+            min=1,
+            max=10**6,
+            help="Maximum number of open requests; above it, requests get 503.",
+        ),
     ] = 2_000,
     log_level: GatewayLogLevel = "info",
     log_format: options.LogFormatName = "console",
@@ -179,7 +193,9 @@ def gateway_key(
     ],
     tenant: Annotated[
         str | None,
-        typer.Option("--tenant", callback=checked(TenantName), help="Whose jobs. Default: the name."),
+        typer.Option(
+            "--tenant", callback=checked(TenantName), help="Tenant of the jobs. Default: the name of the key."
+        ),
     ] = None,
     priority: Annotated[
         str, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
@@ -187,18 +203,23 @@ def gateway_key(
     rate: Annotated[
         float | None, typer.Option("--rate", callback=between(1e-6, 1e6), help="Requests per second.")
     ] = None,
-    burst: Annotated[int | None, typer.Option("--burst", min=1, max=10**6, help="How many at once.")] = None,
+    burst: Annotated[
+        int | None, typer.Option("--burst", min=1, max=10**6, help="Number of requests in a burst.")
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", callback=checked(ModelName), help="One it may use; may be repeated. Default: all."
+            "--model",
+            callback=checked(ModelName),
+            help="Model that the key can use; may be repeated. Default: all.",
         ),
     ] = None,
     operator: Annotated[
         bool, typer.Option("--operator", help="Let the key see, cancel and replay the jobs of all tenants.")
     ] = False,
     keys: Annotated[
-        Path | None, typer.Option("--keys", dir_okay=False, help="Add it to this file, made if need be.")
+        Path | None,
+        typer.Option("--keys", dir_okay=False, help="File to add the key to; created if it does not exist."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

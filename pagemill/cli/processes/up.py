@@ -99,7 +99,7 @@ def up(
     settings: Annotated[dict[str, Any], _FLAGS],
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A setting of the workers; may be repeated."),
+        typer.Option(metavar="NAME=VALUE", help="Setting of the workers; may be repeated."),
     ] = None,
     run_dir: RunDir = None,
 ) -> None:
@@ -196,7 +196,7 @@ def _redis(settings: UpSettings) -> Iterator[tuple[str, EmbeddedServer | None]]:
 
 @up_app.command()
 def status(run_dir: RunDir = None, as_json: AsJson = False) -> None:
-    """Show the children: state, process, port, GPUs. Exit code 1: none runs here, or not all are ready."""
+    """Print the children: state, process, port, GPUs. Exit code 1: none runs on this host, or not all are ready."""
     (document,) = _send(run_dir, command="status")
     if as_json:
         typer.echo(json.dumps(document))
@@ -224,7 +224,7 @@ def stop(
     run_dir: RunDir = None,
     now: Annotated[bool, typer.Option("--now", help="Requeue running jobs immediately.")] = False,
 ) -> None:
-    """Drain all children and end; returns once they no longer exist."""
+    """Drain and stop all children. Returns when they have exited."""
     for reply in _send(run_dir, command="stop", now=now):
         print_stderr(reply["event"])
     from pagemill.supervisor.control import NotRunning, send_command

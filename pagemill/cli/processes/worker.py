@@ -77,7 +77,7 @@ def worker(
     settings: Annotated[dict[str, Any], FLAGS],
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any setting by its name; may be repeated."),
+        typer.Option(metavar="NAME=VALUE", help="Setting by its name; may be repeated."),
     ] = None,
 ) -> None:
     """Serve jobs until SIGTERM or Ctrl-C. Every setting is also read from PAGEMILL_<NAME>."""

@@ -33,12 +33,14 @@ ServedModel = Annotated[
     typer.Option(
         "--model",
         callback=checked(ModelOrPath),
-        help="A served name; or what `pagemill worker --model` takes, served here if no worker does.",
+        help=(
+            "Served name; or a value of `pagemill worker --model`, which the run serves if no worker does."
+        ),
     ),
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max-tokens", min=1, max=2**31 - 1, help="Tokens of output at most, per sample."),
+    typer.Option("--max-tokens", min=1, max=2**31 - 1, help="Maximum number of output tokens per sample."),
 ]
 Seed = Annotated[
     int | None,
@@ -46,7 +48,7 @@ Seed = Annotated[
 ]
 Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeated.")]
 Field = Annotated[
-    Texts, typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated.")
+    Texts, typer.Option("--field", metavar="NAME=JSON", help="Other field of the job; may be repeated.")
 ]
 Adapter = Annotated[
     str | None,
@@ -54,7 +56,7 @@ Adapter = Annotated[
         "--adapter",
         metavar="NAME",
         callback=checked(AdapterName),
-        help="A LoRA adapter that the workers have.",
+        help="Name of a LoRA adapter of the workers.",
     ),
 ]
 After = Annotated[
@@ -62,7 +64,7 @@ After = Annotated[
     typer.Option(
         "--after",
         metavar="[NAME=]ID",
-        help="Wait for this job's end; {NAME.text} in the prompt is its text. May be repeated.",
+        help="Job to wait for; {NAME.text} in the prompt is its text; may be repeated.",
     ),
 ]
 Tools = Annotated[
@@ -72,7 +74,7 @@ Tools = Annotated[
         exists=True,
         dir_okay=False,
         metavar="FILE",
-        help="Functions, as a JSON list; implies --chat.",
+        help="JSON list of functions; implies --chat.",
     ),
 ]
 Images = Annotated[
@@ -80,7 +82,7 @@ Images = Annotated[
     typer.Option(
         "--image",
         metavar="FILE",
-        help="A picture before the prompt, or its URL; implies --chat; may be repeated.",
+        help="Image file or URL, placed before the prompt; implies --chat; may be repeated.",
     ),
 ]
 ToolChoice = Annotated[
@@ -89,7 +91,7 @@ ToolChoice = Annotated[
         "--tool-choice",
         metavar="CHOICE",
         callback=checked(FunctionName),
-        help="none, auto, required, or a function's name.",
+        help="none, auto, required, or the name of a function.",
     ),
 ]
 NamedModels = Annotated[
@@ -111,14 +113,18 @@ Continuation = Annotated[
     Texts,
     typer.Option(
         "--continuation",
-        help="Score this text as what follows the prompt, and generate nothing; may be repeated.",
+        help="Text to score after the prompt, instead of generating; may be repeated.",
     ),
 ]
 WorkerOption = Annotated[
     Texts,
-    typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),
+    typer.Option(
+        "--worker-option",
+        metavar="NAME=VALUE",
+        help="Setting of the worker that the run starts; may be repeated.",
+    ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Do not print progress.")]
 CancelRun = Annotated[
     bool, typer.Option("--cancel", help="Cancel the unfinished jobs of an earlier run of this command.")
 ]
@@ -144,23 +150,25 @@ Output = Annotated[
     ),
 ]
 Template = Annotated[
-    str | None, typer.Option("--template", help="The prompt, in Jinja2: 'Summarize: {{ text }}'.")
+    str | None, typer.Option("--template", help="Template of the prompt, in Jinja2: 'Summarize: {{ text }}'.")
 ]
 TemplateFile = Annotated[
     Path | None,
-    typer.Option("--template-file", exists=True, dir_okay=False, help="The prompt's template, from a file."),
+    typer.Option(
+        "--template-file", exists=True, dir_okay=False, help="File with the template of the prompt."
+    ),
 ]
-System = Annotated[str | None, typer.Option("--system", help="System message; a template too.")]
-NoChat = Annotated[bool, typer.Option("--no-chat", help="Send the bare text, no chat template.")]
-Choices = Annotated[
-    str | None, typer.Option("--choices", help="The output is one of these, comma-separated.")
-]
+System = Annotated[str | None, typer.Option("--system", help="Template of the system message.")]
+NoChat = Annotated[bool, typer.Option("--no-chat", help="Send the text without the chat template.")]
+Choices = Annotated[str | None, typer.Option("--choices", help="Allowed outputs, separated by commas.")]
 LabelProbabilities = Annotated[
     str | None,
     typer.Option(
         "--label-probs",
         callback=checked(LabelProbs),
-        help="The probability of every label of --choices: product, mean (by length) or constrained.",
+        help=(
+            "Method for the probability of each label of --choices: product, mean (by length) or constrained."
+        ),
     ),
 ]
 LabelScale = Annotated[
@@ -168,7 +176,9 @@ LabelScale = Annotated[
     typer.Option(
         "--label-temperature",
         callback=checked(LabelTemperature),
-        help="Scales these probabilities: a number, one for each stage (1.7,1.2), or fit (to --gold).",
+        help=(
+            "Temperature of these probabilities: a number, one for each stage (1.7,1.2), or fit (to --gold)."
+        ),
     ),
 ]
 EscalateBelow = Annotated[
@@ -176,7 +186,7 @@ EscalateBelow = Annotated[
     typer.Option(
         "--escalate-below",
         callback=between(0.0, 1.0),
-        help="Rows whose label is less probable than this go on to the model of --to.",
+        help="Probability of the label below which the model of --to labels the row.",
     ),
 ]
 EscalateTo = Annotated[
@@ -185,8 +195,8 @@ EscalateTo = Annotated[
         "--to",
         metavar="MODEL",
         callback=checked(ModelOrPath),
-        help="The next model, named as --model is; repeated: the next again. The last one can be "
-        "openai:https://HOST/v1/MODEL, a model of another API.",
+        help="Next model of a cascade, in the form of --model; may be repeated. The last one can "
+        "be openai:https://HOST/v1/MODEL, a model of another API.",
     ),
 ]
 ApiBudget = Annotated[
@@ -196,7 +206,10 @@ ApiBudget = Annotated[
         min=1,
         max=MAX_ROWS,
         metavar="TOKENS",
-        help="Most tokens that --to openai:... may use; then rows keep the answer of the model before.",
+        help=(
+            "Maximum number of tokens for --to openai:...; further rows keep the output of the "
+            "previous model."
+        ),
     ),
 ]
 ApiKeyFile = Annotated[
@@ -211,9 +224,9 @@ ApiKeyFile = Annotated[
 ]
 JsonSchema = Annotated[
     str | None,
-    typer.Option("--json-schema", help="The output is JSON of this schema: a file, or the text."),
+    typer.Option("--json-schema", help="JSON schema of the output: a file, or the text."),
 ]
-Regex = Annotated[str | None, typer.Option("--regex", help="The output matches this.")]
+Regex = Annotated[str | None, typer.Option("--regex", help="Regular expression that the output matches.")]
 RunTemperature = Annotated[
     float,
     typer.Option(
@@ -225,7 +238,9 @@ RunTemperature = Annotated[
 Gold = Annotated[
     str | None,
     typer.Option(
-        "--gold", callback=checked(Text), help="A column to compare with: accuracy, and a confusion table."
+        "--gold",
+        callback=checked(Text),
+        help="Column with the correct labels, for accuracy and a confusion table.",
     ),
 ]
 OutputColumn = Annotated[
@@ -239,7 +254,7 @@ OutputColumn = Annotated[
 Where = Annotated[
     str | None,
     typer.Option(
-        "--where", help="Condition of the rows to process: 'stars >= 3 and lang == \"de\"' (Jinja2)."
+        "--where", help="Condition for rows to process, in Jinja2: 'stars >= 3 and lang == \"de\"'."
     ),
 ]
 ImageColumn = Annotated[
@@ -247,7 +262,7 @@ ImageColumn = Annotated[
     typer.Option(
         "--image-column",
         callback=checked(Text),
-        help="The column with the pictures: paths, bytes, URLs or Hugging Face structs.",
+        help="Column with images: paths, bytes, URLs or Hugging Face structs.",
     ),
 ]
 OnNull = Annotated[
@@ -255,13 +270,15 @@ OnNull = Annotated[
     typer.Option(
         "--on-null",
         callback=checked(OnRow),
-        help="A null in the prompt: fail, skip, or label (as an empty text).",
+        help="Action for a null in the prompt: fail, skip, or label (as an empty text).",
     ),
 ]
 OnEmpty = Annotated[
     str,
     typer.Option(
-        "--on-empty", callback=checked(OnRow), help="A row with an empty prompt: fail, skip, or label."
+        "--on-empty",
+        callback=checked(OnRow),
+        help="Action for a row with an empty prompt: fail, skip, or label.",
     ),
 ]
 OnTruncatedOutput = Annotated[
@@ -269,7 +286,7 @@ OnTruncatedOutput = Annotated[
     typer.Option(
         "--on-truncated",
         callback=checked(OnTruncated),
-        help="An output cut off at max_tokens: fail (default where it has a shape) or label.",
+        help="Action for an output cut off at max_tokens: fail (default for constrained outputs) or label.",
     ),
 ]
 SchemaColumns = Annotated[
@@ -278,43 +295,60 @@ SchemaColumns = Annotated[
 ]
 Limit = Annotated[
     int | None,
-    typer.Option("--limit", min=1, max=MAX_ROWS, help="Number of rows, from the first, for a trial."),
+    typer.Option("--limit", min=1, max=MAX_ROWS, help="Number of rows to run, from the first."),
 ]
 RowsPerFile = Annotated[
     int | None,
-    typer.Option("--rows-per-file", min=1, max=MAX_ROWS, help="Rows of each file, if --out is a folder."),
+    typer.Option(
+        "--rows-per-file", min=1, max=MAX_ROWS, help="Number of rows per file, if --out is a folder."
+    ),
 ]
 MaxErrors = Annotated[
     int | None,
-    typer.Option("--max-errors", min=0, max=MAX_ROWS, help="Stop when more rows than this have failed."),
+    typer.Option(
+        "--max-errors", min=0, max=MAX_ROWS, help="Number of failed rows above which the run stops."
+    ),
 ]
 PricePerHour = Annotated[
     float | None,
-    typer.Option("--price-per-hour", callback=between(0.0, 1e9), help="Price of the machine, for the cost."),
+    typer.Option(
+        "--price-per-hour",
+        callback=between(0.0, 1e9),
+        help="Price of the machine per hour, for the cost in the report.",
+    ),
 ]
 Estimate = Annotated[
     bool,
     typer.Option(
-        "--estimate", help="Do 100 rows, which stay done, and estimate the time of all. Writes no OUT."
+        "--estimate",
+        help="Run 100 rows, which are kept, and estimate the duration of all. OUT is not written.",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show prompts and token counts; submit nothing.")]
-Detach = Annotated[bool, typer.Option("--detach", help="Submit and leave; run it again to collect.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print prompts and token counts, without submitting.")
+]
+Detach = Annotated[
+    bool,
+    typer.Option("--detach", help="Submit the rows and exit; run the command again to collect the outputs."),
+]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an OUT of other settings, or take none of it for done.")
+    bool, typer.Option("--overwrite", help="Replace an OUT of other settings, and do not resume from it.")
 ]
 ReportFile = Annotated[
     Path | None,
     typer.Option(
         "--report",
         callback=output_path,
-        help="File of the HTML report. Default: OUT.report.html.",
+        help="File for the HTML report. Default: OUT.report.html.",
     ),
 ]
 LogFormatName = Annotated[
     str,
     typer.Option(
-        "--log-format", envvar="PAGEMILL_LOG_FORMAT", callback=checked(LogFormat), help="console or json."
+        "--log-format",
+        envvar="PAGEMILL_LOG_FORMAT",
+        callback=checked(LogFormat),
+        help="Log format: console or json.",
     ),
 ]
 FormatName = Annotated[
@@ -337,4 +371,4 @@ QuotingName = Annotated[
         help="none: quotes in CSV and TSV files are text. Default: standard.",
     ),
 ]
-Window = Annotated[int, typer.Option("--window", min=1, max=10**6, help="Jobs in flight at most.")]
+Window = Annotated[int, typer.Option("--window", min=1, max=10**6, help="Maximum number of jobs in flight.")]

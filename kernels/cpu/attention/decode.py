@@ -1,10 +1,10 @@
-"""Attention of single query tokens over the paged cache, walking the block tables in place.
+"""Attention of single query tokens over the paged cache, reading blocks in place through the block tables.
 
-A row's keys are cut into splits of a fixed number of keys, counted from key 0, and splits are merged in order.
-So the order of every sum depends on the row alone, never on its neighbors or the number of threads.
+A row's keys are divided into splits of a fixed number of keys, counted from key 0. Splits are merged in
+order, so the order of every sum depends only on the row, never on its neighbors or the number of threads.
 
-Rows whose tables begin with the same blocks take these together, as the query heads of one row do: a key is loaded,
-and becomes fp32, once for all of them, and each row's sums are what they are without the others.
+Rows whose tables start with the same blocks process them together, like the query heads of one row. Each key
+is loaded and converted to fp32 once for all of them. Each row's sums are the same as without the others.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, take
 
 SCORES = SPLIT + vector.LANES
-"""From a head's scores to the next one's: a power of two would put those of one key into few sets of a cache."""
+"""Stride between the scores of two heads. A power of two would map one key's scores to few cache sets."""
 MINUS_INFINITY = np.float32(-np.inf)
 
 
 class _Room(NamedTuple):
-    """A thread's scratch memory for a task of some heads, those of one row after another's."""
+    """A thread's scratch memory for the heads of one task, row by row."""
 
     acc: int  # [heads, head_dim]
     q: int  # likewise
     scores: int  # [heads, SCORES]
     stats: int  # [heads, 2]: the largest score, and the sum of weights
-    walk: int  # the tiles that the task reads: see `tile_walk`
+    walk: int  # the tiles that the task reads; see `tile_walk`
 
 
 @jit
@@ -100,7 +100,8 @@ def _room_in(memory, num_heads, head_dim):
 def _softmax_row(scores, num_keys, distance, slope, softcap):
     """Turn scores (in units of log 2) into weights, 1 at the largest; return the largest score and the sum.
 
-    `distance` is the first key's position relative to the query, where ALiBi is 0: softmax cancels the rest.
+    `distance` is the first key's position relative to the query. ALiBi is 0 at the query; softmax cancels the
+    rest.
     """
     score = f32_pointer(scores)
     count = (num_keys + vector.LANES - 1) // vector.LANES * vector.LANES
@@ -117,7 +118,7 @@ def _softmax_row(scores, num_keys, distance, slope, softcap):
 
 @jit
 def _heads_of(part, group, count):
-    """The first head of a part, of those of the task, and how many: part 0 is for the heads of all rows together."""
+    """Return a part's first head in the task, and the number of heads. Part 0 covers all rows."""
     return max(part - 1, 0) * group, group if part > 0 else count * group
 
 
@@ -151,7 +152,7 @@ def _weigh_values(acc, weights, num_heads, cache, walk, origin, begin, end):
 
 @jit
 def _scale_keys(scores, num_heads, cache, walk, origin, begin, end):
-    """scores[h, key - origin] *= the scale of the key's slot, or of the value's, as the walk's tiles are."""
+    """scores[h, key - origin] *= the scale of the key's or value's slot, depending on the walk's tiles."""
     block_size = cache.block_size
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
@@ -179,7 +180,7 @@ def _score_task(room, task, rows, order, group, cache):
     """Fill the scores of the task's rows; return the position of the walk's first value tile."""
     count, begin, walk = task[COUNT], task[FIRST_SPLIT_KEY], room.walk
     fill(room.scores, count * group * SCORES, ZERO)
-    # The parts share a call, and so machine code and rounding.
+    # All parts use one call site, and so the same machine code and rounding.
     for part in range(count + 1):
         _, first, last = part_of(part, task, rows, order)
         if first < last:
@@ -209,7 +210,7 @@ def _softmax_task(room, task, rows, order, group, rules):
 
 @jit
 def _weigh_task(room, walk, task, rows, order, group, cache):
-    """Sum the values of the task's rows by their weights; `walk` is at the tiles of values."""
+    """Sum the values of the task's rows by their weights; `walk` points to the tiles of values."""
     count, begin = task[COUNT], task[FIRST_SPLIT_KEY]
     fill(room.acc, count * group * cache.head_dim, ZERO)
     for part in range(count + 1):
@@ -225,7 +226,7 @@ def _weigh_task(room, walk, task, rows, order, group, cache):
 
 @jit
 def _store_task(room, task, rows, order, partials, stats, queries, cache, rules):
-    """Put the sums where they belong: into `out`, or with `partials`; `rules` are those of the task's heads."""
+    """Store the sums in `out` or in `partials`; `rules` are those of the task's heads."""
     group, begin = queries.group, task[FIRST_SPLIT_KEY]
     num_heads, head, head_bytes = cache.num_kv_heads * group, task[KV_HEAD] * group, F32 * cache.head_dim
     for i in range(task[COUNT]):
@@ -246,7 +247,7 @@ def _store_task(room, task, rows, order, partials, stats, queries, cache, rules)
 
 @jit
 def _merge(out, partials, stats, num_splits, partial_stride, stats_stride, head_dim, sinks, head):
-    """out = the softmax-weighted mean of one head's splits, in their order; strides are from split to split."""
+    """out = the softmax-weighted mean of one head's splits, in order; strides are from split to split."""
     stat = f32_pointer(stats)
     largest = MINUS_INFINITY
     for i in range(num_splits):
@@ -264,9 +265,9 @@ def _merge(out, partials, stats, num_splits, partial_stride, stats_stride, head_
 
 @jit
 def _merge_rows(out, rows, num_rows, partials, stats, num_heads, head_dim, sinks):
-    """Finish the rows with several splits, and those with none.
+    """Finish the rows with several splits, and zero the rows without keys.
 
-    `partials` and `stats` are arrays, so that the caller keeps them: by their addresses they would be freed before.
+    `partials` and `stats` are arrays: if only their addresses were passed, they would be freed too early.
     """
     for row in range(num_rows):
         target = out + F32 * row * num_heads * head_dim
@@ -290,7 +291,7 @@ def _merge_rows(out, rows, num_rows, partials, stats, num_heads, head_dim, sinks
 
 @jit
 def _attend_task(room, task, rows, order, partials, stats, queries, cache, rules):
-    """Attention of the task's rows to the keys of its split, whose tiles the room's walk lists."""
+    """Attention of the task's rows over the keys of its split; the room's walk lists the tiles."""
     group = queries.group
     head_rules = of_head(rules, task[KV_HEAD] * group)
     _load_queries(room, task, order, queries, cache, rules.scale)
@@ -323,10 +324,10 @@ def decode(
     query,  # the same shape, with strides
     query_row_stride,
     query_head_stride,
-    element,  # the caches'
+    element,  # of the caches
     key_cache,
     value_cache,
-    key_scales,  # address 0 = the caches have none
+    key_scales,  # address 0 = the caches have no scales
     value_scales,
     block_tables,
     block_table_stride,

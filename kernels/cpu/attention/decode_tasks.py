@@ -1,6 +1,7 @@
-"""What single-token attention is shared out as: tasks of some rows, one split of their keys and one KV head.
+"""The tasks of single-token attention: some rows, one split of their keys and one KV head each.
 
-A task's rows read the same leading keys of the split, by their block numbers, and continue with their own keys.
+A task's rows share the leading keys of the split, according to their block numbers, and continue with
+separate keys.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from pagemill.kernels.cpu.attention.operands import first_visible
 from pagemill.kernels.cpu.jit.compiler import i32_pointer, jit
 from pagemill.kernels.cpu.jit.row import I32
 
-SPLIT = 256  # keys; long enough to drown the merge, short enough that threads can share one long row
+SPLIT = 256  # keys; long enough to make the merge negligible, short enough to share a long row among threads
 FEWEST_KEYS = 64
-"""The fewest keys of a split that are read once for several rows: by 64, with 32 of their own, two gain 1 to 17 %."""
+"""The fewest keys to read once for several rows. With 64 shared and 32 separate keys, two rows gain 1-17%."""
 MOST_HEADS = 64
-"""Query heads of a task, unless those of one row alone are more: 16 are 0.9 times as fast, 32 within 3 %."""
+"""Query heads per task, unless one row has more. 16 heads run at 0.9 times the speed; 32 are within 3%."""
 FEWEST_TASKS = 4
-"""Per thread: rows are not put together where that would leave threads without work."""
+"""Fewest tasks per thread. Rows are not grouped if that would leave threads without work."""
 
 # Columns of rows.
 BEGIN, END, PARTIAL = range(3)
@@ -27,22 +28,23 @@ KV_HEAD, PLACE, COUNT, FIRST_SPLIT_KEY, SHARED_END = range(5)
 
 @jit
 def num_splits(begin, end):
-    """Splits that the keys begin .. end - 1 lie in; they are counted from key 0."""
+    """Number of splits that contain keys begin .. end - 1. Splits are counted from key 0."""
     return (end - 1) // SPLIT - begin // SPLIT + 1 if end > 0 else 0
 
 
 @jit
 def most_rows_of_a_task(num_tasks, group, num_threads):
-    """`num_tasks`: of rows that are taken one by one."""
+    """Return the maximum number of rows per task. `num_tasks` counts tasks of one row each."""
     fitting = num_tasks // (FEWEST_TASKS * num_threads) if num_threads > 1 else MOST_HEADS
     return max(1, min(MOST_HEADS // group, fitting))
 
 
 @jit
 def plan_rows(rows, seq_lens, num_rows, window):
-    """rows[row] = (first key, last key + 1, its first partial result or -1); return the numbers of splits and partials.
+    """rows[row] = (first key, last key + 1, first partial result or -1).
 
-    A row whose keys are in one split does not have partial results.
+    Returns the number of splits and of partial results. A row whose keys are in one split does not have
+    partial results.
     """
     count, num_partials = 0, 0
     for row in range(num_rows):
@@ -57,9 +59,10 @@ def plan_rows(rows, seq_lens, num_rows, window):
 
 @jit
 def plan_order(order, sharing, rows, num_rows, block_size):
-    """order[place] = (row, number of leading keys it shares with the row before it); `sharing`: of `shared_blocks`.
+    """order[place] = (row, number of leading keys shared with the previous row).
 
-    Only complete blocks that both rows have filled count: later entries of a table are undefined.
+    `sharing` comes from `shared_blocks`. Only complete blocks that both rows have filled count, because later
+    entries of a table are undefined.
     """
     numbers, blocks = i32_pointer(sharing), i32_pointer(sharing + I32 * num_rows)
     for place in range(num_rows):
@@ -73,7 +76,7 @@ def plan_order(order, sharing, rows, num_rows, block_size):
 
 @jit
 def _plan_split(tasks, costs, count, rows, order, first, last, key, num_kv_heads, most_rows):
-    """Add the tasks of one split, which starts at `key`, for the rows at positions first .. last - 1."""
+    """Add the tasks of the split at `key` for rows at positions first .. last - 1. Returns the count."""
     place = first
     while place < last:
         row, num_rows, keys = order[place, 0], 1, 0
@@ -82,7 +85,7 @@ def _plan_split(tasks, costs, count, rows, order, first, last, key, num_kv_heads
         while begin == key and place + num_rows < last and num_rows < most_rows:
             row, joined_end = order[place + num_rows, 0], min(order[place + num_rows, 1], shared_end)
             longest = max(longest, min(rows[row, END], key + SPLIT))
-            # No row has more keys of its own than all share: it would be in the others' way.
+            # A row joins only if all rows share at least as many keys as any of them has alone.
             if rows[row, BEGIN] > key or joined_end - key < max(FEWEST_KEYS, longest - joined_end):
                 break
             shared_end, num_rows = joined_end, num_rows + 1
@@ -102,8 +105,8 @@ def _plan_split(tasks, costs, count, rows, order, first, last, key, num_kv_heads
 def plan_tasks(rows, order, num_rows, num_row_splits, num_kv_heads, most_rows):
     """Return the tasks, their cumulative costs, and the maximum number of rows in one.
 
-    Neighbors read the same keys, or adjacent ones: rows that share any are taken split by split, and what a task's
-    rows do not share, KV head by KV head, while it is at hand.
+    Neighboring tasks read the same or adjacent keys. Rows that share keys are processed split by split. Keys
+    that a task's rows do not share are processed KV head by KV head, while they are in cache.
     """
     tasks = np.empty((num_row_splits * num_kv_heads, 5), np.int64)
     costs = np.zeros(num_row_splits * num_kv_heads + 1, np.int64)
@@ -128,7 +131,7 @@ def plan_tasks(rows, order, num_rows, num_row_splits, num_kv_heads, most_rows):
 
 @jit
 def part_of(part, task, rows, order):
-    """A row of the task, and the keys of a part: part 0 is shared by the rows, part n belongs to the n-th row."""
+    """Return a row of the task, and the keys of a part. Part 0 is shared by the rows; part n is row n's."""
     place, begin, shared_end = task[PLACE], task[FIRST_SPLIT_KEY], task[SHARED_END]
     if part == 0:
         return order[place, 0], begin, shared_end
@@ -138,5 +141,5 @@ def part_of(part, task, rows, order):
 
 @jit
 def end_of(task):
-    """Where the task's split ends."""
+    """Return the end of the task's split."""
     return task[FIRST_SPLIT_KEY] // SPLIT * SPLIT + SPLIT

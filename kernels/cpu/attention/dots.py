@@ -1,6 +1,7 @@
-"""Products of one token's query heads with a tile of contiguous keys or values of any dtype.
+"""Dot products and weighted sums of one token's query heads over a tile of contiguous keys or values.
 
-The heads of a group share keys and values, which are loaded, and become fp32, once for all of them.
+Keys and values can have any dtype. The heads of a group share them, so each is loaded and converted to fp32
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FP32 = ELEMENTS[torch.float32]
 
 @jit
 def _load_four(element, source):
-    """64 numbers as fp32 vectors."""
+    """Load 64 values as fp32 vectors."""
     step = vector.LANES * size_of(element)
     first, second = load_vector(element, source), load_vector(element, source + step)
     return first, second, load_vector(element, source + 2 * step), load_vector(element, source + 3 * step)
@@ -31,7 +32,7 @@ def _prefetch(first, num_bytes):
 
 @jit
 def _products(q, k):
-    """The lane-wise products of 64 numbers of a query and a key, folded into one vector."""
+    """Multiply 64 values of a query and a key lane by lane, and sum the results into one vector."""
     low = vector.multiply_add(q[1], k[1], vector.multiply(q[0], k[0]))
     return vector.add(low, vector.multiply_add(q[3], k[3], vector.multiply(q[2], k[2])))
 
@@ -40,7 +41,8 @@ def _products(q, k):
 def add_dots(scores, stride, q, group, element, keys, num_keys, head_dim, ahead):
     """scores[g, j] += q[g] . keys[j], for a tile of contiguous keys; scores are `stride` bytes apart.
 
-    Asks for as many keys of the tile at `ahead`, in fours: memory works while the registers do.
+    Prefetches the same number of keys of the tile at `ahead`, four at a time, to overlap memory and
+    arithmetic.
     """
     size = size_of(element)
     key_bytes = size * head_dim
@@ -69,7 +71,7 @@ def add_dots(scores, stride, q, group, element, keys, num_keys, head_dim, ahead)
 
 @jit
 def _add_narrow_dots(scores, q, element, keys, num_keys, begin, head_dim):
-    """The values from `begin` on of every key, for one head."""
+    """Add the dot products over dimensions `begin` and up, for one head."""
     target, size = f32_pointer(scores), size_of(element)
     key_bytes = size * head_dim
     whole = head_dim // vector.LANES * vector.LANES
@@ -85,14 +87,14 @@ def _add_narrow_dots(scores, q, element, keys, num_keys, begin, head_dim):
 
 @jit
 def _splat_four(numbers):
-    """Four numbers, each in every lane. Loaded before anything is stored: LLVM would load them again after it."""
+    """Load four values, each into every lane. Call before any store: LLVM repeats the loads after one."""
     four = f32_pointer(numbers)
     return vector.splat(four[0]), vector.splat(four[1]), vector.splat(four[2]), vector.splat(four[3])
 
 
 @jit
 def _add_four(target, weights, v0, v1, v2, v3):
-    """target += four weights times a vector each, sequentially."""
+    """target += four weights times one vector each, sequentially."""
     total = vector.multiply_add(weights[0], v0, vector.load(target))
     total = vector.multiply_add(weights[1], v1, total)
     total = vector.multiply_add(weights[2], v2, total)
@@ -103,7 +105,8 @@ def _add_four(target, weights, v0, v1, v2, v3):
 def add_weighted(acc, weights, stride, group, element, values, num_keys, head_dim, ahead):
     """acc[g, d] += sum over j of weights[g, j] * values[j, d], for a tile of contiguous values.
 
-    Weights are `stride` bytes apart. Asks for as many values of the tile at `ahead`, in fours.
+    Weights are `stride` bytes apart. Prefetches the same number of values of the tile at `ahead`, four at a
+    time.
     """
     size = size_of(element)
     value_bytes = size * head_dim
@@ -135,7 +138,7 @@ def add_weighted(acc, weights, stride, group, element, values, num_keys, head_di
 
 @jit
 def _add_narrow(acc, weights, element, values, first, last, begin, end, head_dim):
-    """The numbers begin .. end - 1 of the values first .. last - 1, for one head."""
+    """Add dimensions begin .. end - 1 of the weighted values first .. last - 1, for one head."""
     weight, size = f32_pointer(weights), size_of(element)
     value_bytes = size * head_dim
     whole = end // vector.LANES * vector.LANES

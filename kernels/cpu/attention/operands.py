@@ -1,4 +1,4 @@
-"""Operands of the attention kernels, by address. Kernels build these at their start and pass them down."""
+"""Operands of the attention kernels, by address. Kernels build them at the start and pass them down."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill.kernels.types.window import first_visible as first_visible_key
 
 
 class Queries(NamedTuple):
-    """fp32 [num_tokens, num_kv_heads * group, head_dim]: the results, contiguous, and the queries, with strides."""
+    """fp32 [num_tokens, num_kv_heads * group, head_dim]: the contiguous results and the strided queries."""
 
     out: int
     query: int
@@ -23,9 +23,9 @@ class Queries(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """A layer's keys and values: of each block, tiles [block_size, head_dim] KV head by KV head.
+    """A layer's keys and values: per block, one tile [block_size, head_dim] per KV head.
 
-    Of all heads, or moved to one of them (`of_kv_head`).
+    Refers to all heads, or is moved to one of them (`of_kv_head`).
     """
 
     element: Any
@@ -39,16 +39,16 @@ class Paged(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Block tables: the first row's, and how far rows are apart, in entries."""
+    """Block tables: address of the first row's table, and the stride between rows in entries."""
 
     rows: int
     stride: int
 
 
 class Rules(NamedTuple):
-    """How scores become weights. Of all query heads, or moved to one of them (`of_head`)."""
+    """Rules that turn scores into weights, for all query heads or moved to one of them (`of_head`)."""
 
-    scale: np.float32  # of queries: scores come in units of log 2, or as fractions of the cap
+    scale: np.float32  # of queries; scores are in units of log 2, or fractions of the cap
     window: int  # of `first_visible`
     softcap: np.float32  # 0 = none; in units of log 2
     slopes: int  # 0 = none
@@ -60,7 +60,7 @@ first_visible = jit(first_visible_key)
 
 @jit
 def of_token(queries, token, head, cache):
-    """From one token and query head on."""
+    """Return the operands from one token and query head."""
     out = queries.out + F32 * (token * cache.num_kv_heads * queries.group + head) * cache.head_dim
     query = queries.query + F32 * (token * queries.token_stride + head * queries.head_stride)
     return Queries(out, query, queries.token_stride, queries.head_stride, queries.group)
@@ -74,7 +74,7 @@ def rules_of(scale, window, softcap, slopes, sinks):
 
 @jit
 def of_head(rules, head):
-    """The rules of the query heads from `head` on."""
+    """Return the rules of the query heads from `head`."""
     slopes = rules.slopes + F32 * head if rules.slopes != 0 else 0
     sinks = rules.sinks + F32 * head if rules.sinks != 0 else 0
     return Rules(rules.scale, rules.window, rules.softcap, slopes, sinks)
@@ -93,13 +93,13 @@ def block_bytes_of(cache):
 
 @jit
 def scale_bytes_of(cache):
-    """Distance between a head's scales of two blocks."""
+    """Distance between the scales of one head in adjacent blocks."""
     return F32 * cache.num_kv_heads * cache.block_size
 
 
 @jit
 def of_kv_head(cache, kv_head):
-    """The cache from the first tile and scale of one KV head on."""
+    """Return the cache from the first tile and scale of one KV head."""
     offset, scale_offset = kv_head * cache.block_size * key_bytes_of(cache), F32 * kv_head * cache.block_size
     return Paged(
         cache.element,

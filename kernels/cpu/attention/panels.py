@@ -1,4 +1,4 @@
-"""Keys and values of some cache slots as fp32 panels, the operands of the matmul tiles."""
+"""Gather keys and values from cache slots into fp32 panels, the operands of the matmul tiles."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PANEL_ROW = F32 * PANEL  # bytes
 
 @jit
 def gather_keys(panels, depth, cache, table, low, high, origin):
-    """panels[p, i, j] = number i of key origin + p * PANEL + j, for the keys low .. high - 1.
+    """panels[p, i, j] = value i of key origin + p * PANEL + j, for keys low .. high - 1.
 
-    panels [any, depth, PANEL]; numbers past head_dim are left alone. `cache` is that of the KV head.
+    Panels are [any, depth, PANEL]; values past head_dim are not written. `cache` is that of the KV head.
     """
     block_size, key_bytes = cache.block_size, key_bytes_of(cache)
     for block in range(low // block_size, (high - 1) // block_size + 1):
@@ -28,7 +28,7 @@ def gather_keys(panels, depth, cache, table, low, high, origin):
 
 @jit
 def _transpose(panels, depth, element, source, column, num_keys, head_dim):
-    """Put `num_keys` contiguous keys into the columns from `column` on: 16 x 16 numbers at a time where they fit."""
+    """Store `num_keys` contiguous keys as columns from `column`, in 16 x 16 blocks where they fit."""
     size = size_of(element)
     whole_keys = num_keys // LANES * LANES if column % LANES == 0 else 0
     whole_numbers = head_dim // LANES * LANES
@@ -48,9 +48,9 @@ def _transpose(panels, depth, element, source, column, num_keys, head_dim):
 
 @jit
 def gather_values(panels, num_keys, cache, table, low, high, origin):
-    """panels[p, key - origin, i] = number p * PANEL + i of the value at `key`, for the keys low .. high - 1.
+    """panels[p, key - origin, i] = element p * PANEL + i of the value at `key`, for keys low .. high - 1.
 
-    panels [any, num_keys, PANEL]; numbers past head_dim are left alone. `cache` is that of the KV head.
+    Panels are [any, num_keys, PANEL]; elements past head_dim are not written. `cache` is that of the KV head.
     """
     element, head_dim, block_size = cache.element, cache.head_dim, cache.block_size
     size = size_of(element)
@@ -70,9 +70,9 @@ def gather_values(panels, num_keys, cache, table, low, high, origin):
 
 @jit
 def pair_rows(panels, num_panels, num_rows):
-    """Pack panels [num_panels, num_rows, PANEL] of bfloat16 numbers for `bf16_tile`, each in its own place.
+    """Pack panels [num_panels, num_rows, PANEL] of bfloat16 values for `bf16_tile`, in place.
 
-    Two rows become one of pairs; the second half of a panel's place is left over.
+    Two rows become one row of pairs. The second half of each panel's memory keeps stale data.
     """
     for panel in range(num_panels):
         base = panels + PANEL_ROW * num_rows * panel
@@ -84,9 +84,9 @@ def pair_rows(panels, num_panels, num_rows):
 
 @jit
 def gather_scales(target, scales, cache, table, low, high, origin):
-    """target[key - origin] = the scale of the key's slot, for the keys low .. high - 1 of one KV head.
+    """target[key - origin] = the scale of the key's slot, for keys low .. high - 1 of one KV head.
 
-    `scales` are the cache's of keys or of values.
+    `scales` are those of the cache's keys or of its values.
     """
     block_size = cache.block_size
     for block in range(low // block_size, (high - 1) // block_size + 1):
@@ -100,7 +100,7 @@ def gather_scales(target, scales, cache, table, low, high, origin):
 
 @jit
 def num_common_blocks(table, other, count):
-    """Count the leading blocks, of the first `count`, that two rows share."""
+    """Count how many of the first `count` blocks two rows share, from the start."""
     block = 0
     while block < count and table[block] == other[block]:
         block += 1

@@ -1,7 +1,7 @@
-"""Attention of many query tokens a row over the paged cache, shared out among threads.
+"""Attention of rows with many query tokens over the paged cache, distributed over threads.
 
-Tiles of queries that follow one another often meet the same keys: those of one row, and those of rows whose prompts
-begin with the same blocks. The panels of the first keys are gathered once for all of them.
+Consecutive tiles of queries often read the same keys: they belong to one row, or to rows whose prompts start
+with the same blocks. The panels of the first keys are gathered once for all of them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pagemill.kernels.cpu.jit.threads import launch
 from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, take
 
 QUERIES = 48
-"""Rows of a tile, unless one token alone has more: their queries, scores and results stay in the first-level cache."""
+"""Maximum rows of a tile, unless one token has more. Queries, scores and results then fit the L1 cache."""
 HELD_BYTES = 512 * 1024
-"""Maximum number of panel bytes retained between tiles of queries: half of a core's second-level cache."""
+"""Maximum number of panel bytes kept between tiles of queries: half of a core's L2 cache."""
 
 
 @jit
@@ -63,7 +63,7 @@ def _plan_costs(tiles, num_tiles, num_kv_heads, group, window):
 
 @jit
 def _num_slots(tiles, num_tiles, head_dim):
-    """Room for the panels that may be held, no more than there are, and for one tile of keys that is not."""
+    """Number of slots: one per tile of keys that can be held, and one for all others."""
     longest = 0
     for tile in range(num_tiles):
         longest = max(longest, tiles[tile, 2] + tiles[tile, 3])
@@ -72,7 +72,7 @@ def _num_slots(tiles, num_tiles, head_dim):
 
 @jit
 def _num_held(num_held, held_row, row, num_keys, tables, block_size):
-    """The number of keys in their slots for a row that are also another row's: of whole tiles."""
+    """Number of keys in `held_row`'s slots that `row` shares, in complete tiles."""
     num_blocks = (min(num_held, num_keys) + block_size - 1) // block_size
     num_common = num_common_blocks(table_of(tables, row), table_of(tables, held_row), num_blocks)
     return min(num_held, num_common * block_size) // KEYS * KEYS
@@ -83,7 +83,7 @@ def _attend_tiles(
     thread,
     tiles,
     num_tiles,
-    turns,  # the tasks turns[i] .. turns[i + 1] - 1 are taken together
+    turns,  # tasks turns[i] .. turns[i + 1] - 1 are taken together
     counter,
     num_slots,
     memory,  # of all threads
@@ -93,7 +93,7 @@ def _attend_tiles(
     tables,
     rules,
 ):
-    """Run one thread's tasks. They go through the tiles head by head, so that the next often meets the same keys."""
+    """Run one thread's tasks, head by head, so that consecutive tiles often read the same keys."""
     panels = line_in(memory) + thread * thread_bytes
     scratch = panels + num_slots * slot_bytes(cache.head_dim)
     clear_slots(panels, num_slots, cache.head_dim)
@@ -122,10 +122,10 @@ def prefill(
     query,  # the same shape, with strides
     query_token_stride,
     query_head_stride,
-    element,  # the caches'
+    element,  # of the caches
     key_cache,
     value_cache,
-    key_scales,  # address 0 = the caches have none
+    key_scales,  # address 0 = the caches have no scales
     value_scales,
     block_tables,
     block_table_stride,
@@ -145,7 +145,7 @@ def prefill(
     sinks,  # likewise
     num_threads,
 ):
-    """Attention of rows first_row .. num_rows - 1, whose queries may be any number of tokens."""
+    """Attention of rows first_row .. num_rows - 1, each with any number of query tokens."""
     queries = Queries(out, query, query_token_stride, query_head_stride, group)
     cache = Paged(
         element, key_cache, value_cache, key_scales, value_scales, num_kv_heads, head_dim, block_size

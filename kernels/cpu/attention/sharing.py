@@ -1,4 +1,4 @@
-"""Finds the rows of a step that read the same leading blocks."""
+"""Find the rows of a step that read the same leading blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from pagemill.kernels.types.metadata import AttentionMetadata
 
 _MOST_COLUMNS = 32
-"""Of a block table, to sort rows by. What they have in common is compared block by block afterwards."""
+"""Number of block-table columns to sort rows by. Common blocks are then compared one by one."""
 
 
 def shared_blocks(tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
@@ -19,8 +19,8 @@ def shared_blocks(tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None
         tables: [num_rows, any], block ids.
 
     Returns:
-        [2, num_rows]: the rows in that order, and the number of leading entries each has in common with the row before
-        it; 0 for the first row, and for rows whose first block is theirs alone, which come last.
+        [2, num_rows]: the rows in that order, and the number of leading entries that each shares with the previous row.
+        It is 0 for the first row, and for rows that do not share their first block; those come last.
     """
     order = np.argsort(tables[:, 0], kind="stable")
     first_blocks = tables[order, 0]

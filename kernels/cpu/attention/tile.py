@@ -1,11 +1,11 @@
 """Attention of one tile of queries over its row's keys, tile by tile with an online softmax.
 
-A tile holds the queries of some tokens for one KV head, token by token and, within a token, head by head; it
-meets the keys in tiles counted from key 0. So what a token gets depends neither on its batch nor on how a prompt
-was cut into chunks.
+A tile holds the queries of some tokens for one KV head, ordered by token, then by head. Tiles of keys are
+counted from key 0. A token's result therefore depends neither on its batch nor on the prompt's chunk
+boundaries.
 
-Where products round their rows to 16 or 8 bits, the cache holds bfloat16 or int8, and the CPU multiplies bfloat16, so
-do the tiles: queries and the weights of values are rounded. Scores, sums and the softmax stay fp32.
+If matmuls round their rows to 16 or 8 bits, the cache holds bfloat16 or int8, and the CPU multiplies bfloat16
+natively, tiles do the same: they round queries and attention weights. Scores, sums and the softmax stay fp32.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from pagemill.kernels.cpu.matmul.bf16_rows import round_lines
 from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS, PANEL, multiply_lined_tile
 
 KEYS = 4 * vector.LANES  # columns of a tile
-LINES = KEYS // vector.LANES  # of a row of scores
-HIDDEN = np.float32(-1e30)  # a masked score; finite, so that two of them may be subtracted
+LINES = KEYS // vector.LANES  # in a row of scores
+HIDDEN = np.float32(-1e30)  # a masked score; finite, so that the difference of two is defined
 LOWEST = np.float32(-np.inf)
 
 
 @jit
 def _num_parts(num_rows):
-    """Register tiles in a tile of queries. Queries and scores lie in lines, part by part."""
+    """Number of register tiles in a tile of queries. Queries and scores are stored in lines, part by part."""
     return (num_rows + MOST_ROWS - 1) // MOST_ROWS
 
 
@@ -62,8 +62,11 @@ def _rows_of(part, num_rows):
 def _multiply(
     is_paired, count, out, out_stride, out_half, start, start_stride, start_half, x, panel, num_lines
 ):
-    """A tile of lines of fp32 numbers, or of `_pair_up`'s and a panel of pairs: `num_lines` are of fp32."""
-    # The complete panel is in cache: no prefetch needed.
+    """Multiply a tile of lines by a panel: both fp32, or both pairs (`_pair_up`).
+
+    `num_lines` counts fp32 lines.
+    """
+    # The complete panel is in cache, so it is not prefetched.
     if is_paired:
         bf16_tile.multiply_lined_tile(
             count,
@@ -87,11 +90,11 @@ def _multiply(
 
 @jit
 def _pair_up(lines, num_rows, num_lines):
-    """Round rows to bfloat16, in place: of each part, every two lines of a row become one."""
+    """Round rows to bfloat16 in place. Within each part, every two lines of a row become one."""
     for part in range(_num_parts(num_rows)):
         first, last = _rows_of(part, num_rows)
         count, base = last - first, lines + VECTOR * num_lines * first
-        for line in range(0, num_lines, 2):  # written data precede the data still to be read
+        for line in range(0, num_lines, 2):  # writes stay behind the data still to be read
             for row in range(count):
                 low = base + VECTOR * (line * count + row)
                 round_lines(low, low + VECTOR * count, base + VECTOR * (line // 2 * count + row))
@@ -99,9 +102,9 @@ def _pair_up(lines, num_rows, num_lines):
 
 @jit
 def _score(is_paired, scores, q, key_panels, num_rows, depth, zeros, first_panel, end_panel):
-    """scores = q @ keys: the columns of some panels, for every row.
+    """scores = q @ keys, for the columns of some panels and every row.
 
-    `depth` is that of the panels; `zeros` the address of a vector.
+    `depth` is that of the panels, `zeros` the address of a zero vector.
     """
     num_parts, num_lines = _num_parts(num_rows), depth // vector.LANES
     for panel in range(first_panel, end_panel):
@@ -126,7 +129,7 @@ def _score(is_paired, scores, q, key_panels, num_rows, depth, zeros, first_panel
 
 @jit
 def _add_values(is_paired, acc, acc_stride, scores, value_panels, num_rows, num_panels, first_line, end_line):
-    """acc += weights @ values, over the lines first_line .. end_line - 1 of the weights that scores have become."""
+    """acc += weights @ values, over lines first_line .. end_line - 1 of `scores`, which now hold weights."""
     num_parts, first_row, place = _num_parts(num_rows), vector.LANES * first_line, first_line
     if is_paired:  # complete pairs of lines, half as many
         first_line, end_line = first_line // 2 * 2, (end_line + 1) // 2 * 2
@@ -153,9 +156,9 @@ def _add_values(is_paired, acc, acc_stride, scores, value_panels, num_rows, num_
 
 @jit(exact=True)
 def _prepare_row(row, line, num_lines, first_visible, first_hidden, distance, slope, softcap, key_scales):
-    """Scale, cap, bias and mask a row's scores, whose lines lie `line` bytes apart.
+    """Scale, cap, bias and mask a row's scores. The row's lines are `line` bytes apart.
 
-    `distance` is from the query to the first key.
+    `distance` is the position of the first key relative to the query.
     """
     visible, hidden = vector.splat(np.float32(first_visible)), vector.splat(np.float32(first_hidden))
     for i in range(num_lines):
@@ -165,7 +168,7 @@ def _prepare_row(row, line, num_lines, first_visible, first_hidden, distance, sl
             numbers = vector.multiply(numbers, vector.load(key_scales + VECTOR * i))
         if softcap > ZERO:
             numbers = cap_vector(numbers, softcap)
-        if slope != ZERO:  # relative to the query: rounds less, and softmax cancels the difference
+        if slope != ZERO:  # distance from the query: smaller rounding error, and softmax cancels the constant
             distances = vector.count_from(distance + offset)
             numbers = vector.multiply_add(vector.splat(slope), distances, numbers)
         columns = vector.count_from(offset)
@@ -175,11 +178,11 @@ def _prepare_row(row, line, num_lines, first_visible, first_hidden, distance, sl
 
 @jit(exact=True)
 def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work, is_half):
-    """Turn the scores of a part's rows into weights, and rescale what the rows have gathered.
+    """Turn the scores of a part's rows into weights, and rescale the rows' accumulators.
 
-    `is_half`: all keys of the second half of the lines are hidden, which are left alone. stats [2, LANES]: their
-    maxima and sums; `work` is the address of LANES vectors and one more. Rows share the reductions over lanes:
-    one after the other each would wait for its own.
+    With `is_half`, all keys of the second half of the lines are hidden, and those lines are not touched.
+    `stats` [2, LANES] holds the rows' maxima and sums; `work` is the address of LANES + 1 vectors. Rows share
+    the reductions over lanes, because separate reductions would each wait for the previous result.
     """
     line, totals, factors = VECTOR * num_rows, stats + VECTOR, work + VECTOR * vector.LANES
     for r in range(num_rows):
@@ -193,7 +196,7 @@ def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work, 
     old = vector.load(stats)
     new = vector.maximum(vector.max_of_each(work), old)
     vector.store(stats, new)
-    # Exactly 1 where the maximum is unchanged: tiles whose keys are all hidden from a row have no effect on it.
+    # Exactly 1 if the maximum is unchanged: a tile whose keys are all hidden from a row has no effect on it.
     powers, lowest = vector.exp2(vector.subtract(old, new)), vector.splat(LOWEST)
     vector.store(factors, vector.keep(powers, old, lowest, new, vector.splat(ONE)))
     for r in range(num_rows):
@@ -202,7 +205,7 @@ def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work, 
         largest = f32_pointer(stats)[r]
         shift = vector.splat(
             largest if largest != LOWEST else ZERO
-        )  # all its keys so far are hidden: they weigh 0
+        )  # all keys so far are hidden: their weight is 0
         a = vector.exp2(vector.subtract(vector.load(at_a), shift))
         b = vector.exp2(vector.subtract(vector.load(at_b), shift))
         sums = vector.add(a, b)
@@ -239,7 +242,10 @@ def _rescale(acc, size, factor):
 def _softmax_tile(
     room, num_rows, first_key, position, group, rules, key_scales, value_scales, acc_stride, is_half
 ):
-    """Mask, bias and weigh one tile of scores; `position` is that of the first token, scales are 0 or the tile's."""
+    """Mask, bias and weigh one tile of scores.
+
+    `position` is that of the first token. Scales are addresses of the tile's scales, or 0.
+    """
     for part in range(_num_parts(num_rows)):
         first, last = _rows_of(part, num_rows)
         rows = room.scores + VECTOR * LINES * first
@@ -271,7 +277,7 @@ def _softmax_tile(
 
 @jit
 def _load_queries(q, queries, num_rows, head_dim, scale):
-    """The queries times `scale` in lines, part by part, the last line of each filled up with zeros."""
+    """Store the queries times `scale` in lines, part by part, and pad each row's last line with zeros."""
     num_parts, num_lines, factor = _num_parts(num_rows), _depth(head_dim) // vector.LANES, vector.splat(scale)
     group = queries.group
     for part in range(num_parts):
@@ -309,7 +315,7 @@ class _Room(NamedTuple):
     """Scratch memory of a tile of queries."""
 
     acc: int  # [num_rows, padded head_dim]
-    zeros: int  # a vector of them
+    zeros: int  # a zero vector
     scores: int  # [num_rows, KEYS], in lines
     q: int  # [num_rows, depth], in lines
     key_factors: int  # [KEYS]
@@ -338,15 +344,15 @@ def _room_in(scratch, num_rows, head_dim):
 
 @jit
 def _gather(is_paired, panels, cache, table, low, high, tile, num_there):
-    """Fill the panels of a tile of keys, and of their values, from the keys low .. high - 1.
+    """Fill the panels of a tile's keys and values from keys low .. high - 1.
 
-    The first `num_there` of the tile are there, and zeros behind them.
+    The first `num_there` keys of the tile are already in place, followed by zeros.
     """
     head_dim, depth = cache.head_dim, _depth(cache.head_dim)
     values = panels + F32 * KEYS * depth
     if num_there:
         low = max(low, tile + num_there)
-    # What lies in the other columns may be no number, or slow to multiply with: numbers next to zero.
+    # Other columns may hold NaN or denormals, which are slow to multiply, so clear them.
     elif high - low < KEYS:
         fill(panels, slot_bytes(head_dim) // F32, ZERO)
     gather_keys(panels, depth, cache, table, low, high, tile)
@@ -358,21 +364,21 @@ def _gather(is_paired, panels, cache, table, low, high, tile, num_there):
 
 @jit
 def attend_tile(
-    queries,  # from the tile's first token and head on
+    queries,  # from the tile's first token and head
     cache,  # of its KV head
     table,
-    rules,  # from its first head on
+    rules,  # from its first head
     scratch,
-    panels,  # a slot per tile of keys that may be held, and one for all the others
+    panels,  # one slot per tile of keys that may be held, and one for all others
     num_slots,
-    num_held,  # so many keys, from key 0 on, lie in their slots already, and zeros behind them
+    num_held,  # number of keys, from key 0, that are already in their slots, followed by zeros
     num_tokens,
     position,  # of the first token
 ):
-    """Attention of one tile of queries. Returns how many keys, from key 0 on, now lie in their slots."""
+    """Attention of one tile of queries. Returns the number of keys, from key 0, now in their slots."""
     group, head_dim = queries.group, cache.head_dim
     num_rows, depth, acc_stride = num_tokens * group, _depth(head_dim), F32 * _padded(head_dim)
-    # Of heads whose panels are filled: what is left over from packing would be taken for their ends.
+    # Only head sizes that fill their panels: packing leaves old data where other sizes need zeros.
     is_paired = bf16_tile.IS_NATIVE and is_rounding(cache.element) and head_dim % PANEL == 0
     room = _room_in(scratch, num_rows, head_dim)
     _load_queries(room.q, queries, num_rows, head_dim, rules.scale)
@@ -408,36 +414,36 @@ def attend_tile(
         )  # fmt: skip
     _store_tile(queries, cache, room, num_rows, acc_stride, rules.sinks)
     num_held = min(end, (num_slots - 1) * KEYS) if begin == 0 else 0
-    return num_held // KEYS * KEYS if is_paired else num_held  # paired data cannot receive further keys
+    return num_held // KEYS * KEYS if is_paired else num_held  # paired data cannot be extended
 
 
 @jit
 def slot_bytes(head_dim):
-    """The panels of a tile of keys, and of their values."""
+    """Bytes of the panels of one tile's keys and values."""
     return F32 * KEYS * (_depth(head_dim) + _padded(head_dim))
 
 
 @jit
 def clear_slots(panels, num_slots, head_dim):
-    """Panels end in zeros, which gathering leaves alone."""
+    """Zero the panels' padding, which gathering does not write."""
     if _padded(head_dim) != head_dim:
         fill(panels, num_slots * slot_bytes(head_dim) // F32, ZERO)
 
 
 @jit
 def tile_bytes(num_rows, head_dim):
-    """Scratch memory of `attend_tile` in addition to its panels, in whole cache lines."""
+    """Bytes of scratch memory for `attend_tile` in addition to its panels, in complete cache lines."""
     num_vectors = 2 * LINES + vector.LANES + 2 + 2 * _num_parts(num_rows)
     return F32 * num_rows * (_padded(head_dim) + _depth(head_dim) + KEYS) + VECTOR * num_vectors
 
 
 @jit
 def _depth(head_dim):
-    """Of the keys' panels: whole vectors."""
+    """Depth of the key panels, rounded up to complete vectors."""
     return (head_dim + vector.LANES - 1) // vector.LANES * vector.LANES
 
 
 @jit
 def _padded(head_dim):
-    """The columns of the values' panels."""
+    """Number of columns in the value panels."""
     return (head_dim + PANEL - 1) // PANEL * PANEL

@@ -1,7 +1,7 @@
 """The order in which a thread reads tiles of keys and values, and its prefetches.
 
-Tiles are scattered, so no processor predicts the next one, and one takes less time to compute with than to arrive:
-it is asked for several tiles before.
+Tiles are scattered, so hardware prefetchers cannot predict the next one. Loading a tile takes longer than
+computing with it, so each is prefetched several tiles ahead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pagemill.kernels.cpu.jit.compiler import i64_pointer, jit, prefetch
 from pagemill.kernels.cpu.jit.row import F32, VECTOR
 
 ENTRY = 8
-"""Bytes of a walk's entry: twice the tile's number, plus 1 if it is one of values."""
+"""Bytes of a walk's entry: twice the tile's number, plus 1 for a tile of values."""
 _AHEAD_BYTES = 8192
 
 
@@ -23,25 +23,25 @@ def _tile_bytes(cache):
 
 @jit
 def _distance(cache):
-    """How many tiles ahead the memory is asked for one."""
+    """Number of tiles between a prefetch and the use of the tile."""
     return max(1, _AHEAD_BYTES // _tile_bytes(cache))
 
 
 @jit
 def num_tiles(cache, begin, end):
-    """Tiles that the keys begin .. end - 1 lie in, of which there are any."""
+    """Number of tiles that contain keys begin .. end - 1, a non-empty range."""
     return (end - 1) // cache.block_size - begin // cache.block_size + 1
 
 
 @jit
 def walk_bytes(cache, most_rows):
-    """Room for a walk of a task of so many rows, and for what comes after it."""
+    """Bytes of a walk for a task of up to `most_rows` rows, including the entries after it."""
     return ENTRY * (2 * (most_rows + 1) * (SPLIT // cache.block_size + 2) + _distance(cache))
 
 
 @jit
 def list_walk(walk, task, following, rows, order, cache, tables):
-    """List the tiles that a task reads, in order, and the requested number of the following task's."""
+    """List a task's tiles in reading order, and the first tiles of the following task for prefetches."""
     entries = i64_pointer(walk)
     count = _list_tiles(entries, 0, 1 << 62, task, rows, order, cache, tables)
     last = count + _distance(cache)
@@ -52,7 +52,7 @@ def list_walk(walk, task, following, rows, order, cache, tables):
 
 @jit
 def _list_tiles(entries, count, most, task, rows, order, cache, tables):
-    """Add a task's tiles of keys, then those of values, to `count` entries, until there are `most`."""
+    """Append a task's tiles of keys, then of values, up to `most` entries. Returns the count."""
     for is_value in range(2):
         for part in range(task[COUNT] + 1):
             row, begin, end = part_of(part, task, rows, order)
@@ -68,14 +68,14 @@ def _list_tiles(entries, count, most, task, rows, order, cache, tables):
 
 @jit
 def tile_at(cache, walk):
-    """The address of the tile at this place of a walk."""
+    """Return the address of the tile at this position of a walk."""
     entry = i64_pointer(walk)[0]
     return (cache.values if entry & 1 else cache.keys) + (entry >> 1) * _tile_bytes(cache)
 
 
 @jit
 def scales_at(cache, walk):
-    """The address of its scales, of a cache that has such."""
+    """Return the address of the tile's scales, in a cache that has scales."""
     entry = i64_pointer(walk)[0]
     scales = cache.value_scales if entry & 1 else cache.key_scales
     return scales + F32 * (entry >> 1) * cache.block_size
@@ -83,7 +83,10 @@ def scales_at(cache, walk):
 
 @jit
 def tile_ahead(cache, walk, num_keys):
-    """The address of the tile to prefetch with one of `num_keys` keys; the rest is prefetched here."""
+    """Return the address of the tile to prefetch while one of `num_keys` keys is read.
+
+    The caller prefetches that many keys of it; this function prefetches the rest.
+    """
     ahead = walk + ENTRY * _distance(cache)
     if cache.key_scales != 0:
         scales = scales_at(cache, ahead)

@@ -1,1 +1,1 @@
-"""Products with packed weights: in fp32, bf16 and int8."""
+"""Matmuls with packed weights, in fp32, bf16 and int8."""

@@ -1,8 +1,8 @@
-"""Tiles of a product of bfloat16 numbers by AMX: up to 2 x 16 rows times one panel, in the CPU's eight tile registers.
+"""Tiles of a bfloat16 matmul with AMX: up to 2 x 16 rows times one panel, in the CPU's eight tile registers.
 
-Of a group's 32 inputs, the products of even and of odd ones are summed by themselves, and both added to an fp32 sum at
-the group's end. So each number of the result depends on its row and its channel alone, as `bf16_tile`'s does, but is
-summed in another order: the two agree only nearly.
+Products of even and of odd inputs of a 32-input group are summed separately, and both sums are added to an
+fp32 sum at the end of the group. Each value of the result depends only on its row and channel, as with
+`bf16_tile`. The order of summation differs, so the two agree only approximately.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pagemill.kernels.cpu.matmul.fp32_tile import PANEL, first_row
 IS_NATIVE = compiles_for("amx-bf16") and compiles_for("avx512bf16")
 
 _SUMS, _ROWS, _HALVES = ((0, 1), (2, 3)), (4, 5), (6, 7)
-"""The registers: sums of both tiles of rows by half of the panel, rows of a group, and halves of a panel's group."""
+"""The registers: sums of both tiles of rows by panel half, rows of a group, and halves of a panel's group."""
 _LINE_BYTES = F32 * PANEL
-"""Between rows of sums, and between pairs of a panel."""
+"""Bytes between rows of sums, and between pairs of a panel."""
 _AHEAD = 4 * PANEL_BYTES
 
 _ir = cgutils.ir
@@ -43,11 +43,11 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def _configure(typing_context: Any, num_rows: Any, num_more: Any) -> Any:
-    """Give the registers of the first and of the second tile their heights, at least 1; all others are whole."""
+    """Set the heights of the registers of the first and second tile, at least 1; all others are full."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         fixed = [0] * 64
-        fixed[0] = 1  # the palette of eight registers of 16 lines
+        fixed[0] = 1  # palette with eight registers of 16 lines
         fixed[16:32] = [VECTOR, 0] * 8
         fixed[48:56] = [16] * 8
         place = cgutils.alloca_once(builder, _CONFIGURATION)
@@ -63,7 +63,7 @@ def _configure(typing_context: Any, num_rows: Any, num_more: Any) -> Any:
 
 @intrinsic
 def _release(typing_context: Any) -> Any:
-    """Release the registers, whose contents the system would otherwise save with the thread."""
+    """Release the registers; otherwise the system would save their contents with the thread."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         call(builder, "llvm.x86.tilerelease", _VOID, [])
@@ -73,7 +73,7 @@ def _release(typing_context: Any) -> Any:
 
 
 def _multiplying(num_tiles: int) -> Any:
-    """An intrinsic: sums[r] += rows[r] @ panel for the rows of one tile or two."""
+    """Return an intrinsic: sums[r] += rows[r] @ panel for the rows of one tile or two."""
 
     def body(builder: Any, arguments: Any) -> None:
         panel, num_groups, *places = arguments
@@ -113,7 +113,7 @@ def _multiplying(num_tiles: int) -> Any:
 
 def _prefetch(builder: Any, address: Any) -> None:
     int32 = _ir.IntType(32)
-    hints = [int32(0), int32(3), int32(1)]  # to read, into the first-level cache, data
+    hints = [int32(0), int32(3), int32(1)]  # read, into the L1 cache, data
     call(builder, "llvm.prefetch.p0", _VOID, [_pointer(builder, address), *hints])
 
 

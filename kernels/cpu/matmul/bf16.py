@@ -1,8 +1,8 @@
-"""Products with a weight matrix of bfloat16 numbers, packed once: y = x W^T + b, with x rounded as it arrives.
+"""Matmuls with a bfloat16 weight matrix, packed once: y = x W^T + b. x is rounded on the fly.
 
-A product of two such numbers is exact in fp32, so each number of the result is one chain of fp32 additions over the
-inputs, the second of every pair before the first. It depends on its row and its channel alone, to the last bit,
-regardless of the number of rows or threads.
+The product of two bfloat16 values is exact in fp32. Each value of the result is therefore one chain of fp32
+additions over the inputs, the second of every pair before the first. It depends only on its row and channel,
+to the last bit, regardless of the number of rows or threads.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 from pagemill.kernels.cpu.matmul.kinds import BFLOATS
 
 _ONLY_FORMAT = 0
-_PACKED_AT_ONCE = 1 << 22  # weights: packing makes copies of them
+_PACKED_AT_ONCE = 1 << 22  # weights; packing copies them
 
 
 def is_native() -> bool:
-    """Return True if this CPU multiplies bfloat16 numbers: AVX-512 BF16."""
+    """Return True if this CPU multiplies bfloat16 values (AVX-512 BF16)."""
     return IS_NATIVE
 
 
 def pack(weight: torch.Tensor) -> PackedPanels:
-    """bfloat16 panels [num_panels, num_groups, pairs, PANEL, 2] of a weight [out_features, in_features].
+    """Pack a weight [out_features, in_features] as panels [num_panels, num_groups, pairs, PANEL, 2] in bfloat16.
 
-    Numbers are rounded to nearest, and the ends filled up with zeros.
+    Values are rounded to nearest, and panels padded with zeros.
     """
     out_features, in_features = weight.shape
     num_panels, num_groups = -(-out_features // PANEL), -(-in_features // GROUP)
@@ -46,7 +46,7 @@ def pack(weight: torch.Tensor) -> PackedPanels:
 
 
 def pack_each(read: Callable[[int], torch.Tensor], count: int) -> PackedPanels:
-    """`pack` `count` weights of one shape, read one at a time; the panels of all, [count, ...]."""
+    """`pack` `count` weights of one shape, read one at a time. Returns the panels of all, [count, ...]."""
     first = pack(read(0)).panels
     panels = first.new_empty(count, *first.shape)
     panels[0] = first
@@ -56,12 +56,12 @@ def pack_each(read: Callable[[int], torch.Tensor], count: int) -> PackedPanels:
 
 
 def multiply(x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, out_features: int) -> torch.Tensor:
-    """x [num_rows, in_features] fp32 times `pack`ed weights, plus bias [num_panels * PANEL]; fresh and contiguous."""
+    """x [num_rows, in_features] fp32 times `pack`ed weights, plus bias [num_panels * PANEL]; new and contiguous."""
     assert packed.panels.shape[1] == -(-x.shape[1] // GROUP)
     return multiply_packed(BFLOATS, x, packed, bias, out_features)
 
 
 @cache
 def warm_up() -> None:
-    """Compile the kernel, or load it from the disk, so that no step pays for it."""
+    """Compile the kernel, or load it from disk, before a step needs it."""
     multiply(torch.zeros(1, 1), pack(torch.zeros(1, 1)), torch.zeros(PANEL), 1)

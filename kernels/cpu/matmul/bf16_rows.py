@@ -1,4 +1,4 @@
-"""Rows rounded to bfloat16 for `bf16_tile`, where their tiles read them."""
+"""Round rows to bfloat16 into the layout that the tiles of `bf16_tile` read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _plainly_rounded(builder: Any, numbers: Any) -> Any:
 
 @intrinsic
 def round_lines(typing_context: Any, low: Any, high: Any, target: Any) -> Any:
-    """LANES floats at `low` and as many at `high` as a row's part of a group at `target`."""
+    """Round LANES floats at `low` and LANES at `high` to a row's part of a group at `target`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def pointer(address: Any, distance: int, kind: Any) -> Any:
@@ -55,13 +55,13 @@ def round_lines(typing_context: Any, low: Any, high: Any, target: Any) -> Any:
 
 @jit
 def round_group(source, target):
-    """GROUP floats at `source` as a row's part of a group at `target`."""
+    """Round GROUP floats at `source` to a row's part of a group at `target`."""
     round_lines(source, source + VECTOR, target)
 
 
 @intrinsic
 def pair_lines(typing_context: Any, first: Any, second: Any, target: Any) -> Any:
-    """LANES pairs at `target`: of a number at `first` and one at `second`, floats that bfloat16 holds exactly."""
+    """Write LANES pairs of a value at `first` and one at `second` to `target`; bfloat16 holds the floats exactly."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointers = [builder.inttoptr(address, _I32X16.as_pointer()) for address in arguments]

@@ -1,8 +1,9 @@
-"""Tiles of a product of bfloat16 numbers: some converted rows times one panel, the sums in registers all the while.
+"""Tiles of a bfloat16 matmul: some converted rows times one panel, with all sums in registers.
 
-AVX-512 BF16 multiplies pairs of inputs and adds both products to an fp32 sum, the second one first, each addition
-rounded to nearest. So each number of a tile is one chain of fp32 additions in a fixed order, and tiles of different
-heights, or made of ordinary multiply-adds, agree to the last bit; except numbers below 2^-126, which are zeros to it.
+AVX-512 BF16 multiplies pairs of inputs and adds both products to an fp32 sum, the second one first. Each
+addition is rounded to nearest. Each value of a tile is therefore one chain of fp32 additions in a fixed
+order. Tiles of different heights, or made of ordinary multiply-adds, agree to the last bit, except that
+AVX-512 BF16 treats values below 2^-126 as zeros.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
 from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, Rows, by_height, prefetch_row, summed
 
 GROUP = 32
-"""Inputs of a row that fill a cache line. Zeros fill up the last one."""
+"""Inputs of a row that fill a cache line. The last line is padded with zeros."""
 PAIR = 2
 PAIRS = GROUP // PAIR
 BF16 = 2  # bytes
 ROW_BYTES = GROUP * BF16
-"""Of a row's part of a group. The parts of a tile's rows are adjacent, group by group."""
+"""Bytes of a row's part of a group. The parts of a tile's rows are adjacent, group by group."""
 PANEL_BYTES = PANEL * GROUP * BF16
-"""Of a panel's part of a group: pair by pair, and of each the channels."""
+"""Bytes of a panel's part of a group, ordered by pair, then by channel."""
 
 _ir = cgutils.ir
 _I32 = _ir.IntType(32)
 _I32X16 = _ir.VectorType(_I32, LANES)
 
 Dots = Callable[[Any, Any, Any, Any], Any]
-"""dots(builder, sums, weights, numbers): emits sums + the products of both numbers of each pair, all of [LANES]."""
+"""dots(builder, sums, weights, numbers): emits sums + the products of both values of each pair, all of [LANES]."""
 
 
 def native_dots(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
-    """By AVX-512 BF16."""
+    """Emit AVX-512 BF16 dot products."""
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", F32X16, [sums, weights, numbers])
 
 
 def plain_dots(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
-    """By two multiply-adds, the second number's first: for any CPU, slowly."""
+    """Emit two multiply-adds, the second value's first: for any CPU, slowly."""
 
     def wide(pairs: Any, place: int) -> Any:
         if place == 0:
@@ -60,7 +61,7 @@ IS_NATIVE = compiles_for("avx512bf16") and compiles_for("avx512f")
 
 
 def _emit_tile(dots: Dots, builder: Any, num_rows: int, arguments: list[Any], halves: range) -> None:
-    """A tile of some height: one pass of a panel's halves."""
+    """Emit a tile of some height: one pass over a panel's halves."""
     x, panel, num_groups, ahead, ahead_step = arguments[6:]
     int64 = x.type
     with (
@@ -87,10 +88,10 @@ def _load(builder: Any, kind: Any, address: Any, distance: int) -> Any:
 
 
 def make_tile(dots: Dots, cut: Cut) -> Any:
-    """An intrinsic: out[r, 0..PANEL) = start[r] + rows[r] @ panel for 1 to `cut.most_rows` rows.
+    """Return an intrinsic: out[r, 0..PANEL) = start[r] + rows[r] @ panel for 1 to `cut.most_rows` rows.
 
-    What it takes is what `fp32_tile.make_lined_tile`'s takes, a line being a group. With every cache line
-    of the panel it asks for the one at `ahead`, `ahead_step` bytes further each time.
+    Its arguments are those of `fp32_tile.make_lined_tile`, where a line is a group. For every cache line of
+    the panel it prefetches the one at `ahead`, which advances by `ahead_step` bytes.
     """
 
     def body(builder: Any, num_rows: int, arguments: list[Any]) -> None:

@@ -1,8 +1,8 @@
-"""Products of rows that are converted as they arrive, to 8-bit integers or to bfloat16: y = x W^T + b.
+"""Matmuls that convert rows on the fly, to 8-bit integers or bfloat16: y = x W^T + b.
 
-A row's numbers are converted in groups of 32 inputs, and its part of a group lies where the tiles read it. Each number
-of the result depends on its row and its channel alone, to the last bit, for any number of rows or threads. Kernels
-take the kind of numbers first (`kinds`): integers or bfloats.
+Rows are converted in groups of 32 inputs. Each row's part of a group is stored where the tiles read it. Each
+value of the result depends only on its row and channel, to the last bit, for any number of rows or threads.
+The kernels' first argument is the kind of numbers (`kinds`): integers or bfloats.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ from pagemill.kernels.cpu.matmul.work_sharing import (
 
 GROUP = 32
 assert GROUP == grouped_int8.GROUP == bf16_tile.GROUP
-# So much of x stays in the second-level cache while all panels pass by.
+# This much of x stays in the L2 cache while all panels are processed.
 _BLOCK_BYTES = 1 << 19
-# So much of a panel stays in the first-level cache while all tiles of a block pass by.
+# This much of a panel stays in the L1 cache while all tiles of a block are processed.
 _PIECE_GROUPS = 9
 
 row_bytes = number_by_kind(int8_tile.ROW_BYTES, bf16_tile.ROW_BYTES)
-"""Of a row's part of a group."""
+"""Bytes of a row's part of a group."""
 _group_bytes = by_converted_kind(int8_tile.group_bytes, bf16_tile.group_bytes)
 _multiply_tile = by_converted_kind(int8_tile.multiply_tile, bf16_tile.multiply_tile)
 convert_group = by_converted_kind(int8_rows.quantise_group, bf16_rows.round_group)
 
 
 class PackedPanels(NamedTuple):
-    """A weight's panels, ends filled up with zeros."""
+    """A weight's panels, padded with zeros."""
 
     panels: torch.Tensor
     """[num_panels, ...]"""
     weight_format: int
-    """Of `int8_tile`; bfloat16 has one."""
+    """A format of `int8_tile`; bfloat16 has only one."""
 
     def some(self, panels: torch.Tensor) -> PackedPanels:
-        """Return the panels of these numbers."""
+        """Return the panels with these numbers."""
         return PackedPanels(self.panels[panels], self.weight_format)
 
 
 def multiply_packed(
     kind: object, x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, out_features: int
 ) -> torch.Tensor:
-    """x [num_rows, in_features] fp32 times packed weights, plus bias [num_panels * PANEL]; fresh and contiguous.
+    """x [num_rows, in_features] fp32 times packed weights, plus bias [num_panels * PANEL]; new and contiguous.
 
     Args:
-        kind: INTEGERS or BFLOATS, whose `pack` made the weights.
+        kind: INTEGERS or BFLOATS, the kind whose `pack` made the weights.
     """
     num_rows, in_features = x.shape
     assert x.dtype is torch.float32
@@ -103,7 +103,10 @@ def multiply_packed(
 
 @jit(exact=True, allocates=True)
 def convert_rows(kind, first, last, num_rows, x, x_stride, rows, in_features):
-    """Rows first .. last - 1 of x [num_rows, in_features], stride in numbers, to their tiles' places at `rows`."""
+    """Convert rows first .. last - 1 of x [num_rows, in_features] to their tiles' locations at `rows`.
+
+    `x_stride` counts values.
+    """
     num_groups = (in_features + GROUP - 1) // GROUP
     whole = in_features // GROUP
     rest = np.zeros(GROUP, np.float32)
@@ -128,10 +131,10 @@ def num_groups_of(weight):
 
 @jit
 def _pass_pieces(kind, sums, rows, weight, panel, following, tiles):
-    """A panel passes by in pieces that the first-level cache holds.
+    """Process a panel in pieces that the L1 cache holds.
 
-    The tiles fetch a share each of what comes next, the panel `following` at the end: memory works while the registers
-    do.
+    Each tile prefetches a share of the next piece, or of the panel `following` at the end, to overlap memory
+    and arithmetic.
     """
     num_groups, group_bytes = num_groups_of(weight), _group_bytes(kind, weight.format)
     size = group_bytes * num_groups
@@ -173,7 +176,7 @@ _pass_panel = by_converted_kind(_pass_integers, _pass_by_amx) if amx_tile.IS_NAT
 
 @external
 def sum_panel(kind, sums, rows, weight, panel, following, tiles):
-    """sums = the bias of a panel's channels + rows @ the panel, for some tiles; `sums` as `sums_at` makes it."""
+    """sums = the bias of a panel's channels + rows @ the panel, for some tiles; `sums` comes from `sums_at`."""
     bias = weight.bias + F32 * PANEL * panel
     start0, start1 = vector.load(bias), vector.load(bias + VECTOR)
     for row in range(first_row(tiles.low, tiles.num_rows), first_row(tiles.high, tiles.num_rows)):
@@ -184,7 +187,7 @@ def sum_panel(kind, sums, rows, weight, panel, following, tiles):
 
 @jit
 def _multiply_channels(kind, out, rows, weight, panel, following, tiles, memory):
-    """One panel; `memory` is the address of SUMS_BYTES."""
+    """Multiply by one panel; `memory` is the address of SUMS_BYTES."""
     sums = sums_at(memory, tiles)
     sum_panel(kind, sums, rows, weight, panel, following, tiles)
     channel = panel * PANEL
@@ -201,14 +204,14 @@ def _multiply_channels(kind, out, rows, weight, panel, following, tiles, memory)
 
 @jit
 def tiles_at_once(kind, weight):
-    """As many as stay in the second-level cache while all panels pass by."""
+    """Return the number of tiles that stay in the L2 cache while all panels are processed."""
     by_bytes = _BLOCK_BYTES // (row_bytes(kind) * num_groups_of(weight) * MOST_ROWS)
     return max(FEWEST_ROWS // MOST_ROWS, min(by_bytes, BLOCK_ROWS // MOST_ROWS))
 
 
 @jit
 def _multiply_blocks(kind, first, last, out, rows, num_rows, weight, memory):
-    """The panels first .. last - 1 of every row."""
+    """Multiply every row by panels first .. last - 1."""
     num_tiles, at_once = num_tiles_of(num_rows), tiles_at_once(kind, weight)
     num_blocks = (num_tiles + at_once - 1) // at_once
     for block in range(num_blocks):
@@ -234,16 +237,16 @@ def _take_panels(kind, counter, num_threads, out, rows, num_rows, weight, memory
 
 @jit(allocates=True)
 def multiply_converted(kind, out, rows, num_rows, weight):
-    """All channels of every row, by one thread; `rows` is the address of what `convert_rows` wrote."""
+    """Multiply every row by all panels, on one thread. `rows` is the address of the output of `convert_rows`."""
     memory = np.empty(SUMS_BYTES + VECTOR, np.uint8)
     _multiply_blocks(kind, 0, num_panels_of(weight), out, rows, num_rows, weight, memory)
 
 
 @jit(allocates=True)
 def multiply_share(kind, thread, num_threads, counter, out, rows, num_rows, weight):
-    """One thread's part of a product whose threads have all rows of some panels each.
+    """One thread's part of a matmul that divides panels, not rows, among threads.
 
-    Threads take panels as long as the rows stay in their second-level caches. With more of them, shares are fixed.
+    Threads take panels dynamically if the rows fit their L2 caches; otherwise shares are fixed.
     """
     memory = np.empty(SUMS_BYTES + VECTOR, np.uint8)
     if num_tiles_of(num_rows) <= tiles_at_once(kind, weight):
@@ -256,7 +259,7 @@ def multiply_share(kind, thread, num_threads, counter, out, rows, num_rows, weig
 
 @jit
 def workspace_bytes(kind, num_rows, weight):
-    """Room for converted rows, from a line on."""
+    """Bytes of the converted rows, including alignment to a cache line."""
     return num_rows * num_groups_of(weight) * row_bytes(kind) + VECTOR
 
 
@@ -269,14 +272,14 @@ def _multiply_block_in(kind, workspace, out, x, num_rows, weight):
 
 @jit(allocates=True)
 def multiply_rows(kind, out, x, num_rows, weight):
-    """All channels of every row, converted here, by one thread. `x` and `out` are `Strided`."""
+    """Convert and multiply every row by all panels, on one thread. `x` and `out` are `Strided`."""
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
     _multiply_block_in(kind, workspace, out, x, num_rows, weight)
 
 
 @jit(allocates=True)
 def multiply_range(kind, first, last, out, x, num_rows, weight):
-    """The panels first .. last - 1 of every row, converted here, by one thread. `x` and `out` are `Strided`."""
+    """Convert and multiply every row by panels first .. last - 1, on one thread. `x` and `out` are `Strided`."""
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
     memory = np.empty(SUMS_BYTES + VECTOR, np.uint8)
     convert_part(0, num_rows, kind, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
@@ -297,7 +300,7 @@ def convert_part(first, last, kind, num_rows, x, x_stride, workspace, in_feature
 
 @jit
 def convert(kind, workspace, x, x_stride, num_rows, in_features, num_threads):
-    """All rows to their places in the workspace, by one thread or all."""
+    """Convert all rows into the workspace, on one thread or all."""
     if num_rows * in_features < 2 * NUMBERS_PER_THREAD:
         convert_part(0, num_rows, kind, num_rows, x, x_stride, workspace, in_features)
     else:
@@ -331,9 +334,9 @@ def _multiply_taken_rows(
 def multiply_parallel(
     kind, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
-    """Takes what `fp32.multiply_parallel` takes; x is converted here."""
+    """Same arguments as `fp32.multiply_parallel`; x is converted here."""
     counter = new_counter()
-    # As there: rows are shared out where each thread then has a block of them. No thread waits for another's.
+    # As there, blocks of rows are distributed if every thread gets one. No thread waits for another.
     if are_rows_taken(num_rows, num_threads):
         bounds = plan_blocks(num_rows, num_threads)
         rows = (

@@ -1,8 +1,8 @@
-"""The gated MLP of a decoder layer, for the products of converted rows: what `fp32_mlp` is for `fp32`.
+"""The gated MLP of a decoder layer, for matmuls of converted rows: the counterpart of `fp32_mlp`.
 
-A panel pair ends in 32 channels of `silu(gate) * up`, which are a group of the next product's inputs: they are
-converted where they come up, and never written as floats. Numbers are the same to the last bit as those of
-`converted` and `fused_rows`.
+A panel pair produces 32 channels of `silu(gate) * up`, which are one input group of the next matmul. They are
+converted immediately and never written as floats. Values are identical to those of `converted` and
+`fused_rows` to the last bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _THREAD_BYTES = 2 * SUMS_BYTES + F32 * GROUP
 
 @jit(exact=True)
 def _gate_tile(kind, target, gates, ups, num_rows, gated):
-    """One group of a tile's rows, from sums [num_rows, PANEL] of both; `gated` is the address of a group of floats."""
+    """Compute one group of a tile's rows from both sums [num_rows, PANEL]; `gated` is the address of GROUP floats."""
     for row in range(num_rows):
         at = F32 * PANEL * row
         vector.store(gated, silu_times(vector.load(gates + at), vector.load(ups + at)))
@@ -48,7 +48,7 @@ def _gate_tile(kind, target, gates, ups, num_rows, gated):
 
 @jit
 def _gate_pair(kind, gated, rows, weight, pair, following, tiles, memory):
-    """The group `pair` of silu(gate) * up, converted. `memory` is the address of _THREAD_BYTES."""
+    """Compute the group `pair` of silu(gate) * up, converted. `memory` is the address of _THREAD_BYTES."""
     num_groups = num_panels_of(weight) // 2
     gates, ups = sums_at(memory, tiles), sums_at(memory + SUMS_BYTES, tiles)
     sum_panel(kind, gates, rows, weight, pair, num_groups + pair, tiles)
@@ -64,7 +64,7 @@ def _gate_pair(kind, gated, rows, weight, pair, following, tiles, memory):
 
 @jit
 def _gate_blocks(kind, first, last, gated, workspace, num_rows, weight, memory):
-    """The pairs first .. last - 1 of every row."""
+    """Compute pairs first .. last - 1 of every row."""
     num_tiles, at_once = num_tiles_of(num_rows), tiles_at_once(kind, weight)
     for low in range(0, num_tiles, at_once):
         tiles = Tiles(low, min(low + at_once, num_tiles), num_rows)
@@ -74,7 +74,7 @@ def _gate_blocks(kind, first, last, gated, workspace, num_rows, weight, memory):
 
 @jit(allocates=True)
 def gate_rows(kind, gated, x, num_rows, weight):
-    """gated = silu(gate) * up of every row of x (`Strided`), converted, by one thread."""
+    """gated = silu(gate) * up of every row of x (`Strided`), converted, on one thread."""
     workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
     memory = np.empty(_THREAD_BYTES + VECTOR, np.uint8)
     convert_part(0, num_rows, kind, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
@@ -98,7 +98,7 @@ def _take_pairs(kind, counter, num_threads, gated, workspace, num_rows, weight, 
 
 @jit(allocates=True)
 def _gate_part(thread, kind, num_threads, counter, layer, gated, workspace, num_rows):
-    """One thread's part: pairs are taken as long as the rows stay in a L2 cache; otherwise a share is fixed."""
+    """One thread's part: pairs are taken dynamically if the rows fit the L2 cache; otherwise shares are fixed."""
     memory, weight = np.empty(_THREAD_BYTES + VECTOR, np.uint8), _gate_weight(layer)
     if num_tiles_of(num_rows) <= tiles_at_once(kind, weight):
         _take_pairs(kind, counter, num_threads, gated, workspace, num_rows, weight, memory)
@@ -132,7 +132,7 @@ def _down_weight(layer):
 
 @jit
 def mlp_rows(kind, layer, x, gated, num_rows):
-    """x = mlp(x) by one thread; `gated` is the address of a line, with room for F32 * intermediate_size a row."""
+    """x = mlp(x) on one thread; `gated` is the address of a line, with F32 * intermediate_size bytes per row."""
     rows = Strided(x, F32 * layer[0].hidden_size)
     gate_rows(kind, gated, rows, num_rows, _gate_weight(layer))
     multiply_converted(kind, rows, gated, num_rows, _down_weight(layer))
@@ -146,6 +146,6 @@ def _down_part(thread, kind, num_threads, counter, layer, x, gated, num_rows):
 
 @jit(allocates=True)
 def mlp_parallel(kind, layer, x, gated, num_rows, num_threads):
-    """`mlp_rows` by all threads, each of which has all rows of some channels."""
+    """`mlp_rows` on all threads, each of which computes some channels of all rows."""
     _gate_parallel(kind, layer, gated, x, num_rows, num_threads)
     launch(_down_part, num_threads, (kind, num_threads, new_counter(), layer, x, gated, num_rows))

@@ -1,9 +1,9 @@
-"""Products with a weight matrix that is packed once, in fp32: y = x W^T + b.
+"""Matmuls with a weight matrix that is packed once, in fp32: y = x W^T + b.
 
-Weights lie in panels of 32 output channels, input by input, so that a tile of the result (some rows by 32 channels)
-stays in registers while its panel passes by in one contiguous stream. Every number of the result is one chain of
-fused multiply-adds over the inputs in their order: it depends on its row and its channel alone, to the last bit,
-regardless of the number of rows or threads, and whichever thread takes what.
+Weights are stored in panels of 32 output channels, input by input. A tile of the result (some rows by 32
+channels) stays in registers while its panel is read as one contiguous stream. Every value of the result is
+one chain of fused multiply-adds over the inputs in order. It depends only on its row and channel, to the last
+bit, regardless of the number of rows or threads, and of the distribution of work among threads.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from pagemill.kernels.cpu.matmul.work_sharing import (
     take,
 )
 
-# So much of BLOCK_ROWS rows stays in the second-level cache while all panels pass by.
+# This much of BLOCK_ROWS rows stays in the L2 cache while all panels are processed.
 BLOCK_INPUTS = 768
 # With many rows and many panels, x is copied into lines first (`multiply_lined_tile`).
 LINED_ROWS, LINED_PANELS = 28, 6
-# What a thread needs: sums between pieces, the last panel's results, a piece of weights.
+# A thread's memory: sums between pieces, the last panel's results, a piece of weights.
 _NARROW, _PIECE = SUMS_BYTES, 2 * SUMS_BYTES
 THREAD_BYTES = _PIECE + PIECE_BYTES
 _LINED_BYTES = F32 * BLOCK_ROWS * (BLOCK_INPUTS + GROUP)
 
 
 def is_supported() -> bool:
-    """Return True if this CPU has the registers that the tiles are cut for: AVX-512's or AVX2's."""
+    """Return True if this CPU has the registers that the tiles need: AVX-512's or AVX2's."""
     return compiles_for("avx512f") or all(map(compiles_for, ("avx2", "fma", "f16c")))
 
 
 def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch.Tensor:
-    """x [num_rows, in_features] fp32 times the weight, plus bias [num_panels * PANEL]; fresh and contiguous."""
+    """x [num_rows, in_features] fp32 times the weight, plus bias [num_panels * PANEL]; new and contiguous."""
     assert x.dtype is torch.float32
     assert x.stride(1) == 1
     assert x.shape[1] == weight.in_features
@@ -83,17 +83,17 @@ def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch
 
 @cache
 def warm_up() -> None:
-    """Compile the kernel, or load it from the disk, so that no step pays for it."""
+    """Compile the kernel, or load it from disk, before a step needs it."""
     multiply(torch.zeros(1, 1), pack(torch.zeros(1, 1)), torch.zeros(PANEL))
 
 
 @jit
 def _multiply_channels(out, x, lined, tiles, weight, panel, following, origin, begin, end, memory):
-    """One panel over the inputs begin .. end - 1, adding to what `out` holds from those before."""
+    """Multiply by one panel over inputs begin .. end - 1, adding to the sums of earlier inputs in `out`."""
     channel = panel * PANEL
     width = min(PANEL, weight.out_features - channel)
     target = Strided(out.rows + F32 * channel, out.stride)
-    if width < PANEL:  # the last panel: next to the real channels there is no room in `out`
+    if width < PANEL:  # the last panel: `out` does not have space for the padded channels
         target = sums_at(memory + _NARROW, tiles)
     start = bias_of(weight, panel) if begin == 0 else target
     sums = sums_at(memory, tiles)
@@ -114,7 +114,10 @@ def _part_begin(part, num_parts, in_features):
 
 @jit
 def _multiply_block(first, last, out, x, lines, tiles, weight, line_memory, memory):
-    """The panels first .. last - 1 of these tiles. `line_memory`: where to line up x, 0: it stays as it is."""
+    """Multiply these tiles by panels first .. last - 1.
+
+    `line_memory` is where to copy x into lines; 0 means that x is not copied.
+    """
     num_parts = (weight.in_features + BLOCK_INPUTS - 1) // BLOCK_INPUTS
     for part in range(num_parts):
         begin = _part_begin(part, num_parts, weight.in_features)
@@ -142,7 +145,10 @@ def _multiply_block(first, last, out, x, lines, tiles, weight, line_memory, memo
 
 @jit
 def _multiply_blocks(first, last, out, x, lines, num_rows, weight, is_copied, memory):
-    """The panels first .. last - 1 of every row; `memory` has THREAD_BYTES, and _LINED_BYTES if x is copied."""
+    """Multiply every row by panels first .. last - 1.
+
+    `memory` has THREAD_BYTES, plus _LINED_BYTES if x is copied.
+    """
     num_tiles = num_tiles_of(num_rows)
     num_blocks = (num_tiles * MOST_ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     address = line_in(memory)
@@ -154,7 +160,7 @@ def _multiply_blocks(first, last, out, x, lines, num_rows, weight, is_copied, me
 
 @jit(allocates=True)
 def multiply_rows(out, x, num_rows, weight):
-    """All panels of every row, by one thread. `x` and `out` are `Strided`."""
+    """Multiply every row by all panels, on one thread. `x` and `out` are `Strided`."""
     num_panels = num_panels_of(weight)
     is_copied = num_rows >= LINED_ROWS and num_panels >= LINED_PANELS
     memory = np.empty(THREAD_BYTES + (_LINED_BYTES if is_copied else 0) + VECTOR, np.uint8)
@@ -163,7 +169,7 @@ def multiply_rows(out, x, num_rows, weight):
 
 @jit(allocates=True)
 def multiply_range(first, last, out, x, num_rows, weight):
-    """The panels first .. last - 1 of every row, by one thread; few rows meet whole panels, one after the other."""
+    """Multiply every row by panels first .. last - 1, on one thread; few rows use complete panels sequentially."""
     is_copied = num_rows >= LINED_ROWS and last - first >= LINED_PANELS
     memory = np.empty(THREAD_BYTES + (_LINED_BYTES if is_copied else 0) + VECTOR, np.uint8)
     lines = Lined(0, 0)
@@ -187,7 +193,7 @@ def multiply_block(out, x, x_stride, packed, weight_format, bias, num_rows, out_
 
 @jit(allocates=True)
 def multiply_lined(out, lines, num_rows, weight):
-    """`multiply_rows` for an x of whole lines that lies in lines already."""
+    """`multiply_rows` for an x of complete lines that is already stored in lines."""
     memory = np.empty(THREAD_BYTES + VECTOR, np.uint8)
     _multiply_blocks(0, num_panels_of(weight), out, Strided(0, 0), lines, num_rows, weight, False, memory)
 
@@ -217,15 +223,16 @@ def _take_panels(counter, per_turn, out, x, lines, num_rows, weight, is_copied, 
 
 @jit
 def fit_the_cache(num_rows, num_inputs):
-    """Return True if all of x stays in a second-level cache while panels stream past."""
+    """Return True if all of x stays in an L2 cache while panels are processed."""
     return num_rows <= BLOCK_ROWS and num_rows * num_inputs <= BLOCK_ROWS * BLOCK_INPUTS
 
 
 @jit(allocates=True)
 def _multiply_share(thread, num_threads, counter, out, x, lines, num_rows, weight):
-    """One thread's part of a product whose threads have all rows of some panels each. `lines` of address 0: none yet.
+    """One thread's part of a matmul that divides panels, not rows, among threads.
 
-    Threads take panels as long as x stays in their second-level caches. With more of it, shares are fixed.
+    `lines` of address 0 means that x is not in lines yet. Threads take panels dynamically if x fits their L2
+    caches; otherwise shares are fixed.
     """
     num_panels = num_panels_of(weight)
     first, last = num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads
@@ -274,10 +281,10 @@ def _multiply_taken_rows(
 def multiply_parallel(
     out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
-    """Strides in numbers."""
+    """Multiply on several threads. Strides count values."""
     counter = new_counter()
-    # Rows are shared out where each thread then has a block of them: as many weights pass by, and each row of x is
-    # copied by one thread alone.
+    # Rows are distributed if every thread gets a block of them: weight traffic is the same, and each row of x
+    # is copied by only one thread.
     if are_rows_taken(num_rows, num_threads):
         bounds = plan_blocks(num_rows, num_threads)
         rows = (counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features)
@@ -293,7 +300,7 @@ def multiply_parallel(
 def multiply_lined_parallel(
     out, lines, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
-    """`multiply_parallel` for an x of whole lines that lies in lines; threads have panels of all rows."""
+    """`multiply_parallel` for an x of complete lines stored in lines; threads divide panels, not rows."""
     arguments = (
         num_threads, new_counter(), out, lines, packed, weight_format, bias, num_rows, out_features, in_features,
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""The gated MLP of a decoder layer, fp32: down(silu(gate) * up), of rows that stay in one core's caches.
+"""The gated MLP of a decoder layer, fp32: down(silu(gate) * up), for rows that stay in one core's caches.
 
-The product with the gate's and the up projection's weights ends in `silu(gate) * up` panel by panel: twice the
-intermediate size is never written, and what is lies in lines, as the last product takes it. Numbers are the same to
-the last bit as those of `fp32.py` and `fused_rows.py`.
+The matmul with the gate and up weights produces `silu(gate) * up` panel by panel. The doubled intermediate
+size is never written, and the result is stored in lines, as the down matmul needs it. Values are identical to
+those of `fp32.py` and `fused_rows.py` to the last bit.
 
-`layer` is a record that `describe` in `layer/layer.py` fills. Its sizes are multiples:
-`hidden_size` of LANES, `intermediate_size` of PANEL.
+`layer` is a record that `describe` in `layer/layer.py` fills. Its sizes are multiples: `hidden_size` of
+LANES, `intermediate_size` of PANEL.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FEWEST_TILES = -(-42 // MOST_ROWS)
 
 @jit
 def _gate_pair(gated, x, tiles, weight, pair, following, memory):
-    """The 32 channels `pair` of silu(gate) * up, two lines of each row. `memory` has THREAD_BYTES."""
+    """Compute the 32 channels `pair` of silu(gate) * up, two lines per row. `memory` has THREAD_BYTES."""
     up = num_panels_of(weight) // 2 + pair
     gates, ups = sums_at(memory, tiles), sums_at(memory + SUMS_BYTES, tiles)
     none, expanded, end = Strided(0, 0), memory + 2 * SUMS_BYTES, weight.in_features
@@ -66,9 +66,9 @@ def _gate_pair(gated, x, tiles, weight, pair, following, memory):
 
 @jit
 def _gate_blocks(first, last, gated, x, num_rows, weight, memory, line_memory):
-    """The pairs first .. last - 1 of every row."""
+    """Compute pairs first .. last - 1 of every row."""
     num_tiles, num_lines = num_tiles_of(num_rows), weight.in_features // LANES
-    # Number of rows that fit in the second-level cache.
+    # Number of rows that fit in the L2 cache.
     at_once = max(_FEWEST_TILES, BLOCK_ROWS * BLOCK_INPUTS // (MOST_ROWS * weight.in_features))
     at_once = min(at_once, BLOCK_ROWS // MOST_ROWS)
     for low in range(0, num_tiles, at_once):
@@ -81,14 +81,14 @@ def _gate_blocks(first, last, gated, x, num_rows, weight, memory, line_memory):
 
 @jit
 def _line_bytes(num_rows, weight):
-    """Room for the rows of x, in lines, that `_gate_blocks` processes at a time."""
+    """Bytes of the rows of x, in lines, that `_gate_blocks` processes at a time."""
     most = max(BLOCK_ROWS * BLOCK_INPUTS, _FEWEST_TILES * MOST_ROWS * weight.in_features)
     return F32 * min(most, num_rows * weight.in_features) + VECTOR
 
 
 @jit(allocates=True)
 def gate_rows(gated, x, num_rows, weight):
-    """gated = silu(gate) * up of every row of x (`Strided`), by one thread; `gated` is `Lined`."""
+    """gated = silu(gate) * up of every row of x (`Strided`), on one thread; `gated` is `Lined`."""
     memory, line_memory = (
         np.empty(THREAD_BYTES + VECTOR, np.uint8),
         np.empty(_line_bytes(num_rows, weight), np.uint8),
@@ -114,7 +114,7 @@ def _take_pairs(counter, num_threads, gated, x, num_rows, weight, memory, line_m
 
 @jit(allocates=True)
 def _gate_part(thread, num_threads, counter, layer, gated, x, num_rows):
-    """One thread's part: pairs are taken as long as x stays in a L2 cache; otherwise a share is fixed."""
+    """One thread's part: pairs are taken dynamically if x fits the L2 cache; otherwise shares are fixed."""
     weight, lines, rows = _gate_weight(layer), _gated_lines(layer, gated), _hidden_rows(layer, x)
     memory, line_memory = (
         np.empty(THREAD_BYTES + VECTOR, np.uint8),
@@ -146,7 +146,7 @@ def _hidden_rows(layer, address):
 
 @jit
 def mlp_rows(layer, x, gated, num_rows):
-    """x = mlp(x) by one thread; `gated` is the address of a line, with room for F32 * intermediate_size a row."""
+    """x = mlp(x) on one thread; `gated` is the address of a line, with F32 * intermediate_size bytes per row."""
     size, inner = layer[0].hidden_size, layer[0].intermediate_size
     rows, lines = _hidden_rows(layer, x), _gated_lines(layer, gated)
     gate_rows(lines, rows, num_rows, _gate_weight(layer))
@@ -156,7 +156,7 @@ def mlp_rows(layer, x, gated, num_rows):
 
 @jit(allocates=True)
 def mlp_parallel(layer, x, gated, num_rows, num_threads):
-    """`mlp_rows` by all threads, each of which has all rows of some channels."""
+    """`mlp_rows` on all threads, each of which computes some channels of all rows."""
     size, inner = layer[0].hidden_size, layer[0].intermediate_size
     launch(_gate_part, num_threads, (num_threads, new_counter(), layer, gated, x, num_rows))
     multiply_lined_parallel(

@@ -1,10 +1,10 @@
-"""Products with one panel of packed fp32 weights: some tiles of rows by 32 output channels.
+"""Matmuls with one panel of packed fp32 weights: some tiles of rows by 32 output channels.
 
-A panel passes by in pieces that a cache holds: where weights are kept in fewer than 32 bits
-(`weight_packing.py`), a piece is expanded once for all the tiles.
+A panel is processed in pieces that fit a cache. If weights are stored in fewer than 32 bits
+(`weight_packing.py`), a piece is expanded once for all tiles.
 
-Rows are numbered through a whole product, so an address represents row 0 whether or not that one is there. Products
-are cut into tiles by `fp32_tile.first_row`.
+Rows are numbered over the complete matmul, so an address stands for row 0 even if that row does not exist.
+`fp32_tile.first_row` divides matmuls into tiles.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from pagemill.kernels.cpu.matmul.fp32_tile import (
 from pagemill.kernels.cpu.matmul.weight_formats import FLOAT32, ROW, expand, panel_bytes
 from pagemill.kernels.cpu.matmul.work_sharing import BLOCK_ROWS
 
-# A piece of a panel is read again for every tile: with AVX-512 from the second-level cache, which keeps up and leaves
-# fewer sums to be stored between pieces (3% faster at 140 and 512 rows on Zen 4); with AVX2 from the first.
+# Every tile reads a piece of a panel again. With AVX-512 it comes from the L2 cache, which is fast enough and
+# leaves fewer sums to store between pieces (3% faster at 140 and 512 rows on Zen 4); with AVX2 from the L1
+# cache.
 PIECE_INPUTS = 288 if CUT is WIDE else 96
 SUMS_BYTES = BLOCK_ROWS * ROW
 PIECE_BYTES = PIECE_INPUTS * ROW
 
 
 class Strided(NamedTuple):
-    """Rows of fp32 numbers: the address of row 0, and how far rows are apart, in bytes."""
+    """Rows of fp32 values: the address of row 0, and the distance between rows in bytes."""
 
     rows: int
     stride: int
 
 
 class Lined(NamedTuple):
-    """The same rows tile by tile, each as `multiply_lined_tile` takes it; address 0: they are not."""
+    """The same rows tile by tile, in the layout of `multiply_lined_tile`; address 0 means that there are none."""
 
     rows: int
     num_lines: int  # of each row
 
 
 class Tiles(NamedTuple):
-    """The tiles low .. high - 1 of a product of `num_rows` rows."""
+    """The tiles low .. high - 1 of a matmul of `num_rows` rows."""
 
     low: int
     high: int
@@ -56,7 +57,7 @@ class Tiles(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Addresses of packed panels and of the bias, filled up to whole panels; the format is a `PackedWeight`'s."""
+    """Addresses of packed panels and of the bias, padded to complete panels. The format is a `PackedWeight`'s."""
 
     panels: int
     format: int
@@ -74,7 +75,7 @@ def tile_lines(x, tile, num_rows):
 
 @jit
 def line_up(lined, x, tiles):
-    """Copy the first lines of x, as many as `lined` has."""
+    """Copy the first `lined.num_lines` lines of x."""
     for tile in range(tiles.low, tiles.high):
         target, count = tile_lines(lined, tile, tiles.num_rows)
         source = x.rows + first_row(tile, tiles.num_rows) * x.stride
@@ -86,10 +87,10 @@ def line_up(lined, x, tiles):
 
 @jit
 def _multiply_piece(out, start, x, lined, tiles, weights, begin, end, ahead, ahead_step):
-    """out = start + x @ weights over the inputs begin .. end - 1 of x.
+    """out = start + x @ weights, over inputs begin .. end - 1 of x.
 
-    The tiles fetch a share each of what is at `ahead`, `ahead_step` bytes for every input of the piece: memory works
-    while the registers do.
+    Each tile prefetches a share of the memory at `ahead`, `ahead_step` bytes for every input of the piece, to
+    overlap memory and arithmetic.
     """
     in_lines = (end - begin) // LANES * LANES if lined.rows else 0
     step = ahead_step // (tiles.high - tiles.low)
@@ -136,10 +137,10 @@ def _multiply_piece(out, start, x, lined, tiles, weights, begin, end, ahead, ahe
 
 @external
 def multiply_panel(out, start, x, lined, tiles, weight, panel, following, origin, begin, end, expanded, sums):
-    """out = start + x @ one panel, over the inputs begin .. end - 1 of the weight; x begins with the input `origin`.
+    """out = start + x @ one panel, over inputs begin .. end - 1 of the weight. x starts at input `origin`.
 
-    Between the pieces results wait in `sums`: rows of `out` may lie so that they fall on the same lines of the cache.
-    `out` may be `sums`. Asks for the panel `following` ahead of time; `expanded` is the address of PIECE_BYTES.
+    Between pieces, results stay in `sums`, because rows of `out` can map to the same cache lines. `out` may
+    be `sums`. Prefetches the panel `following`; `expanded` is the address of PIECE_BYTES.
     """
     size = panel_bytes(weight.format, weight.in_features)
     codes, codes_after = weight.panels + size * panel, weight.panels + size * following
@@ -163,17 +164,17 @@ def num_panels_of(weight):
 
 @jit
 def skip_rows(x, count):
-    """x without its first rows."""
+    """Return x without its first rows."""
     return Strided(x.rows + count * x.stride, x.stride)
 
 
 @jit
 def bias_of(weight, panel):
-    """The panel's bias, the same for every row."""
+    """Return the panel's bias, the same for every row."""
     return Strided(weight.bias + F32 * PANEL * panel, 0)
 
 
 @jit
 def sums_at(address, tiles):
-    """Room for the sums of these tiles, SUMS_BYTES from `address` on."""
+    """Return memory for the sums of these tiles, SUMS_BYTES from `address`."""
     return Strided(address - ROW * first_row(tiles.low, tiles.num_rows), ROW)

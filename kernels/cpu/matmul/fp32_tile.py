@@ -1,7 +1,7 @@
-"""Tiles of a product with packed weights: some rows of x times one panel, the sums in registers all the while.
+"""Tiles of a matmul with packed weights: some rows of x times one panel, with all sums in registers.
 
-Each number of a tile is one chain of fused multiply-adds over the inputs in their order, so tiles of different
-heights, and of x in either layout, agree to the last bit.
+Each value of a tile is one chain of fused multiply-adds over the inputs in order. Tiles of different heights,
+and of x in either layout, therefore agree to the last bit.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ PANEL = 2 * LANES  # output channels
 
 
 class Cut(NamedTuple):
-    """The tile shape for a CPU's registers: the most rows, and the halves of a panel computed at a time."""
+    """The tile shape for a CPU's registers: maximum number of rows, and panel halves computed together."""
 
     most_rows: int
     halves: int
 
     def passes(self) -> list[range]:
-        """The halves of a panel by the time that they pass by."""
+        """Return the halves of a panel that each pass computes."""
         return [range(first, first + self.halves) for first in range(0, 2, self.halves)]
 
 
-WIDE = Cut(14, 2)  # 28 sums, 2 vectors of weights and a number of x fill the 32 registers of AVX-512
-NARROW = Cut(6, 1)  # 6 sums and a vector of weights, two registers each, and a number of x: 15 of AVX2's 16
+WIDE = Cut(14, 2)  # 28 sums, 2 vectors of weights and a value of x fill the 32 registers of AVX-512
+NARROW = Cut(6, 1)  # 6 sums and a vector of weights, two registers each, and a value of x: 15 of AVX2's 16
 CUT = WIDE if compiles_for("avx512f") else NARROW
 MOST_ROWS = CUT.most_rows
 
@@ -52,7 +52,7 @@ def _load(builder: Any, address: Any) -> Any:
 
 
 def _broadcast(builder: Any, address: Any) -> Any:
-    """The number at `address` in every lane."""
+    """Load the value at `address` into every lane."""
     number = builder.load(builder.inttoptr(address, _ir.FloatType().as_pointer()), align=4)
     return emit_splat(builder, number)
 
@@ -64,7 +64,7 @@ def _rows_from(builder: Any, first: Any, stride: Any, num_rows: int) -> list[Any
 def _add_input(
     builder: Any, weights: Any, halves: range, ahead: Any, numbers: list[Any], sums: list[list[Any]]
 ) -> None:
-    """sums[r] += numbers[r] * weights, all but the sums being addresses: one input, these halves of a panel."""
+    """sums[r] += numbers[r] * weights, for one input and these halves of a panel. All but the sums are addresses."""
     vectors = [_load(builder, builder.add(weights, weights.type(VECTOR * half))) for half in halves]
     if halves[0] == 0:
         prefetch_line(builder, ahead)
@@ -76,14 +76,14 @@ def _add_input(
 
 
 def prefetch_row(builder: Any, ahead: Any, step: Any, row: Any, halves: range) -> None:
-    """Emit a request for each of these halves of a panel's row, its lines being `step` bytes apart from `ahead` on."""
+    """Emit a prefetch of these halves of a panel's row, whose lines are `step` bytes apart from `ahead`."""
     for half in halves:
         line = builder.add(builder.mul(row, row.type(2)), row.type(half))
         prefetch_line(builder, builder.add(ahead, builder.mul(line, step)))
 
 
 class Rows(NamedTuple):
-    """The layout of rows of PANEL numbers, in bytes: the first row, the distance of rows, and of their halves."""
+    """The layout of rows of PANEL values, in bytes: first row, distance of rows, and distance of their halves."""
 
     first: Any
     stride: Any
@@ -92,7 +92,7 @@ class Rows(NamedTuple):
 
 @contextmanager
 def summed(builder: Any, num_rows: int, halves: range, out: Rows, start: Rows) -> Iterator[list[list[Any]]]:
-    """Sums of these halves of a panel, from `start` to `out`."""
+    """Sums of these halves of a panel, loaded from `start` and stored to `out`."""
 
     def addresses(rows: Rows) -> list[list[Any]]:
         firsts = _rows_from(builder, rows.first, rows.stride, num_rows)
@@ -180,14 +180,15 @@ def num_tiles_of(num_rows):
 
 @jit
 def first_row(tile, num_rows):
-    """Return the first row of a tile, of rows cut into tiles of nearly equal height; past the last tile: the end."""
+    """Return the first row of a tile; past the last tile, the end. Tiles have nearly equal height."""
     return num_rows * tile // num_tiles_of(num_rows)
 
 
 def make_tile(cut: Cut) -> Any:
-    """An intrinsic: out[r, 0..PANEL) = start[r] + x[r] @ panel for 1 to `cut.most_rows` rows over `depth` inputs.
+    """Return an intrinsic: out[r, 0..PANEL) = start[r] + x[r] @ panel for 1 to `cut.most_rows` rows.
 
-    Strides are in bytes. With every input it asks for the cache line at `ahead`, `ahead_step` bytes further each time.
+    It uses `depth` inputs. Strides are in bytes. For every input it prefetches the cache line at `ahead`,
+    which advances by `ahead_step`.
     """
 
     def tile(
@@ -212,9 +213,9 @@ def make_tile(cut: Cut) -> Any:
 def make_lined_tile(cut: Cut) -> Any:
     """`make_tile` for x as [num_lines, num_rows, LANES]: one cache line of each row, then the next of each.
 
-    x is then one stream, and every number of it lies at a fixed distance from one address: rows far apart take a
-    register each for their addresses, of which there are too few, and may fall on the same lines of the cache. The two
-    halves of a row of `out` lie `out_half` bytes apart, so that a result may be such an x; those of `start` likewise.
+    x is then one stream, and every value is at a fixed distance from one address. Rows far apart need an
+    address register each, of which there are too few, and can map to the same cache lines. The two halves of
+    a row of `out` are `out_half` bytes apart, so a result can be such an x; the same applies to `start`.
     """
 
     def tile(

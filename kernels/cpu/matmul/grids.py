@@ -1,7 +1,8 @@
-"""Finds the integers that a weight was made of: grids of evenly spaced numbers, one for every 32 inputs of a channel.
+"""Find the integers behind a weight: grids of evenly spaced values, one per 32 inputs of a channel.
 
-A checkpoint of quantized weights holds small integers with scales, and reaches the products as fp32 numbers. They show
-the integers: a grid counts as found only if every number comes back from it exactly (a zero may lose its sign).
+A checkpoint of quantized weights holds small integers with scales, which reach the matmuls as fp32 values.
+These values reveal the integers. A grid is accepted only if it reproduces every value exactly (a zero may
+lose its sign).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ SIGNED_NIBBLES, OFFSET_NIBBLES, SIGNED_BYTES = range(3)
 """Grids of integers -8 to 7 and -127 to 127 times a scale, and 0 to 15 times a scale plus an offset."""
 
 _SIGNED_NIBBLE, _NIBBLE, _BYTE = 8, 15, 127
-# Of a scale's 24 significant bits: an fp16's, and those of an fp16 times a small integer. Numbers of a grid, rounded
-# themselves, determine its scale to some 20 bits. Of several grids that fit, that with the shortest scale is taken.
+# Significant bits of a scale, up to 24: an fp16's, and those of an fp16 times a small integer. A grid's
+# values are rounded, so they determine its scale to about 20 bits. If several grids fit, the shortest scale
+# is used.
 _SCALE_BITS = (11, 19, 24)
 
 _ir = cgutils.ir
@@ -45,7 +47,7 @@ class Integers(NamedTuple):
 
 
 def find(weight: torch.Tensor, grid: int) -> Integers | None:
-    """Return the integers of a weight [out_features, in_features], fp32, all on such grids; None: they are not."""
+    """Return the integers of a weight [out_features, in_features], fp32, or None if it does not fit such grids."""
     out_features, in_features = weight.shape
     if in_features % GROUP:
         return None
@@ -63,7 +65,7 @@ def find(weight: torch.Tensor, grid: int) -> Integers | None:
 def _fits(
     typing_context: Any, source: Any, scale: Any, offset: Any, least: Any, most: Any, codes: Any
 ) -> Any:
-    """Write the numbers of the grid nearest to the GROUP floats at `source` to `codes`; 1 if they are equal to them."""
+    """Write the grid numbers nearest to the GROUP floats at `source` to `codes`; return 1 if all are equal."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, scale, offset, least, most, codes = arguments
@@ -91,7 +93,7 @@ def _fits(
 
 @jit(exact=True)
 def _rounded(number, bits, scratch):
-    """A positive float with fewer significant bits, to nearest."""
+    """Round a positive float to `bits` significant bits, to nearest."""
     f32_pointer(scratch)[0] = number
     dropped = 24 - bits
     half = (1 << dropped) >> 1
@@ -101,7 +103,7 @@ def _rounded(number, bits, scratch):
 
 @jit(exact=True)
 def _fit_levels(source, low, width, levels, bits, least, most, codes, scratch):
-    """The scale of so many bits with which the group is a grid of `levels` steps over `width`; 0 if there is none."""
+    """Return the `bits`-bit scale that makes the group a grid of `levels` steps over `width`; 0 if there is none."""
     scale = _rounded(width / np.float32(levels), bits, scratch) if width > ZERO else ONE
     return scale if _fits(source, scale, low, np.float32(least), np.float32(most), codes) else ZERO
 
@@ -119,7 +121,7 @@ def _fit_offset(source, low, high, codes, scratch):
 @jit(exact=True)
 def _fit_signed(source, largest, most, codes, scratch):
     for bits in _SCALE_BITS:
-        # A group's largest number nearly always has the largest code.
+        # A group's largest value nearly always has the largest code.
         for turn in range(most):
             levels = most if turn == 0 else turn
             scale = _fit_levels(source, ZERO, largest, levels, bits, -most, most, codes, scratch)
@@ -130,7 +132,7 @@ def _fit_signed(source, largest, most, codes, scratch):
 
 @jit
 def _without_highest(codes):
-    """Negate a group's codes if one is 8, so that all are -8 to 7; return the scale's sign, 0 if neither fits."""
+    """Negate a group's codes if one is 8, so that all are -8 to 7; return the scale's sign, or 0 if neither fits."""
     numbers = i8_pointer(codes)
     low = high = numbers[0]
     for i in range(1, GROUP):
@@ -146,7 +148,10 @@ def _without_highest(codes):
 
 @jit(exact=True)
 def fit_group(grid, source, codes, scratch):
-    """(scale, offset) that give the GROUP floats at `source` from integers, written to `codes`; scale 0: none exist."""
+    """Return (scale, offset) that reproduce the GROUP floats at `source` from integers, written to `codes`.
+
+    Scale 0 means that there are none.
+    """
     numbers = f32_pointer(source)
     low = high = numbers[0]
     for i in range(1, GROUP):
@@ -178,5 +183,5 @@ def _fit_channels(first, last, grid, addresses, num_groups, misfits):
 
 @jit
 def _fit_parallel(grid, addresses, num_channels, num_groups, misfits, num_threads):
-    """Ends with the first misfit, which every thread searches for before its next channel."""
+    """Fit all channels; stop at the first misfit, which every thread checks before its next channel."""
     launch_rows(_fit_channels, num_threads, num_channels, (grid, addresses, num_groups, misfits))

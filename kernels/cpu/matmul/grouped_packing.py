@@ -1,7 +1,7 @@
-"""Packs weights that a checkpoint stores in few bits, as they are: nothing is widened on the way.
+"""Pack quantized checkpoint weights directly, without dequantizing them first.
 
-`weight_packing` finds such numbers in fp32 matrices; here they are known. A format is used only where every weight
-comes out as `GroupedWeight.dequantise` computes it, to the last bit.
+`weight_packing` finds such integers in fp32 matrices; here they are known. A format is used only if every
+weight equals the result of `GroupedWeight.dequantise` to the last bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOAT8_SCALE = 256.0
 
 
 def pack_grouped(weight: GroupedWeight) -> PackedWeight | None:
-    """Pack a weight, except its order of inputs, in the smallest format that holds it; None: none does."""
+    """Pack a weight in the smallest format that holds it; None if none does. Its input order is not packed."""
     if weight.group_size % GROUP:
         return None
     weight = weight.in_groups_of(GROUP)
@@ -43,7 +43,7 @@ def pack_grouped(weight: GroupedWeight) -> PackedWeight | None:
 
 
 def _exact_offsets(weight: GroupedWeight) -> torch.Tensor | None:
-    """Return the offsets if they are exact: then number * scale + offset is rounded once, like the weight."""
+    """Return the offsets if they are exact: number * scale + offset is then rounded once, like the weight."""
     if weight.offsets is not None:
         return weight.offsets if weight.zeros is None else None
     if weight.zeros is None:
@@ -106,7 +106,7 @@ def _empty_panels(weight_format: int, weight: GroupedWeight) -> tuple[torch.Tens
 
 
 def padded(rows: torch.Tensor) -> torch.Tensor:
-    """Fill [out_features, any] up with zeros to whole panels."""
+    """Pad [out_features, any] with zeros to complete panels."""
     return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % PANEL)).contiguous()
 
 

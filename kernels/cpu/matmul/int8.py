@@ -1,8 +1,8 @@
-"""Products with a weight matrix of integers of 8 or 4 bits, packed once: y = x W^T + b, with x quantized as it arrives.
+"""Matmuls with a weight matrix of 8-bit or 4-bit integers, packed once: y = x W^T + b. x is quantized on the fly.
 
-What is computed is defined in `pagemill.kernels.grouped_int8`: sums within a group of inputs are integers, hence exact,
-and over the groups each number of the result is one chain of fp32 multiply-adds in the groups' order. So it depends on
-its row and its channel alone, to the last bit, regardless of the number of rows or threads and the CPU.
+`pagemill.kernels.grouped_int8` defines the computation. Sums within a group of inputs are integers, hence
+exact. Over the groups, each value of the result is one chain of fp32 multiply-adds in group order. It depends
+only on its row and channel, to the last bit, regardless of the number of rows or threads and the CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GRIDS = {
     EIGHT_BITS: grids.SIGNED_BYTES,
 }
 SMALLEST_FIRST = tuple(sorted(GRIDS, key=lambda weight_format: FORMATS[weight_format].group_bytes))
-_PACKED_AT_ONCE = 1 << 22  # weights: packing makes several copies of them
+_PACKED_AT_ONCE = 1 << 22  # weights; packing makes several copies of them
 
 
 def pack(weight: torch.Tensor, formats: Sequence[int] = SMALLEST_FIRST) -> PackedPanels:
@@ -58,7 +58,7 @@ def pack(weight: torch.Tensor, formats: Sequence[int] = SMALLEST_FIRST) -> Packe
 
 
 def pack_each(read: Callable[[int], torch.Tensor], count: int) -> PackedPanels:
-    """`pack` `count` weights of one shape in one format; read one at a time, some of them several times.
+    """`pack` `count` weights of one shape in one format. They are read one at a time, some of them several times.
 
     Returns:
         The panels of all, [count, ...].
@@ -68,7 +68,7 @@ def pack_each(read: Callable[[int], torch.Tensor], count: int) -> PackedPanels:
     panels = torch.empty(0)
     while expert < count:
         packed = pack(read(expert), formats)
-        if packed.weight_format != formats[0]:  # those before it are packed again
+        if packed.weight_format != formats[0]:  # all earlier weights are packed again
             formats = formats[formats.index(packed.weight_format) :]
             if expert > 0:
                 expert = 0
@@ -114,12 +114,12 @@ def _write(panels: torch.Tensor, weight_format: int, integers: grids.Integers) -
 
 
 def multiply(x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor, out_features: int) -> torch.Tensor:
-    """x [num_rows, in_features] fp32 times `pack`ed weights, plus bias [num_panels * PANEL]; fresh and contiguous."""
+    """x [num_rows, in_features] fp32 times `pack`ed weights, plus bias [num_panels * PANEL]; new and contiguous."""
     assert packed.panels.shape[1] == grouped_int8.num_groups(x.shape[1])
     return multiply_packed(INTEGERS, x, packed, bias, out_features)
 
 
 @cache
 def warm_up() -> None:
-    """Compile the kernel, or load it from the disk, so that no step pays for it."""
+    """Compile the kernel, or load it from disk, before a step needs it."""
     multiply(torch.zeros(1, 1), pack(torch.zeros(1, 1)), torch.zeros(PANEL), 1)

@@ -1,4 +1,4 @@
-"""Rows quantized for `int8_tile`: groups of 8-bit integers with a scale each, where their tiles read them."""
+"""Quantize rows for `int8_tile`: groups of 8-bit integers with one scale each, in the tiles' layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _constant(kind: Any, value: float) -> Any:
 
 
 def _narrowed(builder: Any, numbers: Any) -> Any:
-    """LANES integers as the tiles read them, quad by quad and part by part."""
+    """Return LANES integers in the order that the tiles read, quad by quad and part by part."""
     order = [quad + i for quad in range(0, LANES, QUAD) for part in PRODUCTS.parts for i in part]
     narrow = builder.trunc(numbers, _NUMBERS)
     return builder.shuffle_vector(narrow, narrow, _ir.Constant(_I32X16, order))
@@ -36,7 +36,7 @@ def _narrowed(builder: Any, numbers: Any) -> Any:
 
 @intrinsic
 def quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
-    """GROUP floats at `source` as a row's part of a group at `target`."""
+    """Quantize GROUP floats at `source` to a row's part of a group at `target`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, target = arguments
@@ -46,7 +46,7 @@ def quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
             return builder.inttoptr(builder.add(base, int64(distance)), kind.as_pointer())
 
         numbers = [builder.load(pointer(source, at, F32X16), align=4) for at in range(0, F32 * GROUP, VECTOR)]
-        # As integers, sizes are in the order of the floats, with infinity and NaN above all.
+        # As integers, absolute values sort like the floats, with infinity and NaN above all.
         largest = _constant(_I32X16, 0)
         for number in numbers:
             size = builder.and_(builder.bitcast(number, _I32X16), _constant(_I32X16, 0x7FFFFFFF))

@@ -1,10 +1,10 @@
-"""Tiles of a product of 8-bit integers: some quantized rows times one panel of weights of 8 or 4 bits.
+"""Tiles of an integer matmul: some 8-bit quantized rows times one panel of 8-bit or 4-bit weights.
 
-AVX-512 VNNI multiplies unsigned by signed bytes. Weights are the unsigned ones: signed weights are kept a zero point
-too large, which adds that many times the sum of the row's group to every channel alike, and sums start from that
-number with its sign turned. AVX2 can multiply bytes as well, but its sums of two products are cut off at 16 bits:
-where weights have 8 bits, words are multiplied there, and a row's numbers are kept as bytes and as words. Products of
-weights of 4 bits are small enough for 16 bits to hold the sum of a whole group's.
+AVX-512 VNNI multiplies unsigned by signed bytes, and weights are the unsigned operand. Signed weights are
+stored with a zero point added. This adds the zero point times the sum of the row's group to every channel, so
+sums start at minus that value. AVX2 can also multiply bytes, but it saturates sums of two products at 16
+bits. For 8-bit weights it therefore multiplies words, and a row is stored as bytes and as words. Products of
+4-bit weights are small enough for 16 bits to hold the sum of a complete group.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
 from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, by_height, prefetch_row
 from pagemill.kernels.grouped_int8 import GROUP
 
-ZERO_POINT = 128  # of weights of 8 bits
+ZERO_POINT = 128  # of 8-bit weights
 QUAD = 4  # inputs whose weights are adjacent
 QUADS = GROUP // QUAD
-_LINE = PANEL * F32  # a number of 32 bits for each channel of a panel: a quad's weights of 8 bits, or a scale
-# Their 6 sums, 16 vectors of weights and the numbers of some quads fill the 32 registers of AVX-512.
+_LINE = PANEL * F32  # one 32-bit value per channel of a panel: a quad's 8-bit weights, or a scale
+# Their 6 sums, 16 vectors of weights and the values of some quads fill the 32 registers of AVX-512.
 _ROWS_TOGETHER = 3
 F16 = 2  # bytes
 
@@ -39,32 +39,32 @@ _BYTE_PRODUCTS, _WORD_PRODUCTS, _FEW = (
     if compiles_for("avx512bw")
     else ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd", LANES // 2)
 )
-"""Instructions for the sums of two products of bytes, and of words; and the channels of one."""
+"""Instructions that sum two products of bytes, and of words; and the number of channels of one instruction."""
 _FEW_INTEGERS = _ir.VectorType(_I32, _FEW)
 _FEW_WORDS = _ir.VectorType(_ir.IntType(16), 2 * _FEW)
 _FEW_BYTES = _ir.VectorType(_ir.IntType(8), 4 * _FEW)
 
 
 class Products(NamedTuple):
-    """A CPU's instructions for products of 8-bit integers."""
+    """A CPU's instructions for multiplying 8-bit integers."""
 
     parts: tuple[tuple[int, ...], ...]
-    """Which inputs of a quad are multiplied by one instruction, a row's numbers filling 32 bits."""
+    """The inputs of a quad that one instruction multiplies; a row's values fill 32 bits."""
     split: Callable[[Any, Any, int], Any]
-    """split(builder, weights, part): a part's weights of 8 bits, of quads [LANES] int32."""
+    """split(builder, weights, part): emits a part's 8-bit weights from quads [LANES] int32."""
     nibbles: int
-    """The bits of a part's weights of 4 bits, which are shifted to the first ones of each number."""
+    """Mask of a part's 4-bit weights, after a shift to the low bits of each value."""
     multiply: Callable[[Any, Any, Any, Any], Any]
-    """multiply(builder, sums, weights, numbers): emits sums + a part's weights times its numbers, all of [LANES]."""
+    """multiply(builder, sums, weights, numbers): emits sums + a part's weights times its values, all of [LANES]."""
 
     @property
     def number_bytes(self) -> int:
         return I32 // len(self.parts[0])
 
-    # A row's part of a group: the numbers, their scale, what the channels' sums start from with weights of 8 bits, and
-    # the numbers' sum times their scale. The parts of a tile's rows are adjacent, group by group: each number
-    # is then at a fixed distance from one address. Rows far apart would take a register each for theirs, of which there
-    # are too few.
+    # A row's part of a group: the values, their scale, the start of the channels' sums for 8-bit weights, and
+    # the values' sum times their scale. The parts of a tile's rows are adjacent, group by group, so every
+    # value is at a fixed distance from one address. Rows far apart would need an address register each, and
+    # there are too few registers.
     @property
     def row_scale(self) -> int:
         return GROUP * self.number_bytes
@@ -79,7 +79,7 @@ class Products(NamedTuple):
 
     @property
     def row_octets(self) -> int:
-        """Of the numbers as bytes, quad by quad."""
+        """Offset of the values stored as bytes, quad by quad."""
         return 0 if self.number_bytes == 1 else self.row_sum + F32
 
     @property
@@ -92,7 +92,7 @@ def _byte_products(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
 
 
 def _words_of(builder: Any, weights: Any, part: int) -> Any:
-    """The bytes 0 and 2 of every lane, or 1 and 3, as words."""
+    """Return bytes 0 and 2 of every lane, or bytes 1 and 3, as words."""
     words = builder.bitcast(weights, _I16X32)
     if part == 1:
         return builder.lshr(words, _ir.Constant(_I16X32, [8] * 2 * LANES))
@@ -137,17 +137,17 @@ ROW_BYTES = PRODUCTS.row_bytes
 
 
 class Format(NamedTuple):
-    """The layout of a panel's part of a group: lines of weights, then the channels' scales and perhaps their offsets.
+    """Layout of a panel's part of a group: lines of weights, then the channels' scales and optional offsets.
 
-    A line of weights holds a quad's, channel by channel; of 4 bits that of two, the second in the upper halves of the
-    first one's bytes.
+    A line holds one quad's 8-bit weights, channel by channel, or two quads' 4-bit weights. The second quad is
+    in the upper half of each byte.
     """
 
     quads_per_line: int
     zero_point: int
-    """The number of a weight of 0."""
+    """The stored value of a weight of 0."""
     factor_bytes: int
-    """Of a scale or an offset: fp32, or fp16."""
+    """Bytes of a scale or an offset: fp32 or fp16."""
     has_offsets: bool = False
     """A weight is number * scale, or number * scale + offset."""
 
@@ -157,7 +157,7 @@ class Format(NamedTuple):
 
     @property
     def num_factors(self) -> int:
-        """Numbers for each channel in addition to its weights."""
+        """Number of values per channel in addition to its weights."""
         return 2 if self.has_offsets else 1
 
     @property
@@ -166,7 +166,7 @@ class Format(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of a panel's scales."""
+        """Bytes of a panel's scales."""
         return PANEL * self.factor_bytes
 
     @property
@@ -184,12 +184,12 @@ FORMATS = (
 EIGHT_BITS, EIGHT_BITS_HALVES, FOUR_BITS_HALVES, FOUR_BITS_OFFSET, FOUR_BITS_OFFSET_HALVES = range(
     len(FORMATS)
 )
-"""A weight's format, by its place in `FORMATS`. With fp32 scales, 4 bits without an offset have one as well."""
+"""A weight's format, as an index of `FORMATS`. All 4-bit weights with fp32 scales have offsets."""
 _GROUP_BYTES = tuple(form.group_bytes for form in FORMATS)
 
 
 class _Group(NamedTuple):
-    """Addresses of a group: its rows' part, its panel's, and the first cache line to ask for."""
+    """Addresses of a group: its rows' part, its panel's part, and the first cache line to prefetch."""
 
     rows: Any
     weights: Any
@@ -197,7 +197,7 @@ class _Group(NamedTuple):
 
 
 class _Tile:
-    """Emits a tile of some height, one of the passes of a panel's halves after the other."""
+    """Emits a tile of some height, one pass over a panel's halves after the other."""
 
     def __init__(
         self, products: Products, form: Format, builder: Any, num_rows: int, arguments: list[Any]
@@ -230,12 +230,12 @@ class _Tile:
         return [self._load(kind, line, distance + VECTOR * half) for half in halves]
 
     def _row_number(self, rows: Any, row: int, distance: int, kind: Any = _I32) -> Any:
-        """The number that far into a row's part of a group, in every lane."""
+        """Load the value at `distance` in a row's part of a group, into every lane."""
         distance += self._products.row_bytes * row
         return emit_splat(self._builder, self._load(kind, rows, distance))
 
     def _start(self, group: _Group, row: int) -> Any:
-        """What a row's sums start from."""
+        """Return the start value of a row's sums."""
         if self._format.zero_point == 0:
             return _splat(0)
         start = self._row_number(group.rows, row, self._products.row_start)
@@ -253,14 +253,14 @@ class _Tile:
             prefetch_line(self._builder, self._builder.add(group.ahead, address))
 
     def _factors_of(self, group: _Group, row: int, halves: range) -> list[Any]:
-        """Scales, of row 0, or offsets, of row 1, as fp32."""
+        """Load scales (row 0) or offsets (row 1) as fp32."""
         size, at = self._format.factor_bytes, self._format.factors_at + self._format.row_bytes * row
         kind = F32X16 if size == F32 else _F16X16
         vectors = [self._load(kind, group.weights, at + LANES * size * half) for half in halves]
         return vectors if size == F32 else [self._builder.fpext(vector, F32X16) for vector in vectors]
 
     def _add_to_sums(self, group: _Group, rows: range, halves: range, totals: list[list[Any]]) -> None:
-        """Add these rows' converted sums of integers."""
+        """Convert these rows' integer sums and add them to the totals."""
         builder = self._builder
         scales, *offsets = (self._factors_of(group, row, halves) for row in range(self._format.num_factors))
         for row, row_totals in zip(rows, totals, strict=True):
@@ -281,7 +281,7 @@ class _Tile:
 
 
 class _QuadByQuad(_Tile):
-    """All rows' sums in registers, a quad's weights at a time: for few registers."""
+    """Keeps all rows' sums in registers and loads one quad's weights at a time, for CPUs with few registers."""
 
     def _add_group(self, group: _Group, halves: range) -> None:
         builder, int64 = self._builder, self._sums.type
@@ -290,8 +290,8 @@ class _QuadByQuad(_Tile):
             start = self._start(group, row)
             for total in row_totals:
                 builder.store(start, total)
-        # One part after the other, and one quad: with the weights of several at hand, sums would spill. LLVM unrolls
-        # loops over fewer quads, such as the first of each line, and then has them at hand.
+        # Process one part and one quad at a time: with the weights of several loaded, sums would spill. LLVM
+        # unrolls loops over fewer quads, such as only the first of each line, and then loads several.
         for part in range(len(self._products.parts)):
             with cgutils.for_range(builder, int64(QUADS), intp=int64) as quads:
                 self._add_quad(group, quads.index, part, halves, totals)
@@ -323,7 +323,7 @@ class _QuadByQuad(_Tile):
 
 
 class _SmallQuads(_Tile):
-    """`_QuadByQuad` for weights of 4 bits, by products of bytes: half as many instructions.
+    """`_QuadByQuad` for 4-bit weights, with byte products: half as many instructions.
 
     The largest sum is GROUP / 2 products of 15 and 127 in each of two words, which 16 bits hold.
     """
@@ -366,7 +366,7 @@ class _SmallQuads(_Tile):
                 builder.store(builder.add(builder.load(total), product), total)
 
     def _sum_of(self, words: list[Any]) -> Any:
-        """The sums of each two words, of a vector of channels."""
+        """Sum adjacent words, for a vector of channels."""
         builder, ones = self._builder, _FEW_WORDS([1] * 2 * _FEW)
         sums = [call(builder, _WORD_PRODUCTS, _FEW_INTEGERS, [builder.load(one), ones]) for one in words]
         if len(sums) == 1:
@@ -375,17 +375,17 @@ class _SmallQuads(_Tile):
 
 
 def _few_of(builder: Any, number: Any) -> Any:
-    """The number in the lanes of one instruction."""
+    """Copy a value into the lanes of one instruction."""
     one = builder.insert_element(_ir.Constant(_FEW_INTEGERS, _ir.Undefined), number, _I32(0))
     return builder.shuffle_vector(one, one, _FEW_INTEGERS([0] * _FEW))
 
 
 class _GroupByGroup(_Tile):
-    """All of a group's weights in registers, and the sums of a few rows at a time.
+    """Keeps all of a group's weights in registers, and the sums of a few rows at a time.
 
-    The conversion of some rows' sums, which each wait for the last of a chain of products, then runs in parallel with
-    products of the next. With the sums of all rows in registers, every row would be converted at the same time, while
-    no product can begin.
+    Converting a row's sums waits for the last of a chain of multiplications. It runs in parallel with the
+    multiplications of the next rows. With the sums of all rows in registers, all rows would be converted at
+    the same time, and no multiplication could start.
     """
 
     def _add_group(self, group: _Group, halves: range) -> None:
@@ -407,7 +407,7 @@ class _GroupByGroup(_Tile):
             self._add_to_sums(group, rows, halves, totals)
 
     def _quad_of(self, line: Any, place: int) -> Any:
-        """The weights of one of the quads in a vector of a line, as unsigned bytes."""
+        """Return the weights of one of a line's quads, as unsigned bytes."""
         if self._format.quads_per_line == 1:
             return line
         builder = self._builder
@@ -434,9 +434,9 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def make_tile(products: Products, cut: Cut, form: Format) -> Any:
-    """An intrinsic: sums[r, 0..PANEL) += rows[r] @ panel for 1 to `cut.most_rows` rows.
+    """Return an intrinsic: sums[r, 0..PANEL) += rows[r] @ panel, for 1 to `cut.most_rows` rows.
 
-    With every cache line of the panel it asks for the one at `ahead`, `ahead_step` bytes further each time.
+    For every cache line of the panel it prefetches the one at `ahead`, which advances by `ahead_step` bytes.
     """
 
     def body(builder: Any, num_rows: int, arguments: list[Any]) -> None:

@@ -1,6 +1,7 @@
-"""The kinds of numbers that products multiply: scalars whose numba type represents one.
+"""The kinds of numbers that matmuls multiply: scalars whose numba type represents a kind.
 
-A kernel takes a kind first and passes it down: so each kind compiles to its own machine code, when it is first used.
+A kernel's first argument is a kind, which it passes down. Each kind compiles to separate machine code at
+first use.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pagemill.kernels.cpu.jit.kernel import PART_OPTIONS
 FLOATS, INTEGERS, BFLOATS = np.float32(0), np.uint8(0), np.uint16(0)
 KindName = Literal["fp32", "int8", "bf16"]
 KINDS: dict[KindName, Any] = {"fp32": FLOATS, "int8": INTEGERS, "bf16": BFLOATS}
-"""fp32: weights in any of `weight_formats`; int8, in any of `int8_tile`, and bf16: rows that are `converted`."""
+"""fp32: weights in any of `weight_formats`. int8 (formats of `int8_tile`) and bf16: rows are `converted`."""
 
 
 def _overload(chosen: Any) -> Any:
@@ -24,9 +25,9 @@ def _overload(chosen: Any) -> Any:
 
 
 def choose_kernel(kind: Any, floats: Any, converted: Any) -> Any:
-    """Return a caller of the one of two kernels that is made for this kind, given by its numba type.
+    """Return a function that calls the kernel for this kind, given as its numba type.
 
-    That of converted rows takes the kind itself.
+    The kernel of converted rows also receives the kind.
     """
     if kind == types.float32:
 
@@ -42,7 +43,7 @@ def choose_kernel(kind: Any, floats: Any, converted: Any) -> Any:
 
 
 def choose_converted(kind: Any, integers: Any, bfloats: Any) -> Any:
-    """Return a caller of one of two kernels whose rows are converted."""
+    """Return a function that calls the kernel for this kind of converted rows."""
     kernel = {types.uint8: integers, types.uint16: bfloats}[kind]
 
     def run(kind, *arguments):
@@ -52,9 +53,10 @@ def choose_converted(kind: Any, integers: Any, bfloats: Any) -> Any:
 
 
 def by_kind(floats: Any, converted: Any) -> Any:
-    """A kernel selected by the type of its first argument; for compiled callers alone.
+    """Return a kernel selected by the type of its first argument; only for compiled callers.
 
-    Chosen while compiling, not by a branch: no product is compiled of a kind that the model does not have.
+    Selected at compile time, not by a branch, so that matmuls of other kinds than the model's are not
+    compiled.
     """
 
     def chosen(kind, *arguments):
@@ -65,7 +67,7 @@ def by_kind(floats: Any, converted: Any) -> Any:
 
 
 def by_converted_kind(integers: Any, bfloats: Any) -> Any:
-    """The same for the two kinds whose rows are converted."""
+    """Return `by_kind` for the two kinds whose rows are converted."""
 
     def chosen(kind, *arguments):
         raise NotImplementedError
@@ -75,7 +77,7 @@ def by_converted_kind(integers: Any, bfloats: Any) -> Any:
 
 
 def number_by_kind(integers: int, bfloats: int) -> Any:
-    """A constant of each of these, as a kernel of a kind alone."""
+    """Return a kernel that returns one of two constants, depending on the kind, its only argument."""
 
     def chosen(kind):
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Products with the low-rank matrices of adapters, a different adapter for each row if need be, in fp32.
+"""Matmuls with the low-rank matrices of adapters, in fp32; each row can use a different adapter.
 
-A decode row reads each of its adapter's matrices once, as a stream; rows of one adapter that follow each other find
-them in the cache. A row's sums are made in one order regardless of the other rows.
+A decode row reads each of its adapter's matrices once, as a stream. Consecutive rows of one adapter find them
+in the cache. The order of a row's sums does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
 
 
 def warm_up() -> None:
-    """Compile, or load from the disk: before a step needs it."""
+    """Compile the kernel, or load it from disk, before a step needs it."""
     table = LowRankTable(torch.zeros(1, 1, 3, dtype=torch.int64), torch.tensor([0, 64]), 1)
     x, slots = torch.zeros(1, 64), torch.full((1,), NO_ADAPTER, dtype=torch.int32)
     add_low_rank(x, x.clone(), table, AdapterRows(slots, slots[:0], slots[:0]))
@@ -56,7 +56,7 @@ def warm_up() -> None:
 
 @jit
 def shrink(target, source, matrix, rank, size):
-    """target[j] = the product of `source` [size] with row j of `matrix` [rank, size]; four rows at a time."""
+    """target[j] = dot product of `source` [size] and row j of `matrix` [rank, size]; four rows at a time."""
     whole, stride = F32 * size // VECTOR * VECTOR, F32 * size
     fours = rank // 4 * 4
     for j in range(0, fours, 4):
@@ -88,7 +88,7 @@ def shrink(target, source, matrix, rank, size):
 
 @jit
 def _rest(source, row, whole, size):
-    """The product of the numbers that fill no vector."""
+    """Dot product of the values that do not fill a vector."""
     total = ZERO
     for i in range(whole // F32, size):
         total += f32_pointer(source)[i] * f32_pointer(row)[i]

@@ -1,16 +1,16 @@
-"""Formats of packed weight matrices: their layout in memory, and the conversion to fp32.
+"""Formats of packed weight matrices: their memory layout, and the conversion to fp32.
 
 A panel is 32 output channels. Its bytes, by format:
 
 - FLOAT32: [in_features, 32] fp32.
 - BFLOAT16: words [in_features, 16]: channel c in the low half of word c, channel 16 + c in its high half.
 - FLOAT16: [in_features, 32] fp16.
-- BYTES: for every 32 inputs the numbers [32, 32] int8, then the channels' scales [32] fp32.
-- NIBBLES: for every 32 inputs words [2, 4, 16]: word (h, v, c) has channel 16 h + c of the inputs 8 v to 8 v + 7, the
+- BYTES: per 32 inputs, the values [32, 32] int8, then the channels' scales [32] fp32.
+- NIBBLES: per 32 inputs, words [2, 4, 16]: word (h, v, c) has channel 16 h + c of inputs 8 v to 8 v + 7, the
   first one lowest; then the channels' scales and offsets, [32] fp32 each. A weight is number * scale + offset.
-- FLOAT8: as BYTES, of e4m3 numbers without NaN, and 256 times the scales.
+- FLOAT8: like BYTES, with e4m3 values without NaN, and 256 times the scales.
 
-Where numbers have scales, 32 divides in_features.
+For formats with scales, in_features is a multiple of 32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUP = 32
 """Inputs that share a channel's scale."""
 
 ROW = F32 * PANEL  # bytes of an input's weights in fp32
-WORD_INPUTS = 8  # whose nibbles are in a word
+WORD_INPUTS = 8  # inputs whose nibbles share a word
 BYTE_CODES = GROUP * PANEL
 NIBBLE_CODES = GROUP * PANEL // 2
 BYTES_GROUP = BYTE_CODES + ROW
@@ -66,7 +66,7 @@ def _store(builder: Any, vector: Any, target: Any, distance: int) -> None:
 
 
 def _expansion(emit: Any) -> Any:
-    """An intrinsic that calls `emit(builder, source, target)`, both addresses."""
+    """Return an intrinsic that calls `emit(builder, source, target)` with two addresses."""
 
     @intrinsic
     def expand(typing_context: Any, source: Any, target: Any) -> Any:
@@ -101,7 +101,7 @@ def _emit_byte_group(builder: Any, source: Any, target: Any) -> None:
 
 
 def _emit_float8_group(builder: Any, source: Any, target: Any) -> None:
-    """An e4m3 number's bits, seven places up, are the fp16 number that is 1/256 of it, subnormal or not."""
+    """Emit e4m3 conversion: the bits shifted up by seven are an fp16 of 1/256 the value, subnormal or not."""
     for half in range(2):
         scales = builder.load(_at(builder, source, BYTE_CODES + half * VECTOR, F32X16), align=4)
         sign, rest, up, sign_up = (_ir.Constant(_I16X16, [n] * LANES) for n in (0x80, 0x7F, 7, 8))
@@ -116,8 +116,8 @@ def _emit_float8_group(builder: Any, source: Any, target: Any) -> None:
 
 
 def _emit_lowest_nibbles(builder: Any, words: Any) -> Any:
-    """The lowest four bits of each lane as fp32."""
-    if compiles_for("avx512f"):  # the instruction inspects those alone: cheaper than to mask and convert
+    """Convert the lowest four bits of each lane to fp32."""
+    if compiles_for("avx512f"):  # the instruction uses only those bits: cheaper than masking and converting
         table = _ir.Constant(F32X16, [float(number) for number in range(16)])
         return call(builder, "llvm.x86.avx512.permvar.sf.512", F32X16, [table, words])
     return builder.sitofp(builder.and_(words, _splat(15)), F32X16)
@@ -143,7 +143,7 @@ _expand_float8_group = _expansion(_emit_float8_group)
 
 @jit(exact=True)
 def expand(weight_format, panel, begin, end, target):
-    """Write the weights of a panel's inputs begin .. end - 1 to `target`, [end - begin, 32] fp32; not for FLOAT32."""
+    """Write the weights of a panel's inputs begin .. end - 1 to `target`, fp32 [end - begin, 32]; not for FLOAT32."""
     if weight_format == NIBBLES:
         for group in range(begin // GROUP, end // GROUP):
             _expand_nibble_group(panel + group * NIBBLES_GROUP, target + (group * GROUP - begin) * ROW)

@@ -1,9 +1,9 @@
-"""Packs weight matrices for `fp32.py`, in the fewest bits that give back every number.
+"""Pack weight matrices for `fp32.py`, in the fewest bits that reproduce every value.
 
-Decoding reads all weights for every token, and is limited by memory. Few checkpoints hold 32 bits of information
-per weight: they were stored as 16-bit floats, or as integers of 4 or 8 bits with scales, and were widened when they
-were loaded. That is undone here, regardless of the file's format: a matrix is kept as integers (`grids`) or halves only
-if every one of its numbers comes back exactly (a zero may lose its sign), and products still compute in fp32.
+Decoding reads all weights for every token, and is limited by memory bandwidth. Few checkpoints hold 32 bits
+of information per weight: most store 16-bit floats, or 4-bit or 8-bit integers with scales, dequantized at
+load time. This module reverses that for any file format. A matrix is kept as integers (`grids`) or 16-bit
+floats only if every value is reproduced exactly (a zero may lose its sign). Matmuls still compute in fp32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _F16X16 = _ir.VectorType(_ir.HalfType(), LANES)
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [out_features, in_features] in panels, ends filled up with zeros."""
+    """A weight [out_features, in_features] in panels, padded with zeros."""
 
     panels: torch.Tensor
     """uint8 [num_panels, bytes]"""
@@ -60,7 +60,7 @@ class PackedWeight:
     in_features: int
 
     def of_channels(self, channels: torch.Tensor) -> torch.Tensor:
-        """The weights of these channels, fp32 [num_channels, in_features]."""
+        """Return the weights of these channels, fp32 [num_channels, in_features]."""
         panels = self.panels[channels // PANEL].contiguous()
         if self.weight_format == FLOAT32:
             numbers = panels.view(torch.float32).view(-1, self.in_features, PANEL)
@@ -78,7 +78,7 @@ def pack(weight: torch.Tensor, formats: Sequence[int] = SMALLEST_FIRST) -> Packe
 
 
 def pack_merged(weights: Sequence[torch.Tensor], formats: Sequence[int] = SMALLEST_FIRST) -> PackedWeight:
-    """`pack` of weights [any, in_features] as one, below each other; copied only where two of them share a panel."""
+    """`pack` weights [any, in_features], stacked as one; they are copied only if two of them share a panel."""
     if any(len(weight) % PANEL for weight in weights[:-1]):
         weights = [torch.cat(list(weights))]
     weights = [weight.contiguous() for weight in weights]
@@ -93,10 +93,10 @@ def pack_each(
     shape: tuple[int, int],
     formats: Sequence[int] = SMALLEST_FIRST,
 ) -> PackedWeight:
-    """Pack `count` weights of one shape in one format, each from its own panel on; read one at a time.
+    """Pack `count` weights of one shape in one format; each starts at a new panel, and is read separately.
 
     Returns:
-        The sizes of one of them, and the panels of all.
+        The sizes of one weight, and the panels of all.
     """
     num_panels = -(-shape[0] // PANEL)
 
@@ -110,7 +110,7 @@ def pack_each(
 def _pack_parts(
     parts: Callable[[], Iterable[torch.Tensor]], num_panels: int, in_features: int, formats: Sequence[int]
 ) -> tuple[torch.Tensor, int]:
-    """Return the panels of weights [any, in_features], each of which starts a panel, and their format."""
+    """Return the panels of weights [any, in_features] and their format. Each weight starts a panel."""
     for weight_format in (*formats, FLOAT32):
         if weight_format in (NIBBLES, BYTES) and in_features % GROUP:
             continue
@@ -145,7 +145,7 @@ def _expand_panels(weight_format, panels, count, in_features, target):
 
 @intrinsic
 def _fits_halves(typing_context: Any, source: Any, halves: Any) -> Any:
-    """Write the 16 floats at `source` as fp16 to `halves`; 1 if they are equal to them."""
+    """Write the 16 floats at `source` as fp16 to `halves`; return 1 if they are equal."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, halves = arguments
@@ -168,7 +168,7 @@ def _place_nibbles(codes, channel, target):
 
 @jit
 def _pack_group(weight_format, source, stride, num_channels, target, scratch):
-    """GROUP inputs of a panel as integers; False: they are none. `stride` is that of channels, in bytes."""
+    """Pack GROUP inputs of a panel as integers; return False if they do not fit. `stride` of channels is in bytes."""
     codes = scratch + VECTOR
     is_nibbles = weight_format == NIBBLES
     size = NIBBLES_GROUP if is_nibbles else BYTES_GROUP
@@ -210,7 +210,7 @@ def _pack_bfloats(source, in_features, num_channels, target):
             number = bits[i]
             if number & 0xFFFF:
                 return False
-            # Infinities retain their meaning here, and NaNs their bits.
+            # Infinities and NaNs keep their bits.
             words[i * LANES + channel % LANES] |= number if channel >= LANES else (number >> 16) & 0xFFFF
     return True
 
@@ -240,7 +240,7 @@ def _pack_halves(source, in_features, num_channels, target, scratch):
 
 @jit
 def _pack_panel(weight_format, source, in_features, num_channels, target, scratch):
-    """Return True if the format reproduces every number of up to PANEL consecutive channels."""
+    """Return True if the format reproduces every value of up to PANEL consecutive channels."""
     if weight_format == FLOAT32:
         _pack_floats(source, in_features, num_channels, target)
         return True
@@ -265,7 +265,7 @@ def _pack_panels(first, last, weight_format, weight, out_features, in_features, 
 
 @jit
 def _pack_parallel(weight_format, weight, out_features, in_features, panels, misfits, num_threads):
-    """Ends with the first misfit, which every thread searches for before its next panel."""
+    """Pack all panels; stop at the first misfit, which every thread checks before its next panel."""
     num_panels = (out_features + PANEL - 1) // PANEL
     arguments = (weight_format, weight, out_features, in_features, panels, misfits)
     launch_rows(_pack_panels, num_threads, num_panels, arguments)

@@ -1,7 +1,7 @@
 """Work that threads take piece by piece, instead of a fixed share each.
 
-Two processors of one machine are rarely equally fast from one millisecond to the next: a neighbor, another process
-or the other half of a core takes its part of one of them. With fixed shares all wait for the slowest.
+Two CPU cores of one machine are rarely equally fast from one millisecond to the next, because a neighbor,
+another process or the other hyperthread uses part of one. With fixed shares all threads wait for the slowest.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pagemill.kernels.cpu.jit.compiler import jit
 from pagemill.kernels.cpu.jit.row import VECTOR
 from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS
 
-# Both are whole tiles.
+# Both are multiples of the tile height.
 BLOCK_ROWS = 140 // MOST_ROWS * MOST_ROWS
-"""Maximum number of rows of a matmul processed together: those of x that fit in the second-level cache."""
+"""Maximum number of rows of a matmul processed together: the rows of x that fit the L2 cache."""
 FEWEST_ROWS = -(-28 // MOST_ROWS) * MOST_ROWS
-"""Blocks get no smaller: all weights pass by for each."""
+"""Minimum number of rows in a block, because each block reads all weights."""
 _TURNS = 8
 
 
 @jit(allocates=True)
 def new_counter():
-    """A counter at 0, alone in its cache line: `line_in` this array is its address."""
+    """Return a counter at 0, alone in its cache line. Its address is `line_in` this array."""
     return np.zeros(2 * VECTOR, np.uint8)  # not in a parallel kernel, which would write the zeros in parallel
 
 
 @intrinsic
 def take(typing_context: Any, counter: Any) -> Any:
-    """The next value of the counter at this address (int64): each is returned to only one thread."""
+    """Return the next value of the counter at this address (int64). Only one thread receives each value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], cgutils.ir.IntType(64).as_pointer())
@@ -44,15 +44,15 @@ def take(typing_context: Any, counter: Any) -> Any:
 
 @jit
 def are_rows_taken(num_rows, num_threads):
-    """Return True if threads take blocks of rows, which costs each no more weight traffic than its own panels would."""
+    """Return True if threads take blocks of rows: each then reads no more weights than with separate panels."""
     return num_rows > BLOCK_ROWS * (num_threads - 1)
 
 
 @jit(allocates=True)
 def plan_blocks(num_rows, num_threads):
-    """Bounds of blocks of rows, which threads process one at a time; ends with `num_rows`.
+    """Return bounds of row blocks, which threads process one at a time; the last is `num_rows`.
 
-    The blocks shrink towards the end, so that no thread is left alone with a large one. Bounds are those of tiles.
+    Blocks shrink towards the end, so that no thread is left alone with a large one. Bounds are tile bounds.
     """
     bounds = np.empty(num_rows // FEWEST_ROWS + 2, np.int64)
     first, count = 0, 0
@@ -70,13 +70,13 @@ def plan_blocks(num_rows, num_threads):
 
 @jit
 def panels_per_turn(num_panels, num_threads):
-    """Return the number of panels per turn of a thread: small enough for several turns each and balanced completion."""
+    """Return the number of panels per turn: small enough for several turns per thread and balanced completion."""
     return max(1, num_panels // (_TURNS * num_threads))
 
 
 @jit(allocates=True)
 def plan_turns(costs, num_threads):
-    """Bounds of groups of tasks, which threads process one at a time; ends with the number of tasks.
+    """Return bounds of task groups, which threads process one at a time; the last is the number of tasks.
 
     `costs[n]` is the total cost of the first n tasks. Groups are contiguous, and shrink towards the end.
     """

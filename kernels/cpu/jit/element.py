@@ -1,7 +1,7 @@
-"""Numbers of a cache's dtype as floats inside numba kernels: 16 together, or one.
+"""Values of a cache's dtype as floats inside numba kernels: 16 together, or one.
 
-A kernel takes an *element*, a scalar whose numba type represents the dtype, and passes it down to what loads and
-stores: so each dtype compiles to its own machine code, and no branch on it is left in a loop.
+A kernel receives an *element*, a scalar whose numba type represents the dtype, and passes it down to loads
+and stores. Each dtype then compiles to separate machine code, without branches on it inside loops.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def element_of(dtype: torch.dtype, *, rounds: bool = False) -> Any:
 
 
 class _Lanes:
-    """Emits the same instructions for a vector of 16 or for one number."""
+    """Emits the same instructions for a vector of 16 values or for one value."""
 
     def __init__(self, builder: Any, *, is_vector: bool) -> None:
         self._builder = builder
@@ -61,7 +61,7 @@ class _Lanes:
         return call(self._builder, f"llvm.{name}.{suffix}", value.type, [value])
 
     def load(self, element: Any, address: Any) -> Any:
-        """The numbers at `address` as fp32, exactly."""
+        """Load the values at `address` as fp32, exactly."""
         builder = self._builder
 
         def read(scalar: Any) -> Any:
@@ -77,7 +77,8 @@ class _Lanes:
             return builder.bitcast(builder.shl(bits, self.constant(_I32, 16)), self.type(_FLOAT))
         if element in _BYTES:
             return builder.sitofp(builder.sext(read(_I8), self.type(_I32)), self.type(_FLOAT))
-        # e4m3 has fp16's layout with an exponent one bit shorter: shifted into place it is 2^8 too small.
+        # e4m3 has fp16's layout with an exponent one bit shorter: after the shift, the value is 2^8 too
+        # small.
         bits = builder.zext(read(_I8), self.type(_I16))
         sign = builder.shl(builder.and_(bits, self.constant(_I16, 0x80)), self.constant(_I16, 8))
         rest = builder.shl(builder.and_(bits, self.constant(_I16, 0x7F)), self.constant(_I16, 7))
@@ -85,7 +86,7 @@ class _Lanes:
         return builder.fmul(builder.fpext(half, self.type(_FLOAT)), self.constant(_FLOAT, 256.0))
 
     def store(self, element: Any, address: Any, value: Any) -> None:
-        """Write fp32 numbers rounded to nearest, ties to even; int8 and fp8 must be within their range."""
+        """Store fp32 values rounded to nearest, ties to even; int8 and fp8 must be within their range."""
         builder = self._builder
         if element == types.int16:
             value = builder.fptrunc(value, self.type(_HALF))
@@ -99,7 +100,7 @@ class _Lanes:
         builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=_BITS[element] // 8)
 
     def _round_bits(self, bits: Any, dropped: int) -> Any:
-        """Drop this many low bits of a float's pattern, rounding the float to nearest, ties to even."""
+        """Drop this many low bits of a float's pattern, rounding to nearest, ties to even."""
         builder = self._builder
         last = builder.and_(builder.lshr(bits, self.constant(_I32, dropped)), self.constant(_I32, 1))
         bits = builder.add(bits, builder.add(last, self.constant(_I32, (1 << (dropped - 1)) - 1)))
@@ -119,7 +120,7 @@ class _Lanes:
         normal = builder.sub(
             self._round_bits(builder.bitcast(size, self.type(_I32)), 20), self.constant(_I32, 120 << 3)
         )
-        quanta = builder.fmul(size, self.constant(_FLOAT, 512.0))  # 2^-9 is the smallest number
+        quanta = builder.fmul(size, self.constant(_FLOAT, 512.0))  # 2^-9 is the smallest positive value
         subnormal = builder.fptosi(self.call("rint", quanta), self.type(_I32))
         is_small = builder.fcmp_ordered("<", size, self.constant(_FLOAT, 2.0**-6))
         sign = builder.lshr(builder.bitcast(value, self.type(_I32)), self.constant(_I32, 31))
@@ -130,14 +131,14 @@ class _Lanes:
 
 @intrinsic
 def is_rounding(typing_context: Any, element: Any) -> Any:
-    """Whether numbers are exact in bfloat16, and are multiplied by such numbers; known when a kernel is compiled."""
+    """Return True if values are exact in bfloat16 and are multiplied as bfloat16; known at compile time."""
     found = _ir.IntType(1)(element in (types.uint32, types.int32))
     return types.boolean(element), lambda context, builder, signature, arguments: found
 
 
 @intrinsic
 def size_of(typing_context: Any, element: Any) -> Any:
-    """Bytes of a number."""
+    """Return the number of bytes of a value."""
     size = _BITS[element] // 8
     return types.int64(element), lambda context, builder, signature, arguments: _ir.IntType(64)(size)
 
@@ -173,7 +174,7 @@ store_number = _storing(types.float32, is_vector=False)
 def transpose(
     typing_context: Any, target: Any, target_stride: Any, element: Any, source: Any, source_stride: Any
 ) -> Any:
-    """target[j, i] = source[i, j] for 16 x 16 numbers, as fp32; addresses, and strides between rows, in bytes."""
+    """target[j, i] = source[i, j] for 16 x 16 values, as fp32; addresses, and row strides in bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, to_stride, _, at, at_stride = arguments
@@ -185,7 +186,7 @@ def transpose(
             return builder.add(address, builder.mul(stride, int64(index)))
 
         rows = [lanes.load(element, row(at, at_stride, i)) for i in range(LANES)]
-        # Exchange the off-diagonal quarters of ever smaller squares.
+        # Exchange the off-diagonal quarters of progressively smaller squares.
         for distance in (8, 4, 2, 1):
             for i in (i for i in range(LANES) if not i & distance):
                 upper, lower = rows[i], rows[i + distance]

@@ -1,4 +1,4 @@
-"""One process at a time, by a lock on a file."""
+"""A lock on a file, held by one process at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from filelock import FileLock
 
 @contextmanager
 def hold(path: Path, timeout_s: float) -> Iterator[bool]:
-    """Inside: this process alone holds the lock, or False: no such file can be locked, or another holds it so long."""
+    """Yield True while this process holds the lock; False if the file cannot be locked or another process holds it."""
     lock = FileLock(path, timeout_s, fallback_to_soft=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except OSError:  # filelock.Timeout is one too
+    except OSError:  # includes filelock.Timeout
         pass
     try:
         yield lock.is_locked

@@ -1,9 +1,9 @@
-"""Kernels that LLVM compiles once for each that is called from Python, however many others take them in.
+"""Kernels that LLVM compiles once per entry point, regardless of how many kernels inline them.
 
-numba optimizes every function and makes machine code of it, takes the optimized code into each caller, and begins
-again there: at the bottom of a tree of calls for every level above. Here a caller takes in what was lowered, as it is,
-and only the root of a tree is optimized and becomes machine code. What is large, and called by several roots, is a root
-of its own that the others call by its symbol.
+By default numba optimizes every function, generates machine code for it, inlines the optimized code into each
+caller, and starts again there. The bottom of a call tree is thus compiled once per level above. Here callers
+inline the lowered, unoptimized code. Only the root of a tree is optimized and becomes machine code. A large
+function with several roots as callers is a separate root, which the others call by its symbol.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from numba.core.types.misc import unliteral
 from pagemill.kernels.cpu.jit import file_lock
 
 _LONGEST_S = 300.0
-"""The longest that a process waits for another to compile a kernel before it compiles it too."""
+"""Maximum time that a process waits for another to compile a kernel before it compiles the kernel too."""
 _NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 class _PartLibrary(JITCodeLibrary):
-    """Code for callers to take in, with all that it calls."""
+    """Code for callers to inline, including everything it calls."""
 
     def finalize(self) -> None:
         for library in dict.fromkeys(self._linking_libraries):
@@ -65,7 +65,7 @@ class _Nowhere:
 
 
 class PartCompiler(Compiler):
-    """Leaves optimizing, and making machine code, to the root."""
+    """Leaves optimization and machine code generation to the root."""
 
     def define_pipelines(self) -> Any:
         state = self.state
@@ -78,8 +78,8 @@ PART_OPTIONS = {**_NO_WRAPPERS, "pipeline_class": PartCompiler}
 
 
 def _check_references(kernel: CPUDispatcher, compiled: Any) -> None:
-    """Raise TypeError if a kernel that counts no references owns an array: it would never be freed."""
-    if kernel.targetoptions["_nrt"] or isinstance(compiled.type_annotation, str):  # loaded from the disk
+    """Raise TypeError if a kernel without reference counts owns an array: it would never be freed."""
+    if kernel.targetoptions["_nrt"] or isinstance(compiled.type_annotation, str):  # loaded from disk
         return
     calls = compiled.type_annotation.calltypes.items()
     found = [call.return_type for expression, call in calls if getattr(expression, "op", None) == "call"]
@@ -92,7 +92,7 @@ def _has_arrays(kind: Any) -> bool:
 
 
 class _Part(CPUDispatcher):
-    """What compiled callers take in."""
+    """A function that compiled callers inline."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(function, {}, options | _NO_WRAPPERS, PartCompiler)
@@ -102,12 +102,12 @@ class _Part(CPUDispatcher):
         super().add_overload(compiled)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Do without a specialisation for each constant."""
+        """Prevent a separate specialization for each constant."""
         return super().get_call_template(tuple(map(unliteral, args)), kws)
 
 
 class _NoCode(_PartLibrary):
-    """Replaces a root in its callers: who loads one of these loads the root first, so that its symbol is known."""
+    """Replaces a root in its callers. Loading one of these first loads the root, to register its symbol."""
 
     def __init__(self, codegen: Any, name: str, load: Callable[[], None]) -> None:
         super().__init__(codegen, name)
@@ -118,7 +118,7 @@ class _NoCode(_PartLibrary):
 
 
 class _Symbol(CPUDispatcher):
-    """What compiled callers call by its symbol."""
+    """A function that compiled callers call by its symbol."""
 
     def __init__(self, kernel: Kernel, options: dict[str, Any]) -> None:
         super().__init__(kernel.py_func, {}, options | _NO_WRAPPERS)
@@ -137,7 +137,7 @@ class _Symbol(CPUDispatcher):
     def _declare(self, compiled: Any) -> None:
         arguments, function = compiled.signature.args, self.py_func
         address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-        # The name that it has counts the functions that this process compiled before.
+        # The original name contains the number of functions that this process compiled before.
         described = copy.copy(compiled.fndesc)
         described.mangled_name = f"{function.__module__}.{function.__qualname__}.{_digest(arguments)}"
         llvmlite.binding.add_symbol(described.mangled_name, address)
@@ -153,7 +153,7 @@ def _digest(arguments: Any) -> str:
 
 
 class _Entry:
-    """The key of a function that is called by its symbol; represents the function that Python would call."""
+    """The key of a function called by its symbol; replaces the function that Python would call."""
 
 
 def _load(module: str, name: str, arguments: Any) -> None:
@@ -161,7 +161,7 @@ def _load(module: str, name: str, arguments: Any) -> None:
 
 
 class Kernel(CPUDispatcher):
-    """A root when Python calls it. Compiled callers take in its part, or call it by its symbol."""
+    """A root when called from Python. Compiled callers inline its part, or call it by its symbol."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], *, by_symbol: bool) -> None:
         options = {"nopython": True, "no_cfunc_wrapper": True, **options}
@@ -174,7 +174,7 @@ class Kernel(CPUDispatcher):
 
     def add_overload(self, compiled: Any) -> None:
         _check_references(self, compiled)
-        for environment in compiled._find_referenced_environments():  # of the parts too
+        for environment in compiled._find_referenced_environments():  # including those of the parts
             compiled.codegen.set_env(environment.env_name, environment)
         super().add_overload(compiled)
 
@@ -184,7 +184,7 @@ class Kernel(CPUDispatcher):
         function = self.py_func
         name = f"{function.__module__}.{function.__qualname__}.{_digest(arguments)}.lock"
         with (
-            global_compiler_lock,  # first: a thread that has it may be waiting for the file
+            global_compiler_lock,  # first: a thread that holds it can be waiting for the file
             nullcontext() if arguments in self.overloads else file_lock.hold(_directory() / name, _LONGEST_S),
         ):
             return super().compile(sig)

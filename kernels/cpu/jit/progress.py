@@ -1,4 +1,4 @@
-"""Progress of kernels that numba is compiling: a first start takes minutes, and should not appear to hang."""
+"""Progress of kernels that numba is compiling. A first startup takes minutes, and should not appear to hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations of the CPU attention kernels on one row of numbers. Addresses of contiguous fp32; counts in numbers."""
+"""Operations of the CPU attention kernels on one row of contiguous fp32 values, by address. Counts are in values."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def cap_vector(scores, cap):
 
 @jit
 def cap_scores(scores, count, cap):
-    """cap * tanh(score) in place, for scores that come divided by the cap; rounds `count` up to whole vectors."""
+    """cap * tanh(score) in place, for scores already divided by the cap; rounds `count` up to complete vectors."""
     for at in range(scores, scores + F32 * count, VECTOR):
         vector.store(at, cap_vector(vector.load(at), cap))
 
 
 @jit
 def max_of(scores, count, start):
-    """The largest of `start` and the scores; `count` is a whole number of vectors."""
+    """Return the largest of `start` and the scores; `count` is a multiple of the vector length."""
     maxima = vector.splat(start)
     for at in range(scores, scores + F32 * count, VECTOR):
         maxima = vector.maximum(maxima, vector.load(at))
@@ -55,7 +55,7 @@ def max_of(scores, count, start):
 
 @jit
 def peak_of(source, count):
-    """The largest absolute value."""
+    """Return the largest absolute value."""
     whole = F32 * count // VECTOR * VECTOR
     maxima = vector.splat(ZERO)
     for at in range(0, whole, VECTOR):
@@ -68,7 +68,7 @@ def peak_of(source, count):
 
 @jit(exact=True)
 def weigh(scores, count, largest):
-    """scores = 2 ** (scores - largest) in place; return their sum. `count` is a whole number of vectors."""
+    """scores = 2 ** (scores - largest) in place; return their sum. `count` is a multiple of the vector length."""
     shift, sums = vector.splat(largest), vector.splat(ZERO)
     for at in range(scores, scores + F32 * count, VECTOR):
         weights = vector.exp2(vector.subtract(vector.load(at), shift))
@@ -79,19 +79,20 @@ def weigh(scores, count, largest):
 
 @jit
 def sink_weight(sinks, head, largest):
-    """The weight of a head's sink compared with a largest score in units of log 2; `sinks` is an address, 0 = none.
+    """Return the weight of a head's sink relative to a largest score in units of log 2.
 
-    Infinite if the sink is much larger: quotients then become 0.
+    `sinks` is an address, or 0 for none. The weight is infinite if the sink is much larger: quotients then
+    become 0.
     """
     return np.exp2(LOG2_E * f32_pointer(sinks)[head] - largest) if sinks != 0 else ZERO
 
 
 @jit
 def address_of(array):
-    return np.int64(array.ctypes.data)  # originally unsigned: mixed with signed offsets it would become float
+    return np.int64(array.ctypes.data)  # unsigned by default: mixed with signed offsets it would become float
 
 
 @jit
 def line_in(array):
-    """The first cache line in an array, which has a vector of room for it: a vector across two lines costs twice."""
+    """Return the first cache line in an array that is one vector larger: vectors across two lines cost twice."""
     return (address_of(array) + VECTOR - 1) // VECTOR * VECTOR

@@ -1,7 +1,7 @@
 """Kernels that run on several threads.
 
-numba compiles the body of each parallel loop three times more: as a kernel, in the kernel's wrapper, and in the
-function around it. Here there is one such loop, which calls what it is given.
+numba compiles the body of each parallel loop three additional times: as a kernel, in the kernel's wrapper,
+and in the enclosing function. This module has a single such loop, which calls the function passed to it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _compiled(dispatcher: Any, kinds: tuple[Any, ...]) -> Any:
 
 
 class _Launch:
-    """Emits a launch: the arguments go to a record on the stack, out of which every thread calls the kernel."""
+    """Emits a launch: arguments are stored in a record on the stack, from which every thread calls the kernel."""
 
     def __init__(self, kernel: Any, leading: int, arguments: Any) -> None:
         kinds = (types.int64,) * leading + tuple(map(types.unliteral, arguments.types))
@@ -67,7 +67,7 @@ class _Launch:
             context.call_conv.return_user_exc(builder, MemoryError, ("a kernel's threads",))
 
     def _share(self, context: Any, module: Any, record_type: Any) -> Any:
-        """The function that a thread calls with its number and the record's address."""
+        """Return the function that a thread calls with its number and the record's address."""
         name = module.get_unique_name(f"share.{self._compiled.fndesc.mangled_name}")
         share = _ir.Function(module, _SHARE, name)
         share.linkage = "internal"
@@ -96,7 +96,7 @@ class _Launch:
 def launch(typing_context: Any, kernel: Any, num_threads: Any, arguments: Any) -> Any:
     """Call kernel(thread, *arguments) for every thread in range(num_threads), each on a separate thread.
 
-    `arguments` is a tuple; the arrays in it live until all have returned.
+    `arguments` is a tuple; its arrays stay alive until all calls have returned.
     """
     launched = _Launch(kernel, 1, arguments)
 

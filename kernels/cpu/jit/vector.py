@@ -1,7 +1,8 @@
 """Vectors of 16 floats as values inside numba kernels, one AVX-512 register each (or two or four narrower ones).
 
-A loop that LLVM vectorizes automatically ends each short dot product in a costly prologue and epilogue; heads of 64
-numbers are only short dot products. Here the kernel specifies the contents of each register.
+A loop that LLVM vectorizes automatically ends each short dot product in a costly prologue and epilogue, and
+heads of 64 values consist only of short dot products. Here the kernel specifies the contents of each
+register.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _constant(value: float) -> Any:
 
 
 def _operation(emit: Callable[..., Any], num_operands: int, result: Any = f32x16) -> Any:
-    """An intrinsic of `num_operands` vectors, whose instructions `emit(builder, *operands)` adds."""
+    """Return an intrinsic of `num_operands` vectors; `emit(builder, *operands)` adds its instructions."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return emit(builder, *arguments)
@@ -81,13 +82,13 @@ def _emit_maximum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-# 2 ** f on [-0.5, 0.5], by least squares of the relative error: 8e-8.
+# 2 ** f on [-0.5, 0.5], fitted by least squares of the relative error: 8e-8.
 _EXP2 = (1.0000001192, 0.6931469440, 0.2402212172, 0.0555074252, 0.0096754599, 0.0013266971)
 
 
 def _emit_exp2(builder: Any, x: Any) -> Any:
     is_zero = builder.fcmp_ordered("<", x, _constant(-126.0))
-    x = builder.select(is_zero, _constant(-126.0), x)  # preserves NaN, which a maximum would not
+    x = builder.select(is_zero, _constant(-126.0), x)  # preserves NaN, unlike a maximum
     whole = call(builder, "llvm.rint.v16f32", F32X16, [x])
     fraction = builder.fsub(x, whole)
     result = _constant(_EXP2[-1])
@@ -119,7 +120,7 @@ sum_lanes = _operation(_emit_sum, 1, types.float32)
 
 
 def emit_splat(builder: Any, value: Any) -> Any:
-    """The scalar in every lane, for intrinsics that are made of several instructions."""
+    """Copy the scalar into every lane, for intrinsics that consist of several instructions."""
     kind = _ir.VectorType(value.type, LANES)
     one = builder.insert_element(_ir.Constant(kind, _ir.Undefined), value, _ir.IntType(32)(0))
     return builder.shuffle_vector(one, one, _ir.Constant(_I32X16, [0] * LANES))
@@ -127,7 +128,7 @@ def emit_splat(builder: Any, value: Any) -> Any:
 
 @intrinsic
 def splat(typing_context: Any, value: Any) -> Any:
-    """The scalar in every lane."""
+    """Copy the scalar into every lane."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return emit_splat(builder, arguments[0])
@@ -137,7 +138,7 @@ def splat(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def count_from(typing_context: Any, first: Any) -> Any:
-    """first, first + 1, ... for a float32 `first`."""
+    """Return first, first + 1, ... for a float32 `first`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lanes = _ir.Constant(F32X16, [float(lane) for lane in range(LANES)])
@@ -152,7 +153,7 @@ def _vector_pointer(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def load(typing_context: Any, address: Any) -> Any:
-    """The 16 floats at `address` (int64, any alignment)."""
+    """Load the 16 floats at `address` (int64, any alignment)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_vector_pointer(builder, arguments[0]), align=4)
@@ -176,14 +177,14 @@ def _shuffle(builder: Any, x: Any, y: Any, lanes: list[int]) -> Any:
 
 
 def _fold(builder: Any, combine: Callable[..., Any], x: Any, y: Any, distance: int) -> Any:
-    """Interleave x and y in runs of `distance` lanes, each run combined with the one after it."""
+    """Interleave x and y in runs of `distance` lanes, each run combined with the next one."""
     first = [j if not j & distance else LANES + j - distance for j in range(LANES)]
     second = [lane + distance for lane in first]
     return combine(builder, _shuffle(builder, x, y, first), _shuffle(builder, x, y, second))
 
 
 def _fold_all(builder: Any, combine: Callable[..., Any], vectors: list[Any]) -> Any:
-    """Lanes of the result represent the vectors, a power of two of them, again and again."""
+    """Combine a power of two of vectors; the result's lanes represent them repeatedly, in order."""
     distance = 1
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
@@ -192,7 +193,7 @@ def _fold_all(builder: Any, combine: Callable[..., Any], vectors: list[Any]) -> 
 
 
 def _of_each(combine: Callable[..., Any]) -> Any:
-    """An intrinsic: lane r = `combine` applied to the lanes of vector r, for the LANES vectors at `address`."""
+    """Return an intrinsic: lane r = `combine` over the lanes of vector r, for the LANES vectors at `address`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (address,) = arguments

@@ -1,1 +1,1 @@
-"""The fast implementation for CPU tensors, compiled by numba; other code calls `operators` and `layer`."""
+"""The fast implementation for CPU tensors, compiled by numba. Other code calls `operators` and `layer`."""

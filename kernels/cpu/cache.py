@@ -1,4 +1,4 @@
-"""Writing this step's keys and values to their slots, rounded to the cache's dtype."""
+"""Write a step's keys and values to their slots, rounded to the cache's dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _SMALLEST_PEAK = np.float32(SMALLEST_PEAK)
 
 @jit
 def _store_head(element, target, source, count, scale, limit):
-    """Write one head of one token; with a `limit`, divided by a scale so that its peak equals the limit."""
+    """Write one head of one token.
+
+    With a `limit`, values are divided by a scale so that their peak equals the limit.
+    """
     factor = ONE
     if limit > ZERO:
         peak = max(peak_of(source, count), _SMALLEST_PEAK)
@@ -35,7 +38,7 @@ def _store_head(element, target, source, count, scale, limit):
 def write_tokens(
     first,  # tokens first .. last - 1 are written
     last,
-    element,  # the cache's
+    element,  # of the cache
     key,  # [num_tokens, num_kv_heads, head_dim] fp32, with strides
     key_stride,
     key_head_stride,
@@ -46,7 +49,7 @@ def write_tokens(
     value_cache,
     key_scales,
     value_scales,
-    limit,  # the largest number of a scaled cache; 0 = the cache has no scales
+    limit,  # the largest value of a scaled cache; 0 = the cache has no scales
     slot_mapping,
     num_kv_heads,
     block_size,

@@ -1,6 +1,6 @@
 """Row-wise operators of a transformer layer, each in one pass over its tensors instead of torch's several.
 
-All take fp32 CPU tensors whose last dimension is contiguous; leading strides are free. A row's result does not
+All require fp32 CPU tensors with a contiguous last dimension and any leading strides. A row's result does not
 depend on the other rows.
 """
 
@@ -14,7 +14,7 @@ from pagemill.kernels.cpu.jit.compiler import external, f32_pointer, jit, run_ro
 from pagemill.kernels.cpu.jit.row import F32, LOG2_E, ONE, VECTOR, ZERO
 from pagemill.kernels.cpu.jit.threads import launch_rows
 
-LOWEST_GATE = np.float32(-87.0)  # exp(87) is about the largest that fp32 holds; silu is 0 long before
+LOWEST_GATE = np.float32(-87.0)  # exp(87) is about the largest fp32 value; silu is 0 long before
 
 
 def rms_norm(
@@ -32,7 +32,7 @@ def rms_norm(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual), both fresh and contiguous."""
+    """(rms_norm(x + residual), x + residual), both new and contiguous."""
     num_tokens, size = x.shape
     normed, total = torch.empty((num_tokens, size)), torch.empty((num_tokens, size))
     addresses = (
@@ -57,10 +57,10 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def rotary_embedding(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate query and key [num_tokens, heads, head_dim] in place, pairing number i with i + half ("neox").
+    """Rotate query and key [num_tokens, heads, head_dim] in place, pairing value i with i + half ("neox").
 
-    cos, sin: [num_tokens, rotary_dim] as transformers makes them, where the second half repeats the first. Numbers
-    from rotary_dim on stay as they are.
+    cos and sin are [num_tokens, rotary_dim] in the transformers layout: the second half repeats the first.
+    Values from rotary_dim stay unchanged.
     """
     num_tokens, rotary_dim = cos.shape
     angles = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0), rotary_dim // 2)
@@ -73,7 +73,7 @@ def rotary_embedding(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, 
 def rms_norm_rows(
     first, last, x, weight, residual, total, out, x_stride, residual_stride, out_stride, size, eps
 ):
-    """Rows first .. last - 1 of both norms; a `residual` of address 0 is absent. `total` has out's stride."""
+    """Rows first .. last - 1 of both norms; a `residual` of address 0 is absent. `total` has the stride of `out`."""
     whole = F32 * size // VECTOR * VECTOR
     for row in range(first, last):
         source, target = x + F32 * row * x_stride, out + F32 * row * out_stride

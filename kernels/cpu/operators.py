@@ -1,6 +1,6 @@
-"""The operators' fast face for CPU tensors. Contracts: `pagemill.kernels.dispatch`.
+"""The fast implementation of the operators for CPU tensors. Contracts: `pagemill.kernels.dispatch`.
 
-Made for fp32 models, with a cache of any dtype: half-precision models take the plain torch way.
+For fp32 models with a cache of any dtype. Half-precision models use plain torch operators.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def paged_attention(
     if query.dtype != torch.float32:
         return reference.paged_attention(query, cache, metadata, scoring)
     tables, starts, seq_lens = metadata.block_tables, metadata.query_start_loc, metadata.seq_lens
-    # The kernels take addresses at their word.
+    # The kernels do not check addresses.
     assert all(tensor.is_contiguous() for tensor in cache.tensors())
     assert query.stride(2) == tables.stride(1) == 1
     assert tables.dtype == starts.dtype == seq_lens.dtype == torch.int32
@@ -158,7 +158,7 @@ def warm_up_layers(
     cache_dtype: torch.dtype = torch.float32,
     rounds_to_cache: bool = False,
 ) -> None:
-    """The same for the operators of layers that are called one by one."""
+    """Compile, or load from disk, the operators of layers that are called separately."""
     query, key, value = torch.zeros(3, num_heads + 2 * num_kv_heads, head_dim).split(
         [num_heads, num_kv_heads, num_kv_heads], dim=1
     )

@@ -1,7 +1,7 @@
 """The recurrences of `pagemill.kernels.recurrence`: one pass over a head's state per token, in its slot.
 
-A task is one head of one row. It takes the state in tiles that stay in the first-level cache while it walks through
-the row's tokens, so that the numbers do not depend on how a prompt is cut into chunks.
+A task is one head of one row. It processes the state in tiles that stay in the L1 cache for all of the row's
+tokens. The results therefore do not depend on the prompt's chunk boundaries.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def inverse_length(source, size):
 
 @jit
 def delta_wide(state, stride, key, query, value, out, key_dim, remains, beta, key_factor, query_factor):
-    """One token on 64 columns of a head's state [key_dim, value_dim]; the state and `stride` in bytes."""
+    """Advance 64 columns of a head's state [key_dim, value_dim] by one token; the state and `stride` in bytes."""
     zero = vector.splat(ZERO)
     sum0, sum1, sum2, sum3 = zero, zero, zero, zero
     row = state
@@ -130,7 +130,7 @@ def delta_wide(state, stride, key, query, value, out, key_dim, remains, beta, ke
 
 @jit
 def delta_narrow(state, stride, key, query, value, out, key_dim, remains, beta, key_factor, query_factor):
-    """As `delta_wide`, on one column."""
+    """`delta_wide` for one column."""
     total = ZERO
     for i in range(key_dim):
         total += f32_pointer(state + i * stride)[0] * f32_pointer(key)[i]
@@ -148,7 +148,7 @@ def delta_rows(
     first, last, states, query, key, value, decay, beta, slots, out, length, heads, key_heads, key_dim, value_dim,
     is_new,
 ):  # fmt: skip
-    """Tasks first .. last - 1: (row, head)."""
+    """Run tasks first .. last - 1. A task is (row, head)."""
     scale, stride = ONE / np.sqrt(np.float32(key_dim)), F32 * value_dim
     for task in range(first, last):
         row, head = task // heads, task % heads
@@ -176,7 +176,7 @@ def delta_rows(
 
 @jit
 def scan_one(state, write, read, size, remains, x):
-    """Advance one line of a head's state [size] by a token; returns its product with `read`."""
+    """Advance one line of a head's state [size] by a token; return its dot product with `read`."""
     whole = F32 * size // VECTOR * VECTOR
     kept, added, sums = vector.splat(remains), vector.splat(x), vector.splat(ZERO)
     for at in range(0, whole, VECTOR):
@@ -195,7 +195,7 @@ def scan_one(state, write, read, size, remains, x):
 
 @jit
 def scan_places(state, write, read, size, step, decay, x):
-    """As `scan_one`, with a decay for each place."""
+    """`scan_one` with a separate decay for each element."""
     whole = F32 * size // VECTOR * VECTOR
     by, added, sums = vector.splat(step * LOG2_E), vector.splat(x), vector.splat(ZERO)
     for at in range(0, whole, VECTOR):
@@ -218,7 +218,7 @@ def scan_rows(
     first, last, states, x, steps, decay, write, read, slots, out, length, heads, groups, head_dim, state_size,
     decay_size, is_new,
 ):  # fmt: skip
-    """Tasks first .. last - 1: (row, head)."""
+    """Run tasks first .. last - 1. A task is (row, head)."""
     for task in range(first, last):
         row, head = task // heads, task % heads
         group = head // (heads // groups)

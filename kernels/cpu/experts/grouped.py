@@ -1,7 +1,7 @@
-"""Products of rows that are sorted by expert with each expert's own packed weight: y = x W_e^T + b_e.
+"""Matmuls of rows sorted by expert with each expert's packed weight: y = x W_e^T + b_e.
 
-Threads take an expert's rows and some of its panels at a time. A number of the result is made as `fp32` or `converted`
-make it: it depends on its row, its expert and its channel alone, to the last bit.
+Threads take an expert's rows and some of its panels at a time. `fp32` or `converted` computes each value of
+the result, so it depends only on its row, expert and channel, to the last bit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pagemill.kernels.cpu.matmul.kinds import KINDS, KindName, by_kind
 from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight
 from pagemill.kernels.cpu.matmul.work_sharing import new_counter, take
 
-_TURNS = 4  # of a thread, at least
+_TURNS = 4  # per thread, at least
 _multiply_range = by_kind(fp32.multiply_range, converted.multiply_range)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeights:
-    """The packed weights of all experts, of one format, an expert's panels after the other's."""
+    """The packed weights of all experts in one format, expert by expert."""
 
     kind: KindName
     panels: torch.Tensor
@@ -47,7 +47,7 @@ class GroupedWeights:
 
 
 def padded_bias(bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
-    """Return biases [num_experts, out_features] filled up to whole panels; of None one row of zeros."""
+    """Return biases [num_experts, out_features] padded to complete panels; for None, one row of zeros."""
     width = -(-out_features // PANEL) * PANEL
     if bias is None:
         return torch.zeros(1, width)
@@ -62,7 +62,7 @@ def multiply(x: torch.Tensor, offsets: torch.Tensor, weights: GroupedWeights) ->
         offsets: int64 [num_experts + 1], from 0 to num_rows.
 
     Returns:
-        fp32 [num_rows, out_features], fresh and contiguous.
+        fp32 [num_rows, out_features], new and contiguous.
     """
     assert x.dtype is torch.float32
     assert x.stride(1) == 1 or x.shape[1] == 1
@@ -86,7 +86,7 @@ def multiply(x: torch.Tensor, offsets: torch.Tensor, weights: GroupedWeights) ->
 
 @cache
 def warm_up(kind: KindName) -> None:
-    """Compile the kernel, or load it from the disk, so that no step pays for it."""
+    """Compile the kernel, or load it from disk, before a step needs it."""
     one, bias = torch.zeros(1, 1), padded_bias(None, 1)
     if kind == "fp32":
         weights = GroupedWeights.of_floats(weight_packing.pack(one), bias, 1)
@@ -98,7 +98,7 @@ def warm_up(kind: KindName) -> None:
 
 @jit(allocates=True)
 def _with_rows(offsets, num_experts):
-    """The experts that have rows."""
+    """Return the experts that have rows."""
     found, count = np.empty(num_experts, np.int64), 0
     for expert in range(num_experts):
         if i64_pointer(offsets)[expert + 1] > i64_pointer(offsets)[expert]:

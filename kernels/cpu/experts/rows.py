@@ -1,4 +1,4 @@
-"""Routing of rows to experts, and the copies before and after the experts' products, in fp32.
+"""Routing of rows to experts, and the copies before and after the experts' matmuls, in fp32.
 
 Contracts: `pagemill.kernels.dispatch`.
 """
@@ -85,7 +85,7 @@ def combine_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Ten
 
 @cache
 def warm_up() -> None:
-    """Compile the kernels, or load them from the disk, so that no step pays for it."""
+    """Compile the kernels, or load them from disk, before a step needs them."""
     x, top_k = torch.zeros(1, 64), Routing(top_k=1)
     weights, indices = route(x, None, top_k)
     rows, places, _ = sort_by_expert(x, indices, 64)
@@ -113,7 +113,7 @@ def _score_row(logits, scores, num_experts, kind):
 
 @jit(exact=True)
 def _best(values, begin, end):
-    """The place of the largest value that is not -inf; of equal ones the first. Any place where all are NaN."""
+    """Return the index of the largest value above -inf, the first of equal ones; any index if all are NaN."""
     best = begin
     for i in range(begin, end):
         if values[i] > values[best] or values[best] == _LOWEST:
@@ -123,7 +123,7 @@ def _best(values, begin, end):
 
 @jit(exact=True)
 def _keep_groups(choice, groups, num_experts, num_groups, kept_groups, group_best):
-    """Sets the experts of all but the best groups to -inf."""
+    """Set the experts of all but the best groups to -inf."""
     size = num_experts // num_groups
     for group in range(num_groups):
         begin, end = group * size, (group + 1) * size
@@ -175,7 +175,7 @@ def _route_rows(first, last, weights, indices, rows, num_experts, choice_of, num
 
 @jit
 def _sort(indices, count, num_experts, places, offsets):
-    """Counting sort: rows of an expert remain in order."""
+    """Counting sort; rows of an expert stay in order."""
     starts = i64_pointer(offsets)
     for expert in range(num_experts + 1):
         starts[expert] = 0
@@ -194,7 +194,7 @@ def _sort(indices, count, num_experts, places, offsets):
 
 @jit
 def _spread_rows(first, last, rows, x, x_stride, places, top_k, size):
-    """Copies each row of x to the places of its experts."""
+    """Copy each row of x to the positions of its experts."""
     whole = F32 * size // VECTOR * VECTOR
     for row in range(first, last):
         source = x + F32 * row * x_stride
@@ -208,7 +208,7 @@ def _spread_rows(first, last, rows, x, x_stride, places, top_k, size):
 
 @jit
 def _at_most(numbers, bound):
-    """The lesser ones of two vectors' numbers: the negatives of the larger ones of their negatives."""
+    """Return the elementwise minimum of two vectors: the negated maximum of their negatives."""
     minus = vector.splat(-ONE)
     return vector.multiply(
         vector.maximum(vector.multiply(numbers, minus), vector.multiply(bound, minus)), minus
@@ -238,7 +238,7 @@ def _clamped_rows(first, last, gate_up, stride, out, size, alpha, limit):
 
 @jit
 def _combine_rows(first, last, out, rows, places, weights, top_k, size):
-    """out = the sum of each row's experts, weighted, in the order of its choice."""
+    """out = the weighted sum of each row's experts, in the order of selection."""
     whole = F32 * size // VECTOR * VECTOR
     for row in range(first, last):
         target = out + F32 * size * row

@@ -1,1 +1,1 @@
-"""A whole decoder layer as a few compiled calls."""
+"""A complete decoder layer as a few compiled calls."""

@@ -1,7 +1,8 @@
-"""Compiles the kernels of decoder layers in several processes in parallel: within one, numba compiles one at a time.
+"""Compile the kernels of decoder layers in several processes in parallel, because numba serializes within one.
 
-All take the same kernels in different orders. What one process is compiling another waits for, and then loads it from
-the disk (`Kernel.compile`); so do processes that start together.
+All processes compile the same kernels in different orders. If another process is already compiling a kernel,
+a process waits and then loads it from disk (`Kernel.compile`). The same applies to processes that start
+together.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ logger = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """One of the kernels that a layer is made of."""
+    """One of the kernels of a layer."""
 
     name: str
     """One of `stack.PARTS`."""
     kind: KindName
-    """Of the products."""
+    """The kind of the matmuls."""
     cache_dtype: torch.dtype
 
     def compile(self) -> None:
-        """Compile it, or load it from the disk."""
+        """Compile it, or load it from disk."""
         stack.compile_part(self.name, kind=self.kind, cache_dtype=self.cache_dtype)
 
     def word(self) -> str:
@@ -61,7 +62,7 @@ _early: ContextVar[subprocess.Popen[bytes] | None] = ContextVar("early", default
 
 @contextmanager
 def compiling_early() -> Iterator[None]:
-    """Inside, where nothing is compiled yet, another process compiles what every model runs; then `compile_apart`'s."""
+    """With an empty cache, compile the common kernels in another process during the block, then `compile_apart`'s."""
     directory = Path(numba.config.CACHE_DIR)
     if any(directory.glob("compiled-*")) or not _can_help(directory):
         yield
@@ -77,9 +78,10 @@ def compiling_early() -> Iterator[None]:
 
 
 def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
-    """Compile parts in this process, which runs `meanwhile` first, and in others; return if they are compiled.
+    """Compile parts in this process, which runs `meanwhile` first, and in others. Returns when all are compiled.
 
-    Others only save time: where nothing can be kept on the disk, or one fails, all is compiled here.
+    Other processes only save time. If the disk is not writable, or one of them fails, this process compiles
+    everything.
     """
     marker = Path(numba.config.CACHE_DIR) / f"compiled-{_fingerprint(parts)}"
     others: list[subprocess.Popen[bytes]] = []
@@ -120,7 +122,7 @@ def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", __name__],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        stdin=subprocess.PIPE,  # open as long as this process lives
+        stdin=subprocess.PIPE,  # open for the lifetime of this process
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -128,13 +130,13 @@ def _start() -> subprocess.Popen[bytes]:
 
 def _send(parts: Sequence[Part], other: subprocess.Popen[bytes]) -> None:
     assert other.stdin is not None
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # it has exited
         other.stdin.write("".join(f"{part.word()}\n" for part in parts).encode())
         other.stdin.flush()
 
 
 def _end(other: subprocess.Popen[bytes]) -> None:
-    """Stop a process without remaining work."""
+    """Stop a process that has no more work."""
     if (status := other.poll()) not in (None, 0, -signal.SIGKILL):
         command = shlex.join(map(str, cast(list[str], other.args)))
         logger.warning(
@@ -155,7 +157,7 @@ def _can_start_python() -> bool:
 
 
 def _fingerprint(parts: Sequence[Part]) -> str:
-    """Of what numba takes machine code for the same by: CPU, versions, and place; and of which parts it is about."""
+    """Digest of everything that numba's cache depends on (CPU, versions, location), and of the parts."""
     target = registry.cpu_target.target_context.codegen().magic_tuple()
     facts = (sys.version, numba.__version__, target, __file__, *(part.word() for part in parts))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
@@ -166,9 +168,9 @@ def _num_cores() -> int:
 
 
 def _read_words(words: queue.SimpleQueue[str]) -> None:
-    """Forward the parent's requests, and exit with it."""
+    """Forward the parent's requests, and exit together with it."""
     left = ""
-    while text := os.read(0, 1 << 16):  # not by `sys.stdin`, which an exiting interpreter tries to lock
+    while text := os.read(0, 1 << 16):  # not through `sys.stdin`, which an exiting interpreter tries to lock
         *lines, left = (left + text.decode()).split("\n")
         for line in lines:
             words.put(line)
@@ -176,7 +178,7 @@ def _read_words(words: queue.SimpleQueue[str]) -> None:
 
 
 def _compile_what_is_asked_for() -> None:
-    gc.disable()  # a tenth of the time, for a process that soon ends
+    gc.disable()  # saves a tenth of the time; the process is short-lived
     words: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_words, args=(words,), daemon=True).start()
     operators.warm_up()

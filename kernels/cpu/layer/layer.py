@@ -1,8 +1,8 @@
-"""A whole decoder layer in machine code: norm, attention over the paged cache, norm, gated MLP.
+"""A complete decoder layer in machine code: norm, attention over the paged cache, norm, gated MLP.
 
-Called operator by operator, a layer of a small model spends a third of a decode step in Python and in fetching
-memory for results. Here the products, the row operators, the cache's writer and the attention kernels call one another
-in machine code, on buffers that all layers share. Numbers are the same to the last bit.
+Called operator by operator, a layer of a small model spends a third of a decode step in Python and in
+allocating results. Here the matmuls, row operators, cache writer and attention kernels call one another in
+machine code, on buffers that all layers share. Values are identical to the last bit.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ LAYER = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A weight's panels and its bias, padded with zeros to whole panels. A layer's products are all of one kind."""
+    """A weight's panels and its bias, padded with zeros to complete panels. All matmuls of a layer have one kind."""
 
     packed: torch.Tensor
     bias: torch.Tensor
     kind: KindName
     weight_format: int
-    """Of `weight_formats` for fp32, of `int8_tile` for int8."""
+    """A format of `weight_formats` for fp32, of `int8_tile` for int8."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """A layer's weights; `q_norm` and `k_norm` [head_dim] are both given or both None."""
+    """A layer's weights; `q_norm` and `k_norm` [head_dim] are both set or both None."""
 
     input_norm: torch.Tensor  # [hidden_size]
     qkv: Product
@@ -72,11 +72,11 @@ class DecoderLayer:
     weights: LayerWeights
     scoring: Scoring
     rotates: bool
-    """Whether queries and keys are rotated."""
+    """True if queries and keys are rotated."""
 
 
 def describe(record: Any, layer: DecoderLayer) -> None:
-    """Fill a record of LAYER, which only holds addresses: the caller retains the layer."""
+    """Fill a record of LAYER, which only holds addresses; the caller keeps the layer alive."""
     weights, scoring = layer.weights, layer.scoring
     for name in ("input_norm", "post_attention_norm", "q_norm", "k_norm"):
         tensor = getattr(weights, name)
@@ -98,7 +98,7 @@ def describe(record: Any, layer: DecoderLayer) -> None:
 
 
 def point_at(record: Any, cache: LayerCache) -> None:
-    """Assign this cache, which the caller retains, to a record of LAYER."""
+    """Store the addresses of this cache in a record of LAYER; the caller keeps the cache alive."""
     assert all(tensor.is_contiguous() for tensor in cache.tensors())
     for name, tensor in (
         ("key_cache", cache.keys),

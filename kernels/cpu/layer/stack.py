@@ -1,7 +1,7 @@
-"""A model's decoder layers in a row, as one compiled call.
+"""A model's decoder layers as one compiled call.
 
-Between two layers the kernels have just pushed Python's own code and objects out of the caches: what costs ten
-microseconds in its own loop costs seventy there. So nothing of it is left between them.
+After a layer, the kernels have evicted Python's code and objects from the caches: work that takes 10 us in a
+tight loop takes 70 us between layers. So no Python runs between them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pagemill.kernels.cpu.matmul.kinds import KINDS, KindName
 from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer
 from pagemill.kernels.types.metadata import AttentionMetadata, warm_up_metadata
 
-# Addresses of cos and sin, their rows' stride, and half of the rotary dimension.
+# Addresses of cos and sin, the stride of their rows, and half of the rotary dimension.
 Angles = tuple[int, int, int, int]
 NO_ROTATION: Angles = (0, 0, 0, 0)
 
 
 def angles_of(rotation: tuple[torch.Tensor, torch.Tensor]) -> Angles:
-    """cos and sin [num_tokens, any], fp32, with one stride; the width of cos is the rotary dimension."""
+    """Return the `Angles` of cos and sin, fp32 [num_tokens, any] of one stride; cos is as wide as the rotation."""
     cos, sin = rotation
     assert cos.dtype is sin.dtype is torch.float32
     assert cos.stride() == sin.stride()
@@ -41,7 +41,7 @@ def angles_of(rotation: tuple[torch.Tensor, torch.Tensor]) -> Angles:
 
 @jit
 def run_layers(kind, element, layers, steps, hidden, cos, sin, stride, half, num_threads):
-    """Replace `hidden` by the last layer's output; `steps` are the groups' records of the step."""
+    """Replace `hidden` with the last layer's output; `steps` are the step's records, one per group of layers."""
     for i in range(len(layers)):
         layer = layers[i : i + 1]
         step = steps[layer[0].group : layer[0].group + 1]
@@ -50,14 +50,13 @@ def run_layers(kind, element, layers, steps, hidden, cos, sin, stride, half, num
         finish(kind, layer, step, hidden, i + 1 < len(layers), num_threads)
 
 
-# their own Kernels, which `run_layers` calls, so that the products are not compiled again for every dtype of the
-# cache, nor attention for every kind of product; and the two that the third calls. What takes longest to compile comes
-# first.
+# These are separate Kernels, which `run_layers` and `place_and_attend` call. Matmuls are then not compiled
+# again for every cache dtype, nor attention for every kind of matmul. The slowest to compile come first.
 PARTS = ("prefill", "decode", "place_and_attend", "finish", "project")
 
 
 def compile_part(name: str, *, kind: KindName, cache_dtype: torch.dtype) -> None:
-    """Compile one of them, or load it from the disk."""
+    """Compile one of the parts, or load it from disk."""
     number, element = KINDS[kind], element_of(cache_dtype, rounds=kind != "fp32")
     layer, step = np.zeros(1, LAYER), np.zeros(1, STEP)
     kernel, arguments = {
@@ -76,7 +75,7 @@ def _attention_arguments(kernel: Any, element: Any) -> tuple[Any, ...]:
 
 
 class LayerStack:
-    """Runs layers in order. They have one kind of products, and caches of one dtype."""
+    """Runs layers in order. They have one kind of matmuls, and caches of one dtype."""
 
     def __init__(self, layers: Sequence[DecoderLayer], buffers: StepBuffers) -> None:
         self.layers, self._buffers = layers, buffers
@@ -98,15 +97,15 @@ class LayerStack:
         metadata: AttentionMetadata,
         read_tokens: torch.Tensor | None = None,
     ) -> None:
-        """Replace `hidden` [num_tokens, hidden_size], fp32 and contiguous, by the last layer's output.
+        """Replace `hidden` [num_tokens, hidden_size], fp32 and contiguous, with the last layer's output.
 
         Args:
-            rotation: cos and sin, rows of num_tokens; the width of cos is the rotary dimension, and of both only
-                the first half is read.
+            rotation: cos and sin, rows of num_tokens. The width of cos is the rotary dimension; only the first half of
+                both is read.
             caches: one per layer.
-            metadata: that of the first group of layers, with the others'.
-            read_tokens: [any] int64, ascending: the tokens whose output anyone reads; that of the others is
-                undefined, but their keys and values reach the caches. None = all.
+            metadata: that of the first group of layers, including the others'.
+            read_tokens: [any] int64, ascending: the tokens whose output is used. The output of others is undefined, but
+                their keys and values are written to the caches. None = all.
         """
         assert hidden.dtype is torch.float32
         assert hidden.is_contiguous()
@@ -121,7 +120,7 @@ class LayerStack:
         )  # fmt: skip
 
     def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
-        """Compile the layers for caches of this dtype, or load them from the disk."""
+        """Compile the layers for caches of this dtype, or load them from disk."""
         weights = self.layers[0].weights
         cache = allocate_layer(1, weights.num_kv_heads, block_size, weights.head_dim, cache_dtype)
         hidden, angles = torch.zeros(3, len(weights.input_norm)), torch.zeros(3, weights.head_dim)

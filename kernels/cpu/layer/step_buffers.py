@@ -1,4 +1,4 @@
-"""The buffers that the layers of a step share: its batch and their results."""
+"""The buffers that the layers of a step share: its batch and intermediate results."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ STEP = np.dtype(
 
 
 class StepBuffers:
-    """The state that all layers share within a step: the metadata's addresses, and room for their results.
+    """The state that all layers share within a step: the metadata's addresses, and memory for results.
 
-    Grows to the largest step seen. For one thread at a time.
+    Grows to the largest step so far. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self.records = np.zeros(1, STEP)
-        """One for each group of layers."""
+        """One record per group of layers."""
         self._metadata: AttentionMetadata | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._widths = dict.fromkeys(("normed", "qkv", "attended", "gated"), 0)
 
     def fit(self, weights: LayerWeights) -> None:
-        """Let rows have room for this layer's results, too."""
+        """Make rows wide enough for this layer's results."""
         size, attended = len(weights.input_norm), weights.num_heads * weights.head_dim
         qkv = attended + 2 * weights.num_kv_heads * weights.head_dim
         for name, width in (
@@ -50,7 +50,7 @@ class StepBuffers:
 
     def begin(self, metadata: AttentionMetadata, num_tokens: int) -> None:
         """Store the addresses of a step's tensors; does nothing if they are already stored."""
-        # A block of rows for each thread, or all rows where there are fewer.
+        # One block of rows per thread, or all rows if there are fewer.
         self._reserve("gated", torch.get_num_threads() * min(num_tokens, BLOCK_ROWS))
         if self._metadata is metadata:
             return
@@ -66,7 +66,7 @@ class StepBuffers:
         self._metadata = metadata
 
     def read(self, num_tokens: int, tokens: torch.Tensor | None) -> None:
-        """Set which tokens' output is read: of all `num_tokens`, or of these, which the caller keeps until then."""
+        """Set the tokens whose output is read: all `num_tokens`, or these, which the caller keeps alive until then."""
         assert tokens is None or (tokens.dtype == torch.int64 and tokens.is_contiguous())
         self.records["num_read"] = num_tokens if tokens is None else len(tokens)
         self.records["read_tokens"] = 0 if tokens is None else tokens.data_ptr()

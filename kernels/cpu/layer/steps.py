@@ -1,7 +1,7 @@
 """The steps of a decoder layer in machine code: its operators, called on records of addresses.
 
-`layer` is a record of `layer.py`, a layer's weights, and `step` one of `step_buffers.py`, what the layers of a step
-share.
+`layer` is a record of `layer.py`, a layer's weights. `step` is a record of `step_buffers.py`, the state that
+the layers of a step share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagemill.kernels.cpu.matmul.work_sharing import (
     take,
 )
 
-# Those of converted rows take the kind themselves.
+# The kernels of converted rows also receive the kind.
 _multiply_rows = by_kind(fp32.multiply_block, converted.multiply_block)
 _multiply_parallel = by_kind(fp32.multiply_parallel, converted.multiply_parallel)
 _mlp_rows = by_kind(fp32_mlp.mlp_rows, converted_mlp.mlp_rows)
@@ -53,7 +53,7 @@ def _norm_heads(x, num_heads, head_dim, weight, eps):
 
 @jit
 def _place_tokens(first, last, element, layer, step, cos, sin, stride, half):
-    """Norm and rotate the tokens' queries and keys, and write keys and values to the cache."""
+    """Normalize and rotate the tokens' queries and keys, and write keys and values to the cache."""
     heads, kv_heads, head_dim = layer[0].num_heads, layer[0].num_kv_heads, layer[0].head_dim
     row = (heads + 2 * kv_heads) * head_dim
     key, value = F32 * heads * head_dim, F32 * (heads + kv_heads) * head_dim
@@ -62,7 +62,7 @@ def _place_tokens(first, last, element, layer, step, cos, sin, stride, half):
         if layer[0].q_norm != 0:
             _norm_heads(query, heads, head_dim, layer[0].q_norm, layer[0].qk_eps)
             _norm_heads(query + key, kv_heads, head_dim, layer[0].k_norm, layer[0].qk_eps)
-        if half != 0:  # keys follow the queries: they are rotated together
+        if half != 0:  # keys follow the queries, so both are rotated together
             at = F32 * token * stride
             rotate_rows(
                 0, 1, query, row, head_dim, heads + kv_heads, cos + at, sin + at, stride, stride, half
@@ -134,7 +134,7 @@ def _project_taken(thread, kind, layer, step, hidden, counter, bounds):
 
 @external(allocates=True)
 def project(kind, layer, step, hidden, num_threads):
-    """qkv = product of the normed hidden states."""
+    """qkv = projection of the normalized hidden states."""
     size, num_tokens = layer[0].hidden_size, step[0].num_tokens
     if are_rows_taken(num_tokens, num_threads):
         bounds = plan_blocks(num_tokens, num_threads)
@@ -150,7 +150,7 @@ def project(kind, layer, step, hidden, num_threads):
 
 @external
 def place_and_attend(element, layer, step, cos, sin, stride, half, num_threads):
-    """attended = attention over the cache, this step's keys and values included."""
+    """attended = attention over the cache, including this step's keys and values."""
     row = (layer[0].num_heads + 2 * layer[0].num_kv_heads) * layer[0].head_dim
     shares = _share(num_threads, step[0].num_tokens * row)
     arguments = (element, layer, step, cos, sin, stride, half)
@@ -160,12 +160,15 @@ def place_and_attend(element, layer, step, cos, sin, stride, half, num_threads):
 
 @external
 def finish(kind, layer, step, hidden, has_next, num_threads):
-    """hidden += product of what was attended to, then hidden += mlp of that; of a last layer's tokens those read."""
+    """hidden += projection of the attention output, then hidden += mlp(norm(hidden)).
+
+    In the last layer, only for the tokens that are read.
+    """
     if has_next or step[0].num_read == step[0].num_tokens:
         _finish_rows(kind, layer, step, hidden, step[0].num_tokens, num_threads)
         return
-    # They move to the front: what was attended to in place, since tokens ascend, and the hidden states to where
-    # queries, keys and values were.
+    # Move them to the front: attention outputs in place, because tokens ascend, and hidden states to the
+    # memory of queries, keys and values.
     width, size, front = layer[0].num_heads * layer[0].head_dim, layer[0].hidden_size, step[0].qkv
     for i in range(step[0].num_read):
         token = i64_pointer(step[0].read_tokens)[i]
@@ -188,7 +191,7 @@ def _finish_block(kind, layer, hidden, attended, normed, gated, num_rows):
     _multiply_rows(
         kind, normed, attended, width, layer[0].o, layer[0].o_format, layer[0].o_bias, num_rows, size, width
     )
-    # The sum goes to `hidden`, its norm to `normed`: every number is read before it is overwritten.
+    # The sum goes to `hidden`, its norm to `normed`: every value is read before it is overwritten.
     norm, eps = layer[0].post_attention_norm, layer[0].eps
     rms_norm_rows(0, num_rows, normed, norm, hidden, hidden, normed, size, size, size, size, eps)
     _mlp_rows(kind, layer, normed, gated, num_rows)

@@ -1,7 +1,7 @@
-"""The largest number of each row and its place, in one pass over the numbers.
+"""The largest value of each row and its index, in one pass over the values.
 
-torch keeps an index for every maximum, number by number. Here maxima of short stretches come first, by whole
-vectors; then only the stretch that holds the largest number is searched for it.
+torch keeps an index for every maximum, value by value. This kernel first computes the maxima of short
+stretches in complete vectors. It then searches only the stretch that contains the largest value.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def largest(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def warm_up() -> None:
-    """Compile, or load from the disk: before a step needs it."""
+    """Compile the kernel, or load it from disk, before a step needs it."""
     largest(torch.zeros(1, LANES))
 
 
 def _maximum(builder: Any, a: Any, b: Any, count: int) -> Any:
-    """The larger of each two; NaN where either is."""
+    """Return the larger of each pair; NaN if either is NaN."""
     return call(builder, f"llvm.maximum.v{count}f32", _ir.VectorType(_ir.FloatType(), count), [a, b])
 
 
@@ -64,7 +64,7 @@ def _larger(typing_context: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def _largest_lane(typing_context: Any, a: Any) -> Any:
-    """The largest of 16; NaN where one is."""
+    """Return the largest of 16 values; NaN if any is NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, count = arguments[0], LANES
@@ -110,7 +110,7 @@ def _maximum_of(source, count):
 
 @jit(exact=True)
 def _stretch_maxima(first, last, numbers, stride, size, maxima, num_stretches):
-    """Of the stretches first .. last - 1, counted over all rows."""
+    """Compute the maxima of stretches first .. last - 1, counted over all rows."""
     for i in range(first, last):
         row, begin = i // num_stretches, i % num_stretches * _STRETCH
         source = numbers + F32 * (row * stride + begin)
@@ -128,7 +128,7 @@ def _places(num_rows, numbers, stride, size, maxima, num_stretches, peaks, place
         source, place = numbers + F32 * row * stride, best * _STRETCH
         while not (f32_pointer(source)[place] == peak or np.isnan(f32_pointer(source)[place])):
             place += 1
-        # Of equal numbers the first: zeros are equal regardless of their signs.
+        # The first of equal values is used: zeros are equal regardless of their signs.
         f32_pointer(peaks)[row] = f32_pointer(source)[place]
         i64_pointer(places)[row] = place
 

@@ -1,9 +1,10 @@
-"""The draw of `pagemill.kernels.noise` without the noise of tokens that cannot win.
+"""The draw of `pagemill.kernels.noise`, without computing noise for tokens that cannot win.
 
-Gumbel noise is -ln(E) with E = -ln(1 - u) for a uniform u, so the highest sum of logit and noise is the lowest
-E / p with p = exp(logit): a race of exponential clocks. u <= E <= 16.64 u for every u that is drawn. A token
-whose p / u is more than 16.64 times below another's has therefore lost, by arithmetic that needs no logarithm.
-The few tokens left, some 20, get their noise as `gumbel_noise` defines it: the winner is the definition's, always.
+Gumbel noise is -ln(E) with E = -ln(1 - u) for a uniform u. The highest sum of logit and noise is therefore
+the lowest E / p with p = exp(logit): a race of exponential clocks. u <= E <= 16.64 u for every possible u. A
+token whose p / u is more than 16.64 times below another's has therefore lost, which needs no logarithm to
+compute. The remaining tokens, about 20, get their noise from `gumbel_noise`, so the winner always matches the
+definition.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from pagemill.kernels.cpu.jit.threads import launch_rows
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, emit_splat, f32x16
 from pagemill.kernels.noise import argmax_of_sums, gumbel_noise
 
-# Above 16.64 by far more than the rounding of logits, noise and their sums can make up for: ln(20 / 16.64) = 0.18.
+# Above 16.64 by far more than the rounding errors of logits, noise and their sums: ln(20 / 16.64) = 0.18.
 _FURTHEST = np.float32(20.0)
-# Candidates per row. Their number is a Poisson variable whose mean is 20 times an exponential one: in e^-50 of the
-# rows there are more, and those are drawn the long way.
+# Candidates per row. Their number is a Poisson variable whose mean is 20 times an exponential one. In e^-50
+# of the rows there are more; those are drawn from the complete row.
 MOST_CANDIDATES = 1024
-_BLOCK = 64  # tokens whose best is remembered
+_BLOCK = 64  # tokens whose best score is stored
 _MINUS_INFINITY = np.float32(-np.inf)
 
 _ir = cgutils.ir
@@ -48,17 +49,17 @@ def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     if most > MOST_CANDIDATES:
         return argmax_of_sums(logits, keys)
     ids = ids[:, :most]
-    # A row's surplus places repeat its first candidate.
+    # A row's surplus slots repeat its first candidate.
     ids = torch.where(torch.arange(most) < counts[:, None], ids, ids[:, :1])
     sums = logits.gather(1, ids.long()) + gumbel_noise(keys, ids)
     is_highest = sums == sums.amax(dim=-1, keepdim=True)
-    return torch.where(is_highest, ids, size - 1).amin(dim=-1).long()  # NaN equals nothing: any token
+    return torch.where(is_highest, ids, size - 1).amin(dim=-1).long()  # NaN never compares equal: any token
 
 
 def candidates(logits: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens among which the winner is, int32 [num_rows, MOST_CANDIDATES], and how many per row, [num_rows].
+    """Return the tokens that can win, int32 [num_rows, MOST_CANDIDATES], and their number per row, [num_rows].
 
-    Where there are more than MOST_CANDIDATES, some are missing.
+    If there are more than MOST_CANDIDATES, some are missing.
     """
     num_rows, size = logits.shape
     ids = torch.empty((num_rows, MOST_CANDIDATES), dtype=torch.int32)
@@ -76,13 +77,13 @@ def candidates(logits: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def warm_up() -> None:
-    """Compile, or load from the disk: before a step needs it."""
+    """Compile the kernel, or load it from disk, before a step needs it."""
     argmax_with_noise(torch.zeros(1, _BLOCK), torch.zeros(1, dtype=torch.int32))
 
 
 @intrinsic
 def _uniforms(typing_context: Any, first: Any, key: Any) -> Any:
-    """`gumbel_noise`'s uniform numbers of the tokens first .. first + 15, before they are clamped below 1."""
+    """`gumbel_noise`'s uniform values of tokens first .. first + 15, before they are clamped below 1."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def constant(value: int) -> Any:
@@ -105,14 +106,14 @@ def _uniforms(typing_context: Any, first: Any, key: Any) -> Any:
 
 @jit
 def _scores(logits, first, key):
-    """p / u of the tokens first .. first + 15, whose logits are at the address `logits`."""
+    """p / u of tokens first .. first + 15, whose logits are at the address `logits`."""
     p = vector.exp2(vector.multiply(vector.load(logits), vector.splat(LOG2_E)))
     return vector.divide(p, _uniforms(np.int32(first), key))
 
 
 @jit
 def _take(scores, first, last, limit, ids, count):
-    """Append those of the tokens first .. last - 1 whose score reaches the limit; return how many there are now."""
+    """Append the tokens first .. last - 1 whose score reaches the limit; return the new number of candidates."""
     for lane in range(last - first):
         if f32_pointer(scores)[lane] >= limit:
             if count < MOST_CANDIDATES:
@@ -148,7 +149,7 @@ def _find_candidates(first_row, last_row, logits, stride, size, keys, ids, count
                     count = _take(address_of(scores), at, at + LANES, limit, targets, count)
         vector.store(address_of(scores), end_scores)
         count = _take(address_of(scores), whole, size, limit, targets, count)
-        if count == 0:  # a logit is not finite: any token, its request fails
+        if count == 0:  # a logit is not finite: use any token, because its request fails
             i32_pointer(targets)[0], count = 0, 1
         i32_pointer(counts)[row] = count
 

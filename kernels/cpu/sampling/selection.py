@@ -1,7 +1,8 @@
 """The cuts of `pagemill.kernels.selection` on a CPU; only values near the cut are sorted.
 
-A row's numbers are counted into buckets by their distance from the largest one, which keeps their order. The counts,
-or the sums of the buckets' probabilities, give the bucket of the cut; only what may matter is sorted.
+A row's values are counted in buckets by their distance from the largest one, which preserves their order. The
+counts, or the sums of the buckets' probabilities, determine the bucket of the cut. Only relevant values are
+sorted.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pagemill.kernels.cpu.jit.vector import LANES
 _BUCKETS = 2048
 _PER_UNIT = np.float32(64.0)
 _LAST = np.float32(_BUCKETS - 1)
-"""Numbers more than 32 below the largest share the last bucket."""
-_SLACK = 1e-6  # the buckets' sums are not added up in the order of the definition
+"""Index of the last bucket, which holds all values more than 32 below the largest."""
+_SLACK = 1e-6  # the order of summation of the buckets differs from the definition's
 _INDEX = (1 << 31) - 1
 
 
@@ -57,7 +58,7 @@ def top_p_thresholds(logits: torch.Tensor, probabilities: torch.Tensor, mass: to
 
 
 def warm_up() -> None:
-    """Compile both, or load them from the disk: before a step needs them."""
+    """Compile both kernels, or load them from disk, before a step needs them."""
     logits = torch.zeros(1, LANES)
     kth_largest(logits, torch.ones(1, dtype=torch.int64))
     top_p_thresholds(logits, logits, torch.zeros(1, dtype=torch.float64))
@@ -65,7 +66,7 @@ def warm_up() -> None:
 
 @jit(exact=True)
 def _fill_buckets(row, size, buckets):
-    """Each number's bucket; NaN's is the last."""
+    """Compute each value's bucket; NaN goes to the last."""
     whole = size // LANES * LANES
     maxima = vector.splat(f32_pointer(row)[0])
     for i in range(0, whole, LANES):
@@ -80,16 +81,16 @@ def _fill_buckets(row, size, buckets):
 
 @jit(exact=True)
 def _sort_key(row, i):
-    """Ascending where the numbers descend, of equal ones the lowest index first."""
+    """Return a key that ascends while values descend; equal values are ordered by index."""
     bits = np.int64(i32_pointer(row)[i])
     if bits < 0:
-        bits = np.int64(-0x80000000) - bits  # -0.0 is 0, as the floats have it
+        bits = np.int64(-0x80000000) - bits  # -0.0 equals 0.0, as for floats
     return -bits * (_INDEX + 1) + i
 
 
 @jit(exact=True, allocates=True)
 def _sort_up_to(row, size, buckets, first, last, keys):
-    """Write the keys in the buckets first .. last in order to the start of `keys`; return their number."""
+    """Write the sorted keys of buckets first .. last to the start of `keys`; return their number."""
     count = 0
     for i in range(size):
         if first <= buckets[i] <= last:

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: two Triton kernels, or a library that the cache names, where it computes the layer."""
+"""Paged attention on a GPU: two Triton kernels, or the library named by the cache if it supports the layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 LIBRARIES: dict[str, PagedAttentionBackend] = {"fa3": FlashAttention3()}
-"""By `LayerCache.attention`."""
+"""Libraries by `LayerCache.attention`."""
 
 
 def paged_attention(
@@ -38,14 +38,14 @@ def paged_attention(
 
 @cache
 def _warn(name: str, reason: str) -> None:
-    """Log once which layers a library leaves to the kernels."""
+    """Log once which layers a library does not support."""
     logger.warning("attention backend %s does not support %s; Triton computes these layers", name, reason)
 
 
 def _by_kernels(
     query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
-    """Two kernels, for a step's first rows and for the rest: one that did both would pipeline neither."""
+    """Run two kernels, for a step's decode rows and for the rest: one kernel for both would pipeline neither."""
     out = query.new_empty(query.shape)
     num_decode_rows = metadata.num_decode_rows
     if num_decode_rows > 0:

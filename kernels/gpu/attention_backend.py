@@ -22,13 +22,13 @@ class PagedAttentionBackend(Protocol):
         """Load the library for this device. Raises `Unavailable`."""
 
     def unsupported(self, query: torch.Tensor, cache: LayerCache, scoring: Scoring) -> str | None:
-        """Return the part of a layer that the library does not compute; None: it computes the layer."""
+        """Return the part of a layer that the library does not support; None if it computes the layer."""
 
     def attend(
         self, query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
     ) -> torch.Tensor:
         """See `pagemill.kernels.dispatch.paged_attention`.
 
-        A call can be captured in a graph: it reads lengths and block tables on the device, and its launches depend on
-        shapes and on the metadata's bounds alone.
+        A call can be captured in a graph: it reads lengths and block tables on the device. Its launches
+        depend only on shapes and on the metadata's bounds.
         """

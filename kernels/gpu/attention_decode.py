@@ -1,8 +1,8 @@
 """Paged attention for rows with one query token: split over the KV length, then merged.
 
-One program takes one row, one KV head with all its query heads (they share every key that is read), and one
-split of the row's keys. The grid is fixed by host numbers; how the keys are cut is worked out per row from
-`seq_lens` on the device, so that a captured CUDA graph serves rows of any length.
+One program handles one row, one KV head with all its query heads (they share every key that is read), and one
+split of the row's keys. Host values determine the grid. Each row's splits are computed from `seq_lens` on the
+device, so that a captured CUDA graph works for rows of any length.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from pagemill.kernels.gpu.tuning import (
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.scoring import Scoring
 
-# Partial results that the merge kernel reads together; rows rarely have more. One number for all: a step with another
-# number of splits must not make another kernel.
+# Partial results that the merge kernel reads together; rows rarely have more. It is a constant, so that a
+# step with another number of splits does not compile another kernel.
 _MERGE = LAUNCHES["merge_splits"]
 
 
@@ -46,7 +46,7 @@ _MERGE = LAUNCHES["merge_splits"]
 def _split_plan(seq_len, num_splits, min_split, BLOCK_N: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
     """(first key, keys per split) of a row; both are multiples of BLOCK_N.
 
-    The split and the merge kernel both call this: they must agree on how many splits a row has.
+    The split and merge kernels both call this, because they must agree on a row's number of splits.
     """
     first = 0
     if SLIDING_WINDOW != 0:
@@ -56,11 +56,11 @@ def _split_plan(seq_len, num_splits, min_split, BLOCK_N: tl.constexpr, SLIDING_W
     return first, tl.maximum(even, min_split)
 
 
-# A number that changes from step to step must not make another kernel: serving would stop to compile it.
+# Not specialized, because the value changes between steps: compiling another kernel would stall serving.
 @triton.jit(do_not_specialize=["stride_table_row", "min_split"])
 def paged_attention_decode_kernel(
     out_ptr,  # [num_rows, num_heads, HEAD_DIM]
-    partial_ptr,  # fp32 [num_rows, num_heads, num_splits, HEAD_DIM]; unread unless SPLIT, as the next
+    partial_ptr,  # fp32 [num_rows, num_heads, num_splits, HEAD_DIM]; like the next, unused unless SPLIT
     lse_ptr,  # fp32 [num_rows, num_heads, num_splits], base 2
     query_ptr,  # [num_rows, num_heads, HEAD_DIM]
     key_cache_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
@@ -103,7 +103,7 @@ def paged_attention_decode_kernel(
     first, split_tokens = _split_plan(seq_len, num_splits, min_split, BLOCK_N, SLIDING_WINDOW)
     start = first + split * split_tokens
     end = tl.minimum(start + split_tokens, seq_len)
-    if start >= end:  # a padded row, or a split that this row is too short for: merge never reads it
+    if start >= end:  # a padded row, or a split beyond this row's keys: merge never reads it
         return
 
     in_group = tl.program_id(1) % HEAD_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -165,7 +165,8 @@ def paged_attention_decode_kernel(
         output = output * unit
     head_rows = row * num_heads + heads
     if SPLIT:  # noqa: SIM102 (the compiler decides this one)
-        # Most rows of a large batch have one split: they need no merge, and their results are not written twice.
+        # Most rows of a large batch have one split: they are not merged, and their results are written only
+        # once.
         if first + split_tokens < seq_len:
             partials = head_rows * num_splits + split
             part = output / total[:, None]
@@ -193,7 +194,7 @@ def merge_splits_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # the split kernel's
+    BLOCK_N: tl.constexpr,  # of the split kernel
     MERGE_SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -248,14 +249,14 @@ def paged_attention_decode(
     """Attention of one query token per row, written to `out`.
 
     Args:
-        out: [num_rows, num_heads, head_dim], contiguous. Rows with `seq_lens` 0 are left as they were.
+        out: [num_rows, num_heads, head_dim], contiguous. Rows with `seq_lens` 0 are not written.
         query: [num_rows, num_heads, head_dim], last dimension contiguous.
         block_tables: [num_rows, max_blocks] int32; entries past a row's length are not read.
-        seq_lens: [num_rows] int32, the query's own token included.
-        max_seq_len: at least the longest of `seq_lens`; sizes the grid. While capturing a graph: the longest
-            that a replay may bring.
-        tile, splits: override `tuning`. With `splits.most` at least max_seq_len / splits.min_tokens
-            every split has that size, regardless of the row's length.
+        seq_lens: [num_rows] int32, including the query's token.
+        max_seq_len: at least the longest of `seq_lens`; sizes the grid. While capturing a graph, the longest that a
+            replay can have.
+        tile, splits: override `tuning`. If `splits.most` is at least max_seq_len / splits.min_tokens, every split has
+            that size, regardless of the row's length.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
@@ -312,7 +313,7 @@ def paged_attention_decode(
         UPCAST=must_upcast(query, cache),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        enable_fp_fusion=True,  # Triton 3.10 turns its default around; products and sums here want FMAs
+        enable_fp_fusion=True,  # off by default since Triton 3.10; multiply-adds here should use FMAs
     )
     if split:
         merge_splits_kernel[(num_rows, num_heads)](

@@ -1,8 +1,8 @@
-"""Paged attention for rows with several query tokens: fresh prompts, chunks of prompts, resumed requests.
+"""Paged attention for rows with several query tokens: new prompts, chunks of prompts, resumed requests.
 
-One program takes one KV head and `block_m` consecutive pairs (query token, query head of the group), so that
-every key it reads serves all of them and tiles are full regardless of the group's size. Which pairs, it reads from a
-work list that the host builds from the query lengths it knows: no program starts in vain.
+One program handles one KV head and `block_m` consecutive pairs (query token, query head of the group). Every
+key that it reads serves all pairs, and tiles are full regardless of the group's size. A program reads its
+pairs from a work list. The host builds the list from known query lengths, so no program starts without work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pagemill.kernels.types.scoring import Scoring
 from pagemill.kernels.types.transfer import to_device
 
 
-# A number that changes from step to step must not make another kernel: serving would stop to compile it.
+# Not specialized, because the value changes between steps: compiling another kernel would stall serving.
 @triton.jit(do_not_specialize=["stride_table_row"])
 def paged_attention_prefill_kernel(
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
@@ -67,7 +67,7 @@ def paged_attention_prefill_kernel(
 ):
     HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
     SCALED: tl.constexpr = key_scales_ptr is not None
-    # bf16 stays: a conversion serves a tile's many rows here, and registers are short.
+    # bf16 is kept: here one conversion serves a tile's many rows, and registers are scarce.
     HALF: tl.constexpr = SCALED and query_ptr.dtype.element_ty == tl.float16
     row = tl.load(work_list_ptr + tl.program_id(0) * 2)
     first_pair = tl.load(work_list_ptr + tl.program_id(0) * 2 + 1)
@@ -101,14 +101,14 @@ def paged_attention_prefill_kernel(
     else:
         slopes = tl.zeros([BLOCK_M], tl.float32)
 
-    # Keys 0..end are visible to the tile's last token, keys below `full_end` to every one of its tokens.
+    # Keys 0..end are visible to the tile's last token, keys below `full_end` to all of its tokens.
     first_position = context_len + first_pair // GROUP_SIZE
     end = context_len + tl.minimum((first_pair + BLOCK_M - 1) // GROUP_SIZE, query_len - 1) + 1
     start = 0
     full_end = (first_position + 1) // BLOCK_N * BLOCK_N
     if SLIDING_WINDOW != 0:
         start = tl.maximum(first_visible(SLIDING_WINDOW, first_position), 0) // BLOCK_N * BLOCK_N
-        full_end = start  # both ends of the window cut through tiles: mask them all
+        full_end = start  # both ends of the window cross tiles, so mask all tiles
 
     table_ptr = block_tables_ptr + row.to(tl.int64) * stride_table_row
     key_ptr = key_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
@@ -154,7 +154,7 @@ def paged_attention_prefill_kernel(
             query, keys, key_scales, distances, slopes, scale, SCALED, HAS_ALIBI, SOFTCAP
         )
         visible = distances <= 0
-        if SLIDING_WINDOW > 0:  # by distances, which are in registers already: there is none to spare
+        if SLIDING_WINDOW > 0:  # by distances, which are already in registers; there are no spare registers
             visible = visible & (distances > -SLIDING_WINDOW)
         if SLIDING_WINDOW < 0:
             visible = visible & (
@@ -174,7 +174,7 @@ def paged_attention_prefill_kernel(
         total = with_sinks(total, maximum, sinks_ptr, heads, is_query)
     if HALF:
         output = output * unit
-    # Pairs past the row's last token have seen nothing when the window left them behind: any divisor but 0.
+    # The window may hide all keys from pairs past the row's last token: use any divisor except 0.
     output = output / tl.where(is_query, total, 1.0)[:, None]
     tl.store(
         out_ptr + (query_rows[:, None] * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :],
@@ -186,10 +186,10 @@ def paged_attention_prefill_kernel(
 def build_work_list(
     query_lens: Sequence[int], seq_lens: Sequence[int], first_row: int, group_size: int, block_m: int
 ) -> npt.NDArray[np.int32]:
-    """[num_programs, 2]: the (row, first pair) of every program, for rows `first_row` and up.
+    """[num_programs, 2]: the (row, first pair) of every program, for rows from `first_row`.
 
-    Longest work first, because a long tile that starts last leaves the device idle around it. Rows without tokens
-    (padding) get no program.
+    Longest work first, because a long tile that starts last leaves the rest of the device idle. Rows without
+    tokens (padding) do not get a program.
     """
     rows = np.arange(first_row, len(query_lens), dtype=np.int64)
     pairs = np.asarray(query_lens[first_row:], dtype=np.int64) * group_size
@@ -227,8 +227,8 @@ def paged_attention_prefill(
     """Causal attention of every row after `metadata.num_decode_rows`, written to `out`.
 
     Args:
-        out: [num_tokens, num_heads, head_dim], contiguous. Other tokens are left as they were.
-        query: [num_tokens, num_heads, head_dim] of the whole step, last dimension contiguous.
+        out: [num_tokens, num_heads, head_dim], contiguous. Other tokens are not written.
+        query: [num_tokens, num_heads, head_dim] of the complete step, last dimension contiguous.
         tile: overrides `tuning`.
     """
     num_heads, head_dim = query.shape[1:]
@@ -271,5 +271,5 @@ def paged_attention_prefill(
         UPCAST=must_upcast(query, cache),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        enable_fp_fusion=True,  # Triton 3.10 turns its default around; products and sums here want FMAs
+        enable_fp_fusion=True,  # off by default since Triton 3.10; multiply-adds here should use FMAs
     )

@@ -1,7 +1,7 @@
-"""The attention kernels' operations on one tile of keys and values: find it, load it, score it, fold it in.
+"""Operations of the attention kernels on one tile of keys and values: locate, load, score and accumulate.
 
-Shared by decode and prefill so that a score means the same in both. Softmax runs in base 2: `exp2` is the
-hardware's own exponential, and the factor log2(e) rides on the scale that scores are multiplied with anyway.
+Decode and prefill share them, so that scores are computed identically. Softmax uses base 2: `exp2` is the
+native exponential of the hardware, and the factor log2(e) is part of the scale of the scores.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import triton.language as tl
 
 from pagemill.kernels.types.layer_cache import LayerCache
 
-# Under TRITON_INTERPRET=1 kernels run as numpy code on CPU tensors. Its bfloat16 is storage only: products of
-# two bf16 tiles are garbage, without an error. Kernels therefore take UPCAST, and compute in fp32 where it is
-# set.
+# With TRITON_INTERPRET=1 kernels run as numpy code on CPU tensors. There bfloat16 is only a storage type:
+# matmuls of two bf16 tiles silently return garbage. Kernels therefore have UPCAST, and compute in fp32 if it
+# is set.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 _CONVERTS_FP8_DIRECTLY = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
-"""Triton 3.6 makes bf16 of fp8 by an instruction that sm_89 does not have."""
+"""Triton 3.6 converts fp8 to bf16 with an instruction that sm_89 does not have."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# A running maximum starts here and not at -inf: a tile with nothing visible then gives
-# exp2(-inf - finite) = 0, where -inf minus -inf would give NaN.
+# A running maximum starts here and not at -inf: a tile without visible keys then gives exp2(-inf - finite) =
+# 0, whereas -inf minus -inf would give NaN.
 LOWEST_SCORE = tl.constexpr(-1.0e30)
 
-# Queries of half precision meet a scaled cache in fp16, whether they are fp16 or bf16: int8 and e4m3 are exact in it,
-# and e4m3 has an instruction for two, where bf16 takes one more for each, of an eighth of the rate. What may leave the
-# range of fp16 is first divided by its largest, and multiplied with this: 2^15 down to fp16's smallest, 2^-24, is a
-# range of 39 bits.
+# Over a scaled cache, queries of half precision are multiplied in fp16, whether they are fp16 or bf16. int8
+# and e4m3 are exact in fp16. e4m3 has an instruction that converts two values; bf16 needs one more for each,
+# at an eighth of the rate. Values that could exceed the range of fp16 are first divided by the largest, then
+# multiplied by this: 2^15 down to fp16's smallest, 2^-24, is a range of 39 bits.
 _HALF_PEAK = tl.constexpr(2.0**15)
-# No larger than any scale of values (`SMALLEST_PEAK` over the largest number), and no number over it overflows.
+# No larger than any scale of values (`SMALLEST_PEAK` over the largest value), and dividing by it never
+# overflows.
 SMALLEST_UNIT = tl.constexpr(1.0e-33)
 
 
@@ -40,13 +41,13 @@ def must_upcast(query: torch.Tensor, cache: LayerCache) -> bool:
 
 @triton.jit
 def first_visible(WINDOW: tl.constexpr, position):
-    """`types/window.py`'s, which the interpreter does not take: its file has no Triton."""
+    """`first_visible` of `types/window.py`, which the interpreter does not support because its file has no Triton."""
     return position + 1 - WINDOW if WINDOW > 0 else position // -WINDOW * -WINDOW
 
 
 @triton.jit
 def to_half(query):
-    """(fp16 rows whose largest number is `_HALF_PEAK`, what to multiply their scores with [BLOCK_M])."""
+    """(fp16 rows whose largest value is `_HALF_PEAK`, factors for their scores [BLOCK_M])."""
     wide = query.to(tl.float32)
     factors = tl.maximum(tl.max(tl.abs(wide), 1), 1.0e-30) / _HALF_PEAK
     return (wide * (1.0 / factors)[:, None]).to(tl.float16), factors
@@ -54,20 +55,20 @@ def to_half(query):
 
 @triton.jit
 def slot_offsets(
-    block_table_ptr,  # the row's own table
+    block_table_ptr,  # the row's table
     tile_start,  # a multiple of BLOCK_N
-    visible,  # [BLOCK_N] positions that may be read
+    visible,  # [BLOCK_N] positions that can be read
     stride_block,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Offsets [BLOCK_N] of a tile's slots in the cache, int64, without the head's share.
+    """Offsets [BLOCK_N] of a tile's slots in the cache, int64, without the head's offset.
 
-    Where a block is a whole number of tiles, one table entry serves the whole tile; any other tile may straddle
-    blocks, and each of its positions is looked up. Table entries of positions that must not be read are never looked
-    up: they may hold anything.
+    If BLOCK_N divides BLOCK_SIZE, one table entry serves the complete tile. Other tiles can span blocks, so
+    each position is looked up. Table entries of invisible positions are never read, because they can be
+    undefined.
     """
     lanes = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -90,7 +91,7 @@ def load_slots(
     HEAD_DIM_PADDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """A tile [BLOCK_N, HEAD_DIM_PADDED] of keys or values as stored; zeros where there is nothing to read.
+    """A tile [BLOCK_N, HEAD_DIM_PADDED] of keys or values as stored; zeros for invisible positions.
 
     The zeros matter: a masked key's probability is 0, and 0 times the NaN of an unused slot would be NaN.
     """
@@ -111,13 +112,13 @@ def load_slots(
 def load_scales(
     scales_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE]
     kv_head,
-    offsets,  # [BLOCK_N] of the slots in the cache, without the head's share
+    offsets,  # [BLOCK_N] of the slots in the cache, without the head's offset
     visible,  # [BLOCK_N]
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The scales [BLOCK_N] of a tile's slots: every HEAD_DIM numbers of the cache share one."""
+    """The scales [BLOCK_N] of a tile's slots; every HEAD_DIM values of the cache share one."""
     pointers = scales_ptr + kv_head.to(tl.int64) * BLOCK_SIZE + offsets // HEAD_DIM
     if MASKED:
         return tl.load(pointers, mask=visible, other=0.0)
@@ -126,9 +127,10 @@ def load_scales(
 
 @triton.jit
 def converted(tile, COMPUTE: tl.constexpr):
-    """A tile of keys or values as stored, in the dtype of the products."""
+    """Convert a tile of keys or values to the dtype of the matmuls."""
     if tile.dtype == tl.int8 and tl.float16 == COMPUTE:
-        # 0x6480 are the bits of 1152, and the last place counts ones there: adds are four times as fast as conversions.
+        # 0x6480 are the bits of 1152, where the last place counts ones; adding is four times as fast as
+        # converting.
         return (tile.to(tl.int16) + 0x6480).to(tl.float16, bitcast=True) - 1152.0
     elif tile.dtype == tl.float8e4nv and tl.bfloat16 == COMPUTE and not _CONVERTS_FP8_DIRECTLY:
         return tile.to(tl.float32).to(COMPUTE)
@@ -140,16 +142,16 @@ def converted(tile, COMPUTE: tl.constexpr):
 def attention_scores(
     query,  # [BLOCK_M, HEAD_DIM_PADDED]
     keys,  # [BLOCK_N, HEAD_DIM_PADDED], as stored
-    key_scales,  # [BLOCK_N]; unread unless SCALED
+    key_scales,  # [BLOCK_N]; unused unless SCALED
     distances,  # [BLOCK_M, BLOCK_N] or [1, BLOCK_N] key position minus query position
-    slopes,  # [BLOCK_M] ALiBi slope of each row's head; unread without ALiBi
+    slopes,  # [BLOCK_M] ALiBi slope of each row's head; unused without ALiBi
     scale,  # a number, or [BLOCK_M, 1]
     SCALED: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,  # 0 = none
 ):
     """Scores [BLOCK_M, BLOCK_N] in base 2, fp32, unmasked."""
-    # "ieee" concerns fp32 inputs only: the default would round them to tf32.
+    # "ieee" affects only fp32 inputs: the default would round them to tf32.
     scores = tl.dot(query, tl.trans(converted(keys, query.dtype)), input_precision="ieee")
     if SCALED:
         scores = scores * key_scales[None, :]
@@ -160,8 +162,8 @@ def attention_scores(
     else:
         scores = scores * (scale * _LOG2_E)
     if HAS_ALIBI:
-        # slope * key position, less a constant of the row that softmax cancels: near the query, where the
-        # weight is, numbers stay small and exact.
+        # slope * key position, minus a constant of the row that softmax cancels. Near the query, where most
+        # of the weight is, values stay small and exact.
         scores += (slopes * _LOG2_E)[:, None] * distances.to(tl.float32)
     return scores
 
@@ -174,7 +176,10 @@ def with_sinks(
     heads,  # of the same shape
     is_head,
 ):
-    """`total` with the weights of the heads' sinks: at most 2 ** 126, which leaves nothing of the values either."""
+    """Add the weights of the heads' sinks, up to 2 ** 126, to `total`.
+
+    At the limit, values already round to nothing.
+    """
     sinks = tl.load(sinks_ptr + heads, mask=is_head, other=float("-inf"))
     return total + tl.exp2(tl.minimum(sinks * _LOG2_E - maximum, 126.0))
 
@@ -184,11 +189,11 @@ def fold_tile(
     maximum,  # [BLOCK_M] running maximum of the scores
     total,  # [BLOCK_M] running sum of exp2(score - maximum)
     output,  # [BLOCK_M, HEAD_DIM_PADDED] running sum of the weighted values
-    unit,  # [1] what `output` must be multiplied with if HALF; starts at SMALLEST_UNIT
+    unit,  # [1] factor that `output` must be multiplied by if HALF; starts at SMALLEST_UNIT
     scores,  # [BLOCK_M, BLOCK_N]; -inf where a key is not visible
     values,  # [BLOCK_N, HEAD_DIM_PADDED], as stored
-    value_scales,  # [BLOCK_N]; unread unless SCALED
-    COMPUTE: tl.constexpr,  # the queries' dtype
+    value_scales,  # [BLOCK_N]; unused unless SCALED
+    COMPUTE: tl.constexpr,  # the dtype of the queries
     SCALED: tl.constexpr,
     HALF: tl.constexpr,
 ):

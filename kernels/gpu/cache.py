@@ -10,7 +10,7 @@ from pagemill.kernels.gpu.rounding import to_e4m3, to_integers
 from pagemill.kernels.gpu.tuning import LAUNCHES, next_power_of_2
 from pagemill.kernels.types.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
 
-# 16 tokens of 128 dims are two 16-byte accesses per thread and tensor at four warps. Not yet measured on a
+# 16 tokens of 128 dims are two 16-byte accesses per thread and tensor with four warps. Not yet measured on a
 # GPU.
 _LAUNCH = LAUNCHES["reshape_and_cache"]
 _SMALLEST_PEAK = tl.constexpr(SMALLEST_PEAK)
@@ -26,10 +26,10 @@ def store_tokens(
     is_token,
     is_element,
     dims,
-    LIMIT: tl.constexpr,  # the cache dtype's largest number if it is scaled, or 0
+    LIMIT: tl.constexpr,  # the cache dtype's largest value if it is scaled, or 0
     INTEGER: tl.constexpr,
 ):
-    """Store a tile of one head's keys or values, with a scale each where the cache has them."""
+    """Store a tile of one head's keys or values, with one scale per token if the cache has scales."""
     if LIMIT > 0:
         tokens = tokens.to(tl.float32)
         scales = tl.maximum(tl.max(tl.abs(tokens), 1), _SMALLEST_PEAK) / LIMIT
@@ -43,7 +43,7 @@ def store_tokens(
     tl.store(cache_ptr + offsets[:, None] + dims[None, :], tokens.to(element), mask=is_element)
 
 
-# A number that changes from step to step must not make another kernel: serving would stop to compile it.
+# Not specialized, because the value changes between steps: compiling another kernel would stall serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def reshape_and_cache_kernel(
     key_ptr,  # [num_tokens, num_kv_heads, HEAD_DIM]

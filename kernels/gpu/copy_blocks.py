@@ -12,7 +12,7 @@ import triton.language as tl
 from pagemill.kernels.gpu.tuning import LAUNCHES
 from pagemill.kernels.types.transfer import to_device
 
-# Four 16-byte accesses per thread at four warps and two bytes an element. Not yet measured on a GPU.
+# Four 16-byte accesses per thread with four warps and two bytes per element. Not yet measured on a GPU.
 _LAUNCH = LAUNCHES["copy_blocks"]
 
 

@@ -1,11 +1,12 @@
 """FlashAttention 3 as a backend of paged attention: the op of vLLM's wheels, on Pagemill's unchanged cache.
 
-Source: Shah et al. 2024, "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision". One call
-computes decode rows and prompts together. The op reads its schedule from the lengths on the device, so a call can be
-captured in a graph.
+Source: Shah et al. 2024, "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision".
+One call computes decode rows and prompts together. The op reads its schedule from the lengths on the device,
+so a call can be captured in a graph.
 
-Outside of what a query sees, the op multiplies by zero where the kernels do not read: up to a tile of keys before a
-window, by block ids that must be valid, and unused slots if a block is whole tiles. Caches must be finite there.
+For keys that a query does not see, the op multiplies by zero; Pagemill's kernels do not read them. These are
+up to one tile of keys before a window, whose block ids must be valid, and unused slots if a block is a
+multiple of the tile. Caches must be finite there.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from pagemill.kernels.types.scoring import Scoring
 NAMESPACE = "_vllm_fa3_C"
 _FILE = "vllm_flash_attn/_vllm_fa3_C.abi3.so"
 _CAPABILITY = 9
-"""The major number: the library is compiled for sm_90a alone."""
+"""The major number: the library is compiled only for sm_90a."""
 _DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 _MAX_HEADS_WITH_SINKS = 64
 _MAX_BLOCK_SIZE = 64
-"""In blocks of whole tiles, the op multiplies what a block's former owner left by zero, and that may be NaN."""
+"""In blocks of complete tiles, the op multiplies stale data of a block by zero, and that data can be NaN."""
 _DECODE_SPLITS = 32
-"""Bound on the parts of a decode row's keys. It sizes the workspace, and is the same in all replays of a graph; the op
-chooses each row's count on the device."""
+"""Maximum number of parts of a decode row's keys.
+
+It sizes the workspace, and is the same in all replays of a graph. The op chooses each row's count on the
+device.
+"""
 _FIXED: dict[str, Any] = {"is_rotary_interleaved": False, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
-"""Required arguments that we do not use."""
+"""Required arguments that Pagemill does not use."""
 _GIVEN = frozenset({
     "q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table", "softmax_scale",
     "is_causal", "window_size_left", "window_size_right", "softcap", "num_splits", "s_aux",
@@ -82,7 +86,7 @@ class FlashAttention3:
         results = self._op(
             **self._unused,
             q=query,
-            # [num_blocks, block_size, num_kv_heads, head_dim]: only the last dimension has to be contiguous.
+            # [num_blocks, block_size, num_kv_heads, head_dim]: only the last dimension must be contiguous.
             k=cache.keys.transpose(1, 2),
             v=cache.values.transpose(1, 2),
             cu_seqlens_q=metadata.query_start_loc,
@@ -92,10 +96,10 @@ class FlashAttention3:
             page_table=metadata.block_tables,
             softmax_scale=scoring.scale,
             is_causal=True,
-            window_size_left=window - 1 if window else -1,  # keys before the query's own
+            window_size_left=window - 1 if window else -1,  # keys before the query's position
             window_size_right=0 if window else -1,
             softcap=scoring.softcap or 0.0,
-            # 0: the op chooses by the queries' number, of which prompts have enough to fill the device.
+            # 0: the op chooses by the number of queries; prompts have enough to fill the device.
             num_splits=_DECODE_SPLITS if metadata.max_query_len == 1 else 0,
             s_aux=None if scoring.sinks is None else scoring.sinks.bfloat16(),
         )
@@ -104,7 +108,7 @@ class FlashAttention3:
 
     @cached_property
     def _op(self) -> Any:
-        """The op, from the library that the process has loaded already, or from vLLM's package."""
+        """The op, from the library if the process has already loaded it, or from vLLM's package."""
         operators = getattr(torch.ops, NAMESPACE)
         if not hasattr(operators, "fwd"):
             _load_from_package()
@@ -112,7 +116,7 @@ class FlashAttention3:
 
     @cached_property
     def _unused(self) -> dict[str, Any]:
-        """Return the op's further arguments. Raises `Unavailable` for an unsupported schema."""
+        """Return the op's remaining arguments. Raises `Unavailable` for an unsupported schema."""
         _ = self._op  # loads the library
         (schema,) = torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::fwd")
         arguments = [each for each in schema.arguments if each.name not in _GIVEN]

@@ -1,7 +1,8 @@
-"""Products with weights of 4 or 8 bits and a scale per output and group of inputs: W4A16 and W8A16.
+"""Matmuls with 4-bit or 8-bit weights and a scale per output and group of inputs: W4A16 and W8A16.
 
-Weights are dequantized in registers on their way to the tensor cores: decoding is limited by memory bandwidth.
-Integers of 8 bits are exact in fp16 and bf16, so a group's products are summed unscaled, in fp32, and scaled once.
+Weights are dequantized in registers before they reach the tensor cores, because decoding is limited by memory
+bandwidth. 8-bit integers are exact in fp16 and bf16, so a group's products are summed unscaled in fp32 and
+scaled once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pagemill.kernels.types.tiled_weight import TiledWeight
 @triton.jit
 def _widened(codes, zeros, dtype: tl.constexpr, FLOAT: tl.constexpr):
     if FLOAT:
-        # An e4m3 number's bits, seven places up, are the fp16 number that is 1/256 of it.
+        # An e4m3 value's bits, shifted up by seven, are an fp16 of 1/256 the value.
         bits = codes.to(tl.uint16)
         numbers = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
     else:

@@ -1,8 +1,8 @@
-"""Products with the low-rank matrices of adapters, grouped: a tile of rows has one adapter, any tile another.
+"""Matmuls with the low-rank matrices of adapters, grouped: each tile of rows has one adapter.
 
-Two kernels, since every block of outputs needs the whole of the small product: `shrink` x A^T, `expand` its product
-with B, added to the outputs in place. The matrices are found by address (`LowRankTable`), so their ranks may differ;
-a rank is padded in registers alone.
+Every block of outputs needs the complete small matmul, so there are two kernels. `shrink` computes x A^T;
+`expand` multiplies the result by B and adds it to the outputs in place. The matrices are located by address
+(`LowRankTable`), so their ranks can differ. A rank is padded only in registers.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def expand_kernel(
 
 
 def rank_block(max_rank: int) -> int:
-    """Return the block of ranks that a matmul sums in one step: those that fit into registers next to the sums."""
+    """Return the number of ranks that a matmul sums in one step: as many as fit in registers next to the sums."""
     return min(_LARGEST_DOT, max(_SMALLEST_DOT, triton.next_power_of_2(max_rank)))
 
 

@@ -1,4 +1,4 @@
-"""RMS norm over rows, alone or with the addition that precedes it and the rounding that follows, in one pass."""
+"""RMS norm over rows, alone or with the preceding addition and the following rounding, in one pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagemill.kernels.types.scaled_rows import ScaledRows
 def rms_norm_kernel(
     out_ptr,  # [num_rows, SIZE], or None
     numbers_ptr,  # [num_rows, SIZE] int8 or bytes of e4m3, or None
-    scales_ptr,  # fp32 [num_rows]; unread without numbers
+    scales_ptr,  # fp32 [num_rows]; unused without numbers_ptr
     total_ptr,  # [num_rows, SIZE], or None
     x_ptr,  # [num_rows, SIZE]
     residual_ptr,  # [num_rows, SIZE], or None
@@ -28,7 +28,7 @@ def rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
-    LIMIT: tl.constexpr,  # the largest of the numbers
+    LIMIT: tl.constexpr,  # the largest quantized value
     INTEGER: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -39,7 +39,7 @@ def rms_norm_kernel(
         residual = tl.load(residual_ptr + row * stride_residual_row + columns, mask=is_column, other=0.0)
         total = (x + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * SIZE + columns, total, mask=is_column)
-        # The norm is that of the sum as the next layer will read it.
+        # Normalize the rounded sum, as the next layer reads it.
         x = total.to(tl.float32)
     factor = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / SIZE + eps)
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
@@ -91,7 +91,7 @@ def norm_and_quantise(
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """What a launch writes."""
+    """The outputs of a launch."""
 
     normed: torch.Tensor | None
     total: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Quantize rows with a scale each, alone or with the gated activation that precedes it.
+"""Quantize rows with one scale each, alone or with the preceding gated activation.
 
 A row is read twice, first for its largest value; the second read hits the cache.
 """
@@ -19,7 +19,7 @@ _LAUNCH = LAUNCHES["quantise_rows"]
 
 @triton.jit
 def _numbers(x_ptr, columns, size, GATED: tl.constexpr):
-    """Some numbers of a row: its own, or silu(gate) * up, rounded to the row's dtype as `silu_and_mul` does."""
+    """Load some values of a row, or silu(gate) * up rounded to the row's dtype like `silu_and_mul`."""
     is_column = columns < size
     x = tl.load(x_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
     if GATED:

@@ -10,14 +10,14 @@ from pagemill.kernels.gpu.tuning import LAUNCHES
 from pagemill.kernels.recurrence import NORM_EPS
 
 _STATE = 4096
-"""Numbers of a state that a program holds: 32 registers a thread."""
+"""Values of a state that a program holds: 32 registers per thread."""
 _DELTA, _SCAN = LAUNCHES["gated_delta_rule"], LAUNCHES["state_space_scan"]
 
 
 def part_of(size: int, block: int) -> int:
     """Return the number of lines of `size` values per program, up to `block`."""
     padded = triton.next_power_of_2(size)
-    room = _STATE if padded <= 128 else _STATE // 2  # what is as long as a line takes registers too
+    room = _STATE if padded <= 128 else _STATE // 2  # vectors as long as a line also need registers
     return max(1, min(block, room // padded))
 
 

@@ -1,7 +1,7 @@
 """One kernel for the work on queries, keys and values between their projection and attention.
 
-The norm of each query and key head where the model has one, rotation, and the write of keys and values into the
-paged cache, quantized where the cache is: apart, these are five passes over memory.
+It normalizes each query and key head if the model has such norms, rotates them, and writes keys and values to
+the paged cache, quantized if the cache is. Separately, these are five passes over memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagemill.kernels.gpu.tuning import LAUNCHES, next_power_of_2
 from pagemill.kernels.types.layer_cache import LayerCache, as_bytes, largest_number
 from pagemill.kernels.types.rotation import Rotation
 
-# Numbers of one head that a program takes: a 16-byte access per thread and tensor at four warps of bf16. Not yet
+# Values of one head per program: a 16-byte access per thread and tensor with four warps of bf16. Not yet
 # measured on a GPU.
 _LAUNCH = LAUNCHES["rotary_cache"]
 
@@ -27,7 +27,7 @@ def block_tokens(head_dim: int) -> int:
 
 @triton.jit
 def _rotated_heads(
-    heads_ptr,  # the head's number 0 in token 0
+    heads_ptr,  # the head's first value in token 0
     tokens,  # [BLOCK_TOKENS]
     is_token,  # [BLOCK_TOKENS]
     norm_weight_ptr,  # [HEAD_DIM], or None
@@ -66,7 +66,7 @@ def _rotated_heads(
     return x
 
 
-# A number that changes from step to step must not make another kernel: serving would stop to compile it.
+# Not specialized, because the value changes between steps: compiling another kernel would stall serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def rotary_cache_kernel(
     out_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]: the queries
@@ -111,7 +111,7 @@ def rotary_cache_kernel(
             query_ptr + head * stride_query_head, tokens, is_token, query_weight_ptr, cos_ptr, sin_ptr,
             stride_query_token, stride_angles, eps, HEAD_DIM, HEAD_DIM_PADDED, ROTARY_DIM,
         )  # fmt: skip
-        # Not in place: another warp may still read a number's partner.
+        # Not in place: another warp can still read a value's partner.
         tl.store(
             out_ptr + (tokens[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :],
             query.to(out_ptr.dtype.element_ty),

@@ -1,4 +1,4 @@
-"""Rounding of fp32 numbers to 8 bits, for every kernel that stores such numbers."""
+"""Round fp32 values to 8 bits, for every kernel that stores such values."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pagemill.kernels.types.layer_cache import SMALLEST_PEAK
 
 _SMALLEST_PEAK = tl.constexpr(SMALLEST_PEAK)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-# Added and taken away again, it rounds an fp32 number of up to 22 bits to the nearest integer, ties to even.
+# Adding and subtracting it rounds an fp32 value of up to 22 bits to the nearest integer, ties to even.
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
 def to_integers(numbers):
-    """fp32 numbers of at most 127 in size as integers, still fp32, to nearest, ties to even."""
+    """Round fp32 values of magnitude up to 127 to integers, still fp32, to nearest, ties to even."""
     return (numbers + _ROUNDER) - _ROUNDER
 
 
 @triton.jit
 def to_e4m3(numbers):
-    """The bytes of fp32 numbers of at most 448 in size, to nearest, ties to even.
+    """Convert fp32 values of magnitude up to 448 to e4m3 bytes, to nearest, ties to even.
 
-    In integers, because the interpreter's own cast rounds wrongly.
+    Uses integers, because the interpreter's cast rounds incorrectly.
     """
     size = tl.abs(numbers)
     bits = size.to(tl.int32, bitcast=True)
     # Drop 20 of 23 bits; the exponent's bias is 127 in fp32 and 7 here.
     normal = ((bits + ((bits >> 20) & 1) + 0x7FFFF) >> 20) - (120 << 3)
-    # Below 2^-6 numbers are multiples of 2^-9.
+    # Below 2^-6, values are multiples of 2^-9.
     subnormal = to_integers(size * 512.0).to(tl.int32)
     code = tl.where(size < 0.015625, subnormal, normal)
     return (code | tl.where(numbers < 0, 0x80, 0)).to(tl.uint8)
@@ -43,9 +43,9 @@ def size_bits(numbers):
 
 @triton.jit
 def row_scale(peak_bits, LIMIT: tl.constexpr):
-    """(scale, factor) of a row by the largest of its `size_bits`, as `pagemill.kernels.row_scaled` defines them.
+    """Return (scale, factor) of a row from its largest `size_bits`, as `pagemill.kernels.row_scaled` defines them.
 
-    NaN and 0 where the row is not finite.
+    NaN and 0 if the row is not finite.
     """
     is_finite = peak_bits < _INFINITY_BITS
     peak = tl.where(is_finite, peak_bits, 0).to(tl.float32, bitcast=True)
@@ -56,7 +56,7 @@ def row_scale(peak_bits, LIMIT: tl.constexpr):
 
 @triton.jit
 def to_8_bits(numbers, factor, INTEGER: tl.constexpr):
-    """fp32 numbers of a row times its factor, rounded: int8, or the bytes of e4m3. Needs fp fusion to be off."""
+    """Multiply fp32 values of a row by its factor and round to int8 or e4m3 bytes. Requires fp fusion to be off."""
     scaled = tl.where(factor > 0.0, numbers, 0.0) * factor
     if INTEGER:
         return to_integers(scaled).to(tl.int8)

@@ -1,14 +1,15 @@
-"""Tokens drawn from logits without a sort, on the device.
+"""Draw tokens from logits without a sort, on the device.
 
-The logits that top-k and top-p keep are those within some distance of the row's best one. The cut is found in three
-steps. A histogram counts each row's distances. Where the cut lies in a bin of moderate size, a second pass copies the
-logits of that bin and its neighbors, the band, and sums the weights around it. The last kernel searches the band, or
-the whole row where no band contains the cut. Distances are values from 0 on, and such fp32 values are ordered as their
-bits are: it finds the cut digit by digit, sixteen candidates a pass (a radix search).
+Top-k and top-p keep the logits within some distance of the row's best one. The cut is found in three steps. A
+histogram counts each row's distances. If the cut is in a bin of moderate size, a second pass copies the
+logits of that bin and its neighbors (the band) and sums the weights around it. The last kernel searches the
+band, or the complete row if no band contains the cut. Distances are not negative, so their fp32 bits sort
+like the values. The kernel therefore finds the cut digit by digit, sixteen candidates per pass (a radix
+search).
 
-Counts and weights are integers, weights in fixed point. A sum therefore does not depend on its order, nor on the number
-of programs that share a row. Argmax of logits plus counter-based Gumbel noise (`pagemill.kernels.noise`) then is a draw
-from the remaining tokens.
+Counts are integers, and weights are in fixed point. A sum therefore depends neither on its order nor on the
+number of programs that share a row. The argmax of logits plus counter-based Gumbel noise
+(`pagemill.kernels.noise`) is then a draw from the remaining tokens.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ _BAND = LAUNCHES["sampling_band"]
 _CUTS = LAUNCHES["sampling_cuts"]
 _DRAW = LAUNCHES["gumbel_argmax"]
 _NUM_BINS = tl.constexpr(256)
-_BINS_PER_NAT = tl.constexpr(12.0)  # the bins span distances, and differences of logits, of up to 21
+_BINS_PER_NAT = tl.constexpr(12.0)  # the bins cover distances, and differences of logits, of up to 21
 _CAPACITY = 4096
-"""Logits of a row's band."""
+"""Maximum number of logits in a row's band."""
 _MAX_SPLITS = 16
 _ONE = tl.constexpr(2.0**43)  # a weight of 1 in fixed point: 2**19 of them fit into int64
 _DIGIT = tl.constexpr(16)
-_NUM_DIGITS = tl.constexpr(8)  # four bits each, 31 in all: a distance has no sign
+_NUM_DIGITS = tl.constexpr(8)  # four bits each, 31 in total: a distance has no sign
 _EVERYTHING = tl.constexpr(2**31 - 1)
-# Finaliser constants of MurmurHash3 and the golden ratio, as in pagemill.kernels.noise.
+# Finalizer constants of MurmurHash3 and the golden ratio, as in pagemill.kernels.noise.
 _MIX_1 = tl.constexpr(0x85EBCA6B)
 _MIX_2 = tl.constexpr(0xC2B2AE35)
 _GOLDEN = tl.constexpr(0x9E3779B9)
@@ -41,7 +42,7 @@ _GOLDEN = tl.constexpr(0x9E3779B9)
 
 @triton.jit
 def _mix(x):
-    """MurmurHash3's 32-bit finaliser on uint32."""
+    """MurmurHash3's 32-bit finalizer on uint32."""
     x ^= x >> 16
     x *= tl.full([], _MIX_1, tl.uint32)
     x ^= x >> 13
@@ -63,7 +64,7 @@ def _gumbel(key, token_ids):
     bits = (_mix(hashed + key) & tl.full([], 0x7FFFFFFF, tl.uint32)).to(tl.int32)
     uniform = (bits.to(tl.float32) + 0.5) * (2.0**-31)
     uniform = tl.minimum(uniform, 1.0 - 2.0**-24)
-    # log1p(-u) by way of log (Kahan): w is 1 - u as rounded, and the quotient makes good what rounding lost.
+    # log1p(-u) through log (Kahan): w is 1 - u as rounded, and the quotient compensates the rounding.
     w = 1.0 - uniform
     exact = tl.where(w == 1.0, 1.0, 1.0 - w)
     exponential = tl.where(w == 1.0, uniform, -tl.log(w) * (uniform / exact))
@@ -72,14 +73,14 @@ def _gumbel(key, token_ids):
 
 @triton.jit
 def _distances(logits_ptr, columns, is_column, peak, temperature):
-    """Return the distance below the row's best logit, in units of the temperature: torch's division, bit for bit."""
+    """Return the distance below the row's best logit in units of the temperature, bit for bit as torch divides."""
     logits = tl.load(logits_ptr + columns, mask=is_column, other=float("-inf")).to(tl.float32)
     return tl.div_rn(peak - logits, temperature)
 
 
 @triton.jit
 def _bins(distances, temperature):
-    """Return each distance's bin; the last one also takes all larger distances and NaN."""
+    """Return each distance's bin; the last one also holds all larger distances and NaN."""
     scaled = distances * (_BINS_PER_NAT * tl.maximum(temperature, 1.0))
     last = _NUM_BINS - 1.0
     return tl.where(distances >= 0.0, tl.minimum(scaled, last), last).to(tl.int32)
@@ -87,7 +88,7 @@ def _bins(distances, temperature):
 
 @triton.jit
 def _weights(distances, keeps):
-    """Return exp(-distance) in fixed point, int64; 0 where it is not kept."""
+    """Return exp(-distance) in fixed point, int64; 0 for logits that are not kept."""
     return (tl.exp(-tl.where(keeps, distances, float("inf"))) * _ONE).to(tl.int64)
 
 
@@ -95,7 +96,7 @@ def _weights(distances, keeps):
 def sampling_histogram_kernel(
     histograms_ptr,  # [num_rows, num_splits, _NUM_BINS] int32
     counters_ptr,  # [num_rows] int32, set to 0 for the next kernel
-    sums_ptr,  # [num_rows, 2] int64, likewise
+    sums_ptr,  # [num_rows, 2] int64, also set to 0
     logits_ptr,  # [num_rows, vocab_size] fp32
     peaks_ptr,  # [num_rows] fp32, each row's largest logit
     temperatures_ptr,
@@ -119,7 +120,7 @@ def sampling_histogram_kernel(
         counts = tl.zeros([_NUM_BINS], tl.int32)
         for start in range(begin, end, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            # What is past the end is infinitely far, in the last bin, which is never searched.
+            # Columns past the end are infinitely far: they go to the last bin, which is never searched.
             distances = _distances(logits_ptr, columns, columns < end, peak, temperature)
             counts += tl.histogram(_bins(distances, temperature), _NUM_BINS)
         histogram = (row * tl.num_programs(1) + split) * _NUM_BINS
@@ -130,8 +131,8 @@ def sampling_histogram_kernel(
 def _band(counts, temperature, top_k, top_p, has_k, CAPACITY: tl.constexpr):
     """Return (first bin, last bin, logits before it, logits in it or -1 if there is no band).
 
-    The bin of the k-th logit is known. Top-p's is estimated, each logit weighing as the middle of its bin: its band
-    has some margin, and the search verifies that the cut is inside. Both together need all logits up to the k-th.
+    The bin of the k-th logit is known. Top-p's is estimated from the middle of each logit's bin: its band has
+    some margin, and the search verifies that the cut is inside. Both together need all logits up to the k-th.
     """
     bins = tl.arange(0, _NUM_BINS)
     through = tl.cumsum(counts, 0)
@@ -211,16 +212,17 @@ def sampling_band_kernel(
 
 @triton.jit
 def _kept_sums(logits_ptr, peak, temperature, size, bounds, last, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """[_DIGIT] int64: the number of logits within each of the `bounds`, and within `last`, or their weight.
+    """[_DIGIT] int64: the number or weight of logits within each of the `bounds` and within `last`.
 
-    Threads sum their own columns and meet once: a reduction in the loop would be a third of its instructions.
+    Threads sum their columns and combine once, because a reduction in the loop would be a third of its
+    instructions.
     """
     sums = tl.zeros([_DIGIT, BLOCK], tl.int64 if WEIGH else tl.int32)
     for start in range(0, size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         distances = _distances(logits_ptr, columns, columns < size, peak, temperature)
         bits = distances.to(tl.int32, bitcast=True)
-        keeps = (columns < size) & (distances >= 0.0) & (bits <= last)  # not NaN
+        keeps = (columns < size) & (distances >= 0.0) & (bits <= last)  # excludes NaN
         amounts = _weights(distances, keeps) if WEIGH else keeps.to(tl.int32)
         sums += tl.where(bits[None, :] <= bounds[:, None], amounts[None, :], 0)
     return tl.sum(sums, 1).to(tl.int64)
@@ -230,7 +232,7 @@ def _kept_sums(logits_ptr, peak, temperature, size, bounds, last, WEIGH: tl.cons
 def _smallest_cut(
     logits_ptr, peak, temperature, size, wanted, last, WEIGH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Bits of the smallest distance within which at least `wanted` lies; `last` if there are not as many."""
+    """Bits of the smallest distance that covers at least `wanted`; `last` if there are fewer."""
     digits = tl.arange(0, _DIGIT)
     cut = tl.zeros([], tl.int32)
     for number in range(_NUM_DIGITS):
@@ -244,7 +246,7 @@ def _smallest_cut(
 
 @triton.jit
 def sampling_cuts_kernel(
-    cuts_ptr,  # [num_rows] int32: bits of the largest distance from the best logit that may be drawn
+    cuts_ptr,  # [num_rows] int32: bits of the largest allowed distance from the best logit
     bands_ptr,  # [num_rows, CAPACITY] fp32
     sizes_ptr,  # [num_rows, 2] int32
     sums_ptr,  # [num_rows, 2] int64
@@ -270,7 +272,7 @@ def sampling_cuts_kernel(
         weight_before, weight = tl.load(sums_ptr + 2 * row), tl.load(sums_ptr + 2 * row + 1)
         source, size = bands_ptr + row * CAPACITY, in_band
         if (in_band >= 0) & (top_p < 1.0) & ~has_k:
-            # The estimate may have missed the cut.
+            # The estimate can miss the cut.
             wanted = _share(top_p, weight)
             inside = tl.max(_kept_sums(source, peak, temperature, size, everywhere, last, True, BLOCK), 0)
             if (wanted <= weight_before) | (wanted > weight_before + inside):
@@ -286,7 +288,7 @@ def sampling_cuts_kernel(
                 weight = tl.max(_kept_sums(source, peak, temperature, size, everywhere, last, True, BLOCK), 0)
             wanted = _share(top_p, weight) - weight_before
             last = _smallest_cut(source, peak, temperature, size, wanted, last, True, BLOCK)
-    farthest = tl.abs(tl.load(log_min_p_ptr + row))  # of 0 too: -0 is not a distance
+    farthest = tl.abs(tl.load(log_min_p_ptr + row))  # abs: -0 is not a valid distance
     last = tl.minimum(last, farthest.to(tl.int32, bitcast=True))
     tl.store(cuts_ptr + row, last)
 
@@ -305,7 +307,7 @@ def gumbel_argmax_kernel(
     ids_ptr,  # [num_rows, num_splits] int64: its token
     logits_ptr,  # [num_rows, vocab_size] fp32
     peaks_ptr,  # [num_rows] fp32
-    cuts_ptr,  # [num_rows] int32, or None: everything may be drawn
+    cuts_ptr,  # [num_rows] int32, or None: no filter
     temperatures_ptr,
     seeds_ptr,
     sample_indices_ptr,
@@ -338,7 +340,7 @@ def gumbel_argmax_kernel(
         keeps = is_column & (distances >= 0.0) & (distances.to(tl.int32, bitcast=True) <= cut)
         sums = tl.where(keeps, _gumbel(key, columns) - distances, float("-inf"))
         tile_best, tile_id = tl.max(sums, 0, return_indices=True)
-        best_id = tl.where(tile_best > best, start + tile_id, best_id)  # of equals the lowest id
+        best_id = tl.where(tile_best > best, start + tile_id, best_id)  # of equal sums, the lowest id
         best = tl.maximum(best, tile_best)
     split_at = row * tl.num_programs(1) + split
     tl.store(best_ptr + split_at, best)
@@ -376,7 +378,7 @@ def sample_tokens(
 
 
 def _cuts(logits: torch.Tensor, peaks: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return the bits of each row's largest distance that may be drawn, [num_rows] int32."""
+    """Return the bits of each row's largest allowed distance, [num_rows] int32."""
     bands, sizes, sums = _bands(logits, peaks, rows)
     cuts = logits.new_empty(len(logits), dtype=torch.int32)
     sampling_cuts_kernel[(len(logits),)](

@@ -1,7 +1,7 @@
-"""Products of 8-bit numbers with a scale per row and per output, the scales applied to the sums: W8A8.
+"""Matmuls of 8-bit values with a scale per row and per output, applied to the sums: W8A8.
 
-int8 by our own kernel: the library's product gives int32 sums, which would cross memory once more. fp8 by the library
-(`torch._scaled_mm`) where it supports sizes and dtype, otherwise by the same kernel.
+int8 uses Pagemill's kernel, because the library returns int32 sums, which would cross memory once more. fp8
+uses the library (`torch._scaled_mm`) if it supports the sizes and dtype, otherwise the same kernel.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pagemill.kernels.gpu.tuning import SCALED_MATMUL_INPUTS, scaled_matmul_tile
 from pagemill.kernels.types.layer_cache import FP8
 from pagemill.kernels.types.scaled_rows import ScaledRows
 
-# Of the library's product: sizes in bytes of 8-bit numbers.
+# For the library's matmul: sizes in bytes of 8-bit values.
 _LIBRARY_MULTIPLE = 16
-# Sums of more products of two int8 numbers could leave int32.
+# Sums of more products of two int8 values could overflow int32.
 _MOST_INTEGER_INPUTS = (2**31 - 1) // 127**2
-# Programs next to each other share weights and rows in the L2 cache: this many tiles of rows go together.
+# Adjacent programs share weights and rows in the L2 cache: this many tiles of rows are grouped.
 _GROUP = 8
 
 
@@ -65,7 +65,8 @@ def scaled_matmul_kernel(
         if INTEGER:
             total = tl.dot(x, weight, total, out_dtype=tl.int32)
         else:
-            # sm_90 adds up e4m3's products in 14 bits by default: then they go to fp32 after each tile.
+            # By default sm_90 accumulates e4m3 products in 14 bits; here they are added to fp32 after each
+            # tile.
             total = tl.dot(x, weight, total, max_num_imprecise_acc=BLOCK_K)
     row_scales = tl.load(row_scales_ptr + rows, mask=is_row, other=0.0)
     weight_scales = tl.load(weight_scales_ptr + columns, mask=is_column, other=0.0)
@@ -84,7 +85,7 @@ def scaled_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | Non
 
 
 def own_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) -> torch.Tensor:
-    """The matmul by Pagemill's kernel."""
+    """Run Pagemill's matmul kernel."""
     (num_rows, in_features), out_features = rows.shape, len(weight)
     is_integer = rows.numbers.dtype is torch.int8
     assert not is_integer or in_features <= _MOST_INTEGER_INPUTS
@@ -117,7 +118,7 @@ def own_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) 
 
 
 def library_takes(rows: ScaledRows, weight: ScaledRows) -> bool:
-    """Return True if `torch._scaled_mm` takes these dtypes and sizes with a scale per row and per output."""
+    """Return True if `torch._scaled_mm` supports these dtypes and sizes with a scale per row and per output."""
     return (
         rows.numbers.dtype is FP8
         and rows.dtype is torch.bfloat16
@@ -126,14 +127,15 @@ def library_takes(rows: ScaledRows, weight: ScaledRows) -> bool:
 
 
 def library_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product by `torch._scaled_mm`. A bias is added to the rounded product."""
+    """Run `torch._scaled_mm`. A bias is added to the rounded result."""
     out: torch.Tensor = torch._scaled_mm(
         rows.numbers,
         weight.numbers.t(),
         scale_a=rows.scales[:, None],
         scale_b=weight.scales[None, :],
         out_dtype=rows.dtype,
-        # Sums stay in the tensor cores: up to 14 % faster on an H200, and far more exact than the numbers themselves.
+        # Sums stay in the tensor cores: up to 14% faster on an H200, and far more exact than the values
+        # themselves.
         use_fast_accum=True,
     )
     return out if bias is None else out.add_(bias)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from pagemill.kernels.gpu.tuning import LAUNCHES
 
-# Two 16-byte accesses per thread and tensor at four warps of bf16. Not yet measured on a GPU.
+# Two 16-byte accesses per thread and tensor with four warps of bf16. Not yet measured on a GPU.
 _LAUNCH = LAUNCHES["silu_and_mul"]
 
 

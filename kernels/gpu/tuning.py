@@ -1,9 +1,10 @@
-"""Launch settings of the kernels: a table of tile shapes for attention, one of block sizes for the others.
+"""Launch settings of the kernels: tile shapes for attention, block sizes for the others.
 
 Never autotuned: a serving process must not time kernels on its first requests, a key lookup costs tens of
-microseconds per launch, and a captured graph could not re-tune. The tests compile every entry ahead of time for
-the architectures that it names, and reject spills and too much shared memory. On an H200 the decode tile of bf16 was
-the best of nine; the other entries are not measured, and rest on the compiler's output (Triton 3.6 and 3.9).
+microseconds per launch, and a captured graph could not re-tune. The tests compile every entry ahead of time
+for its architectures, and reject spills and excessive shared memory. On an H200 the decode tile of bf16 was
+the best of nine. The other entries are not measured, and are based on the compiler's output (Triton 3.6 and
+3.9).
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import torch
 _ASSUMED_CAPABILITY = (9, 0)
 _ASSUMED_MULTIPROCESSORS = 1
 
-# Below this many tokens a split's launch and merge cost more than they spread.
+# With fewer tokens, a split's launch and merge cost more than the split saves.
 MIN_SPLIT_TOKENS = 256
-# Where all rows together fill the device, only rows longer than this are cut: one program reads about 140 GB/s of an
-# H200's 4,400, so a row of 16,384 keys together with 64 of 1,024 took 460 us instead of 67.
+# If all rows together fill the device, only rows longer than this are split. One program reads about 140 GB/s
+# of an H200's 4,400, so a row of 16,384 keys together with 64 of 1,024 took 460 us instead of 67.
 LONG_SPLIT_TOKENS = 1024
-# Up to this context no row is long enough to justify the merge's launch.
+# With shorter contexts, no row is long enough to justify the merge's launch.
 SHORT_CONTEXT_TOKENS = 4096
-# Bounds the partial results: 64 * head_dim floats per head and row, 16 where rows are many.
+# Limits the partial results: 64 * head_dim floats per head and row, 16 with many rows.
 MAX_SPLITS = 64
 MAX_LONG_SPLITS = 16
-# Parts of a vocabulary that are drawn from side by side.
+# Parts of a vocabulary that are sampled in parallel.
 MAX_SAMPLING_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A kernel's shape: query rows and keys per step, and how Triton spreads and pipelines them."""
+    """A kernel's shape: query rows and keys per step, and Triton's numbers of warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -43,20 +44,20 @@ class Tile:
 
 
 ANY = 1 << 30
-"""As many as there are."""
+"""No limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionEntry:
-    """The launches a tile is used for. The first entry that covers a launch applies."""
+    """The launches that use a tile. The first matching entry applies."""
 
     kernel: Literal["decode", "prefill"]
     architectures: tuple[int, ...]
     """See `tuned_architecture`."""
     numbers: Literal["half", "fp32"]
-    """The queries'."""
+    """The dtype of the queries."""
     is_scaled: bool | None
-    """Of the cache, whose tiles then pass through registers on their way. None: either."""
+    """True for a scaled cache, whose tiles pass through registers first. None: either."""
     head_dim: int
     """The largest head_dim, rounded up to a power of two."""
     rows: int
@@ -64,20 +65,20 @@ class AttentionEntry:
     tile: Tile
 
 
-# fp32: products (ieee, no tf32) run on the plain cores with both operands in registers: any larger tile, or one at four
-# warps, spills on sm_90 from 128 dims on. fp32 is for comparisons and exactness, not for speed.
-# decode, 128 dims: 16 rows over 64 keys take 96 registers and 39 KB on sm_90: five programs to a multiprocessor, enough
-# bytes in flight to cover the memory's latency. Of a scaled cache, two stages: three spill where a head's dims must be
-# masked.
-# decode, 256 dims: converting fp8 spills at three stages; 128 rows spill, and so do 64 at four warps.
+# fp32: matmuls (ieee, no tf32) run on the CUDA cores with both operands in registers. Any larger tile, or one with
+# four warps, spills on sm_90 from 128 dims. fp32 is for comparisons and exactness, not for speed.
+# decode, 128 dims: 16 rows over 64 keys use 96 registers and 39 KB on sm_90. Five programs fit on a multiprocessor,
+# enough bytes in flight to hide the memory latency. A scaled cache has two stages: three spill if a head's dims must
+# be masked.
+# decode, 256 dims: converting fp8 spills with three stages; 128 rows spill, and so do 64 with four warps.
 # prefill, half: at least 64 rows, so that sm_90 compiles to wgmma; 16 or 32 would fall back to the older mma.sync.
-# prefill, sm_90: 128 keys a step take 253 registers, and spill once ALiBi is added. Of 256 dims, 128 rows spill at any
-# number of warps, and so do 64 rows at four.
-# prefill, sm_80, 128 dims: 64 keys a step spill: without wgmma, scores and output share the registers.
-# decode, scaled caches under Triton 3.6: 64 rows spill at four warps on sm_86 and newer, and over 64 keys a step on
-# sm_80 at 64 dims, over 32 keys on sm_100 at 256; so do fp32's 32 keys a step at 256 dims on sm_100 and 120.
-# prefill, scaled caches: Triton 3.6 takes more registers for a conversion than 3.9. There 128 rows spill on sm_80, 64
-# keys a step, and 64 rows at 256; so do 32 keys a step on sm_90 at 256 dims.
+# prefill, sm_90: 128 keys per step use 253 registers, and spill with ALiBi. At 256 dims, 128 rows spill with any
+# number of warps, and so do 64 rows with four.
+# prefill, sm_80, 128 dims: 64 keys per step spill: without wgmma, scores and output share the registers.
+# decode, scaled caches with Triton 3.6: 64 rows spill with four warps on sm_86 and newer, and over 64 keys per step
+# on sm_80 at 64 dims, over 32 keys on sm_100 at 256; so do fp32's 32 keys per step at 256 dims on sm_100 and 120.
+# prefill, scaled caches: Triton 3.6 uses more registers for a conversion than 3.9. There 128 rows spill on sm_80 with
+# 64 keys per step, and 64 rows at 256; so do 32 keys per step on sm_90 at 256 dims.
 ATTENTION_TILES = (
     # kernel, sm, numbers, is_scaled, head_dim, rows; rows and keys of a tile, warps, stages
     AttentionEntry("decode", (80, 90), "fp32", None, 128, ANY, Tile(16, 32, 8, 1)),
@@ -107,10 +108,11 @@ ATTENTION_TILES = (
 )
 
 
-# Products with weights of few bits (`grouped_matmul`), by rows: (rows of x at most, element size, tile). A step takes a
-# chunk of inputs, as the weight was laid out. Sums are held twice, a group's and all: 64 rows by 64 outputs take 255
-# registers on sm_80. Few outputs a program where rows are few: as many programs as possible read weights. At least 64
-# rows for the rest, so that sm_90 compiles to wgmma. The largest takes 82 KB on sm_80, 89 and 120, 128 KB on sm_90.
+# Matmuls with weights of few bits (`grouped_matmul`), by rows: (maximum rows of x, element size, tile). A
+# step processes a chunk of inputs, in the layout of the weight. Sums are stored twice, a group's and the
+# total: 64 rows by 64 outputs use 255 registers on sm_80. With few rows, a program has few outputs, so that
+# as many programs as possible read weights. Larger tiles have at least 64 rows, so that sm_90 compiles to
+# wgmma. The largest needs 82 KB on sm_80, 89 and 120, 128 KB on sm_90.
 MATMUL_TILES = (
     (ANY, 4, Tile(16, 32, 4, 1)),
     (16, 2, Tile(16, 32, 4, 4)),
@@ -120,8 +122,9 @@ MATMUL_TILES = (
 )
 
 
-# Products of 8-bit numbers with such numbers (`scaled_matmul`), by rows: (rows at most, tile). A step takes 128 inputs.
-# Sums take 64 registers a thread in the largest, which needs 96 KB: what sm_86, 89 and 120 have, to the last 3 KB.
+# Matmuls of 8-bit rows and weights (`scaled_matmul`), by rows: (maximum rows, tile). A step processes 128
+# inputs. The largest tile's sums use 64 registers per thread. It needs 96 KB, which sm_86, 89 and 120 have,
+# to the last 3 KB.
 SCALED_MATMUL_INPUTS = 128
 SCALED_MATMUL_TILES = (
     (16, Tile(16, 32, 4, 4)),
@@ -138,22 +141,22 @@ class Launch:
     block: int
     num_warps: int
     num_stages: int = 3
-    """Of loops with products; Triton's own number."""
+    """Stages of loops with matmuls; the default is Triton's."""
 
 
 LAUNCHES = {
     "merge_splits": Launch(16, 4),  # splits
     "reshape_and_cache": Launch(16, 4),  # tokens of a head
-    "rotary_cache": Launch(1024, 4),  # numbers of tokens of a head
+    "rotary_cache": Launch(1024, 4),  # values of a head, over all tokens
     "silu_and_mul": Launch(2048, 4),  # columns
-    "quantise_rows": Launch(8192, 16),  # numbers of a row, at most
-    "copy_blocks": Launch(4096, 4),  # numbers of a block
+    "quantise_rows": Launch(8192, 16),  # values of a row, at most
+    "copy_blocks": Launch(4096, 4),  # values of a block
     "sampling_histogram": Launch(4096, 8),  # logits
     "sampling_band": Launch(1024, 4),  # logits
-    # 16 candidates times 512 int64 sums over eight warps are 64 registers a thread.
+    # 16 candidates times 512 int64 sums over eight warps are 64 registers per thread.
     "sampling_cuts": Launch(512, 8),  # logits
     "gumbel_argmax": Launch(1024, 4),  # logits
-    # At four warps fp32's shrink spills on sm_80 under Triton 3.6; in three stages bf16's expand does.
+    # With four warps, fp32's shrink spills on sm_80 with Triton 3.6; with three stages, bf16's expand does.
     "low_rank_shrink": Launch(64, 8),  # inputs
     "low_rank_expand": Launch(64, 4, num_stages=1),  # outputs
     "gated_delta_rule": Launch(32, 4),  # columns of a head's state
@@ -162,23 +165,23 @@ LAUNCHES = {
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`, for n >= 1."""
+    """Return the smallest power of two that is at least `n`, for n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Columns of a tile of heads: a power of two, and no fewer than the 16 that a tensor-core product sums over."""
+    """Columns of a tile of heads: a power of two, and at least 16, the depth of a tensor-core matmul."""
     return max(16, next_power_of_2(head_dim))
 
 
 def row_warps(size: int) -> int:
-    """Warps of a program that holds a whole row of `size` numbers: 16 numbers a thread, as far as warps go."""
+    """Warps of a program that holds a complete row of `size` values: 16 values per thread, up to 16 warps."""
     return max(1, min(16, next_power_of_2(size) // 512))
 
 
 @cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """The device's compute capability, or the newest one tuned for when kernels are interpreted."""
+    """Return the device's compute capability, or the newest tuned one for interpreted kernels."""
     if device.type != "cuda":
         return _ASSUMED_CAPABILITY
     return torch.cuda.get_device_capability(device)
@@ -193,9 +196,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def tuned_architecture(capability: tuple[int, int]) -> int:
-    """Return the architecture of whose tiles a device gets: 90, or 80 with less shared memory and without wgmma.
+    """Return the architecture whose tiles a device uses: 90, or 80 with less shared memory and without wgmma.
 
-    sm_100 has the memory of sm_90. sm_86, sm_89 and sm_120 have 99 KiB a program, which the tiles of 80 keep to.
+    sm_100 has the memory of sm_90. sm_86, sm_89 and sm_120 have 99 KiB per program, which is enough for the
+    tiles of 80.
     """
     return 90 if (9, 0) <= capability < (12, 0) else 80
 
@@ -229,11 +233,11 @@ def decode_tile(
     *,
     is_scaled: bool = False,
 ) -> Tile:
-    """The decode kernel's tile for one KV head's `group_size` query heads.
+    """Return the decode kernel's tile for one KV head's `group_size` query heads.
 
-    Rows are the query heads of a group, padded to the 16 that a tensor-core product takes. A group larger than
-    `block_m` is cut into several programs; each of them reads the keys again, from the L2 cache if all is well.
-    `element_size` is the queries'.
+    Rows are the query heads of a group, padded to the 16 rows of a tensor-core matmul. A group larger than
+    `block_m` is divided among several programs. Each of them reads the keys again, normally from the L2
+    cache. `element_size` is that of the queries.
     """
     return _tile("decode", capability, element_size, is_scaled, head_dim, group_size)
 
@@ -241,34 +245,34 @@ def decode_tile(
 def prefill_tile(
     head_dim: int, element_size: int, capability: tuple[int, int], *, is_scaled: bool = False
 ) -> Tile:
-    """The prefill kernel's tile. `block_m` counts (token, head of the group) pairs."""
+    """Return the prefill kernel's tile. `block_m` counts (token, head of the group) pairs."""
     return _tile("prefill", capability, element_size, is_scaled, head_dim, 1)
 
 
 def matmul_tile(num_rows: int, element_size: int) -> Tile:
-    """The tile of `grouped_matmul`: `block_m` rows of x by `block_n` outputs."""
+    """Return the tile of `grouped_matmul`: `block_m` rows of x by `block_n` outputs."""
     return next(tile for most, size, tile in MATMUL_TILES if size == element_size and num_rows <= most)
 
 
 def scaled_matmul_tile(num_rows: int) -> Tile:
-    """The tile of `scaled_matmul`: `block_m` rows by `block_n` outputs."""
+    """Return the tile of `scaled_matmul`: `block_m` rows by `block_n` outputs."""
     return next(tile for most, tile in SCALED_MATMUL_TILES if num_rows <= most)
 
 
 class Splits(NamedTuple):
-    """How rows' keys are cut."""
+    """How to split the keys of rows."""
 
     most: int
-    """The most parts."""
+    """Maximum number of parts."""
     min_tokens: int
-    """The fewest keys of a part; a multiple of every decode tile's `block_n`."""
+    """Minimum number of keys in a part; a multiple of every decode tile's `block_n`."""
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> Splits:
-    """Return enough splits to fill the device, and to keep one long row from taking longer than all others.
+    """Return enough splits to fill the device, and to prevent one long row from taking longer than all others.
 
-    Read from host numbers only, so a captured graph keeps its grid; how many of the splits a row uses, the
-    kernel decides from the row's own length. `num_programs` is rows times KV heads before the cut.
+    Uses only host values, so a captured graph keeps its grid. The kernel computes the number of splits of a
+    row from the row's length. `num_programs` is rows times KV heads before the split.
     """
     # Four programs of a decode tile fit on a multiprocessor (see ATTENTION_TILES).
     wanted = max(1, (4 * num_multiprocessors) // max(1, num_programs))
@@ -280,6 +284,6 @@ def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) 
 
 
 def sampling_splits(num_rows: int, vocab_size: int, block: int, most: int, device: torch.device) -> int:
-    """Into how many parts each row's vocabulary is cut, up to `most`, so that few rows fill the device too."""
+    """Return the number of parts of each row's vocabulary, up to `most`, so that few rows also fill the device."""
     wanted = (4 * multiprocessors(device)) // max(1, num_rows)
     return max(1, min(wanted, -(-vocab_size // block), most))

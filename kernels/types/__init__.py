@@ -1,1 +1,1 @@
-"""The operators' arguments in addition to tensors: plain data, the same for every device."""
+"""The operators' arguments other than tensors: plain data, the same for every device."""

@@ -1,4 +1,4 @@
-"""A weight of few bits whose numbers have a scale per output and group of inputs."""
+"""A quantized weight with a scale per output and group of inputs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class GroupedWeight:
     scales: torch.Tensor
     """fp32 [out_features, num_groups]; num_groups divides in_features"""
     zeros: torch.Tensor | None = None
-    """int16 [out_features, num_groups], for integers alone; None: all are 0"""
+    """int16 [out_features, num_groups], only for integers; None: all are 0"""
     order: torch.Tensor | None = None
-    """int64 [in_features], a permutation; None: the inputs are in their own order"""
+    """int64 [in_features], a permutation; None: the inputs are not permuted"""
     bits: int = 8
     """4: every code is one of 0 .. 15"""
     offsets: torch.Tensor | None = None
-    """fp32 [out_features, num_groups], where codes times scales are exact; None: all are 0"""
+    """fp32 [out_features, num_groups], only if codes times scales are exact; None: all are 0"""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -34,7 +34,7 @@ class GroupedWeight:
         return self.codes.shape[1] // self.scales.shape[1]
 
     def dequantise(self) -> torch.Tensor:
-        """Return W in fp32, each number rounded once."""
+        """Return W in fp32, each value rounded once."""
         out_features, in_features = self.shape
         numbers = self.codes.float().view(out_features, -1, self.group_size)
         if self.zeros is not None:
@@ -66,7 +66,7 @@ class GroupedWeight:
         return self._changed(self.codes[part], lambda per_group: per_group[part])
 
     def inputs(self, part: slice) -> GroupedWeight | None:
-        """Return the weight of some inputs; None if these are not whole groups."""
+        """Return the weight of some inputs; None if these are not complete groups."""
         size = self.group_size
         if self.order is not None or part.start % size or part.stop % size:
             return None

@@ -9,21 +9,21 @@ import torch
 
 INTEGER_LIMIT = 127.0
 FP8 = torch.float8_e4m3fn
-FP8_LIMIT = 448.0  # the largest number that e4m3 holds
-# A slot of zeros needs a scale too, and dividing by it must give zeros.
+FP8_LIMIT = 448.0  # the largest value of e4m3
+# A slot of zeros also needs a scale, and dividing by it must return zeros.
 SMALLEST_PEAK = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Blocks of keys and values, with a scale per slot and head where their dtype needs one.
+    """Blocks of keys and values, with a scale per slot and head if their dtype needs one.
 
-    fp32, fp16 and bf16 hold the numbers themselves. int8 and fp8 (e4m3) hold them divided by the slot's scale for
-    that head, which is the largest of them over the largest number of the dtype: no calibration, and one token's
-    outlier costs no other token its precision.
+    fp32, fp16 and bf16 store the values directly. int8 and fp8 (e4m3) store them divided by the slot's scale
+    for that head. The scale is the largest magnitude over the largest value of the dtype. This needs no
+    calibration, and an outlier in one token does not reduce the precision of others.
 
-    Values may be the keys themselves (`sharing_values`): of latent attention, which reads its values from the first
-    numbers of its keys.
+    Values can be the keys themselves (`sharing_values`), for latent attention, which reads its values from
+    the first elements of its keys.
     """
 
     keys: torch.Tensor
@@ -33,9 +33,9 @@ class LayerCache:
     """fp32 [num_blocks, num_kv_heads, block_size], contiguous; None if the dtype does not need scales."""
     value_scales: torch.Tensor | None = None
     group: int = field(default=0, kw_only=True)
-    """The group of layers by whose block tables it is read and written (`AttentionMetadata.of_group`)."""
+    """The group of layers whose block tables it uses (`AttentionMetadata.of_group`)."""
     window: int | None = field(default=None, kw_only=True)
-    """Keys before `first_visible` of this may have been freed; None: all exist."""
+    """Keys before this window's `first_visible` may have been freed; None: all exist."""
     attention: str = field(default="auto", kw_only=True)
     """`EngineConfig.attention_backend`: the library that reads it on a GPU."""
 
@@ -52,7 +52,7 @@ class LayerCache:
         return self.key_scales is not None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that a block consists of, each tensor once; the first dimension of each is the block."""
+        """Yield every tensor of a block once; the first dimension of each is the block."""
         yield self.keys
         if self.values is not self.keys:
             yield self.values
@@ -81,7 +81,7 @@ class LayerCache:
 
 
 def largest_number(dtype: torch.dtype) -> float | None:
-    """The value that a scaled dtype's largest number represents; None for a dtype stored unscaled."""
+    """Return the largest value of a scaled dtype; None for a dtype stored unscaled."""
     return {torch.int8: INTEGER_LIMIT, FP8: FP8_LIMIT}.get(dtype)
 
 
@@ -93,7 +93,7 @@ def allocate_layer(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> LayerCache:
-    """An empty layer. Zeroed, which costs nothing on Linux: fresh pages are zero until they are touched."""
+    """Return an empty, zeroed layer. Zeroing costs nothing on Linux: new pages are zero until they are touched."""
     slots = (num_blocks, num_kv_heads, block_size)
     keys, values = (torch.zeros(*slots, head_dim, dtype=dtype, device=device) for _ in range(2))
     if largest_number(dtype) is None:
@@ -103,5 +103,5 @@ def allocate_layer(
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """fp8 as the bytes it is made of, any other dtype as it is: torch and Triton move few one-byte floats about."""
+    """View fp8 as bytes, and return any other dtype unchanged: torch and Triton can copy few one-byte floats."""
     return tensor.view(torch.uint8) if tensor.dtype is FP8 else tensor

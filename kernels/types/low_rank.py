@@ -10,27 +10,29 @@ import torch
 
 NO_ADAPTER = -1
 TILE_ROWS = 16
-"""Maximum number of rows of a tile: the minimum of a GPU's matmul."""
+"""Maximum number of rows in a tile: the minimum of a GPU's matmul."""
 
 Matrices = tuple[torch.Tensor, torch.Tensor]
-"""A [rank, in_features] and B [rank, width], both contiguous: a row's part of the output gains x A^T B."""
+"""A [rank, in_features] and B [rank, width], both contiguous: x A^T B is added to a row's part of the output."""
 
 
 @dataclass(slots=True)
 class LowRankTable:
-    """The adapters of a layer whose outputs are one part or several side by side.
+    """The adapters of a layer whose outputs are one part or several adjacent ones.
 
-    Kernels find the matrices by address, so that an adapter is exchanged by writing three numbers per part, and
+    Kernels locate the matrices by address. Replacing an adapter thus writes only three values per part, and
     adapters of different ranks need no padding.
     """
 
     entries: torch.Tensor
-    """int64 [num_slots, num_parts, 3] on the layer's device: the addresses of A and B, and their rank; rank 0: none.
-    The last two dimensions are contiguous."""
+    """int64 [num_slots, num_parts, 3] on the layer's device: addresses of A and B, and the rank; rank 0: none.
+
+    The last two dimensions are contiguous.
+    """
     starts: torch.Tensor
-    """int64 [num_parts + 1] on the layer's device: the start of each part in the outputs, and their end."""
+    """int64 [num_parts + 1] on the layer's device: the start of each part in the outputs, and the end of the last."""
     max_rank: int
-    """No rank is larger."""
+    """Maximum rank."""
     matrices: dict[int, list[Matrices | None]] = field(default_factory=dict)
     """Slot -> the matrices of each part; these references keep the addresses valid."""
 
@@ -41,14 +43,14 @@ class LowRankTable:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The adapters of a step's rows: their slots, and the same sorted into tiles of one adapter each."""
+    """The adapters of a step's rows: their slots, and the rows sorted into tiles of one adapter each."""
 
     slots: torch.Tensor
     """int32 [num_rows]; `NO_ADAPTER`: none."""
     order: torch.Tensor
     """int32 [num_adapted]: the rows with an adapter, those of a slot together."""
     tiles: torch.Tensor
-    """int32 [num_tiles, 3]: slot, first place in `order`, number of rows, at most `TILE_ROWS`."""
+    """int32 [num_tiles, 3]: slot, first position in `order`, number of rows, up to `TILE_ROWS`."""
 
 
 IntArray = npt.NDArray[np.int32]

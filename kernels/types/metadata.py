@@ -17,8 +17,8 @@ class AttentionMetadata:
     and values of this step are in the cache before attention reads it; query token i of a row with
     `query_len` tokens is at position `seq_len - query_len + i` and sees keys 0..that position.
 
-    Padded rows (`seq_lens` 0) and padded tokens (`slot_mapping` -1) may be at the end of the batch: they
-    write nothing, and what comes out for them is undefined.
+    Padded rows (`seq_lens` 0) and padded tokens (`slot_mapping` -1) may be at the end of the batch. They
+    write nothing, and their results are undefined.
     """
 
     block_tables: torch.Tensor  # [num_rows, max_blocks] int32; entries past a row's length are undefined
@@ -30,19 +30,20 @@ class AttentionMetadata:
     num_decode_rows: int
     max_query_len: int
     max_seq_len: int
-    # Filled by the prefill kernel's first call of the step and read by the other layers' calls: which (row,
-    # query tile) every program takes, by (query heads per KV head, tile height).
+    # Set by the prefill kernel's first call of the step and read by the calls of other layers: the (row,
+    # query tile) of every program, by (query heads per KV head, tile height).
     work_lists: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    # Filled likewise for the CPU's decode kernel: [2, num_decode_rows] int32, the rows in an order in which those that
-    # begin with the same blocks are neighbors, and the number of blocks each shares with the one before. Empty = none.
+    # Set in the same way for the CPU's decode kernel: [2, num_decode_rows] int32. The rows in an order where
+    # rows that start with the same blocks are adjacent, and the number of blocks that each shares with the
+    # previous one. Empty = none.
     sharing: torch.Tensor | None = field(default=None, init=False)
     others: list[AttentionMetadata] = field(default_factory=list)
-    """The same step by the block tables of the other groups of layers, in their order."""
+    """The same step with the block tables of the other groups of layers, in order."""
     recurrent: RecurrentStep | None = None
-    """The same step for layers with a state; None: the model has no such layers."""
+    """The same step for layers with a state; None: the model does not have such layers."""
 
     def of_group(self, group: int) -> AttentionMetadata:
-        """Return the step by the block tables of a group of layers."""
+        """Return the step with the block tables of a group of layers."""
         return self.others[group - 1] if group else self
 
     def count_sharing_rows(self) -> int:
@@ -56,7 +57,7 @@ class AttentionMetadata:
 def warm_up_metadata() -> AttentionMetadata:
     """A decode row and a row of two tokens, over one block and without writes: sufficient to compile a kernel."""
     return AttentionMetadata(
-        block_tables=torch.zeros(2, 2, dtype=torch.int32),  # two entries, for where a block is one token
+        block_tables=torch.zeros(2, 2, dtype=torch.int32),  # two entries, in case a block is one token
         query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
         seq_lens=torch.tensor([1, 2], dtype=torch.int32),
         slot_mapping=torch.full((3,), -1),

@@ -1,4 +1,4 @@
-"""A step's metadata for layers with a state in place of keys and values. Tensors only."""
+"""A step's metadata for layers with a state instead of keys and values. Tensors only."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pagemill.kernels.types.low_rank import AdapterRows
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Rows of a step with equally many tokens: a recurrent layer computes them as one batch."""
+    """Rows of a step with the same number of tokens, which a recurrent layer computes as one batch."""
 
     tokens: torch.Tensor | slice
-    """[num_rows * length] int64, or a range: the places of their tokens in the step, row by row."""
+    """[num_rows * length] int64, or a range: the positions of their tokens in the step, row by row."""
     length: int
     slots: torch.Tensor
-    """[num_rows] int64: where the state of each is."""
+    """[num_rows] int64: the slot of each row's state."""
     is_new: bool
-    """They have not been computed yet: their slots contain another sequence's state."""
+    """True for rows that were not computed yet: their slots contain another sequence's state."""
     adapters: AdapterRows | None = None
-    """Of their tokens; None: no token of the step has one."""
+    """The adapters of their tokens; None: no token of the step has an adapter."""
     row_adapters: AdapterRows | None = None
-    """The same for one token of each row."""
+    """The same for one token per row."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStep:
-    """What the recurrent layers need of a step."""
+    """The state tensors and rows that recurrent layers use in a step."""
 
     states: list[list[torch.Tensor]]
-    """By recurrent layer: its tensors [num_slots, ...]."""
+    """Tensors [num_slots, ...] by recurrent layer."""
     rows: list[StateRows]
-    """Together all tokens of the step but its padding."""
+    """Together, all tokens of the step except padding."""

@@ -9,11 +9,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """RMS norm of every head, then rotation of its first `rotary_dim` numbers; each may be absent."""
+    """RMS norm of every head, then rotation of its first `rotary_dim` values; each is optional."""
 
     cos: torch.Tensor | None = None
-    """[num_tokens, rotary_dim] as transformers makes it, where the second half repeats the first: number i pairs
-    with i + rotary_dim / 2. The last dimension is contiguous."""
+    """[num_tokens, rotary_dim] in the transformers layout: the second half repeats the first.
+
+    Value i pairs with i + rotary_dim / 2. The last dimension is contiguous.
+    """
     sin: torch.Tensor | None = None
     """The same shape and strides as `cos`."""
     query_weight: torch.Tensor | None = None

@@ -21,6 +21,6 @@ class SamplingRows(NamedTuple):
     seeds: torch.Tensor
     """int64, in [0, 2**63)."""
     sample_indices: torch.Tensor
-    """int64, which of the request's n samples."""
+    """int64, the index among the request's n samples."""
     positions: torch.Tensor
     """int64, output position, counted from the first generated token."""

@@ -1,4 +1,4 @@
-"""Rows of 8-bit numbers with a scale each: quantized activations, and weights with a scale per output."""
+"""Rows of 8-bit values with one scale each: quantized activations, and weights with a scale per output."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class ScaledRows:
     numbers: torch.Tensor
     """[num_rows, size] int8 or float8_e4m3fn, contiguous"""
     scales: torch.Tensor
-    """fp32 [num_rows]; NaN of a row with anything that is not finite"""
+    """fp32 [num_rows]; NaN for a row with a non-finite value"""
     dtype: torch.dtype
-    """Of x, and of the products of these rows."""
+    """The dtype of x, and of matmul results of these rows."""
     kept: torch.Tensor | None = None
-    """x itself, where something reads it in addition to the product."""
+    """x itself, if another operator also reads it."""
 
     @property
     def shape(self) -> torch.Size:

@@ -1,4 +1,4 @@
-"""A weight of few bits, laid out for the GPU's product."""
+"""A quantized weight in the layout of the GPU's matmul."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class TiledWeight:
     """A `GroupedWeight` without an order, one chunk of inputs at a time."""
 
     codes: torch.Tensor
-    """uint8 [out_features, in_features / 2]: byte j of a chunk has its input j in the low half, and input
-    j + chunk / 2 in the high one; or int8 or uint8 [out_features, in_features], floats as their bits"""
+    """uint8 [out_features, in_features / 2], or int8 or uint8 [out_features, in_features], floats as their bits.
+
+    In the first, byte j of a chunk has input j in the low half, and input j + chunk / 2 in the high one.
+    """
     scales: torch.Tensor
-    """fp32 [out_features, num_groups]; of floats 256 times them, since their bits are read as fp16's"""
+    """fp32 [out_features, num_groups]; for floats multiplied by 256, since their bits are read as fp16"""
     zeros: torch.Tensor | None
     """int16 [out_features, num_groups]"""
     order: torch.Tensor | None
@@ -58,7 +60,7 @@ class TiledWeight:
         return 4 if self.is_packed else 8
 
     def numbers(self) -> torch.Tensor:
-        """Return the weight in fp32, [out_features, in_features], its inputs in the product's order."""
+        """Return the weight in fp32, [out_features, in_features], with its inputs in the matmul's order."""
         codes, out_features = self.codes, len(self.codes)
         if self.is_packed:
             halves = codes.view(out_features, -1, 1, self.chunk // 2)

@@ -1,4 +1,4 @@
-"""Small host lists to the device without a stall."""
+"""Copies of small host lists to the device without a stall."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def to_device(array: npt.NDArray[np.int32] | npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """`array` on `device`. To a GPU through pinned memory: a pageable copy waits for the stream to drain."""
+    """Copy `array` to `device`. GPUs use pinned memory, because a pageable copy waits for the stream to drain."""
     host = torch.from_numpy(array)
     if device.type == "cpu":
         return host

@@ -1,1 +1,1 @@
-"""The tensor operators: Triton, plain torch and CPU faces of each. Import the submodules."""
+"""The tensor operators: Triton, plain torch and CPU implementations of each. Import the submodules."""

@@ -1,4 +1,4 @@
-"""The directory of compiled kernels: the configured one, or a private one of this process if that can't be used."""
+"""The directory of compiled kernels: the configured one, or a private one if that is not writable."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 _PROBE_BYTES = 1 << 16
 _PRIVATE = "PAGEMILL_PRIVATE_KERNEL_CACHE"
-"""Set here, for the processes that this one starts; no setting."""
+"""Set for child processes; not a setting for users."""
 
 
 def usable(directory: Path, variable: str) -> Path:
-    """`directory`, created if needed; if it is not writable, a private one that is removed with this process.
+    """Return `directory`, created if needed, or a private one that is removed with this process if it is not writable.
 
-    Processes that this one starts share it. This is logged once, with the `variable` that sets another. Where no
-    directory can be written at all, `directory` is returned as it is.
+    Child processes share the private directory. It is logged once, with the `variable` that sets another. If
+    no directory is writable, `directory` is returned unchanged.
     """
     try:
         _write_something(directory)
@@ -48,12 +48,12 @@ def usable(directory: Path, variable: str) -> Path:
 
 
 def _write_something(directory: Path) -> None:
-    """Raises OSError where that fails: rights, a read-only file system, a full one."""
+    """Raise OSError if the directory is not writable, on a read-only file system, or full."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory) as probe:
         probe.write(bytes(_PROBE_BYTES))
 
 
 def _remove(directory: Path, owner: int) -> None:
-    if os.getpid() == owner:  # not in a child that was forked
+    if os.getpid() == owner:  # not in a forked child
         shutil.rmtree(directory, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""The operators that the engine calls. Each runs on the backend that suits the device of its tensors.
+"""The operators that the engine calls. Each runs on the backend for the device of its tensors.
 
-CUDA tensors go to the Triton kernels, CPU tensors to the numba kernels, and everything else to the plain torch
-reference, whose functions document the operators. A backend loads on first use: a machine without triton never imports
-it. An operator that a backend does not have falls back to the reference.
+CUDA tensors use the Triton kernels, CPU tensors the numba kernels, and all others the plain torch reference,
+whose functions document the operators. A backend loads on first use, so a machine without triton never
+imports it. An operator that a backend does not have falls back to the reference.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def replace_by_reference(name: str) -> None:
-    """Compute an operator by plain torch from now on, for the life of the process."""
+    """Compute an operator in plain torch from now on, for the lifetime of the process."""
     _replaced.add(name)
 
 

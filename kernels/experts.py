@@ -1,6 +1,7 @@
-"""Mixtures of experts: routing, sorting by expert and combining, with their plain torch counterparts.
+"""Mixture of experts (MoE): routing, sorting by expert and combining, in plain torch.
 
-A row's experts, their weights and its sum depend on that row alone; no expert has a capacity, and no row is dropped.
+A row's experts, their weights and its sum depend only on that row. Experts have no capacity limit, and no row
+is dropped.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How a router's logits become experts and weights.
+    """Rules that turn a router's logits into experts and weights.
 
-    Softmax over the chosen logits alone is softmax over all of them, normalized after the choice.
+    Softmax over only the chosen logits equals softmax over all of them, normalized after the choice.
     """
 
     top_k: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalises: bool = False
-    """Divides a row's weights by their sum."""
+    """Divide a row's weights by their sum."""
     epsilon: float = 0.0
     """Added to that sum."""
     scale: float = 1.0
-    """Multiplies the weights at last."""
+    """Factor of the final weights."""
     num_groups: int = 1
-    """Experts are chosen among the best `kept_groups` of these groups of neighbours."""
+    """Number of groups of adjacent experts. Experts are chosen from the best `kept_groups` groups."""
     kept_groups: int = 1
     group_best: int = 1
-    """A group counts as much as this many of its best experts together: 1 or 2."""
+    """A group's score is the sum of this many of its best experts: 1 or 2."""
 
 
 def route(
@@ -42,7 +43,7 @@ def route(
         bias: [num_experts], added to the scores for the choice, not for the weights.
 
     Returns:
-        Weights fp32 [num_rows, top_k], and experts int64 [num_rows, top_k], the best first.
+        Weights fp32 [num_rows, top_k], and experts int64 [num_rows, top_k], best first.
     """
     logits = logits.float()
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
@@ -61,13 +62,13 @@ def route(
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + 1), the gate at most `limit`, up within -limit .. limit: gpt-oss's.
+    """gate * sigmoid(alpha * gate) * (up + 1), gate up to `limit`, up in -limit .. limit, as in gpt-oss.
 
     Args:
         gate_up: [num_rows, 2 * size], the gate first.
 
     Returns:
-        [num_rows, size], fresh; computed in fp32 and rounded once.
+        [num_rows, size], new; computed in fp32 and rounded once.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -77,13 +78,13 @@ def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.T
 def sort_by_expert(
     x: torch.Tensor, indices: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy rows of x [num_rows, size] for each expert that they chose, sorted by expert.
+    """Copy rows of x [num_rows, size] once per chosen expert, sorted by expert.
 
     Args:
         indices: int64 [num_rows, top_k], each in 0 .. num_experts - 1.
 
     Returns:
-        Rows [num_rows * top_k, size]; the place of every choice among them, int64 [num_rows * top_k]; and int64
+        Rows [num_rows * top_k, size]; the position of every choice among them, int64 [num_rows * top_k]; and int64
         [num_experts + 1], the start of each expert's rows.
     """
     chosen, order = torch.sort(indices.flatten(), stable=True)
@@ -95,10 +96,10 @@ def sort_by_expert(
 
 
 def combine_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return [num_rows, size]: the sum of each row's experts, weighted, in the order of its choice.
+    """Return [num_rows, size]: the weighted sum of each row's experts, in the order of selection.
 
     Args:
-        rows: [num_rows * top_k, size], contiguous, sorted as by `sort_by_expert`, which gives `places`.
+        rows: [num_rows * top_k, size], contiguous, sorted by `sort_by_expert`, which also returns `places`.
         weights: [num_rows, top_k].
     """
     parts = rows[places].view(*weights.shape, -1).float()

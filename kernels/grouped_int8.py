@@ -1,10 +1,11 @@
-"""8-bit integers with a scale per row and group of columns: the definition, and the product's plain torch twin.
+"""8-bit integers with a scale per row and group of columns: the definition, and the matmul in plain torch.
 
-Rows are rounded to them. So are weights, except those that were made of integers of at most 8 bits with such scales:
-they stay what they are, with an offset for each group where they had one (`kernels.cpu.matmul.grids` finds them).
+Rows are rounded to such integers. Weights are rounded too, unless they are already integers of at most 8 bits
+with scales. Those stay unchanged, with an offset for each group that had one (`kernels.cpu.matmul.grids`
+finds them).
 
-Small groups keep an outlier's harm small: with one scale for a whole row of activations a model's perplexity suffers
-by percents, with groups of 32 by less than half of one (docs/quantization.md).
+Small groups limit the effect of an outlier. One scale for a complete row of activations raises a model's
+perplexity by several percent, groups of 32 by less than half a percent (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ def num_groups(size: int) -> int:
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 numbers [num_rows, num_groups, GROUP] and fp32 scales [num_rows, num_groups], to nearest.
+    """Return int8 numbers [num_rows, num_groups, GROUP] and fp32 scales [num_rows, num_groups], to nearest.
 
-    x [num_rows, size] ~ numbers * scales; past `size` the last group's numbers are 0. A group that holds anything
-    that is not finite gets the scale NaN.
+    x [num_rows, size] ~ numbers * scales; numbers past `size` in the last group are 0. The scale of a group
+    with a non-finite value is NaN.
     """
     num_rows, size = x.shape
     groups = torch.nn.functional.pad(x.float(), (0, -size % GROUP)).view(num_rows, num_groups(size), GROUP)
     peaks = groups.abs().amax(dim=2)
     is_finite = peaks.isfinite()
     peaks = peaks.clamp(min=SMALLEST_PEAK)
-    limits = torch.full_like(peaks, LIMIT)  # a tensor: torch multiplies with a number's reciprocal
+    limits = torch.full_like(peaks, LIMIT)  # a tensor: torch multiplies by a Python number's reciprocal
     factors = limits / peaks
     numbers = (groups * factors[..., None]).round().where(is_finite[..., None], 0.0).to(torch.int8)
     return numbers, (peaks / limits).where(is_finite, math.nan)
@@ -49,10 +50,10 @@ def multiply(
 ) -> torch.Tensor:
     """x [num_rows, in_features] quantized, times a weight of integers, plus bias; [num_rows, out_features] fp32.
 
-    Sums within a group are integers, exact; the groups are added in their order, each with one rounding.
+    Sums within a group are integers, hence exact. The groups are added in order, each with one rounding.
 
     Args:
-        weight_offsets: Added to weights, fp32 [out_features, num_groups]: times the sum of the row's group they are
+        weight_offsets: added to weights, fp32 [out_features, num_groups]. Times the sum of the row's group, they are
             added before the group's products, with two roundings.
     """
     numbers, scales = quantise(x)
@@ -71,10 +72,10 @@ def multiply(
 
 
 def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c of fp32 numbers with one rounding.
+    """a * b + c of fp32 values with one rounding.
 
-    The product is exact in fp64. Their sum is rounded to odd there, after which the second rounding, to fp32, comes
-    out as the only one would (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums").
+    The product is exact in fp64. The sum is rounded to odd in fp64, so that the second rounding, to fp32,
+    equals a single rounding (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums").
     """
     product, term = a.double() * b.double(), c.double()
     total = product + term

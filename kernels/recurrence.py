@@ -1,7 +1,7 @@
-"""Recurrences in plain torch, computed token by token on states in their slots, as reference for the kernels.
+"""Recurrences in plain torch, computed token by token on states in their slots: the reference for the kernels.
 
-Sources: Gated Delta Networks (arXiv 2412.06464); Mamba (arXiv 2312.00752), whose channels are heads of one line, and
-Mamba-2 (arXiv 2405.21060).
+Sources: Gated Delta Networks (arXiv 2412.06464); Mamba (arXiv 2312.00752), whose channels are heads of one
+line; and Mamba-2 (arXiv 2405.21060).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """Return [num_rows, length, heads, value_dim] fp32, and advance the states of the rows in place.
 
-    Each head first forgets a part of its state, then replaces what the state returns for the key by the value, as far
-    as beta says, and returns what it then returns for the query. Queries and keys are divided by their lengths.
+    Each head first decays its state. It then replaces the state's output for the key with the value, in
+    proportion to beta, and returns the new output for the query. Queries and keys are normalized to unit
+    length.
 
     Args:
         states: [num_slots, heads, key_dim, value_dim] fp32.
@@ -35,7 +36,7 @@ def gated_delta_rule(
         decay: [num_rows, length, heads] fp32, the logarithm of the remaining fraction of the state.
         beta: [num_rows, length, heads] fp32, in (0, 1).
         slots: [num_rows] int64, all different.
-        is_new: the rows have no state yet; what is in their slots is ignored.
+        is_new: the rows do not have a state yet; the contents of their slots are ignored.
     """
     group = value.shape[2] // key.shape[2]
     query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (query, key))
@@ -71,11 +72,11 @@ def state_space_scan(
         states: [num_slots, heads, head_dim, state_size] fp32.
         x: [num_rows, length, heads, head_dim] fp32.
         steps: [num_rows, length, heads] fp32, the sizes of the time steps (dt).
-        decay: [heads, 1] or, a number for each place, [heads, state_size] fp32, below 0: what remains of a state
-            after a step is exp(step * decay) (A).
+        decay: [heads, 1], or [heads, state_size] with one value per element, fp32, below 0. The remaining fraction of a
+            state after a step is exp(step * decay) (A).
         write, read: [num_rows, length, groups, state_size] fp32; consecutive heads share a group (B and C).
         slots: [num_rows] int64, all different.
-        is_new: the rows have no state yet; what is in their slots is ignored.
+        is_new: the rows do not have a state yet; the contents of their slots are ignored.
     """
     group = x.shape[2] // write.shape[2]
     write, read = (each.repeat_interleave(group, dim=2)[..., None, :] for each in (write, read))

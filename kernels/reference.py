@@ -1,6 +1,6 @@
-"""The operators in plain torch, one row at a time: the twins that every other face is compared with.
+"""The operators in plain torch, one row at a time: the reference for every other implementation.
 
-Computed in fp32, or in fp64 where the inputs are fp64. Simple before fast; works on any device.
+Computed in fp32, or in fp64 for fp64 inputs. Simple rather than fast; works on any device.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ def reshape_and_cache(
 
 
 def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
-    """x W^T for x [num_rows, in_features], its numbers in the weight's order; fresh, [num_rows, out_features].
+    """x W^T for x [num_rows, in_features] with its values in the weight's order; new, [num_rows, out_features].
 
-    Computed in fp32 from x and the weight's own numbers, and rounded once. The last dimension of x is contiguous.
+    Computed in fp32 from x and the dequantized weight, and rounded once. The last dimension of x is
+    contiguous.
     """
     wide = x if x.dtype is torch.float64 else x.float()
     return (wide @ weight.numbers().to(wide.dtype).t()).to(x.dtype)
 
 
 def quantise(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what an int8 or fp8 cache stores, fp32 scales): one scale per vector of the last dimension."""
+    """(values of an int8 or fp8 cache, fp32 scales): one scale per vector of the last dimension."""
     limit = largest_number(dtype)
     assert limit is not None, f"{dtype} is stored as it is"
     numbers = numbers.float()
@@ -82,8 +83,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of one step's tokens over one layer's paged cache: softmax over the visible keys' scores.
 
-    Unused blocks, unused slots and block-table entries past a row's length, or wholly before what its window shows
-    any query token, are never read.
+    Unused blocks, unused slots and block-table entries past a row's length are never read. The same applies
+    to blocks completely before the windows of all query tokens.
 
     Args:
         query: [num_tokens, num_heads, head_dim], last dimension contiguous; num_heads is a multiple of
@@ -91,7 +92,7 @@ def paged_attention(
         cache: with this step's keys and values already written; its block_size is a power of two.
 
     Returns:
-        [num_tokens, num_heads, head_dim], fresh and contiguous. Values at padded tokens are undefined.
+        [num_tokens, num_heads, head_dim], new and contiguous. Values at padded tokens are undefined.
     """
     # Padded tokens become zeros here.
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -100,7 +101,7 @@ def paged_attention(
     rows = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
     for row, (query_len, seq_len) in enumerate(rows):
         if query_len > 0 and seq_len > 0:
-            # Blocks wholly before the first query token's window may have been freed: do not touch them.
+            # Blocks completely before the first query token's window may have been freed; do not read them.
             first_key = max(0, first_visible(scoring.sliding_window or 0, seq_len - query_len))
             span = _Span(metadata.block_tables[row], cache.block_size, first_key, seq_len)
             out[start : start + query_len] = _attend(
@@ -115,7 +116,7 @@ def paged_attention(
 
 
 class _Span:
-    """A row's slots from the block that holds `first_key` up to `seq_len`."""
+    """A row's slots from the block that contains `first_key` to `seq_len`."""
 
     def __init__(self, table: torch.Tensor, block_size: int, first_key: int, seq_len: int) -> None:
         first_block = first_key // block_size
@@ -125,12 +126,12 @@ class _Span:
         self._length = seq_len - self.first_position
 
     def gather(self, cache: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """The slots' numbers, [num_kv_heads, n, head_dim]."""
+        """Return the slots' values, [num_kv_heads, n, head_dim]."""
         slots = as_bytes(cache)[self._blocks].view(cache.dtype).to(dtype)
         if scales is not None:
             slots = slots * scales[self._blocks].to(dtype)[..., None]
         slots = slots.transpose(0, 1).flatten(1, 2)
-        # Within the first block, keys before the window may be anything: zeros, so that 0 * NaN cannot arise.
+        # In the first block, keys before the window are undefined. Zero them, so that 0 * NaN cannot occur.
         slots[:, : self._num_unseen] = 0
         return slots[:, : self._length]
 
@@ -154,7 +155,8 @@ def _attend(
     query_positions = key_positions[-1] - query_len + 1 + torch.arange(query_len, device=query.device)
     distances = key_positions[None, :] - query_positions[:, None]
     if scoring.alibi_slopes is not None:
-        # Relative to the query: softmax cancels the difference to absolute positions, rounding does not grow.
+        # Relative to the query: softmax cancels the difference to absolute positions, and rounding errors do
+        # not grow.
         scores = scores + scoring.alibi_slopes.to(query.dtype)[:, None, None] * distances
     hidden = distances > 0
     if scoring.sliding_window:
@@ -169,7 +171,7 @@ def _attend(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension of x [num_rows, size], fresh.
+    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension of x [num_rows, size]; new.
 
     Computed in fp32 and rounded once. The last dimension is contiguous; weight is [size].
     """
@@ -182,13 +184,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual), both fresh and contiguous; the norm is the rounded sum's."""
+    """(rms_norm(x + residual), x + residual), both new and contiguous; the norm is that of the rounded sum."""
     total = (x.to(_compute_dtype(x)) + residual).to(x.dtype)
     return rms_norm(total, weight, eps), total
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for gate_up [num_rows, 2 * size], the gate first; fresh, [num_rows, size]."""
+    """silu(gate) * up for gate_up [num_rows, 2 * size], the gate first; new, [num_rows, size]."""
     gate, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
@@ -205,10 +207,10 @@ def rotary_and_cache(
 
     Args:
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; views with any
-            strides over a contiguous last dimension. The keys are rounded to their own dtype before the cache's.
+            strides over a contiguous last dimension. Keys are rounded to their dtype before the cache's.
 
     Returns:
-        The queries for attention, [num_tokens, num_heads, head_dim], fresh and contiguous.
+        The queries for attention, [num_tokens, num_heads, head_dim], new and contiguous.
     """
     reshape_and_cache(_turn(key, rotation.key_weight, rotation), value, cache, slot_mapping)
     return _turn(query, rotation.query_weight, rotation)
@@ -229,16 +231,17 @@ def _turn(heads: torch.Tensor, norm_weight: torch.Tensor | None, rotation: Rotat
 def sample_tokens(
     logits: torch.Tensor, peaks: torch.Tensor, rows: SamplingRows, *, has_filters: bool
 ) -> torch.Tensor:
-    """Draw one token per row: argmax of (logit - peak) / temperature + Gumbel noise over what the filters keep.
+    """Draw one token per row: argmax of (logit - peak) / temperature + Gumbel noise over the filtered tokens.
 
-    The filters are top-k, top-p and min-p, each applied to the result of the one before; ties with the last token
-    remain. The noise is that of `pagemill.kernels.noise`: a row's token depends only on its logits and entry; faces
-    agree unless two tokens are within rounding of each other. A row with NaN gives some valid id.
+    The filters are top-k, top-p and min-p, each applied to the result of the previous one; ties with the last
+    token remain. The noise is that of `pagemill.kernels.noise`: a row's token depends only on its logits and
+    entry. Implementations agree unless two tokens are within rounding of each other. A row with NaN returns
+    any valid id.
 
     Args:
         logits: [num_rows, vocab_size] fp32, the last dimension contiguous. Not changed.
         peaks: [num_rows] fp32, each row's largest logit.
-        has_filters: whether any row has one; if False, filters are not inspected.
+        has_filters: whether any row has a filter; if False, filters are not read.
 
     Returns:
         [num_rows] int64.
@@ -252,7 +255,7 @@ def sample_tokens(
 
 
 def _filtered(row: torch.Tensor, rows: SamplingRows, number: int) -> torch.Tensor:
-    """Top-k, top-p, min-p, each applied to the result of the one before; ties with the last remaining token remain."""
+    """Apply top-k, top-p and min-p, each to the result of the previous one; ties with the last token remain."""
     top_k, top_p = int(rows.top_k[number]), rows.top_p[number]
     if 0 < top_k < len(row):
         row = row.masked_fill(row < row.topk(top_k).values[-1], -torch.inf)
@@ -266,11 +269,11 @@ def _filtered(row: torch.Tensor, rows: SamplingRows, number: int) -> torch.Tenso
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows) -> None:
     """Add each row's adapter change: out[r] += x[r] A^T B, with A and B of `rows.slots[r]`, per part.
 
-    Rows without an adapter are not touched. Computed in fp32 and rounded once.
+    Rows without an adapter are not changed. Computed in fp32 and rounded once.
 
     Args:
         out: [num_rows, out_features]; x: [num_rows, in_features], of one dtype, the last dimensions contiguous.
-        table: has matrices of the same dtype in every slot that a row names.
+        table: has matrices of the same dtype in every slot that the rows refer to.
     """
     starts = table.starts.tolist()
     for slot in set(rows.slots.tolist()) - {NO_ADAPTER}:

@@ -1,9 +1,9 @@
-"""8-bit numbers with a scale per row: the definition, and the operators on them in plain torch.
+"""8-bit values with a scale per row: the definition, and the operators on them in plain torch.
 
-int8 or fp8 (e4m3) activations, each row with its own scale, times weights with a scale per output: what a GPU's
-libraries multiply. The rounding is exact on every face: a row's largest size p gives the factor L / p and the scale
-p / L, L being the largest number of the dtype, each rounded once to fp32; a number is x times the factor, rounded to
-fp32 and then to the dtype, to nearest, ties to even.
+int8 or fp8 (e4m3) activations with one scale per row, times weights with one scale per output, as in GPU
+libraries. The rounding is identical in all implementations. A row's largest magnitude p determines the factor
+L / p and the scale p / L, where L is the largest value of the dtype; each is rounded once to fp32. A
+quantized value is x times the factor, rounded to fp32 and then to the dtype, to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagemill.kernels.types.scaled_rows import ScaledRows
 
 
 def quantise_rows(x: torch.Tensor, numbers: torch.dtype) -> ScaledRows:
-    """x [num_rows, size] in int8 or e4m3, each row with a scale; `pagemill.kernels.row_scaled` defines every bit.
+    """Quantize x [num_rows, size] to int8 or e4m3, one scale per row; `pagemill.kernels.row_scaled` defines every bit.
 
     The last dimension of x is contiguous.
     """
@@ -28,7 +28,7 @@ def quantise_rows(x: torch.Tensor, numbers: torch.dtype) -> ScaledRows:
     peaks = wide.abs().amax(dim=1)
     is_finite = peaks.isfinite()
     peaks = peaks.clamp(min=SMALLEST_PEAK)
-    limits = torch.full_like(peaks, limit)  # a tensor: torch multiplies with a number's reciprocal
+    limits = torch.full_like(peaks, limit)  # a tensor: torch multiplies by a Python number's reciprocal
     scaled = (wide * (limits / peaks)[:, None]).where(is_finite[:, None], 0.0)
     rounded = (scaled.round() if numbers is torch.int8 else scaled).to(numbers)
     return ScaledRows(rounded, (peaks / limits).where(is_finite, math.nan), x.dtype)
@@ -42,10 +42,10 @@ def norm_and_quantise(
     numbers: torch.dtype,
     keeps: bool,
 ) -> tuple[ScaledRows, torch.Tensor]:
-    """`rms_norm`, or `add_rms_norm` with a residual, and its rows quantized; also the sum, or x without a residual.
+    """`rms_norm`, or `add_rms_norm` with a residual, with quantized rows; also the sum, or x without a residual.
 
     Args:
-        keeps: `ScaledRows.kept` has the norm.
+        keeps: store the norm in `ScaledRows.kept`.
     """
     if residual is None:
         return _scaled(reference.rms_norm(x, weight, eps), numbers, keeps), x
@@ -54,7 +54,7 @@ def norm_and_quantise(
 
 
 def silu_and_quantise(gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
-    """`silu_and_mul` and its rows quantized. `keeps`: `ScaledRows.kept` has the result of `silu_and_mul`."""
+    """`silu_and_mul` with quantized rows. `keeps`: store the unquantized result in `ScaledRows.kept`."""
     return _scaled(reference.silu_and_mul(gate_up), numbers, keeps)
 
 
@@ -64,16 +64,16 @@ def _scaled(x: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
 
 
 def scaled_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) -> torch.Tensor:
-    """(rows W^T * the weight's scales * the rows' scales) + bias, [num_rows, out_features] of the rows' dtype.
+    """(rows W^T * the weight's scales * the rows' scales) + bias, [num_rows, out_features] in the rows' dtype.
 
-    Sums of int8 numbers are exact, those of e4m3 numbers fp32 in any order; each scale is then multiplied with one
-    rounding in fp32.
+    Sums of int8 values are exact. Sums of e4m3 values are fp32 in any order. Each scale is then multiplied in
+    fp32 with one rounding.
 
     Args:
-        weight: [out_features, in_features], of the rows' kind of numbers.
+        weight: [out_features, in_features], quantized like the rows.
         bias: [out_features], of any dtype.
     """
-    # Sums are exact: of integers, and in fp64 all but so of floats.
+    # Sums are exact for integers, and in fp64 nearly exact for floats.
     sums = (rows.numbers.double() @ weight.numbers.double().t()).float()
     out = sums * weight.scales * rows.scales[:, None]
     return (out if bias is None else out + bias.float()).to(rows.dtype)

@@ -1,8 +1,8 @@
-"""The best of a row of logits, with and without noise, and where to cut it: the k-th largest, and the least likely
-token of the smallest set with some mass.
+"""The best tokens of a row of logits, with and without noise, and the cuts of top-k and top-p.
 
-The plain torch twins sort, or search for a number of the best; the modules of
-`pagemill.kernels.cpu.sampling` find the same numbers without.
+The cuts are the k-th largest logit, and the least likely token of the smallest set with a given mass. The
+plain torch versions sort, or search some of the best tokens. The modules of `pagemill.kernels.cpu.sampling`
+return the same values without sorting.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from pagemill.kernels.noise import argmax_of_sums
 
 _HEADS = (256, 4096)
-"""The number of best tokens that top-p inspects before it sorts the whole vocabulary."""
+"""Numbers of best tokens that top-p inspects before it sorts the complete vocabulary."""
 
 
 def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest number of each row [num_rows, vocab_size] and its place, as `Tensor.max(dim=-1)`.
+    """Return the largest value of each row [num_rows, vocab_size] and its index, like `Tensor.max(dim=-1)`.
 
-    Of equal ones the first, also of 0.0 and -0.0; of a row with NaN the first NaN.
+    The first of equal values is used, also for 0.0 and -0.0; in a row with NaN, the first NaN.
     """
     if has_compiled_face(logits):
         from pagemill.kernels.cpu.sampling import argmax as cpu_argmax
@@ -31,14 +31,14 @@ def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The counts[r]-th largest value of row r, equal ones counted separately.
+    """Return the counts[r]-th largest value of row r, with equal values counted separately.
 
     Args:
         logits: [num_rows, vocab_size].
         counts: [num_rows] int64, in [1, vocab_size].
 
     Returns:
-        [num_rows, 1]; of a row with NaN anything.
+        [num_rows, 1]; undefined for a row with NaN.
     """
     if has_compiled_face(logits):
         from pagemill.kernels.cpu.sampling import selection as cpu_selection
@@ -48,21 +48,21 @@ def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def kth_of_best(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`kth_largest` as it is defined."""
+    """Definition of `kth_largest`."""
     return logits.topk(int(counts.max())).values.gather(1, counts[:, None] - 1)
 
 
 def top_p_thresholds(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """The least likely logit of each row's smallest set with at least this mass.
+    """Return the least likely logit of each row's smallest set with at least this mass.
 
-    Probabilities are summed in fp64 from the most probable on, so every implementation has the same outcome.
+    Probabilities are summed in fp64 in descending order, so every implementation has the same result.
 
     Args:
         logits: [num_rows, vocab_size].
         mass: [num_rows] fp64.
 
     Returns:
-        [num_rows, 1]; of a row with NaN anything.
+        [num_rows, 1]; undefined for a row with NaN.
     """
     probabilities = logits.softmax(dim=-1)
     if has_compiled_face(logits):
@@ -73,18 +73,19 @@ def top_p_thresholds(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 
 
 def top_p_of_best(logits: torch.Tensor, probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """`top_p_thresholds` as it is defined."""
+    """Definition of `top_p_thresholds`."""
     size = logits.shape[-1]
     mass = mass[:, None]
     thresholds = torch.empty_like(logits[:, :1])
     rows = torch.arange(len(logits), device=logits.device)
-    # On other devices a sort is cheap, and reading which rows are done would wait for the device.
+    # On other devices a sort is cheap, and reading which rows are complete would wait for the device.
     for num_best in [n for n in _HEADS if n < size and logits.device.type == "cpu"] + [size]:
         ordered, ids = (
             logits[rows].sort(dim=-1, descending=True) if num_best == size else logits[rows].topk(num_best)
         )
         reached = probabilities[rows].gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
-        # The first token whose predecessors reach the mass is excluded: tokens below it remain, plus one more.
+        # The first token whose predecessors reach the mass is excluded: tokens before it remain, plus one
+        # more.
         num_kept = (reached < mass[rows]).sum(dim=-1, keepdim=True).clamp_(max=num_best - 1)
         thresholds[rows] = ordered.gather(1, num_kept)
         if num_best < size:
@@ -95,10 +96,10 @@ def top_p_of_best(logits: torch.Tensor, probabilities: torch.Tensor, mass: torch
 
 
 def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The token with the highest sum of logit and noise in each row, the lowest id of several; [num_rows] int64.
+    """Return the token with the highest sum of logit and noise in each row, the lowest id of several; [num_rows] int64.
 
     Args:
-        logits: [num_rows, vocab_size], the largest of each row 0. A row with NaN gets any token.
+        logits: [num_rows, vocab_size], the largest of each row 0. A row with NaN returns any token.
         keys: [num_rows] int32, from `noise_keys`.
     """
     if has_compiled_face(logits):

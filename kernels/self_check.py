@@ -1,7 +1,7 @@
-"""Compares each kernel that a model uses with the plain torch reference, on the model's own arguments.
+"""Compares each kernel that a model uses with the plain torch reference, on the model's arguments.
 
-A kernel can be wrong for one GPU, driver or compiler alone, and its numbers then look like any others. So a process
-compares before it serves: `KernelCheck` observes calls of `pagemill.kernels.dispatch`.
+A kernel can be wrong for only one GPU, driver or compiler, and its results then look normal. A process
+therefore compares before it serves: `KernelCheck` observes calls of `pagemill.kernels.dispatch`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class KernelCheck:
 
     def __init__(self) -> None:
         self.wrong: dict[str, str] = {}
-        """Operator to the reason, of the kernels that differ or raise."""
+        """Kernels that differ or raise: operator to reason."""
         self.uncompared: dict[str, str] = {}
-        """Likewise, where the reference itself raises, for instance for lack of memory."""
+        """Operators whose reference itself raises, such as for lack of memory: operator to reason."""
         self.num_compared = 0
         self._seen: set[Any] = set()
 
     def __call__(
         self, name: str, kernel: Callable[..., Any], reference: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Return the kernel's result, or the reference's where the kernel is wrong; arguments are updated likewise."""
+        """Return the kernel's result, or the reference's if the kernel is wrong; arguments are updated accordingly."""
         case = (name, *(_kind(leaf) for leaf in _leaves([args, kwargs])))
         if case in self._seen:  # the layers of a model are alike
             return (reference if name in self.wrong else kernel)(*args, **kwargs)
@@ -50,7 +50,7 @@ class KernelCheck:
             given, copies = _tensors([args, kwargs]), _tensors([copied_args, copied_kwargs])
             untouched = [tensor.clone() for tensor in given]
             expected = reference(*copied_args, **copied_kwargs)
-        except Exception as error:  # it is not a fault of the kernel
+        except Exception as error:  # not a fault of the kernel
             self.uncompared.setdefault(name, _first_line(error))
             return kernel(*args, **kwargs)
         try:
@@ -58,7 +58,7 @@ class KernelCheck:
             reason = _difference([*_tensors(result), *given], [*_tensors(expected), *copies])
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # any error of the compiler or the launch: the reference can still serve
+        except Exception as error:  # any error of the compiler or the launch: the reference can still be used
             reason = _first_line(error)
         self.num_compared += 1
         if reason is None:
@@ -74,7 +74,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the tensors and plain values in lists, tuples, dicts, and objects of the kernels' own types."""
+    """Yield the tensors and plain values in lists, tuples, dicts, and objects of the kernels' types."""
     if isinstance(value, dict):
         value = list(value.values())
     elif dataclasses.is_dataclass(value) and type(value).__module__.startswith(_MODULES):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-# Not here: a process that is spawned can't import a package's __main__, and sections travel to one by name.
+# Not defined here: a spawned process can't import a package's __main__, and sections are sent to it by name.
 from benchmarks.gpu.run import main
 
 if __name__ == "__main__":

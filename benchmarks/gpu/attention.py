@@ -1,4 +1,4 @@
-"""Random paged steps for the sections on attention, the cases that are held to fp64, and libraries to compare with."""
+"""Random paged steps for the attention sections, the cases to check against fp64, and libraries to compare with."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ FALCON_7B = Shape("falcon-7b", 71, 1, 64)
 GPT2 = Shape("gpt2", 12, 12, 64)
 GEMMA_2B = Shape("gemma-2b", 8, 1, 256)
 
-# One timed call walks over enough layers that none of their keys is still in the L2 cache (60 MB on an H200) when its
-# turn comes.
+# One timed call runs over enough layers that none of their keys is still in the L2 cache (60 MB on an H200)
+# when it is needed.
 _BYTES_PER_CALL = 512 * 2**20
 _MOST_LAYERS = 32
 _PROBED_TOKENS = 64
 
 Attend = Callable[[torch.Tensor, LayerCache, AttentionMetadata, Scoring], torch.Tensor]
-"""`pagemill.kernels.dispatch.paged_attention`, or a library in its place."""
+"""`pagemill.kernels.dispatch.paged_attention`, or a library instead."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def is_dense(self) -> bool:
-        """Whether all rows are equal, without partial blocks, and either decode or are complete prompts."""
+        """Return True if all rows are equal, without partial blocks, and either decode or are complete prompts."""
         metadata = self.metadata
         kinds = set(zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True))
         query_len, seq_len = next(iter(kinds))
@@ -88,7 +88,7 @@ class Workload:
 
 
 def load_fa3(bench: Bench) -> FlashAttention3:
-    """Return FlashAttention 3, of `--fa3` or vLLM's package; a stand-in on toy shapes. Raises OSError, Unavailable."""
+    """Return FlashAttention 3 from `--fa3` or vLLM's package; a stand-in on toy shapes. Raises OSError, Unavailable."""
     if bench.is_tiny:
         fa3_op.register()
     elif bench.fa3 is not None:
@@ -99,17 +99,17 @@ def load_fa3(bench: Bench) -> FlashAttention3:
 
 
 def peer_rows(bench: Bench, workload: Workload, ours: Row, amount: float) -> Iterator[Row]:
-    """The same step by libraries: `ours` with their times, shares and errors.
+    """The same step with libraries: `ours` with their times, shares and errors.
 
     Args:
-        amount: of the unit that `ours` has a rate of in its first fact, per layer.
+        amount: amount per layer of the unit of the rate in `ours`'s first fact.
     """
     peers: list[tuple[str, Attend, bool]] = []
     if not workload.layers[0].is_scaled:
         with suppress(OSError, Unavailable):  # the section fa3 reports the reason
             peers.append(("FA3", load_fa3(bench).attend, True))
     if workload.is_dense:
-        peers.append(("cuDNN", _dense_attention, False))  # over other keys: without an error
+        peers.append(("cuDNN", _dense_attention, False))  # over other keys, so there is no error to report
     for name, attend, is_paged in peers:
         facts: dict[str, Any] = {}
         seconds = None
@@ -119,9 +119,7 @@ def peer_rows(bench: Bench, workload: Workload, ours: Row, amount: float) -> Ite
             if is_paged:
                 facts["error"] = float(f"{workload.error(attend):.2g}")
         except RuntimeError as error:
-            if (
-                type(error) is not RuntimeError
-            ):  # not a shape that a library does not support, but a lost device
+            if type(error) is not RuntimeError:  # not an unsupported shape but a lost device
                 raise
             facts["why"] = str(error).splitlines()[0][:200]
         yield replace(
@@ -137,7 +135,7 @@ def peer_rows(bench: Bench, workload: Workload, ours: Row, amount: float) -> Ite
 def _dense_attention(
     query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
-    """torch's attention through cuDNN, over the pool's bytes as keys without blocks: only its time means something."""
+    """torch's attention through cuDNN, over the pool's bytes as keys without blocks: only its time is meaningful."""
     rows, (num_heads, head_dim) = len(metadata.seq_lens_host), query.shape[1:]
     queries = query.view(rows, -1, num_heads, head_dim).transpose(1, 2)
     keys, values = (pool.view(rows, cache.num_kv_heads, -1, head_dim) for pool in (cache.keys, cache.values))
@@ -149,7 +147,7 @@ def _dense_attention(
 
 
 def num_layers_of(bench: Bench, layer_bytes: int) -> int:
-    """Return how many layers one timed call should walk over."""
+    """Return the number of layers for one timed call."""
     return 1 if bench.is_tiny else min(_MOST_LAYERS, max(1, _BYTES_PER_CALL // layer_bytes))
 
 
@@ -203,7 +201,7 @@ def _random_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
         keys, values = (torch.empty(shape, dtype=dtype, device=device).normal_() for _ in range(2))
         return LayerCache(keys, values)
     numbers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
-    for tensor in numbers:  # of e4m3 bytes that are finite: none has all of its lower seven bits set
+    for tensor in numbers:  # of finite e4m3 bytes: none has all of its lower seven bits set
         as_bytes(tensor).random_(0, 0x7F)
     return LayerCache(*numbers, *(0.01 + torch.rand(shape[:3], device=device) / 100 for _ in range(2)))
 
@@ -234,7 +232,7 @@ SINK_CASES: list[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = [
 
 
 def without_poison(case: PagedCase) -> PagedCase:
-    """Return the case with zeros in unused slots and the first block in place of unused blocks."""
+    """Return the case with zeros in unused slots and the first block instead of unused blocks."""
     metadata, cache = case.metadata, case.cache
     tables = metadata.block_tables.where(metadata.block_tables < len(cache.keys), 0)
     cache = cache.converted(torch.nan_to_num)

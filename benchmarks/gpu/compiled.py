@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 _LARGEST_BYTES = 16 << 20
-"""Of a file that is saved. Compiled kernels and their launchers; the stages before them would be ten times as many."""
+"""Maximum size of a saved file. It has compiled kernels and launchers; earlier stages would be ten times as large."""
 _SUFFIXES = {".cubin", ".json", ".so"}
 
 
@@ -16,7 +16,7 @@ def cache_directory() -> Path:
 
 
 def save(out: Path, part: str) -> None:
-    """Write `triton-PART.tgz`, unless there are no kernels to save or it would be too large."""
+    """Write `triton-PART.tgz`, unless there are no kernels to save or the file would be too large."""
     cache, target = cache_directory(), out / f"triton-{part}.tgz"
     files = sorted(path for path in cache.rglob("*") if path.suffix in _SUFFIXES)
     if not files:
@@ -29,7 +29,7 @@ def save(out: Path, part: str) -> None:
 
 
 def restore(out: Path) -> None:
-    """Unpack kernels that earlier runs saved there."""
+    """Unpack kernels that earlier runs saved in `out`."""
     for source in sorted(out.glob("triton-*.tgz")):
         with tarfile.open(source) as archive:
             archive.extractall(cache_directory(), filter="data")

@@ -32,7 +32,7 @@ _open: list[OpenEngine] = []
 
 
 def shape_of(bench: Bench, model: ModelShape) -> ModelShape:
-    """The model, or the toy that replaces every model."""
+    """Return the model, or the toy that replaces every model."""
     return TINY if bench.is_tiny else model
 
 
@@ -52,7 +52,7 @@ def settings_of(bench: Bench) -> dict[str, Any]:
 
 
 def open_engine(bench: Bench, model: ModelShape, **options: Any) -> OpenEngine:
-    """Return the engine that the section before left open, if it has these options, or a new one that has run."""
+    """Return the engine that the previous section left open, if it has these options, or a new, warmed-up one."""
     model = shape_of(bench, model)
     if _open and (_open[0].model, _open[0].options) == (model, options):
         return _open[0]
@@ -61,7 +61,7 @@ def open_engine(bench: Bench, model: ModelShape, **options: Any) -> OpenEngine:
     directory = tempfile.TemporaryDirectory()
     path = model.save_config(Path(directory.name))
     llm = LLM(path, **(settings_of(bench) | options))
-    # Kernels are compiled before the clock runs, as in a worker that has warmed up.
+    # Compile kernels before the measurement, as in a warmed-up worker.
     generate(llm, Workload("warm-up", [[1] * 16, [2] * (16 if bench.is_tiny else 1024)], [4, 4]))
     freeze_heap()
     _open.append(OpenEngine(llm, model, time.perf_counter() - started, options, directory))
@@ -79,7 +79,7 @@ def compile_engine(bench: Bench, model: ModelShape, options: dict[str, Any]) -> 
 
 
 def close_engine() -> None:
-    """Free the memory of the engine that is open, if one is."""
+    """Free the memory of the open engine, if there is one."""
     while _open:
         engine = _open.pop()
         engine.llm.close()
@@ -87,7 +87,7 @@ def close_engine() -> None:
 
 
 def freeze_heap() -> None:
-    """As a worker does once its model is there: otherwise full collections stop an engine for tenths of a second."""
+    """Freeze the heap, like a worker with a loaded model: otherwise full collections stop it for tenths of a second."""
     gc.collect()
     gc.freeze()
 

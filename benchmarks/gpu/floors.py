@@ -1,8 +1,9 @@
-"""Floors of `benchmarks.gpu`: a cost model of the device at its measured rates.
+"""Lower bounds of `benchmarks.gpu`: a cost model of the device at its measured rates.
 
-Every operator takes the larger of two times: the fewest bytes it must move at the bandwidth of a large copy, and its
-floating-point operations at the rate of a large matrix product, both measured in the same run (the roofline model of
-Williams, Waterman and Patterson, 2009). The operators of a layer depend on each other, so a step takes their sum.
+Every operator takes the larger of two times: the minimum bytes it must move at the bandwidth of a large copy,
+and its floating-point operations at the rate of a large matmul, both measured in the same run (the roofline
+model of Williams, Waterman and Patterson, 2009). The operators of a layer depend on each other, so a step
+takes their sum.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from benchmarks.gpu.models import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The rates that everything is held against; NaN: not measured."""
+    """The reference rates; NaN: not measured."""
 
     bytes_per_s: float
-    """Of a copy, bytes read plus bytes written."""
+    """Bandwidth of a copy: bytes read plus bytes written."""
     flops: float
     """Rate of a large matmul in bf16."""
     fp8_flops: float
@@ -30,9 +31,9 @@ class Step:
     """The rows of one step of the engine."""
 
     rows: Sequence[tuple[int, int]]
-    """(tokens computed, keys attended to) of each."""
+    """(tokens computed, keys attended to) of each row."""
     shared_keys: int = 0
-    """Keys at the beginning of every row that are the same blocks: read once, at best."""
+    """Number of leading keys in every row that are the same blocks: at best, they are read once."""
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The least seconds of operators and steps."""
+    """Lower bounds on the seconds of operators and steps."""
 
     ceilings: Ceilings
 
@@ -78,7 +79,7 @@ class CostModel:
 
 
 def visible_keys(rows: Sequence[tuple[int, int]]) -> int:
-    """Pairs of a query and a key that a causal mask lets through."""
+    """Number of (query, key) pairs that a causal mask allows."""
     return sum(
         query_len * (seq_len - query_len) + query_len * (query_len + 1) // 2 for query_len, seq_len in rows
     )
@@ -89,17 +90,17 @@ class _Running:
     computed: int
     prompt: int
     wanted: int
-    """Tokens that it will have computed when it ends: the last output is never fed back."""
+    """Tokens computed at the end of the request: the last output is never fed back."""
 
 
 def schedule(
     requests: Sequence[tuple[int, int]], *, most_rows: int, token_budget: int, cached: int = 0
 ) -> Iterator[Step]:
-    """The steps of a continuously batching engine that receives all requests at the start.
+    """The steps of a continuous-batching engine that receives all requests at the start.
 
     Args:
         requests: (prompt length, output length) of each, in order.
-        cached: tokens at the beginning of all prompts that are in the cache already.
+        cached: number of leading tokens of all prompts that are already in the cache.
     """
     waiting = deque(
         _Running(min(cached, prompt - 1), prompt, prompt + output - 1) for prompt, output in requests
@@ -110,7 +111,7 @@ def schedule(
         budget = token_budget
         while waiting and len(running) < most_rows:
             running.append(waiting.popleft())
-        for row in running:  # those that decode came first, and stand first
+        for row in running:  # decoding rows started first, so they are first
             count = min(budget, max(1, row.prompt - row.computed))
             if count:
                 row.computed += count

@@ -1,4 +1,4 @@
-"""The models of `benchmarks.gpu`, by their shapes alone, and the requests that they get.
+"""The models of `benchmarks.gpu`, only by their shapes, and their requests.
 
 Weights are drawn on the device and prompts are token ids, so no external data are needed.
 """
@@ -19,7 +19,7 @@ _MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of attention."""
+    """The shape of attention."""
 
     name: str
     num_heads: int
@@ -95,7 +95,7 @@ TINY = ModelShape(
 
 
 def uniform_requests(model: ModelShape, count: int, shortest: int, longest: int, *, seed: int) -> Workload:
-    """Prompts and outputs of uniform lengths: with 256, 100 and 1,024 those of nano-vllm's benchmark."""
+    """Prompts and outputs with uniform lengths; 256, 100 and 1,024 are the values of nano-vllm's benchmark."""
     draw = random.Random(seed)
     prompts = [random_tokens(draw, model, draw.randint(shortest, longest)) for _ in range(count)]
     return Workload("uniform", prompts, [draw.randint(shortest, longest) for _ in prompts])

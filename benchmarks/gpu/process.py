@@ -1,8 +1,8 @@
 """A process for the sections of `benchmarks.gpu`, so that a failing section does not stop the rest.
 
-An illegal access leaves its process without a usable device, and a kernel that hangs never returns: here either ends
-one process, which the next section replaces. Rows arrive as they are made, so what a section had found is kept. What
-sections print, and the processes that they start, goes to a log.
+After an illegal access a process cannot use its device, and a kernel that hangs never returns. Either one
+ends only one process, which the next section replaces. Rows are sent as they are created, so a section's
+earlier results are kept. Output of sections and of the processes that they start goes to a log.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _LONGEST_POLL_S = 1e6
 
 
 class SectionFailed(Exception):
-    """A section raised, or its process ended."""
+    """A section raised, or its process exited."""
 
 
 class OutOfTime(Exception):
-    """A section was cut."""
+    """A section was aborted at its time limit."""
 
 
 class DeviceProcess:
@@ -45,7 +45,7 @@ class DeviceProcess:
         self._connection: Connection | None = None
 
     def rows(self, run: Callable[[Bench], Iterable[Row]], bench: Bench) -> Generator[Row, None, None]:
-        """The rows of `run(bench)`, both of which can be pickled, made within `bench.seconds`.
+        """Yield the rows of `run(bench)`, within `bench.seconds`; both can be pickled.
 
         Raises:
             SectionFailed, OutOfTime, Skipped: in each case after the rows so far.
@@ -76,7 +76,7 @@ class DeviceProcess:
             raise
 
     def stop(self) -> None:
-        """End the process, and with it whatever it has started."""
+        """Kill the process and everything that it has started."""
         process, self._process = self._process, None
         if self._connection is not None:
             self._connection.close()
@@ -85,7 +85,7 @@ class DeviceProcess:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # in case it has not created its process group yet
+        process.kill()  # if it has not created its process group yet
         process.join(_SECONDS_TO_END)
 
     def _connected(self) -> Connection:
@@ -100,7 +100,7 @@ class DeviceProcess:
 
 
 def _serve(connection: Connection, log: Path) -> None:
-    os.setpgid(0, 0)  # the processes that a section starts are in it too
+    os.setpgid(0, 0)  # includes the processes that a section starts
     _print_to(log)
     while True:
         try:

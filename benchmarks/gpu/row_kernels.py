@@ -1,4 +1,4 @@
-"""Operands of everything but attention (fused row kernels, cache writes, copies, sampling), held to fp64."""
+"""Operands of all kernels except attention (row kernels, cache writes, copies, sampling), checked against fp64."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.kernels.low_rank_case import low_rank_case
 # Largest ||out - truth|| / ||truth||: a few roundings of each dtype.
 _RELATIVE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
-# The same where a row of normally distributed numbers is rounded to 8 bits, its largest to the largest of them.
+# The same for a row of normally distributed values rounded to 8 bits, scaled by its largest magnitude.
 _STEP = {torch.int8: 2e-2, FP8: 4e-2}
-# And of products of two such numbers, whose largest lie further from the rest: 0.024 at 4,096 a row, 0.029 at 14,336.
+# The same for matmuls of such values, whose outliers are larger: 0.024 at 4,096 per row, 0.029 at 14,336.
 _PRODUCT_STEP = {torch.int8: 4e-2, FP8: 4e-2}
 
-# Tensor cores of compute capability 9.0 add products of fp8 with about 14 bits.
+# Tensor cores of compute capability 9.0 accumulate fp8 products with about 14 bits.
 _SUMS = {torch.int8: 0.0, FP8: 2e-3}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of the operands: a real model's, or toys for a walk through without a GPU."""
+    """The size of the operands: a real model's, or toy sizes for a run without a GPU."""
 
     num_tokens: int
     hidden_size: int
@@ -42,7 +42,7 @@ class Sizes:
     vocab_size: int
     shape: Shape
     num_rows: int
-    """Rows that are sampled from."""
+    """Rows to sample from."""
 
 
 # Enough tokens that no operand is still in the L2 cache (60 MB on an H200) at the next replay.
@@ -56,7 +56,7 @@ CHECKED_SIZES = Sizes(133, 4096, 3000, 128256, LLAMA_8B, 64)
 
 
 def correctness(bench: Bench, sizes: Sizes, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
-    """Every kernel against the reference in fp64 on the same inputs, outputs poisoned first where they are ours."""
+    """Check every kernel against the fp64 reference on the same inputs; outputs allocated here are poisoned."""
     torch.manual_seed(1)
     for dtype in dtypes:
         for name, out, truth in _dense_cases(bench, sizes, dtype):
@@ -128,7 +128,7 @@ def _dense_cases(
 
 
 def _scaled_cases(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row]:
-    """Rows of 8-bit numbers, alone and with the kernels that compute them, and their products."""
+    """Quantized rows, alone and with the kernels that compute them, and their matmuls."""
     device = bench.device
     x, residual = (torch.randn(sizes.num_tokens, sizes.hidden_size, device=device).to(dtype) for _ in "xy")
     weight = torch.rand(sizes.hidden_size, device=device).to(dtype)
@@ -209,7 +209,7 @@ def _cache_cases(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row
         name = f"into {str(cache_dtype).removeprefix('torch.')}"
         error = ((out.double() - expected.double()).norm() / expected.double().norm()).item()
         yield _checked(f"rotary_and_cache {name}, queries", dtype, error, _RELATIVE[dtype])
-        # One step of the cache's dtype where a rounding went the other way; poison elsewhere must have stayed.
+        # One step of the cache's dtype if a rounding differs; poison elsewhere must be unchanged.
         limit = 2e-2 if cache_dtype.itemsize == 1 else _RELATIVE[dtype]
         error = _cache_error(cache, truth)
         yield _checked(f"rotary_and_cache {name}, cache", dtype, error, limit)
@@ -301,7 +301,7 @@ def _sampled(bench: Bench, sizes: Sizes) -> Iterator[Row]:
         truth = reference.sample_tokens(host, host.amax(dim=-1), host_rows, has_filters=filters)
         differing = (out.cpu() != truth).sum().item()
         name = "sample_tokens, top-k, top-p, min-p" if filters else "sample_tokens"
-        # Rounding may decide between two tokens that are level; hardly ever in this many rows.
+        # Rounding can decide between two tied tokens, but hardly ever in this many rows.
         yield _checked(
             f"{name}: rows that differ from the CPU", torch.float32, differing, sizes.num_rows / 64
         )

@@ -1,21 +1,23 @@
-"""Is everything right on the GPU at hand, and how near to its limits does it run?
+"""Checks correctness on the local GPU, and measures performance relative to its limits.
 
-    python -m benchmarks.gpu --part preflight    versions, every kernel once, the engine twice: at most 150 s, and the
-                                                 first failure ends it
-    python -m benchmarks.gpu --part first        the same without that end, then the headline figures: for a card that
-                                                 is there for ten minutes
-    python -m benchmarks.gpu --part 1            every kernel: correctness in full, then its time
+    python -m benchmarks.gpu --part preflight    versions, every kernel once, the engine twice: up to 150 s; stops at
+                                                 the first failure
+    python -m benchmarks.gpu --part first        the same without that stop, then the main results: for a GPU that is
+                                                 available for ten minutes
+    python -m benchmarks.gpu --part 1            every kernel: complete correctness checks, then timing
     python -m benchmarks.gpu --part 2            the engine, and the worker through Redis
     python -m benchmarks.gpu --part 1 --dry      the same over toy shapes on a CPU, with the reference operators
 
-A part ends in under nine minutes, or after --seconds: every section has seconds of its own, after which it is cut.
-After each section, and whatever happens, --out has part-NAME.json with all rows so far and part-NAME.log with what was
-printed; at the end also triton-NAME.tgz with the compiled kernels, which the next run takes from there, so that a
-machine without them compiles nothing twice. The last lines summarize the part. Sections run in processes of their own:
-one that fails, hangs or loses the device costs no other its results.
+A part takes less than nine minutes, or up to --seconds. Every section has a time limit, after which it is
+aborted. After each section, and on any failure, --out contains part-NAME.json with all rows so far and
+part-NAME.log with the output. At the end it also contains triton-NAME.tgz with the compiled kernels. The next
+run restores them, so that a new machine does not compile them again. The last lines summarize the part.
+Sections run in separate processes: one that fails, hangs or loses the device does not affect the results of
+others.
 
-Exit code 0: all is well, or left out for a stated reason; 1: a section failed or a check does not hold; 2: nothing ran,
-for want of a CUDA device or for wrong arguments; 3: nothing is wrong, but a section was cut.
+Exit code 0: everything passed, or was skipped for a stated reason; 1: a section failed or a check did not
+pass; 2: nothing ran, because there is no CUDA device or the arguments are invalid; 3: nothing failed, but a
+section was aborted.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from benchmarks.gpu.timing import host_seconds, median_seconds
 from benchmarks.report import RESULTS, write
 
 PART_SECONDS = {"preflight": 150.0, "first": 520.0, "1": 520.0, "2": 520.0}
-"""When the last section is cut. The rest of nine minutes is for loading torch and for ends of processes."""
+"""Time limit of the last section. The rest of nine minutes is for loading torch and for process exits."""
 LOG_BYTES = 8 << 20
 SCHEMA = 2
 
@@ -83,7 +85,7 @@ class PartRun:
     out: Path
     clock: Callable[[], float] = time.monotonic
     seconds: float | None = None
-    """When the last section is cut. Default: as the part is planned."""
+    """Time limit of the last section. Default: that of the part."""
     outcomes: list[Outcome] = field(default_factory=list)
 
     def run(self, sections: Sequence[Section]) -> int:
@@ -135,7 +137,7 @@ class PartRun:
                 f"not done after {max(0.0, seconds):.0f} s; rows so far are kept",
             )
         except Exception as error:
-            # A card's time is short: the other sections still have something to say.
+            # GPU time is limited: the other sections can still provide results.
             outcome.status, outcome.reason = "failed", f"{type(error).__name__}: {error}"
         if outcome.is_wrong and section.hint:
             outcome.reason = f"{outcome.reason} Look at: {section.hint}".strip()
@@ -166,7 +168,7 @@ def log_of(out: Path, part: Part) -> Path:
 
 
 def chosen(part: Part, names: Sequence[str] | None) -> list[Section]:
-    """Return the part's sections, or those named, with what every choice needs. Raises ValueError."""
+    """Return the part's sections, or the named ones plus those that are always required. Raises ValueError."""
     sections = of_part(part)
     known = [section.name for section in sections]
     if unknown := sorted(set(names or ()) - set(known)):

@@ -21,34 +21,34 @@ PARTS: tuple[Part, ...] = ("preflight", "first", "1", "2")
 
 
 class Skipped(Exception):
-    """A section can't run here; the message says why."""
+    """A section can't run here; the message contains the reason."""
 
 
 class Scale(Enum):
     FULL = "full"
     TINY = "tiny"
-    """Toy shapes, on a CPU: every line runs, and no time says anything."""
+    """Toy shapes on a CPU: every line runs, but times are meaningless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure. `measured` and `floor` are in `unit`."""
+    """One result. `measured` and `floor` are in `unit`."""
 
     case: str
     measured: float | None = None
     unit: str = "s"
-    """s; B/s, FLOP/s; error: relative, or absolute where the case says so; x: a ratio; requests."""
+    """s; B/s, FLOP/s; error: relative, or absolute if the case states it; x: a ratio; requests."""
     floor: float | None = None
-    """The least time there could be, by the rates measured in the same run."""
+    """The lower bound on the time, from rates measured in the same run."""
     target: float | None = None
-    """The share of the floor that is aimed at; of a ratio, the ratio."""
+    """The target share of the floor; for a ratio, the target ratio."""
     ok: bool | None = None
-    """Of a check: whether it holds."""
+    """For a check, whether it passed."""
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def share(self) -> float | None:
-        """The share of the floor that was reached: 1.0 is as fast as can be."""
+        """The achieved share of the floor; 1.0 is the optimum."""
         return self.floor / self.measured if self.floor and self.measured else None
 
     @property
@@ -72,15 +72,15 @@ Measure = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Bench:
-    """A run as a section sees it."""
+    """The inputs of a section."""
 
     scale: Scale
     device: torch.device
     measure: Measure
     found: Mapping[str, list[Row]] = field(default_factory=dict)
-    """The rows of the sections before, by name."""
+    """The rows of previous sections, by name."""
     seconds: float = math.inf
-    """Until the section is cut."""
+    """Seconds until the section is aborted."""
     fa3: Path | None = None
     """The library of FlashAttention 3 to compare with."""
 
@@ -96,7 +96,7 @@ class Bench:
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """What this run measured; NaN where it did not, and floors with it."""
+        """The measured rates; NaN if not measured, and then floors are NaN too."""
         rates = {row.case: row.measured for row in self.found.get("ceilings", ())}
         return Ceilings(*(rates.get(name) or math.nan for name in ("copy", "bf16 product", "fp8 product")))
 
@@ -113,10 +113,10 @@ class Section:
     """Time after which it is aborted; its rows so far are retained."""
     run: Callable[[Bench], Iterable[Row]]
     question: str
-    """What its rows answer."""
+    """The question that its rows answer."""
     needs: tuple[Callable[[Bench], str | None], ...] = ()
-    """Each returns why the section can't run here, or None."""
+    """Each returns the reason why the section can't run here, or None."""
     is_alone: bool = False
     """True if it needs a fresh process: it, or a process that it starts, uses all of the device's memory."""
     hint: str = ""
-    """What to look at when it fails."""
+    """Where to look after a failure."""

@@ -18,7 +18,7 @@ _HEADLINES = {"tokens_per_s", "jobs_per_s"}
 
 
 def lines_of(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows of a section, those that are wrong first."""
+    """The rows of a section, incorrect ones first."""
     cells = [list(_COLUMNS)]
     for row in sorted(rows, key=lambda row: row.ok is not False):
         figures = [_figure(number, row.unit) for number in (row.measured, row.floor)]

@@ -11,9 +11,9 @@ import torch
 
 
 def median_seconds(run: Callable[[], object], *, repeats: int = 20) -> float:
-    """The median time of `run` on the GPU, replayed from a CUDA graph so that launches cost nothing.
+    """Return the median time of `run` on the GPU, replayed from a CUDA graph to exclude launch costs.
 
-    `run` is called three times before the capture: kernels get compiled and host-side lists built there.
+    `run` is called three times before the capture, to compile kernels and build host-side lists.
     """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -36,7 +36,7 @@ def median_seconds(run: Callable[[], object], *, repeats: int = 20) -> float:
 
 
 def host_seconds(run: Callable[[], object]) -> float:
-    """The time of one call by the host's clock: meaningless, but never 0."""
+    """Return the time of one call by the host's clock: meaningless, but never 0."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started

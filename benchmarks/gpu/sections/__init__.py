@@ -1,1 +1,1 @@
-"""The sections of `benchmarks.gpu`, one a file: each a function `run` from a `Bench` to rows."""
+"""The sections of `benchmarks.gpu`, one per file: each a function `run` from a `Bench` to rows."""

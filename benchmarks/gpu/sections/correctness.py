@@ -1,7 +1,7 @@
-"""Every kernel against fp64, spread over processes.
+"""Checks every kernel against fp64, distributed over processes.
 
-Most of its time is compilation, which the other sections find done in Triton's cache on the disk. A case that loses
-its process the device takes the cases after it along: those are run again, each in a process of its own.
+Most of the time is compilation, whose results the other sections find in Triton's cache on disk. If a case
+crashes its process or the device, it takes later cases with it. Those run again, each in a separate process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagemill.kernels.types.layer_cache import FP8
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_PROCESSES = 12
-# Split decode and prefill; the same over fp8; rows enough that none is split.
+# Split decode and prefill; the same over fp8; enough rows that none is split.
 LAUNCHED: list[Any] = [
     (([1, 1, 40], [700, 33, 300]), attention.LLAMA_8B, {}),
     (([1, 1, 40], [700, 33, 300]), attention.LLAMA_8B, {"cache_dtype": FP8}),
@@ -68,7 +68,7 @@ def run_launches(bench: Bench) -> Iterator[Row]:
 
 
 def launches(bench: Bench) -> Iterator[Job]:
-    """One launch of every kernel, and beside them what the engines of the timed sections compile as they start."""
+    """One launch of every kernel, and the kernels that the engines of timed sections compile at startup."""
     yield Job(
         "kernels over rows", row_kernels.correctness, (bench, row_kernels.LAUNCHED_SIZES, [torch.bfloat16])
     )
@@ -94,13 +94,16 @@ def run_fa3(bench: Bench) -> Iterator[Row]:
         options = {name: value for name, value in case[2].items() if name != "free_outside_window"}
         if not {"alibi", "cache_dtype"} & options.keys():
             tamed = [(case[0], case[1], options)]
-            # The op takes sinks in bf16, whose rounding is more than fp16's tolerance.
+            # The op requires sinks in bf16, whose rounding exceeds fp16's tolerance.
             dtypes = DTYPES[1:2] if "sinks" in options else DTYPES[:2]
             yield from attention.correctness(bench, tamed, dtypes, library.attend, attention.without_poison)
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Row]:
-    """The jobs' rows. What fails beside others gets a process of its own, and a row if it fails there too."""
+    """Return the jobs' rows.
+
+    A job that fails runs again in a separate process, and gets a row if it fails there too.
+    """
     failed = []
     with _pool(processes) as pool:
         futures = {pool.submit(_run, job): job for job in jobs}
@@ -118,7 +121,7 @@ def _run_alone(job: Job) -> list[Row]:
     with _pool(1) as pool:
         try:
             return pool.submit(_run, job).result()
-        except Exception as error:  # a process that died included
+        except Exception as error:  # includes a crashed process
             why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             return [Row(case=job.name, unit="error", ok=False, facts={"why": why})]
 
@@ -145,7 +148,7 @@ def checks(bench: Bench) -> Iterator[Job]:
 
 
 def compilations(bench: Bench) -> Iterator[Job]:
-    """Launches of what the timed sections launch; few rows are split over their keys, many are not."""
+    """Compile the launches of timed sections; few rows are split over their keys, many are not."""
     bench = replace(bench, measure=_once)
     yield Job("compile fused rows", _compile, (fused.compile_all, bench))
     yield Job("compile sampling", _compile, (fused.run_sampling, bench))

@@ -30,7 +30,7 @@ BLOCK_SIZES = (16, 64)
 _LARGEST_CACHE_BYTES = 40 * 2**30
 _LONG = 2048
 _TARGET = 0.85
-"""From `_LONG` keys on, where the device is full."""
+"""For `_LONG` keys and more, where the device is full."""
 
 
 def run(bench: Bench) -> Iterator[Row]:
@@ -42,7 +42,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def run_headline(bench: Bench) -> Iterator[Row]:
-    """Of one model and block size."""
+    """Run one model and block size."""
     sizes = [(1, 1024), (1, 16384), (8, 4096), (64, 1024), (64, 4096), (256, 256), (256, 1024), (256, 4096)]
     yield from timed(
         bench, (TOY,) if bench.is_tiny else (LLAMA_8B,), (16,), [(2, 32)] if bench.is_tiny else sizes
@@ -63,7 +63,7 @@ def timed(
 
 
 def run_ragged(bench: Bench) -> Iterator[Row]:
-    """One long row among short ones should cost its bytes and no more."""
+    """One long row among short ones should cost no more than its bytes."""
     short, spread = [1024] * 64, [256 * (number + 1) for number in range(64)]
     cases = {
         "64 x 1,024": short,
@@ -77,7 +77,7 @@ def run_ragged(bench: Bench) -> Iterator[Row]:
 
 
 def run_fp8_kv(bench: Bench) -> Iterator[Row]:
-    """Half the bytes of bf16 should take half the time."""
+    """Half the bytes of bf16 should need half the time."""
     yield from timed_dtypes(bench, [(2, 32)] if bench.is_tiny else [(64, 2048), (256, 2048), (8, 16384)])
 
 
@@ -96,7 +96,7 @@ def _rows(
     bench: Bench, shape: Shape, case: str, lengths: Sequence[int], target: float | None, *,
     cache_dtype: torch.dtype = torch.bfloat16, **options: Any,
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows of `lengths` keys. Libraries follow where blocks have the default size."""
+    """Rows of `lengths` keys. Library results follow if blocks have the default size."""
     layer_bytes = sum(lengths) * key_bytes(shape, cache_dtype)
     layers = num_layers_of(bench, layer_bytes)
     rows = [(1, keys) for keys in lengths]

@@ -18,7 +18,7 @@ from benchmarks.workloads import Workload
 
 _OFF = {"enforce_eager": True, "async_scheduling": False, "stage_inputs": False}
 _LEFT_BYTES = 64 << 20
-"""What the second engine may leave on the device beyond what libraries kept of the first."""
+"""Memory that the second engine can leave on the device in addition to what libraries kept from the first."""
 
 
 def run_start(bench: Bench) -> Iterator[Row]:
@@ -81,9 +81,9 @@ def _unequal(some: list[list[int]], others: list[list[int]]) -> int:
 
 
 def saved_model(directory: Path) -> Any:
-    """A model of transformers with random weights, which is in `directory` too.
+    """Return a transformers model with random weights, and save it to `directory`.
 
-    Small and in fp32, where rows of a product may add up in another order but hardly ever change a token.
+    Small and in fp32: matmul rows can be summed in another order, but that hardly ever changes a token.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -124,7 +124,7 @@ def tokens_of(bench: Bench, directory: Path, **options: Any) -> list[list[int]]:
 
 
 def differs_from_transformers(bench: Bench, model: Any, outputs: list[list[int]]) -> int:
-    """Count the greedy outputs in which transformers would have chosen another token at any place."""
+    """Count the greedy outputs in which transformers would have chosen another token at any position."""
     requests, count = requests_of(bench), 0
     model = model.to(bench.device)
     with torch.inference_mode():

@@ -12,8 +12,8 @@ from pagemill.kernels import dispatch
 from pagemill.kernels.types.layer_cache import allocate_layer
 
 _TARGET = 0.8
-# One set of logits at 256 rows is over twice the L2 cache; those of few rows stay in it, where an engine finds them
-# as well: the product before has just written them.
+# One set of logits at 256 rows is over twice the L2 cache. Those of few rows stay in it, as in an engine,
+# where the previous matmul has just written them.
 _ROWS = (256, 64, 8, 1)
 
 
@@ -22,7 +22,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def compile_all(bench: Bench) -> Iterator[Row]:
-    """The same kernels, without the gigabytes."""
+    """Compile the same kernels without the gigabytes."""
     yield from timed(bench, COMPILED_SIZES)
 
 
@@ -35,7 +35,7 @@ def timed(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     query, key, value, rotation, slots = projected(bench.device, sizes, torch.bfloat16)
     blocks, shape = -(-sizes.num_tokens // 16) + 1, sizes.shape
     cache = allocate_layer(blocks, shape.num_kv_heads, 16, shape.head_dim, torch.bfloat16, bench.device)
-    # Views of one projection: their own bytes, each read and written once.
+    # Views of one projection, each read and written once.
     rotated_bytes = 4 * (query.numel() + key.numel() + value.numel())
     calls: list[tuple[str, int, Callable[[], object]]] = [
         ("rms_norm", 2 * x.nbytes, lambda: dispatch.rms_norm(x, weight, 1e-5)),
@@ -60,7 +60,7 @@ def timed(bench: Bench, sizes: Sizes) -> Iterator[Row]:
 
 
 def run_sampling(bench: Bench) -> Iterator[Row]:
-    """Tokens for the rows of a step, with and without filters, compared with the sort that it avoids."""
+    """Sample tokens for the rows of a step, with and without filters, compared with the sort that it replaces."""
     vocab_size = (TOY_SIZES if bench.is_tiny else LLAMA_SIZES).vocab_size
     for num_rows in (3,) if bench.is_tiny else _ROWS:
         logits = 3 * torch.randn(num_rows, vocab_size, device=bench.device)

@@ -36,12 +36,12 @@ def requests_of(bench: Bench, model: ModelShape, count: int) -> Workload:
 
 
 def run(bench: Bench) -> Iterator[Row]:
-    """All rows that a step takes, and a quarter of them."""
+    """All rows that a step supports, and a quarter of them."""
     yield from _timed(bench, LLAMA_8B, (256, 64))
 
 
 def run_qwen(bench: Bench) -> Iterator[Row]:
-    """A model whose steps are so short that the host and the launches decide."""
+    """A model whose steps are so short that the host and the launches determine the time."""
     yield from _timed(bench, QWEN_600M, (256,))
 
 

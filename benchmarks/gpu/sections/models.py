@@ -1,4 +1,4 @@
-"""Every decoder type that is supported: tiny random models of it on this device, against transformers on the CPU."""
+"""Every supported decoder type: tiny random models on this device, compared with transformers on the CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _try(kind: str) -> list[Row]:
 
 
 class _Warnings(logging.Handler):
-    """What the engine warns of while this is entered, each once."""
+    """The engine's warnings inside the block, each once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -16,7 +16,7 @@ from benchmarks.gpu.section import Bench, Row, Skipped
 NEEDED = {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 17)}
 _FREE_DISK_BYTES = 1 << 30
 _FREE_MEMORY_SHARE = 0.9
-"""Of the device's memory: another program on the card would spoil every figure."""
+"""Required share of the device's free memory: another program on the GPU would distort every result."""
 
 
 def run_versions(bench: Bench) -> Iterator[Row]:
@@ -65,7 +65,8 @@ def run_ceilings(bench: Bench) -> Iterator[Row]:
     elements, side = (2**10, 32) if bench.is_tiny else (2**30, 8192)
     source = torch.empty(elements, dtype=torch.float32, device=bench.device).normal_()
     target = torch.empty_like(source)
-    # By a kernel: in a graph, `copy_` is the driver's copy, which reached 2.7 TB/s on an H200 where kernels read 4.4.
+    # Uses a kernel: in a graph, `copy_` is the driver's copy, which reached 2.7 TB/s on an H200; kernels read
+    # 4.4.
     seconds = bench.measure(lambda: torch.neg(source, out=target))
     yield Row(case="copy", measured=2 * source.nbytes / seconds, unit="B/s")
     left, right = (torch.randn(side, side, device=bench.device).bfloat16() for _ in range(2))
@@ -78,7 +79,7 @@ def run_ceilings(bench: Bench) -> Iterator[Row]:
 
 
 def _fp8_product(left: torch.Tensor, right: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Scaled by row and by column, as fp8 weights are."""
+    """Scaled by row and by column, like fp8 weights."""
     fp8 = torch.float8_e4m3fn
     a, b = left.to(fp8), right.t().contiguous().to(fp8).t()
     scale_a, scale_b = (torch.ones(shape, device=left.device) for shape in ((len(left), 1), (1, len(left))))

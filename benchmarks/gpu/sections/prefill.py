@@ -1,4 +1,4 @@
-"""Prefill attention: operations of visible keys; then the same by libraries, one of them without paging."""
+"""Prefill attention: operations of visible keys; then the same with libraries, one of them without paging."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def run_headline(bench: Bench) -> Iterator[Row]:
-    """Of one model."""
+    """Run one model."""
     yield from timed(bench, (TOY,), [[(16, 16)]]) if bench.is_tiny else timed(bench, (LLAMA_8B,), BATCHES)
 
 

@@ -20,7 +20,7 @@ from pagemill.engine.sampling_params import SamplingParams
 
 _PROFILED_STEPS = 4
 _LONGEST = 8
-"""Kernels of a profile that get a row."""
+"""Number of kernels of a profile that get a row."""
 
 
 def run(bench: Bench) -> Iterator[Row]:
@@ -73,7 +73,7 @@ class _Timed:
     replayed: float
     """The share of steps that replayed a graph."""
     host_ms: dict[str, float]
-    """By phase; hidden behind the device where the steps overlap, but for `sample`, which includes waiting."""
+    """By phase; hidden behind the device if steps overlap, except `sample`, which includes waiting."""
 
 
 def _timed(opened: OpenEngine, steps: int, before: Callable[[int], None]) -> _Timed:
@@ -114,7 +114,7 @@ def _row(bench: Bench, opened: OpenEngine, case: str, step: Step, timed: _Timed)
 
 
 def _profile(bench: Bench, opened: OpenEngine, kind: str, before: Callable[[int], None]) -> Iterator[Row]:
-    """The kernels, on a CPU the operators, that take longest: seconds of each in a step."""
+    """Return the slowest kernels (on a CPU, operators): seconds of each per step."""
     on_card = bench.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU]) as profiled:
         for number in range(_PROFILED_STEPS):

@@ -28,7 +28,7 @@ PREFILL_TILES = [
     ]
 ]  # fmt: skip
 _TOY_TILES = [Tile(16, 32, 4, 1)]
-_LAYERS = 4  # of 64 MiB and more: together they are several times the L2 cache
+_LAYERS = 4  # of 64 MiB or more: together they are several times the L2 cache
 
 
 def run(bench: Bench) -> Iterator[Row]:

@@ -50,7 +50,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def _pass(producer: Any, model: str, requests: Workload) -> float:
-    """Return the seconds from the first submit to the last result."""
+    """Return the seconds from the first `submit` call to the last result."""
     fields = [_fields(number) for number in range(len(requests.prompts))]
     started = time.perf_counter()
     outputs = outputs_of(producer, model, requests.prompts, requests.max_tokens, fields)

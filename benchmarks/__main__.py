@@ -30,7 +30,7 @@ def main() -> int:
     measurements = throughput.Measurements()
 
     def write(_name: str) -> None:
-        """Called after every pass, so that an aborted run retains its results."""
+        """Write the file after every pass, so that an aborted run keeps its results."""
         found = throughput.as_json(measurements)
         file.write({"workloads": throughput.summary(measurements, workloads)} | found)
 

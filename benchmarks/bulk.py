@@ -1,9 +1,10 @@
 """Rows labeled per second when 2,000 rows share a prompt, compared with vLLM with its prefix cache.
 
-`python -m benchmarks.bulk`. Every output is one of a few labels. `distinct`: no two rows are equal. `repeated`: each
-row comes four times, as in data that nobody has deduplicated. `news`: rows of some 45 words, all different, behind an
-instruction of some 150 tokens (`--rows 300`). Engines take turns as in `benchmarks.throughput`. Labels
-need not agree everywhere: engines cut a label into tokens in different ways, and choose token by token.
+`python -m benchmarks.bulk`. Every output is one of a few labels. `distinct`: no two rows are equal.
+`repeated`: each row occurs four times, as in data with duplicates. `news`: rows of about 45 words, all
+different, after an instruction of about 150 tokens (`--rows 300`). Engines run alternately as in
+`benchmarks.throughput`. Labels can differ between engines, because they tokenize a label differently and
+choose token by token.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ CONTENDERS = tuple(
     for each in contenders.CONTENDERS
     if each.name in (*NAMES, *PEERS)
 )
-"""With drafts and KV caches as they are by default."""
+"""Contenders with drafts and KV caches at their defaults."""
 
 
 def build_workload(name: str, vocab_size: int, num_rows: int, seed: int) -> Workload:
-    """Rows with a common beginning; `max_tokens` counts labels, so that a rate is in rows per second."""
+    """Rows with a common prefix; `max_tokens` counts labels, so that a rate is in rows per second."""
     rng = random.Random(f"bulk {seed}")
 
     def tokens(count: int) -> list[int]:

@@ -14,7 +14,7 @@ from pagemill.engine.models.packaged import packaged_model_directory
 
 
 def dense_directory(directory: Path) -> Path:
-    """Return a copy of a GGUF file's directory with all tensors in fp32, made once; other directories as they are."""
+    """Return a copy of a GGUF file's directory with all tensors in fp32, created once; other directories unchanged."""
     if not (directory / SOURCE).is_symlink():
         return directory
     return cached_conversion(f"dense-{directory.name}", str(directory), lambda work: _write(directory, work))

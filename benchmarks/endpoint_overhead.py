@@ -1,8 +1,9 @@
-"""The cost of the queue before an endpoint: its clients directly, against jobs of a worker with `--engine`.
+"""The cost of the queue before an endpoint: direct clients, compared with jobs of a worker with `--engine`.
 
-`python -m benchmarks.endpoint_overhead [--url http://host:8000/v1 --served-model-name NAME]`. As many clients as
-`--concurrency` says send one request after another, as streams; both sides make their passes in turns. Without `--url`
-the endpoint is a process here that writes tokens at a fixed rate: the ratio then holds on a machine that is not idle.
+`python -m benchmarks.endpoint_overhead [--url http://host:8000/v1 --served-model-name NAME]`. `--concurrency`
+clients send requests sequentially, as streams; both sides run their passes alternately. Without `--url` the
+endpoint is a local process that writes tokens at a fixed rate. The ratio is then also valid on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SHARE_GOAL = 0.95
 FIRST_TOKEN_GOAL_S = 0.030
 FAKE = "fixed-rate"
 Ask = Callable[[int], Awaitable[tuple[float, int]]]
-"""Sends a request by its number, and returns the seconds to its first token, and its tokens."""
+"""Send a request by its number; return the seconds to its first token, and its number of tokens."""
 
 
 @dataclass
@@ -172,7 +173,7 @@ async def _event(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 
 def summary(rounds: list[tuple[Pass, Pass]]) -> dict[str, Any]:
-    """Return the figures by round, and their medians."""
+    """Return the results by round, and their medians."""
     shares = [queued.rate / direct.rate for direct, queued in rounds]
     added = [queued.p50 - direct.p50 for direct, queued in rounds]
     return {

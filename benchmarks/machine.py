@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-# One process at work on one of two cores already doubles the time of an operator that uses both.
+# One busy process on one of two cores already doubles the time of an operator that uses both.
 BUSY_LOAD = 0.5
 
 

@@ -1,4 +1,4 @@
-"""The code inside an engine's process: start up, then run one pass over a workload on each request.
+"""The code inside an engine's process: load the engine, then run one pass over a workload per request.
 
 Standard library only: a peer's environment also imports this file, without Pagemill installed.
 """
@@ -22,7 +22,7 @@ Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 
 @dataclass(slots=True)
 class Request:
-    """The workloads to get ready for. Warm-up runs untimed, and shares no tokens with the timed passes."""
+    """The workloads to prepare for. The warm-up is not timed, and does not share tokens with the timed passes."""
 
     model: str
     warmup: list[Workload]
@@ -65,11 +65,11 @@ class Timing:
 
 
 def run(load: Callable[[Request], tuple[Generate, dict[str, str]]]) -> None:
-    """The body of an engine process: `python -m benchmarks.<engine> REQUEST DESCRIPTOR`.
+    """Run an engine process: `python -m benchmarks.<engine> REQUEST DESCRIPTOR`.
 
-    `load` makes the engine ready and names the versions it is made of. Orders come on stdin, a workload a line;
-    answers go to the file descriptor, a line each, because stdout belongs to whatever the engine prints. The
-    process ends when stdin does.
+    `load` loads the engine and returns its component versions. Requests arrive on stdin, one workload per
+    line. Responses go to the file descriptor, one per line, because the engine may print to stdout. The
+    process exits at the end of stdin.
     """
     request = Request.read(Path(sys.argv[1]))
     descriptor = int(sys.argv[2])
@@ -86,11 +86,11 @@ def run(load: Callable[[Request], tuple[Generate, dict[str, str]]]) -> None:
 
 
 def time_pass(generate: Generate, workload: Workload) -> Timing:
-    """One pass.
+    """Run one pass.
 
     Raises:
-        RuntimeError: an engine that returns fewer or more tokens than it was asked for has done other work than
-            its rivals; that is an error, not a result.
+        RuntimeError: the engine returned fewer or more tokens than requested, so its work is not comparable with
+            that of its rivals; that is an error, not a result.
     """
     started = time.perf_counter()
     outputs = generate(workload.prompts, workload.max_tokens)

@@ -1,4 +1,4 @@
-"""What the commands of benchmarks share: their arguments, the model, tables, and the file of results."""
+"""The shared parts of benchmark commands: arguments, the model, tables, and the file of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import machine
 
-if TYPE_CHECKING:  # a GPU machine may lack it
+if TYPE_CHECKING:  # a GPU machine might not have it
     from rich.console import Console
     from rich.table import Table
 
@@ -33,7 +33,7 @@ def parser(description: str | None, *, model: bool = True) -> argparse.ArgumentP
 
 @dataclass
 class Report:
-    """A file of results: the question, the time, the machine, the command's options, and figures."""
+    """A file of results: the question, the time, the machine, the command's options, and measurements."""
 
     name: str
     question: str
@@ -47,12 +47,12 @@ class Report:
 
     @property
     def path(self) -> Path:
-        """The path that was asked for, or a dated one among the results."""
+        """Return the specified path, or a dated one among the results."""
         dated = RESULTS / f"{self.name}-{self.started:%Y%m%dT%H%M%SZ}.json"
         return Path(self.options.out) if self.options.out else dated
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Write the file, with these figures."""
+        """Write the file with these results."""
         head = {
             "question": self.question,
             "date": self.started.isoformat(timespec="seconds"),

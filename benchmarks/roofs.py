@@ -2,11 +2,11 @@
 
     python -m benchmarks.roofs [--throughput FILE] [--rounds N]
 
-Bandwidth: summing 512 MiB. Products: torch's own (fp32 and bfloat16, its weights reordered) and ours, over copies of
-SmolLM2's widest weight and of a large one, at the rows of a decode step and of a prompt; the best of all is the roof of
-its dtype, and int8 is held to ours. A workload's roof takes prompts at that rate and decodes at it or at the bandwidth,
-whichever is slower, with nothing else to do. `--throughput`: a file of `python -m benchmarks`, whose medians are shown
-as shares of the roofs.
+Bandwidth: summing 512 MiB. Matmuls: torch's (fp32 and bfloat16, with reordered weights) and Pagemill's, over
+copies of SmolLM2's widest weight and of a large one, at the rows of a decode step and of a prompt. The best
+of all is the bound of its dtype; int8 is compared only with Pagemill's. A workload's bound processes prompts
+at that rate, and decodes at it or at the bandwidth, whichever is slower, with no other work. `--throughput`:
+a file of `python -m benchmarks`, whose medians are shown as shares of the bounds.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0625}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A decoder's weights and cache, counted."""
+    """Counts of a decoder's weights and cache."""
 
     layer_weights: int
     head_weights: int
     attention_width: int
-    """Numbers of all query heads, over all layers: each is multiplied by a key's and weighs a value's."""
+    """Values of all query heads, over all layers: each is multiplied by a key's and weights a value's."""
     kv_numbers: int
-    """Per token, over all layers."""
+    """Values per token, over all layers."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Sizes:
@@ -144,7 +144,7 @@ def measure(rounds: int) -> tuple[Roofs, list[dict[str, Any]]]:
 
 
 def shares(roofs: Roofs, model: str, throughput: Path | None) -> list[dict[str, Any]]:
-    """Return each workload's roof by dtype, and the share of it that each engine of a file reached."""
+    """Return each workload's upper bound by dtype, and the share that each engine of a file reached."""
     config = report.config_of(report.model_directory(model))
     measured = json.loads(throughput.read_text())["workloads"] if throughput is not None else {}
     found = []
@@ -159,7 +159,7 @@ def shares(roofs: Roofs, model: str, throughput: Path | None) -> list[dict[str, 
 
 
 def _dtype_of(engine: str) -> str:
-    """Of a contender of `python -m benchmarks`: its name says so unless it is fp32."""
+    """Return the dtype of a contender of `python -m benchmarks`: its name contains it unless it is fp32."""
     return engine.rpartition("-")[2] if "-" in engine else "fp32"
 
 

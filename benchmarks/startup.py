@@ -1,9 +1,9 @@
 """Time until a worker's engine is ready, and until a single job's first token, compared with the bare model.
 
-`python -m benchmarks.startup`. `ready`: from starting a fresh interpreter until an engine of a converted, cached model
-can take requests. `first start`: the same where no machine code is kept, beside the processor time of all its
-processes, their ends included. `first token`: of one request that has the warm engine to itself, beside transformers'
-own forward pass of the same prompt, alternating, in one process.
+`python -m benchmarks.startup`. `ready`: from the start of a new interpreter until an engine of a converted,
+cached model accepts requests. `first start`: the same without cached machine code, with the CPU time of all
+its processes, including their exits. `first token`: one request on the idle, warm engine, compared with
+transformers' forward pass of the same prompt, alternately, in one process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ready_seconds(model: Path) -> float:
 
 
 def first_start(model: Path) -> tuple[float, float]:
-    """(seconds until ready, processor seconds) where every kernel is compiled."""
+    """Return (seconds until ready, CPU seconds) when every kernel is compiled."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory(prefix="startup-") as directory:
         environment = os.environ | {"NUMBA_CACHE_DIR": directory}
@@ -53,7 +53,10 @@ def first_start(model: Path) -> tuple[float, float]:
 
 
 def seconds_until_ready(command: list[str], environment: Mapping[str, str] | None = None) -> float:
-    """Measured until it reports this: exiting an interpreter with torch takes another second, not part of startup."""
+    """Return the seconds until the process reports ready.
+
+    Its exit with torch takes another second, which does not count.
+    """
     started = time.perf_counter()
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -69,7 +72,7 @@ def seconds_until_ready(command: list[str], environment: Mapping[str, str] | Non
 
 
 def first_token_seconds(model: Path, num_tokens: int, repeats: int) -> tuple[list[float], list[float]]:
-    """(ours, the bare model's), a new prompt each time."""
+    """Return (Pagemill's seconds, the bare model's), with a new prompt each time."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,9 +1,9 @@
 """Time per token mask and per compiled schema, compared with llguidance alone on the same tokens.
 
-`python -m benchmarks.structured_output`. The schemas vary as those of JSON Schema's test suite do, the tokenizer is
-SmolLM2's. Each schema is followed along the same random tokens by llguidance in this process and by a schema's
-process, in turns: one output, 16 outputs of a schema, and 16 outputs of 16 schemas. A mask's time is a step's, from the
-sampled tokens to all their masks, divided by its outputs.
+`python -m benchmarks.structured_output`. The schemas vary like those of JSON Schema's test suite; the
+tokenizer is SmolLM2's. llguidance in this process and a schema's process follow each schema along the same
+random tokens, alternately: one output, 16 outputs of a schema, and 16 outputs of 16 schemas. The time per
+mask is the time of a step, from the sampled tokens to all their masks, divided by its outputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _object(required: Iterable[str] = (), **properties: Any) -> dict[str, Any]:
 
 
 def schemas(seed: int) -> list[tuple[str, str]]:
-    """Return (kind, text) of 24 schemas that no other seed gives."""
+    """Return (kind, text) of 24 schemas; every seed returns others."""
     name, text, number = f"field{seed}", {"type": "string"}, {"type": "number"}
     found: list[Any] = [
         _object([name], **{name: text}),

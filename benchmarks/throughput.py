@@ -38,15 +38,15 @@ class Pass:
     contender: str
     round_number: int
     at_s: float
-    """When it was ordered, seconds since the first one."""
+    """Start time of the pass, in seconds since the first one."""
     timing: Timing
     processor_s: float = 0.0
-    """The processor time of the engine's processes."""
+    """CPU time of the engine's processes."""
 
 
 @dataclass(slots=True)
 class Measurements:
-    """Everything one invocation measured, in the order in which it was measured."""
+    """All measurements of one invocation, in order."""
 
     passes: list[Pass] = field(default_factory=list)
     ready: dict[str, Ready] = field(default_factory=dict)
@@ -68,12 +68,12 @@ class Measurements:
         return [timing.tokens_per_second for timing in self.by_round(contender, workload).values()]
 
     def ratios(self, subject: str, contender: str, workload: str) -> list[float]:
-        """Return the subject's throughput over the contender's, per round in which both made a pass."""
+        """Return the ratio of the subject's to the contender's throughput, per round in which both completed a pass."""
         ours, theirs = self.by_round(subject, workload), self.by_round(contender, workload)
         return [ours[n].tokens_per_second / theirs[n].tokens_per_second for n in ours if n in theirs]
 
     def processor_ratios(self, subject: str, contender: str, workload: str) -> list[float]:
-        """Return the subject's processor time over the contender's, per round in which both made a pass."""
+        """Return the ratio of the subject's to the contender's CPU time, per round in which both completed a pass."""
         ours, theirs = (
             {each.round_number: each.processor_s for each in self._passes(name, workload)}
             for name in (subject, contender)
@@ -81,7 +81,7 @@ class Measurements:
         return [ours[n] / theirs[n] for n in ours if theirs.get(n)]
 
     def equal_outputs(self, contender: str, reference: str, workload: str) -> tuple[int, int] | None:
-        """(requests with the reference's outputs, requests), of the rounds of both. In fp32 near-ties may differ."""
+        """(requests with the reference's outputs, requests), over the rounds of both. In fp32 near-ties can differ."""
         ours, theirs = self.by_round(contender, workload), self.by_round(reference, workload)
         both = [(ours[n].outputs, theirs[n].outputs) for n in ours if n in theirs]
         pairs = [pair for outputs in both for pair in zip(*outputs, strict=True)]
@@ -107,9 +107,9 @@ def checked(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = N
 
 
 def prepare(given: argparse.Namespace, options: Mapping[str, Any]) -> tuple[Request, list[Workload], int]:
-    """What engines get ready for, the workloads, and the vocabulary's size.
+    """Return the engines' request, the workloads, and the vocabulary's size.
 
-    As warm-up an eighth of each workload, from another seed.
+    The warm-up is an eighth of each workload, with another seed.
     """
     directory = report.model_directory(given.model)
     vocab_size = report.config_of(directory)["vocab_size"]
@@ -129,8 +129,8 @@ def measure_all(
 ) -> None:  # fmt: skip
     """Add to `measurements`; `after_pass` is called with the engine's name.
 
-    An engine that fails is named in `failures` and takes no further part. However this ends, every engine's process
-    has ended then.
+    An engine that fails is recorded in `failures` and takes no further part. All engines' processes have
+    exited when this returns or raises.
     """
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pagemill-bench-")))
@@ -170,7 +170,7 @@ def measure_all(
 def schedule(
     contenders: Sequence[Contender], workloads: Sequence[Workload], rounds: int
 ) -> Iterator[tuple[int, Workload, Contender]]:
-    """The passes in order: per round and workload each engine once, every other round the other way about."""
+    """The passes in order: each engine once per round and workload; every other round in reverse order."""
     for number in range(1, rounds + 1):
         order = list(contenders if number % 2 else reversed(contenders))
         for workload in workloads:
@@ -213,7 +213,7 @@ def rates_table(
 
 
 def subject_columns(measurements: Measurements) -> dict[str, Cell]:
-    """How many times each engine's rate each of ours is."""
+    """Columns with the ratio of each Pagemill engine's rate to every engine's rate."""
     ours = [name for name in SUBJECTS if name in measurements.contenders]
     return {f"{name} is": partial(ratio_cell, measurements, name) for name in ours}
 
@@ -229,7 +229,7 @@ def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
 
 
 def summary(measurements: Measurements, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """The JSON file's entry per workload and engine; output tokens themselves are left out."""
+    """The JSON file's entry per workload and engine, without output tokens."""
     return {
         workload.name: {
             "requests": len(workload.prompts),
@@ -246,7 +246,7 @@ def summary(measurements: Measurements, workloads: Sequence[Workload]) -> dict[s
 
 
 def as_json(measurements: Measurements, unit: str = "tokens_per_second") -> dict[str, Any]:
-    """The engines, and every figure in the order of measuring."""
+    """The engines, and every measurement in order."""
     ready = measurements.ready
     passes = [
         {

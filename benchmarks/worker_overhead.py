@@ -1,9 +1,10 @@
-"""The cost of queue, worker and producer: the bare engine against all of them, on the same requests.
+"""The cost of queue, worker and producer: the bare engine compared with all of them, on the same requests.
 
-`python -m benchmarks.worker_overhead`. The sides make their passes in turns, as in `benchmarks.throughput`; the share
-of the bare engine's throughput that is left is taken round by round, and all must generate the same tokens. The worker
-runs both ways, its engine on a thread and in a process of its own. Processor time is told too: it holds on a machine
-that others use as well. Client and server of the queue share it, as they share the machine.
+`python -m benchmarks.worker_overhead`. The sides run their passes alternately, as in `benchmarks.throughput`.
+The remaining share of the bare engine's throughput is computed round by round, and all sides must generate
+the same tokens. The worker runs with its engine on a thread and in a separate process. CPU time is also
+reported, because it is valid on a busy machine. It includes the client and the server of the queue, which
+share the machine.
 """
 
 from __future__ import annotations

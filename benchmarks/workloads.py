@@ -1,7 +1,7 @@
-"""The requests that every engine in a table is given: random token ids, fixed by a seed.
+"""The requests for every engine of a table: random token ids, determined by a seed.
 
-Random tokens keep the model's opinion out of the measurement: every request generates exactly the number of
-tokens it asks for (greedy, end-of-sequence ignored), so that all engines do the same work.
+Random tokens make the measurement independent of the model's output. Every request generates exactly its
+requested number of tokens (greedy, end-of-sequence ignored), so that all engines do the same work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Tokenizers keep special tokens at the low end of the vocabulary; prompts stay clear of them.
+# Tokenizers have special tokens at the low end of the vocabulary; prompts avoid them.
 LOWEST_TOKEN_ID = 100
 RENEWAL_STEP = 211
 
@@ -61,9 +61,9 @@ class Workload:
         return [(len(prompt), count) for prompt, count in zip(self.prompts, self.max_tokens, strict=True)]
 
     def renewed(self, vocab_size: int, times: int) -> Workload:
-        """The same lengths and the same sharing with other tokens: a pass that no earlier one left in a cache.
+        """Return the same lengths and the same sharing with other tokens, which no earlier pass left in a cache.
 
-        Every token moves on by `times` steps within the ids that prompts are made of.
+        Every token is shifted by `times` steps within the ids of prompts.
         """
         span = vocab_size - LOWEST_TOKEN_ID
         step = times * RENEWAL_STEP % span

@@ -1,9 +1,9 @@
-"""A mixture of experts with random weights: this engine, transformers' `generate` and vLLM, fp32, in one run.
+"""An MoE model with random weights: Pagemill, transformers' `generate` and vLLM, fp32, in one run.
 
     python -m benchmarks.decoding.experts [--layers 12] [--experts 64] [--rows 1 8 32] [--rounds 3]
 
-Every row brings 8 tokens and gets 64; `prompt` is requests of 512 tokens that get one. Engines take turns as in
-`benchmarks.throughput`.
+Every row has an 8-token prompt and 64 output tokens; `prompt` is requests of 512 tokens with one output
+token. Engines run alternately as in `benchmarks.throughput`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCAB_SIZE = 32_000
 
 
 def contenders(rows: int) -> list[Contender]:
-    """Return the contenders; transformers gets all rows in one batch."""
+    """Return the contenders; transformers runs all rows in one batch."""
     options: dict[str, tuple[tuple[str, Any], ...]] = {
         SUBJECT: (("dtype", "float32"), ("enable_prefix_caching", False), *WITHOUT_DRAFTS),
         "vllm": (),

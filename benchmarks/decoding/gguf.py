@@ -1,9 +1,10 @@
-"""4-bit GGUF files: this engine compared with llama.cpp on the same file, in one run.
+"""4-bit GGUF files: Pagemill compared with llama.cpp on the same file, in one run.
 
     python -m benchmarks.decoding.gguf [--types Q4_0 Q4_K_M] [--rows 1 8 32] [--rounds 3]
 
-The packaged model's file is written again in each type by llama.cpp. Every row brings 32 tokens and gets 96; `prompt`
-is requests of 512 tokens that get one. Engines take turns as in `benchmarks.throughput`.
+llama.cpp rewrites the packaged model's file in each type. Every row has a 32-token prompt and 96 output
+tokens; `prompt` is requests of 512 tokens with one output token. Engines run alternately as in
+`benchmarks.throughput`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoding by number of rows, and long prompts, engines by turns: the measuring half of `experts` and `gguf`."""
+"""Measures decoding by number of rows, and long prompts, alternating engines; used by `experts` and `gguf`."""
 
 from __future__ import annotations
 

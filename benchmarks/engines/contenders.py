@@ -1,4 +1,4 @@
-"""The contenders of a table: our engine, plain transformers, and the peers that have an environment here."""
+"""The contenders of a table: Pagemill's engine, plain transformers, and the peers installed here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BF16_SUBJECT = "pagemill-bf16"
 INT8_SUBJECT = "pagemill-int8"
 REFERENCE = "transformers"
 WITHOUT_DRAFTS = (("num_speculative_tokens", 0),)
-"""Random prompts lead to outputs that repeat themselves, which drafts guess; peers have none by default."""
+"""Random prompts lead to repetitive outputs, which drafts predict well; peers do not use drafts by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Contender:
     module: str
     description: str
     peer: peers.Peer | None = None
-    """Whose environment it runs in; None: ours."""
+    """The peer whose environment it runs in; None: this one."""
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
-    """Options of our engine that make this contender."""
+    """Options of Pagemill's engine for this contender."""
     every_round: bool = True
-    """False: only the first and the last round, for contenders that take ten times as long as the others."""
+    """False: only the first and the last round, for contenders that are ten times as slow as the others."""
 
 
 _OURS, _VLLM, _OPENVINO = (f"benchmarks.engines.{name}" for name in ("pagemill", "vllm", "openvino"))
@@ -55,12 +55,12 @@ CONTENDERS = (
 
 
 def available_contenders(names: Sequence[str], among: Sequence[Contender] = CONTENDERS) -> list[Contender]:
-    """The contenders asked for that can run here; says on stderr which one is missing and how to get it."""
+    """Return the requested contenders that can run here; report on stderr which are missing and how to install them."""
     return having_peers([contender for contender in among if contender.name in names])
 
 
 def having_peers(chosen: Sequence[Contender]) -> list[Contender]:
-    """Leave out contenders whose environment is missing, and say so on stderr."""
+    """Omit contenders whose environment is missing, and report this on stderr."""
     missing = {peer for peer in (each.peer for each in chosen) if peer is not None and peer.python() is None}
     for peer in missing:
         print(

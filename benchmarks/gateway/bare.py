@@ -14,7 +14,7 @@ from benchmarks.measure import Request
 from benchmarks.workloads import Workload
 
 GOAL = 0.85
-"""Share of the bare engine's tokens per second that streams through the gateway are to have."""
+"""Target share of the bare engine's tokens per second for streams through the gateway."""
 ENGINE = Contender("bare", "benchmarks.engines.pagemill", "the engine alone, offline")
 
 
@@ -24,7 +24,7 @@ class Alone:
 
     tokens_per_s: float
     cpu_ms: float
-    """Processor time per request."""
+    """CPU time per request."""
 
 
 class BareEngine:

@@ -54,7 +54,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """Reads the processor seconds of each part, by its name: `client` is this process."""
+    """Reads the CPU seconds of each part by name; `client` is this process."""
 
     processes: dict[str, psutil.Process]
     redis_url: str | None = None
@@ -114,7 +114,7 @@ def vllm(model: str, served: str, log: Path) -> Iterator[Server]:
 
 
 def until_ready(port: int, model: str, needed: Sequence[tuple[subprocess.Popen[bytes], Path]]) -> None:
-    """Until the server lists the model. `needed`: processes that it takes, with their logs."""
+    """Wait until the server lists the model. `needed`: the required processes, with their logs."""
     give_up = time.monotonic() + START_LIMIT_S
     while time.monotonic() < give_up:
         for process, log in needed:

@@ -1,4 +1,4 @@
-"""Rounds: the same requests by each way in turn, and the figures of each."""
+"""Rounds: the same requests through each way alternately, and the results of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Way:
     ask: Ask
     processors: Processors
     server: Server | None = None
-    """That streams."""
+    """The server, for a streaming way."""
 
     @property
     def is_streamed(self) -> bool:
@@ -31,7 +31,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """At most `at_once` requests at a time, or, if `rate` is given, as many a second, at moments fixed by a seed."""
+    """Up to `at_once` concurrent requests, or `rate` requests per second, at moments determined by a seed."""
 
     at_once: int
     rate: float | None = None
@@ -43,7 +43,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One way under one load: milliseconds per request."""
+    """One way under one load, in milliseconds per request."""
 
     way: str
     load: str
@@ -56,9 +56,9 @@ class Figures:
     first_token_p99_ms: float
     is_streamed: bool
     per_token_ms: float | None
-    """After the first; None where that is not seen."""
+    """After the first token; None if not measured."""
     cpu_ms: dict[str, float] = field(default_factory=dict)
-    """Processor time by part, per request."""
+    """CPU time by part, per request."""
     bare: Alone | None = None
     """The bare engine in the same round."""
 

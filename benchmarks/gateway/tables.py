@@ -1,4 +1,4 @@
-"""The figures as a table."""
+"""The results as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gateway.processes import VLLM_DTYPE
 from benchmarks.gateway.rounds import Figures
 
 VLLM_GOAL = 2.0
-"""The ratio of the gateway's tokens per second to those of vLLM's server, with all requests at once."""
+"""Goal for the gateway's tokens per second relative to vLLM's server, with all requests at once."""
 
 
 def table(rows: Sequence[Figures], arguments: argparse.Namespace) -> Table:
@@ -44,7 +44,7 @@ def table(rows: Sequence[Figures], arguments: argparse.Namespace) -> Table:
 
 
 def _compared(row: Figures, rows: Sequence[Figures]) -> str:
-    """With direct submission, the bare engine and vLLM's server under the same load, where they were measured."""
+    """Compare with direct submission, the bare engine and vLLM's server under the same load, where measured."""
     found = []
     others = {each.way: each for each in rows if each.load == row.load and each.way != row.way}
     if (direct := others.get("direct")) is not None:

@@ -25,7 +25,7 @@ _USED = JobUsage(170, 128, 16, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What it took to pull and commit every job; microseconds are of processor time, per job."""
+    """The cost to pull and commit every job; microseconds are CPU time per job."""
 
     jobs: int
     seconds: float
@@ -39,12 +39,12 @@ class Drained:
 
     @property
     def server_rate(self) -> float:
-        """Jobs per second that the server's processor has time for."""
+        """Jobs per second that the server's CPU time allows."""
         return 1e6 / self.server_us
 
 
 def processor_seconds(client: redis.Redis) -> float:
-    """Return the processor time that the server has taken, of its main thread where it tells."""
+    """Return the server's CPU time so far, of its main thread if the server reports that."""
     found = client.info("cpu")
     if "used_cpu_user_main_thread" in found:
         return float(found["used_cpu_user_main_thread"] + found["used_cpu_sys_main_thread"])
@@ -52,7 +52,7 @@ def processor_seconds(client: redis.Redis) -> float:
 
 
 def drain(url: str, queue: str, model: str, workers: int, at_once: int) -> Drained:
-    """Pull and commit all that waits. Each worker pulls `at_once` jobs, and commits them in one round trip."""
+    """Pull and commit all waiting jobs. Each worker pulls `at_once` jobs, and commits them in one round trip."""
     context = multiprocessing.get_context("spawn")
     start, done = context.Barrier(workers + 1), context.Queue()
     processes = [
@@ -87,7 +87,7 @@ def _work(url: str, queue: str, model: str, name: str, at_once: int, start: Any,
     head, tail = (part.encode() for part in body.split(_ID))
     with redis.Redis.from_url(url) as client:
         transport = SyncTransport(client)
-        transport.run(transitions.pull(queue, name, [model], 0, PLENTY))  # connect, and teach the scripts
+        transport.run(transitions.pull(queue, name, [model], 0, PLENTY))  # connect, and load the scripts
         pull = transitions.pull(queue, name, [model], at_once, PLENTY, 60_000)
         start.wait(PATIENCE_S)
         began, cpu, count = time.perf_counter(), time.process_time(), 0

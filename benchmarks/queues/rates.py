@@ -1,13 +1,13 @@
-"""Rates of jobs into the queue and out of it, their cost there, and the same work by other queues.
+"""Rates of jobs into the queue and out of it, their cost, and the same work with other queues.
 
     python -m benchmarks.queues.rates [--waiting 100000 1000000]
 
-Submitting: a job has a 500-byte prompt; every contender runs on the same server (append-only file, written once a
-second), round by round, so that the ratios of one run count. Celery and rq are measured when they are installed
-(`pip install 'pagemill[bench]'`). Pulling: what one pull costs beside an empty queue and beside full ones, and how many
-jobs a second several workers' connections pull and commit. Every rate is told by the clock and by processor time, which
-holds on a machine that others use as well: client and server of a bulk submit work side by side, so the busier of the
-two sets its rate; the other contenders wait for each reply.
+Submit: a job has a 500-byte prompt. Every contender runs on the same server (append-only file, written once
+per second), round by round, so the ratios of one run are comparable. Celery and rq are measured if they are
+installed (`pip install 'pagemill[bench]'`). Pull: the cost of one pull with an empty queue and with full
+ones, and the jobs per second that several workers' connections pull and commit. Every rate is reported by
+wall-clock and by CPU time, which is also valid on a busy machine. In a bulk submit the client and the server
+work in parallel, so the busier one determines its rate. The other contenders wait for each reply.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Submit = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Processor time per job, in microseconds."""
+    """CPU time per job, in microseconds."""
 
     client_us: float
     server_us: float
@@ -58,24 +58,24 @@ class Cost:
 
 @dataclass(slots=True)
 class Figures:
-    """Of one server. Rates are jobs per second, one per round."""
+    """Results of one server. Rates are jobs per second, one per round."""
 
     server: str
     rates: dict[str, list[float]] = field(default_factory=dict)
     costs: dict[str, list[Cost]] = field(default_factory=dict)
     drained: list[Drained] = field(default_factory=list)
     bytes_per_job: dict[str, float] = field(default_factory=dict)
-    """By how many wait, and how large they are."""
+    """By number of waiting jobs, and their size."""
     pull_us: dict[str, float] = field(default_factory=dict)
-    """Microseconds of one pull, round trip included: median."""
+    """Median microseconds of one pull, including the round trip."""
     pull_server_us: dict[str, float] = field(default_factory=dict)
-    """The server's processor time of one pull: median."""
+    """Median CPU time of the server for one pull."""
 
     def rate(self, name: str) -> float:
         return statistics.median(self.rates[name])
 
     def processor_rate(self, name: str) -> float:
-        """Like `rate`, by processor time."""
+        """`rate` by CPU time."""
         side_by_side = name == "submit_many"
         return statistics.median(cost.rate(side_by_side=side_by_side) for cost in self.costs[name])
 
@@ -147,7 +147,7 @@ def rq_enqueue_many(url: str, count: int) -> None:
 
 
 CONTENDERS: dict[str, tuple[Submit, str | None, float]] = {
-    # name: (what is timed, the module it needs, share of the jobs: the slow ones need fewer)
+    # name: (the measured function, its module, share of the jobs: the slow ones need fewer)
     "submit_many": (submit_many, None, 1.0),
     "celery send_task": (celery_send_task, "celery", 0.05),
     "rq enqueue_many": (rq_enqueue_many, "rq", 0.25),
@@ -173,7 +173,7 @@ def measure_submits(figures: Figures, url: str, jobs: int, rounds: int) -> None:
 
 
 def measure_memory(figures: Figures, url: str, waiting: Sequence[int], pulls: int) -> None:
-    """Fill the queue step by step; leaves the jobs where they are."""
+    """Fill the queue step by step; the jobs stay in the queue."""
     with redis.Redis.from_url(url) as client:
         for prompt_bytes in (PROMPT_BYTES - ENVELOPE_BYTES, PROMPT_BYTES):
             submit_many(url, 50)

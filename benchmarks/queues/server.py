@@ -14,20 +14,20 @@ import redis
 from tests.conftest import RedisServer, server_binary
 
 BINARIES = {"valkey": "valkey-server", "redis62": "redis-server"}
-"""Kinds that come with the packages of the dev extra."""
+"""Kinds from packages of the dev extra."""
 SYSTEM_KIND = "redis7"
-"""The operating system's redis-server, where that is a Redis 7: Debian 12 has 7.0."""
+"""The operating system's redis-server, if it is a Redis 7: Debian 12 has 7.0."""
 PATIENCE_S = 120.0
 
 
 def kinds() -> list[str]:
-    """Every kind of server that this machine has."""
+    """Return every kind of server on this machine."""
     return [*BINARIES, *([SYSTEM_KIND] if _system_server() is not None else [])]
 
 
 @contextlib.contextmanager
 def start_server(kind: str, directory: Path, *options: str) -> Iterator[str]:
-    """The URL of a server that stops at the end of the block. `kind`: one of `kinds()`."""
+    """Yield the URL of a server that stops at the end of the block. `kind`: one of `kinds()`."""
     binary = _system_server() if kind == SYSTEM_KIND else server_binary(BINARIES[kind])
     if binary is None:
         raise FileNotFoundError("the redis-server of this machine is no Redis 7, or there is none")
@@ -42,8 +42,8 @@ def start_server(kind: str, directory: Path, *options: str) -> Iterator[str]:
 def used_memory(client: redis.Redis) -> int:
     """Return the size of the data in bytes, once the server is idle.
 
-    Then no memory is being freed, no rewrite of the append-only file occupies memory, and no writes wait in memory for
-    a busy disk. Buffers of open connections count: close those that sent much.
+    At that time no memory is being freed, no rewrite of the append-only file occupies memory, and no writes
+    wait in memory for a busy disk. Buffers of open connections count; close those that sent much data.
     """
     give_up = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up:

@@ -56,7 +56,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def splits() -> Iterator[tuple[str, str | None]]:
-    """Rows in parts, next to rows of one part."""
+    """Rows split into parts, and rows of one part."""
     for options in ({}, {"sinks": True}, {"sliding_window": 100}):
         for split in _SPLITS:
             sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
@@ -78,8 +78,8 @@ def splits() -> Iterator[tuple[str, str | None]]:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # A CPU has its own version of this matmul; here the kernel is tested. Matrices of adapters are read by
-    # their addresses, which ttsem does not support.
+    # A CPU has a separate implementation of this matmul; here the kernel is tested. Matrices of adapters are
+    # read by address, which ttsem does not support.
     scaled_matmul.library_takes = lambda *_: False  # type: ignore[assignment]
     for module in (attention_prefill, copy_blocks):
         module.to_device = lambda array, _: torch.from_numpy(array)  # type: ignore[attr-defined]  # nothing can be pinned

@@ -1,4 +1,4 @@
-"""Triton binds to its interpreter or to its compiler when a kernel is defined: one process cannot use both.
+"""A kernel's definition binds Triton to its interpreter or its compiler, so one process cannot use both.
 
 `interpreter/` is collected only under TRITON_INTERPRET=1, everything else only without it. Plain `pytest`
 covers both, because test_interpreter_suite.py runs the other process.

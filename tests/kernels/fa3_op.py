@@ -8,7 +8,7 @@ import torch
 
 from pagemill.kernels.gpu.flash_attention import NAMESPACE
 
-# As in the library, except for spaces.
+# Identical to the library's, except for spaces.
 SCHEMA = (
     "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, "

@@ -43,7 +43,7 @@ def low_rank_case(
     widths: list[int],
     dtype: torch.dtype = torch.float32,
 ) -> LowRankCase:
-    """`ranks`: for each part, for each slot; 0: the adapter does not have this part."""
+    """Create a case. `ranks`: for each part, for each slot; 0: the adapter does not have this part."""
     torch.manual_seed(3)
     starts = [0, *np.cumsum(widths).tolist()]
     entries = torch.zeros(len(ranks), len(widths), 3, dtype=torch.int64)

@@ -36,7 +36,7 @@ class PagedCase:
     scoring: Scoring
 
     def to(self, device: torch.device) -> PagedCase:
-        """The same values on `device`; lengths on the host stay there."""
+        """Return the same values on `device`; lengths on the host stay there."""
         moved = {
             name: getattr(self.metadata, name).to(device)
             for name in ("block_tables", "query_start_loc", "seq_lens", "slot_mapping")
@@ -56,7 +56,7 @@ class PagedCase:
         )
 
     def in_double(self) -> PagedCase:
-        """The same values in fp64, without scales."""
+        """Return the same values in fp64, without scales."""
         return PagedCase(
             self.query.double(),
             LayerCache(
@@ -94,7 +94,7 @@ class _Blocks:
         self._dtype = dtype
 
     def put(self, block: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Store tokens [n, num_kv_heads, head_dim] from the block's start on; return their stored values."""
+        """Store tokens [n, num_kv_heads, head_dim] from the block's start; return their stored values."""
         n, stored = len(tokens), tokens
         if self.scales is None:
             numbers = tokens.to(self.numbers.dtype)
@@ -108,7 +108,7 @@ class _Blocks:
 
 
 class _Pool:
-    """The blocks of a layer, which rows take in a random order."""
+    """The blocks of a layer, which rows allocate in random order."""
 
     def __init__(
         self,
@@ -163,11 +163,12 @@ def make_case(
     free_outside_window: bool = False,
     seed: int = 0,
 ) -> PagedCase:
-    """Rows with one query token first. `padded_decode_rows` rows of length 0 follow the decode rows, with a
-    token each, as in a bucket of a captured graph; `padded_tokens` tokens without a row end the batch.
+    """Create a case; rows with one query token come first.
 
-    `dtype` is that of the queries, and of the cache unless `cache_dtype` is given.
-    `free_outside_window` also releases the blocks that no query token's window reaches, as an engine may.
+    `padded_decode_rows` rows of length 0 follow the decode rows, with one token each, as in a bucket of a
+    captured graph. `padded_tokens` tokens without a row are at the end of the batch. `dtype` is that of the
+    queries, and of the cache unless `cache_dtype` is set. `free_outside_window` also releases the blocks that
+    no query token's window reaches, as an engine can.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -215,7 +216,7 @@ def make_case(
 
 
 def first_key(window: int | None, position: int) -> int:
-    """Return the first key that a query sees, by counting back from its own."""
+    """Return the first key that a query sees, by counting back from the query's position."""
     first = position
     while first > 0 and (not window or (position - first + 1 < window if window > 0 else first % -window)):
         first -= 1
@@ -255,7 +256,7 @@ def dense_attention(case: PagedCase) -> torch.Tensor:
 
 
 def assert_close(out: torch.Tensor, truth: torch.Tensor, case: PagedCase, tolerance: float) -> None:
-    """`out` equals `truth` at every real token; NaN never passes."""
+    """Check that `out` equals `truth` at every real token; NaN never passes."""
     real = case.real_tokens()
     error = (out[real].double() - truth[real].double()).abs()
     assert not error.isnan().any(), (

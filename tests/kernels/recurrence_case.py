@@ -10,7 +10,7 @@ SHAPES = [(3, 5, 4, 2, 16, 8), (2, 7, 4, 4, 20, 70), (1, 1, 2, 1, 128, 128), (4,
 """Rows, tokens, heads, heads of keys or groups, and the sizes of a state."""
 NUM_SLOTS = 6
 NAMES = ("gated_delta_rule", "state_space_scan", "selective_scan")
-"""The last is the second with a decay for each position."""
+"""Names of the rules. The last is the second with a decay for each position."""
 
 
 def recurrence_case(

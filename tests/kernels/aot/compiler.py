@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from pagemill.kernels.gpu.tuning import Tile
 
-# `make oldest-triton` requires one: a gate that ran on another version would prove nothing.
+# `make oldest-triton` requires this version: a gate on another version would be meaningless.
 assert os.environ.get("PAGEMILL_TRITON", triton.__version__) == triton.__version__
 
 _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -38,7 +38,7 @@ class Compiled:
     spill_instructions: int  # loads and stores of local memory
     wgmma: int  # Hopper's tensor-core matmuls
     mma: int  # the older ones
-    wgmma8: int  # the same for 8-bit numbers
+    wgmma8: int  # the same for 8-bit values
     mma8: int
     async_copies: int
     wide_loads: int  # 16 bytes from global memory, synchronous or not
@@ -47,12 +47,12 @@ class Compiled:
 def compile_kernel(
     kernel: Any, arguments: dict[str, Any], capability: int, tile: Tile, *, fp_fusion: bool = True
 ) -> Compiled:
-    """Compile `kernel` as a launch with `arguments` would; the compiler must not spill.
+    """Compile `kernel` like a launch with `arguments`; the compiler must not spill.
 
-    `arguments` maps every parameter to a Triton type ("*bf16", "i32", "fp32") or, for a constexpr, its value,
-    in any order.
-    Pointers and integers are assumed to be multiples of 16, except `_ANY_INTEGER`: Triton's launcher detects
-    this at run time, since every supported head dim is one, and compiles for it.
+    `arguments` maps every parameter to a Triton type ("*bf16", "i32", "fp32") or, for a constexpr, to its
+    value, in any order. Pointers and integers are assumed to be multiples of 16, except `_ANY_INTEGER`:
+    Triton's launcher detects this at run time, since every supported head dim is a multiple, and compiles for
+    it.
     """
     assert set(arguments) == set(kernel.arg_names)
     arguments = {name: arguments[name] for name in kernel.arg_names}

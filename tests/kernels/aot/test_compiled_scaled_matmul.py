@@ -68,7 +68,7 @@ def test_product(numbers: str, element: str, whole: bool, tile: Tile, capability
     if capability == 90 and tile.block_m >= 64:
         assert compiled.wgmma8 > 0
     elif capability == 90 and numbers == FLOATS:
-        assert compiled.mma > 0  # dequantized: there only wgmma, for 64 rows and more, multiplies e4m3
+        assert compiled.mma > 0  # dequantized: only wgmma, for 64 rows and more, multiplies e4m3 there
     else:
         assert compiled.mma8 > 0, "the tensor cores are not used"
 
@@ -89,7 +89,7 @@ def test_quantising(size: int, gated: bool, integer: bool, capability: int) -> N
         "INTEGER": integer,
         "BLOCK": size,
     }
-    tile = Tile(0, 0, row_warps(size), 3)  # Triton's own number of stages, as at the launch
+    tile = Tile(0, 0, row_warps(size), 3)  # Triton's default number of stages, as at the launch
     compiled = compile_kernel(quantise_rows_kernel, arguments, capability, tile, fp_fusion=False)
     assert compiled.wide_loads > 0
 

@@ -113,7 +113,7 @@ def test_decode_streams_its_keys(
 
 
 def test_every_other_launch_is_compiled_in_this_folder() -> None:
-    """By the name that `row_tile` gets; the gate is in `compile_kernel`, as above."""
+    """Compares the names that `row_tile` receives; the gate is in `compile_kernel`, as above."""
     asked = {
         node.args[0].value
         for path in Path(__file__).parent.glob("test_compiled*.py")

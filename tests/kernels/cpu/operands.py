@@ -14,7 +14,7 @@ from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 def make(
     kernel: ModuleType, in_features: int, out_features: int
 ) -> tuple[torch.Tensor, PackedPanels, torch.Tensor]:
-    """(weight, packed, bias), the bias with NaN where there is no channel."""
+    """Return (weight, packed, bias), with NaN in the bias of padded channels."""
     sizes = torch.rand(out_features, 1) if kernel is int8 else in_features**-0.5
     weight = torch.randn(out_features, in_features) * sizes
     packed = kernel.pack(weight)

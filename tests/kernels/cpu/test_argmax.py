@@ -18,7 +18,7 @@ INF, NAN = torch.inf, torch.nan
 
 
 def make_rows(num_rows: int, size: int, seed: int, *, levels: int, special: float | None) -> torch.Tensor:
-    """Rows in a non-contiguous tensor; `levels`: the number of different values, so that there are ties."""
+    """Return rows in a non-contiguous tensor; `levels`: the number of different values, to create ties."""
     torch.manual_seed(seed)
     wide = torch.randn(num_rows, size + 5)
     if levels:

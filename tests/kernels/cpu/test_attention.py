@@ -20,8 +20,8 @@ from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
 from tests.kernels.paged_case import first_key
 
-NO_BLOCK = 2**31 - 1  # an id outside every cache: reading it is a crash
-SPLIT = 256  # keys; the decode kernel's, so that lengths around it cross the merge
+NO_BLOCK = 2**31 - 1  # an id outside every cache: reading it crashes
+SPLIT = 256  # keys; the split of the decode kernel, so that lengths around it cross the merge
 
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -206,7 +206,7 @@ def test_a_chunk_never_reads_the_blocks_before_it():
 
 def test_large_scores_do_not_overflow():
     step = make_step([(1, 300), (3, 300)])
-    # Scores near 1000 themselves have rounding errors of 1e-4.
+    # Scores near 1000 have rounding errors of 1e-4.
     torch.testing.assert_close(
         step.attend(scale=40.0).double(), dense(step, scale=40.0), rtol=1e-3, atol=1e-3
     )
@@ -307,7 +307,7 @@ def test_what_is_not_finite_stays_in_its_row(options):
 @pytest.mark.parametrize("options", BIASES.values(), ids=BIASES.keys())
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_query_or_key_that_is_not_finite_makes_no_numbers(bad, options):
-    """An overflow in an earlier matmul, of an adapter for instance: finite outputs would hide it."""
+    """An overflow in an earlier matmul, such as an adapter's: finite outputs would hide it."""
     step = make_step([(1, 40), (1, 700), (1, 9), (30, 60), (5, 300)])
     expected = step.attend(**options)
     for token in (1, 10):
@@ -411,7 +411,7 @@ def test_huge_pages_are_advice_only():
 
 
 def test_partial_results_live_until_they_are_merged() -> None:
-    """More than 32 MiB: pages that glibc returns as soon as they are freed."""
+    """More than 32 MiB: glibc returns such pages as soon as they are freed."""
     step = make_step([(1, 1100)] * 6, group=512, num_kv_heads=1, head_dim=576)
     merged = step.attend(scale=0.05)
     step.metadata.num_decode_rows = 0  # the other kernel does not have partial results

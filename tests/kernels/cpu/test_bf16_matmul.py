@@ -26,7 +26,7 @@ needs_native = pytest.mark.skipif(not bf16.is_native(), reason="needs a CPU with
 
 
 def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The definition: rounded operands, whose products fit into fp32, added one by one; in a pair the second first."""
+    """The definition: sums the exact fp32 products of rounded operands one by one; in a pair the second comes first."""
     x, weight = x.bfloat16().float(), weight.bfloat16().float()
     if x.shape[1] % PAIR:
         x, weight = (torch.nn.functional.pad(operand, (0, 1)) for operand in (x, weight))
@@ -38,7 +38,7 @@ def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Ten
 
 
 def amx_twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The same for AMX: per group, first the first elements of all pairs, then the second ones, then both sums."""
+    """The definition for AMX: per group, the first elements of all pairs, then the second ones, then both sums."""
     padding = (0, -x.shape[1] % GROUP)
     x, weight = (torch.nn.functional.pad(operand.bfloat16().float(), padding) for operand in (x, weight))
     out = bias.expand(len(x), -1).clone()

@@ -166,10 +166,10 @@ def test_processes_end_with_what_runs_meanwhile(children, compiled, monkeypatch)
 
 @pytest.mark.slow
 def test_a_process_ends_with_the_one_that_started_it(monkeypatch, tmp_path):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # so that it has much to compile
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # so that there is much to compile
     with compile_ahead._start() as child:
         assert child.stdin is not None
-        child.stdin.close()  # as when this process is killed
+        child.stdin.close()  # as if this process were killed
         assert child.wait(timeout=120) == 1
 
 

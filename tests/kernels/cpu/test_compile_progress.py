@@ -27,7 +27,7 @@ def test_reports_what_has_been_compiled() -> None:
 
     with report_compiling(note, every=0.0):
         assert outer(1) == 3
-        assert [count for count, _ in reports] == [1, 2]  # its callees come first
+        assert [count for count, _ in reports] == [1, 2]  # callees are compiled first
         assert outer(2) == 4
     assert len(reports) == 2
     assert all(seconds >= 0 for _, seconds in reports)

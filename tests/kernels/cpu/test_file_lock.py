@@ -41,7 +41,7 @@ def test_a_process_that_was_forked_meanwhile_holds_nothing(tmp_path):
     path = tmp_path / "lock"
     with file_lock.hold(path, 0.0) as is_held:
         assert is_held
-        # The state of a forked process: the same open file.
+        # Like a forked process: the same open file.
         copy = os.dup(next(fd for fd in map(int, os.listdir("/proc/self/fd")) if _leads_to(fd, path)))
     with file_lock.hold(path, 0.0) as is_held:
         assert is_held, "although the file is still open"

@@ -112,7 +112,7 @@ def test_weights_take_little_more_than_a_byte_each():
 
 
 def integers(weight_format: int, out_features: int, num_groups: int) -> torch.Tensor:
-    """A weight made of integers of this format, all of them at its limits in the first group."""
+    """Create a weight of integers of this format, all at its limits in the first group."""
     low, high = {
         grids.SIGNED_BYTES: (-127, 127), grids.SIGNED_NIBBLES: (-8, 7), grids.OFFSET_NIBBLES: (0, 15)
     }[int8.GRIDS[weight_format]]  # fmt: skip
@@ -125,7 +125,7 @@ def integers(weight_format: int, out_features: int, num_groups: int) -> torch.Te
     scales = (torch.rand(out_features, num_groups, 1) + 0.1).half().float()
     offsets = torch.randn(out_features, num_groups, 1).half().float()
     if FORMATS[weight_format].factor_bytes == F32:
-        scales *= 1.0 + 2.0**-7  # seven bits more than an fp16's
+        scales *= 1.0 + 2.0**-7  # seven bits more than fp16
     weight = numbers * scales + (offsets if has_offsets else 0.0)
     return weight.flatten(1)
 
@@ -133,7 +133,7 @@ def integers(weight_format: int, out_features: int, num_groups: int) -> torch.Te
 def twin(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, weight_format: int = EIGHT_BITS
 ) -> torch.Tensor:
-    """The product with a weight whose integers this format finds."""
+    """The definition of the matmul with a weight whose integers this format finds."""
     found = grids.find(weight, int8.GRIDS[weight_format])
     assert found is not None
     restored = found.numbers * found.scales[..., None] + found.offsets[..., None]
@@ -220,7 +220,7 @@ def test_weights_of_several_forms_are_packed_in_the_largest():
 
 
 def rows_for(products: Products, x: torch.Tensor) -> torch.Tensor:
-    """A tile's quantized rows as `make_tile(products, ...)` reads them: [num_groups, num_rows, bytes]."""
+    """Return quantized rows in the layout of `make_tile(products, ...)`: [num_groups, num_rows, bytes]."""
     numbers, scales = grouped_int8.quantise(x)  # [num_rows, num_groups, GROUP], [num_rows, num_groups]
     order = [quad + i for quad in range(0, GROUP, QUAD) for part in products.parts for i in part]
     dtype = torch.int8 if products.number_bytes == 1 else torch.int16
@@ -296,7 +296,7 @@ run.compile("void(int64, int64, int64, int64, int64, int64)")
 """
 
 
-# With offsets the mask of half bytes is read again: no register is left for it.
+# Formats with offsets are excluded: the mask of half bytes is read again, because no register is free for it.
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_format", [EIGHT_BITS, EIGHT_BITS_HALVES, FOUR_BITS_HALVES])
 def test_a_tile_for_such_a_cpu_keeps_a_groups_weights_in_registers(tmp_path, weight_format):

@@ -29,7 +29,7 @@ ROWS = [*range(1, 31), 56, 57, 141, 290]
 
 
 def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedWeight, torch.Tensor]:
-    """(weight, packed, bias), the bias with NaN where there is no channel."""
+    """Return (weight, packed, bias), with NaN in the bias of padded channels."""
     torch.manual_seed(42)
     weight = torch.randn(out_features, in_features) * in_features**-0.5
     packed = pack(weight)
@@ -143,7 +143,7 @@ torch.save(results, out)
 @pytest.mark.slow
 @pytest.mark.skipif(not all(map(compiles_for, ("avx2", "fma", "f16c"))), reason="runs what is made for AVX2")
 def test_avx2_computes_the_same_as_this_cpu(tmp_path):
-    """On a CPU with AVX-512 the narrow tiles are used nowhere else."""
+    """On a CPU with AVX-512, no other test uses the narrow tiles."""
     torch.manual_seed(7)
     cases, expected = [], []
     for in_features, out_features in ((576, 800), (100, 33)):

@@ -25,7 +25,7 @@ def make_logits(num_rows: int, size: int, spread: float, seed: int, *, levels: i
 
 
 def bar(logits: torch.Tensor, share: float) -> None:
-    """Set about that share of every row, except the largest value, to minus infinity."""
+    """Set about this share of every row, except the largest value, to minus infinity."""
     logits[(torch.rand(logits.shape) < share) & (logits < 0.0)] = -torch.inf
 
 
@@ -60,7 +60,7 @@ def test_draws_from_a_real_vocabulary_are_the_definitions():
 
 
 def test_equal_sums_go_to_the_lowest_token(monkeypatch):
-    """With the same noise for all, equal logits have equal sums."""
+    """With the same noise for all tokens, equal logits have equal sums."""
     monkeypatch.setattr(cpu_noise, "gumbel_noise", lambda keys, ids: torch.zeros(ids.shape))
     logits = torch.zeros(5, 40)
     chosen = cpu_noise.argmax_with_noise(logits, keys_of(5, 0))
@@ -69,7 +69,7 @@ def test_equal_sums_go_to_the_lowest_token(monkeypatch):
 
 
 def test_more_candidates_than_room_are_drawn_the_long_way():
-    """Only if no logit is 0: then every token may win, as far as the scores show."""
+    """Happens only if no logit is 0: then the scores cannot exclude any token."""
     logits, keys = torch.full((3, 5000), -200.0), keys_of(3, 7)
     counts = cpu_noise.candidates(logits, keys)[1]
     assert (counts > cpu_noise.MOST_CANDIDATES).all()

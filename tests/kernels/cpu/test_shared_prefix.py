@@ -20,7 +20,7 @@ from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
 from tests.kernels.paged_case import first_key
 
-NO_BLOCK = 2**31 - 1  # an id outside every cache: reading it is a crash
+NO_BLOCK = 2**31 - 1  # an id outside every cache: reading it crashes
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
@@ -37,7 +37,7 @@ class Case:
 
     groups: list[
         tuple[int, list[int]]
-    ]  # (tokens that the group shares, in complete blocks at most; separate tokens by row)
+    ]  # (tokens that the group shares, rounded down to complete blocks; separate tokens by row)
     common_tokens: int = 0  # before a group's shared part, and shared by all groups
     block_size: int = 16
     heads: Heads = field(default_factory=lambda: Heads(2, 3, 64))
@@ -119,7 +119,7 @@ class Step:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Operators on this many threads."""
+    """Run operators on this many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -129,7 +129,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def tasks_of(step: Step, window: int = 0, group: int = 3, num_kv_heads: int = 1) -> np.ndarray:
-    """The kernel's shares of work: rows of `decode_tasks`' columns."""
+    """Return the kernel's tasks: rows of `decode_tasks`' columns."""
     lengths, num_rows = step.metadata.seq_lens, len(step.metadata.seq_lens)
     rows, order = np.empty((num_rows, 3), np.int64), np.empty((num_rows, 2), np.int64)
     num_splits, _ = decode_tasks.plan_rows(rows, lengths.numpy(), num_rows, window)
@@ -267,7 +267,7 @@ def test_what_is_found_is_found_once_a_step() -> None:
     address = sharing_of(metadata)
     assert address == sharing_of(metadata) != 0
     assert metadata.count_sharing_rows() == 5
-    assert replace(metadata).sharing is None  # possibly of other tables
+    assert replace(metadata).sharing is None  # can belong to other tables
 
 
 @pytest.mark.slow

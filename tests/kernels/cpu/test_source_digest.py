@@ -1,4 +1,4 @@
-"""The name of the machine code's cache depends on every source from which it may be compiled."""
+"""The cache directory's name depends on every source that machine code can be compiled from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that threads take piece by piece: every piece is taken once, and pieces do not exceed their limit."""
+"""Work that threads take piece by piece: every piece is processed once, and pieces do not exceed their limit."""
 
 from __future__ import annotations
 

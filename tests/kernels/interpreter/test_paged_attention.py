@@ -326,5 +326,5 @@ def test_a_row_of_nan_leaves_the_others_alone() -> None:
     ],
 )
 def test_work_list_starts_with_the_longest_and_skips_padding(check: Callable[[object], bool]) -> None:
-    """Row 0 is a decode row; row 1 has 2 tokens of 5 keys, row 2 has 5 tokens of 100; row 3 is padding."""
+    """Row 0 is a decode row; row 1 has 2 tokens and 5 keys, row 2 has 5 tokens and 100 keys; row 3 is padding."""
     assert check(build_work_list([1, 2, 5, 1], [9, 5, 100, 0], first_row=1, group_size=2, block_m=8))

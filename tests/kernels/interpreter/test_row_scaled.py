@@ -37,7 +37,7 @@ def assert_same(ours: ScaledRows, expected: ScaledRows) -> None:
 @DTYPES
 @pytest.mark.parametrize("size", [8, 100, 9000])
 def test_rows_are_quantised_as_defined(size: int, dtype: torch.dtype, numbers: torch.dtype) -> None:
-    """Bit for bit: non-finite values affect only their own row, and a row may need several pieces."""
+    """Bit for bit: non-finite values affect only their row, and a row can consist of several pieces."""
     x = rows_of_every_size(9, size, dtype)
     with dispatch.override("triton"):
         ours = dispatch.quantise_rows(x, numbers)

@@ -43,7 +43,7 @@ def _rows(params: list[SamplingParams], positions: torch.Tensor) -> SamplingRows
 
 
 def _sorted_draw(logits: torch.Tensor, params: list[SamplingParams], rows: SamplingRows) -> torch.Tensor:
-    """The engine's own computation on a CPU."""
+    """The engine's computation on a CPU."""
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / rows.temperatures[:, None]
     filter_logits(scaled, params)
     keys = noise_keys(rows.seeds, rows.sample_indices, rows.positions)
@@ -164,7 +164,7 @@ def test_cuts_are_those_of_a_sort(num_multiprocessors: int, monkeypatch: pytest.
     assert dict(zip(_CUT_ROWS, cuts, strict=True)) == dict(zip(_CUT_ROWS, expected, strict=True))
 
 
-# numpy's warning about infinity minus infinity; a device does not warn.
+# numpy warns about infinity minus infinity; a device does not.
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
 @settings(max_examples=60)
 @given(st.lists(CASES, min_size=1, max_size=4))

@@ -74,8 +74,8 @@ def multiply(
 def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c of fp32 values with one rounding.
 
-    The product is exact in fp64. The sum is rounded to odd in fp64, so that the second rounding, to fp32,
-    equals a single rounding (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums").
+    The product is exact in fp64. The sum is rounded to odd in fp64. The second rounding, to fp32, then equals
+    a single rounding (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums").
     """
     product, term = a.double() * b.double(), c.double()
     total = product + term

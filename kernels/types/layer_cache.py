@@ -103,5 +103,5 @@ def allocate_layer(
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View fp8 as bytes, and return any other dtype unchanged: torch and Triton can copy few one-byte floats."""
+    """View fp8 as bytes, and return other dtypes unchanged: few operators of torch and Triton copy one-byte floats."""
     return tensor.view(torch.uint8) if tensor.dtype is FP8 else tensor

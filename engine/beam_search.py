@@ -20,7 +20,7 @@ from pagemill.engine.scheduling.scheduler import Scheduler
 
 @dataclass(slots=True)
 class Beam:
-    """A live beam: a sequence, what has been chosen for it, and its candidates once a step has returned them."""
+    """A live beam: a sequence, its logprobs so far, and its candidates once a step has returned them."""
 
     sequence: Sequence
     cumulative_logprob: float = 0.0
@@ -168,7 +168,7 @@ class BeamSearches:
         self._searches: dict[Request, BeamSearch] = {}
 
     def add(self, request: Request) -> None:
-        """Convert a request into a search, if it asks for one, before the scheduler receives it."""
+        """Convert a request into a search, if it requests one, before the scheduler receives it."""
         params = request.params
         if params.beam_width is not None:
             eos = frozenset() if params.ignore_eos else self._eos_token_ids

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch instead of the hundreds of a model's forward pass.
 
-A graph replays the recorded kernels with the recorded addresses. So there is one per bucket of rows, all with
-the same static inputs. A step's inputs, padded to the bucket, are copied there before its graph is
-replayed. The kernels read all values that vary between steps (lengths, block tables, slots) on the
+A graph replays the recorded kernels with the recorded addresses. There is therefore one graph per bucket of
+rows, all with the same static inputs. A step's inputs, padded to the bucket, are copied there before its
+graph is replayed. The kernels read all values that vary between steps (lengths, block tables, slots) on the
 device.
 """
 

@@ -94,7 +94,7 @@ class InputBatch:
     """Row tables on the device (token ids, block ids), with host-only data in addition to them.
 
     A row belongs to one sequence from the step with its `NewRow` until the row is assigned to another.
-    Sampling writes tokens into the token table, so it contains a row's next input before the host knows it.
+    Sampling writes tokens into the token table, so it contains a row's next input before the host has it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Forward passes that also return log probabilities of given tokens, of the prompt or of labels.
 
-Every prompt position needs logits, and a long chunk times a large vocabulary may exceed the memory of the
-entire KV cache. So the model runs up to its last hidden states, and its head runs over one slice of them at a
-time.
+Every prompt position needs logits, and a long chunk times a large vocabulary can exceed the memory of the
+entire KV cache. The model therefore runs up to its last hidden states, and its head runs over one slice of
+them at a time.
 """
 
 from __future__ import annotations

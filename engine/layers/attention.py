@@ -105,7 +105,7 @@ def refuse_unknown(attention_mask: Any, arguments: Mapping[str, Any]) -> None:
     """Reject unsupported attention. Raises `ModelLoadError` with the reason, without the model's name.
 
     Args:
-        arguments: what a layer passes to its attention function in addition to `_attend_as`'s named parameters.
+        arguments: the arguments that a layer passes to its attention function in addition to `_attend_as`'s named ones.
     """
     if attention_mask is not None:
         raise ModelLoadError("the attention mask is neither causal nor a sliding window")

@@ -1,8 +1,9 @@
 """Matmuls of 8-bit integers: separate scales for weights and activations, exact sums.
 
-With one activation scale for the whole batch, as in torch's dynamic quantization, a neighbor's outlier would
-change a request's result. On CPU a scale covers a group of inputs (`pagemill.kernels.grouped_int8`); on CUDA an entire
-row (`pagemill.kernels.row_scaled`), which reduces accuracy (docs/quantization.md).
+With one activation scale for the complete batch, as in torch's dynamic quantization, an outlier in one
+request would change another request's result. On CPU a scale covers a group of inputs
+(`pagemill.kernels.grouped_int8`); on CUDA a complete row (`pagemill.kernels.row_scaled`), which reduces
+accuracy (docs/quantization.md).
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from pagemill.kernels.types.grouped_weight import GroupedWeight, merged
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Represents a tensor [out_features, in_features]; cut along the outputs, and along the inputs at whole groups.
+    """Represents a tensor [out_features, in_features].
 
-    The represented weight is read again each time: layers are converted one by one, and only the mapped file is
-    referenced.
+    It can be cut along the outputs, and along the inputs at multiples of a group. The represented weight is
+    read again each time, because layers are converted one by one and only the mapped file is referenced.
     """
 
     shape: tuple[int, int]
@@ -33,7 +33,7 @@ class QuantizedWeight:
         return (weight if isinstance(weight, torch.Tensor) else weight.dequantise()).to(self.dtype)
 
     def grouped(self) -> GroupedWeight | None:
-        """Return the weight as it is stored; None if its values do not have groups with a scale."""
+        """Return the weight in its stored form; None if its values do not have groups with a scale."""
         weight = self.read()
         return None if isinstance(weight, torch.Tensor) else weight
 

@@ -20,8 +20,9 @@ class Drafter:
     """Drafts for the rows of successive steps, up to `max_drafts` per row and step; 0 disables them.
 
     A step of T tokens that yields E output tokens takes seconds(T). A draft that will be accepted with
-    probability p pays if the step's output per second grows: p / E > slope / seconds(T). So one row drafts
-    far ahead, and a full batch, whose time grows with every token, drafts only what is nearly certain.
+    probability p pays if the step's output per second grows: p / E > slope / seconds(T). A single row
+    therefore drafts far ahead. A full batch, whose time grows with every token, drafts only nearly certain
+    tokens.
     """
 
     def __init__(self, max_drafts: int) -> None:

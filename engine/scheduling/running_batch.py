@@ -179,11 +179,11 @@ class RunningBatch:
                 assert sequence.num_computed_tokens < sequence.num_tokens, "a leader that has not forked"
 
     def _schedule_newest(self, step: StepBuilder, sequence: Sequence) -> bool:
-        """A fast path for nearly every row of nearly every step: a plain sequence computes its newest token
-        in a block that it already holds. If it returns False, nothing has changed: use `_schedule_sequence`.
+        """Fast path for nearly every row of nearly every step; returns False if it does not apply.
 
-        Measured on two virtual cores: planning 64 rows takes 0.14 ms instead of 0.20, 1,000 rows 2.9 ms
-        instead of 3.7.
+        A plain sequence computes its newest token in a block that it already holds. After False nothing has
+        changed: use `_schedule_sequence`. Measured on two virtual cores: planning 64 rows takes 0.14 ms
+        instead of 0.20, 1,000 rows 2.9 ms instead of 3.7.
         """
         request = sequence.request
         if not request.is_plain:

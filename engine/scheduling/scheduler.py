@@ -162,7 +162,7 @@ class Scheduler:
         """Retire the oldest step in flight: append the sampled tokens, end the sequences that are complete.
 
         A row that computed a chunk of its prompt gets an update without tokens. Tokens sampled for a sequence
-        that has since ended are discarded; those of one that was preempted meanwhile are appended.
+        that has since ended are discarded; tokens of a sequence preempted in the meantime are appended.
         """
         step = self._in_flight[0]
         assert step.plan.step_id == plan.step_id == result.step_id, (
@@ -221,9 +221,9 @@ class Scheduler:
     def recover(self, plan: StepPlan) -> None:
         """Undo the step of this plan, which raised. Its requests return to the waiting queue as suspects.
 
-        Steps planned after it read data that it should have written, so they are void as well; settle them as usual:
-        their results are ignored and their requests are not blamed. A suspect runs in separate steps until it
-        has passed its earlier position; the caller fails one that raises alone.
+        Steps planned after it read data that it should have written, so they are also void. Settle them as
+        usual: their results are ignored and their requests are not blamed. A suspect runs in separate steps
+        until it has passed its earlier position; the caller fails a suspect that raises alone.
         """
         void = [step for step in self._in_flight if step.plan.step_id >= plan.step_id]
         assert void, "only a step in flight can fail"

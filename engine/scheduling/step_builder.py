@@ -175,7 +175,7 @@ class StepBuilder:
             if not is_caught_up:
                 step.prefilling.append(sequence)
             elif sequence.scoring is not None:
-                continue  # what is found ends it
+                continue  # the scoring result ends it
             elif sequence.request.is_plain:  # `_add_sample` without the cases it never has
                 if self._drafts and (drafts := self._drafts.pop(work.row, None)) is not None:
                     step.drafts[len(plan.samples)] = drafts

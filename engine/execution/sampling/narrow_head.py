@@ -1,8 +1,8 @@
 """Computes logits of a few tokens only, if every sample of a step is restricted to a few.
 
-A labeling step chooses among the first tokens of some labels: a handful of a vocabulary of tens of
-thousands. Each value of a packed matmul depends only on its row and its channel, to the last bit, so a
-matmul with those channels gives the same logits as the complete one, and the choice among them is the same.
+A labeling step chooses among the first tokens of some labels: a few of a vocabulary of tens of thousands.
+Each value of a packed matmul depends only on its row and its channel, to the last bit. A matmul with only
+those channels therefore returns the same logits as the complete one, and the choice among them is the same.
 """
 
 from __future__ import annotations

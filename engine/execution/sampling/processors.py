@@ -1,11 +1,12 @@
 """A request's parameters that change its logits before temperature: bias, penalties, forbidden tokens.
 
-The order is logit_bias, then penalties, then forbidden tokens. Sources of these are a grammar, `allowed_token_ids`,
-`bad_words`, and EOS and stop tokens before `min_tokens`. No source overrides another: if they leave no token, none
-is sampled, and the request fails. However, a structure that can only end may do so before `min_tokens`.
+The order is logit_bias, then penalties, then forbidden tokens. Sources of these are a grammar,
+`allowed_token_ids`, `bad_words`, and EOS and stop tokens before `min_tokens`. No source overrides another: if
+no token remains, none is sampled, and the request fails. However, a structure that can only end may do so
+before `min_tokens`.
 
-This module combines a step's changes on the host; `StagedChanges` applies them. The newest tokens of a row,
-which the host does not know yet, are read only by the device.
+This module combines a step's changes on the host; `StagedChanges` applies them. Only the device reads the
+newest tokens of a row, because the host does not have them yet.
 """
 
 from __future__ import annotations

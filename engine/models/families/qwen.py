@@ -1,8 +1,8 @@
-"""Qwen 1: a Qwen2 with as many KV heads as heads, q, k and v in one tensor, and a config with twice the MLP's
-width.
+"""Qwen 1: a Qwen2 variant with as many KV heads as heads, and q, k and v in one tensor.
 
-Above `seq_length` its original code rescales queries (logn attention) and rotation (dynamic NTK) with every
-length; up to there both are the identity. So the served context is limited to it.
+Its config has twice the MLP's width. Above `seq_length` its original code rescales queries (logn attention)
+and rotation (dynamic NTK) with every length; up to there both are the identity. The served context is
+therefore limited to it.
 """
 
 from __future__ import annotations

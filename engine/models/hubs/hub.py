@@ -199,7 +199,7 @@ def _has(file: Path, size_bytes: int) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and what it was raised from, outermost first."""
+    """Yield the error and its causes, outermost first."""
     cause: BaseException | None = error
     for _ in range(16):
         if cause is None:

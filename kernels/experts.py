@@ -21,7 +21,7 @@ class Routing:
 
     top_k: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalises: bool = False
+    normalizes: bool = False
     """Divide a row's weights by their sum."""
     epsilon: float = 0.0
     """Added to that sum."""
@@ -56,7 +56,7 @@ def route(
         choice = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
     indices = choice.topk(routing.top_k, dim=-1).indices
     weights = scores.gather(1, indices)
-    if routing.normalises:
+    if routing.normalizes:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
     return weights * routing.scale, indices
 

@@ -24,7 +24,7 @@ def num_groups(size: int) -> int:
     return -(-size // GROUP)
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 numbers [num_rows, num_groups, GROUP] and fp32 scales [num_rows, num_groups], to nearest.
 
     x [num_rows, size] ~ numbers * scales; numbers past `size` in the last group are 0. The scale of a group
@@ -56,7 +56,7 @@ def multiply(
         weight_offsets: added to weights, fp32 [out_features, num_groups]. Times the sum of the row's group, they are
             added before the group's products, with two roundings.
     """
-    numbers, scales = quantise(x)
+    numbers, scales = quantize(x)
     out = torch.zeros(len(x), len(weight_numbers), device=x.device)
     out = out if bias is None else out + bias.float()
     for group in range(numbers.shape[1]):

@@ -39,7 +39,7 @@ def reshape_and_cache(
     ):
         numbers = tokens[is_real]
         if scales is not None:
-            numbers, scale = quantise(numbers, target.dtype)
+            numbers, scale = quantize(numbers, target.dtype)
             scales[blocks, :, offsets] = scale
         as_bytes(target)[blocks, :, offsets] = as_bytes(numbers.to(target.dtype))
 
@@ -54,7 +54,7 @@ def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
     return (wide @ weight.numbers().to(wide.dtype).t()).to(x.dtype)
 
 
-def quantise(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(values of an int8 or fp8 cache, fp32 scales): one scale per vector of the last dimension."""
     limit = largest_number(dtype)
     assert limit is not None, f"{dtype} is stored as it is"

@@ -17,7 +17,7 @@ from pagemill.kernels.types.layer_cache import SMALLEST_PEAK, largest_number
 from pagemill.kernels.types.scaled_rows import ScaledRows
 
 
-def quantise_rows(x: torch.Tensor, numbers: torch.dtype) -> ScaledRows:
+def quantize_rows(x: torch.Tensor, numbers: torch.dtype) -> ScaledRows:
     """Quantize x [num_rows, size] to int8 or e4m3, one scale per row; `pagemill.kernels.row_scaled` defines every bit.
 
     The last dimension of x is contiguous.
@@ -34,7 +34,7 @@ def quantise_rows(x: torch.Tensor, numbers: torch.dtype) -> ScaledRows:
     return ScaledRows(rounded, (peaks / limits).where(is_finite, math.nan), x.dtype)
 
 
-def norm_and_quantise(
+def norm_and_quantize(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
@@ -53,13 +53,13 @@ def norm_and_quantise(
     return _scaled(normed, numbers, keeps), total
 
 
-def silu_and_quantise(gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
+def silu_and_quantize(gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
     """`silu_and_mul` with quantized rows. `keeps`: store the unquantized result in `ScaledRows.kept`."""
     return _scaled(reference.silu_and_mul(gate_up), numbers, keeps)
 
 
 def _scaled(x: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
-    rows = quantise_rows(x, numbers)
+    rows = quantize_rows(x, numbers)
     return ScaledRows(rows.numbers, rows.scales, rows.dtype, x if keeps else None)
 
 

@@ -79,13 +79,13 @@ def _json_processors(fields: Mapping[str, Any]) -> list[Processor]:
     ]
 
 
-def _console_processors(colours: bool) -> list[Processor]:
+def _console_processors(colors: bool) -> list[Processor]:
     return [
         structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True, key="timestamp"),
         _cut,
         _escape,
         structlog.dev.ConsoleRenderer(
-            colors=colours,
+            colors=colors,
             sort_keys=False,
             pad_event_to=0,
             exception_formatter=_write_traceback,

@@ -5,7 +5,7 @@
     def job(row):
         return {"model": "model", "prompt": f"Label this: {row['text']}", "max_tokens": 8, "temperature": 0.0}
 
-    labelled = through_queue(ray.data.read_parquet("rows/"), job, run="labels-2026-11")
+    labeled = through_queue(ray.data.read_parquet("rows/"), job, run="labels-2026-11")
 
 Ray's actors hold no model: they submit and wait, and the queue's workers compute. A job's id is derived from
 the run and from what the job computes, so a batch that Ray reassigns to another actor, after a kill or a lost

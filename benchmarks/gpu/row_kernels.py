@@ -136,9 +136,9 @@ def _scaled_cases(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Iterator[Ro
     matrix = torch.randn(sizes.intermediate_size, sizes.hidden_size, device=device).to(dtype)
     for numbers in _eight_bits(device):
         with dispatch.override(bench.face):
-            rows, weights = (dispatch.quantise_rows(part, numbers) for part in (x, matrix))
-            normed, total = dispatch.norm_and_quantise(x, residual, weight, 1e-5, numbers, False)
-            gated = dispatch.silu_and_quantise(gate_up, numbers, False)
+            rows, weights = (dispatch.quantize_rows(part, numbers) for part in (x, matrix))
+            normed, total = dispatch.norm_and_quantize(x, residual, weight, 1e-5, numbers, False)
+            gated = dispatch.silu_and_quantize(gate_up, numbers, False)
             product = dispatch.scaled_matmul(rows, weights, None)
             # The library only supports sizes that are multiples of 16.
             even = ScaledRows(
@@ -147,10 +147,10 @@ def _scaled_cases(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Iterator[Ro
             by_library = dispatch.scaled_matmul(rows, even, None)
         name, step = str(numbers).removeprefix("torch."), _STEP[numbers]
         for case, out, truth, limit in [
-            ("quantise_rows", _widened(rows), x, step),
-            ("norm_and_quantise", _widened(normed), reference.rms_norm(total.double(), weight.double(), 1e-5), step),
-            ("norm_and_quantise, sum", total, x.double() + residual.double(), _RELATIVE[dtype]),
-            ("silu_and_quantise", _widened(gated), reference.silu_and_mul(gate_up.double()), _PRODUCT_STEP[numbers]),
+            ("quantize_rows", _widened(rows), x, step),
+            ("norm_and_quantize", _widened(normed), reference.rms_norm(total.double(), weight.double(), 1e-5), step),
+            ("norm_and_quantize, sum", total, x.double() + residual.double(), _RELATIVE[dtype]),
+            ("silu_and_quantize", _widened(gated), reference.silu_and_mul(gate_up.double()), _PRODUCT_STEP[numbers]),
             ("scaled_matmul", product, _widened(rows) @ _widened(weights).t(), max(_SUMS[numbers], _RELATIVE[dtype])),
             (
                 "scaled_matmul of multiples of 16", by_library, _widened(rows) @ _widened(even).t(),

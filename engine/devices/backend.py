@@ -126,12 +126,12 @@ class DeviceBackend(ABC):
         """Raise `ConfigError` for settings that are not supported with this dtype on the device."""
 
     @abstractmethod
-    def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
+    def default_dtype(self, declared: torch.dtype | None, *, is_quantized: bool) -> torch.dtype:
         """Return the dtype for `dtype="auto"`, which only depends on device and checkpoint.
 
         Args:
             declared: the dtype in the checkpoint's config.json.
-            is_quantised: the checkpoint's weights are quantized, or `quantization` is set.
+            is_quantized: the checkpoint's weights are quantized, or `quantization` is set.
         """
 
     def module_dtype(self, dtype: torch.dtype) -> torch.dtype:

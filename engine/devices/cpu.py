@@ -120,10 +120,10 @@ class CpuBackend(DeviceBackend):
                 setting="attention_backend",
             )
 
-    def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
+    def default_dtype(self, declared: torch.dtype | None, *, is_quantized: bool) -> torch.dtype:
         # Half precision is emulated if the CPU does not support it, slower and less exact; and weights
         # of other formats would be rounded.
-        is_fast = declared is torch.bfloat16 and not is_quantised and _has_bf16_products()
+        is_fast = declared is torch.bfloat16 and not is_quantized and _has_bf16_products()
         return torch.bfloat16 if is_fast else torch.float32
 
     def module_dtype(self, dtype: torch.dtype) -> torch.dtype:

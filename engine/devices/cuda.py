@@ -65,7 +65,7 @@ class CudaBackend(DeviceBackend):
         if size > 1 and config.quantization is not None:
             raise ConfigError(
                 f"quantization={config.quantization!r} with tensor_parallel_size={size} is not supported on a GPU: a "
-                "scale spans a token's activations, of which a rank sees a part; use a quantised checkpoint "
+                "scale spans a token's activations, of which a rank sees a part; use a quantized checkpoint "
                 "(docs/quantization.md)",
                 setting="quantization",
             )
@@ -100,7 +100,7 @@ class CudaBackend(DeviceBackend):
                     f"attention_backend={name!r}: {error}", setting="attention_backend"
                 ) from error
 
-    def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
+    def default_dtype(self, declared: torch.dtype | None, *, is_quantized: bool) -> torch.dtype:
         return declared or torch.bfloat16
 
     def product(

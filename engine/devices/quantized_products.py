@@ -26,7 +26,7 @@ def packed_product(weights: Sequence[Weight], bias: torch.Tensor | None) -> nn.M
 
     packed = pack_grouped(whole)
     if packed is None:
-        return PackedProduct.from_weights([whole.dequantise()], bias)
+        return PackedProduct.from_weights([whole.dequantize()], bias)
     product = PackedProduct(packed, bias)
     product.kept_as = _form(packed.weight_format)
     if whole.order is None:
@@ -97,7 +97,7 @@ class ScaledProduct(nn.Module):
     @classmethod
     def rounding(cls, weight: torch.Tensor, bias: torch.Tensor | None, numbers: torch.dtype) -> ScaledProduct:
         """Return the matmul of a weight that is rounded to this dtype."""
-        return cls(dispatch.quantise_rows(weight.contiguous(), numbers), bias)
+        return cls(dispatch.quantize_rows(weight.contiguous(), numbers), bias)
 
     @classmethod
     def of_float8(cls, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> ScaledProduct:
@@ -109,7 +109,7 @@ class ScaledProduct(nn.Module):
 
     def forward(self, rows: torch.Tensor | ScaledRows) -> torch.Tensor:
         if isinstance(rows, torch.Tensor):
-            rows = dispatch.quantise_rows(rows, self.rounds_to)
+            rows = dispatch.quantize_rows(rows, self.rounds_to)
         return dispatch.scaled_matmul(rows, self._weight, self.bias)
 
 

@@ -59,7 +59,7 @@ class FusedRMSNorm(RMSNorm):
     ) -> tuple[torch.Tensor | ScaledRows, torch.Tensor]:
         for reader in self._readers:
             if (numbers := reader.rounds_to) is not None:
-                return dispatch.norm_and_quantise(x, residual, self.weight, self.eps, numbers, _keeps_rows())
+                return dispatch.norm_and_quantize(x, residual, self.weight, self.eps, numbers, _keeps_rows())
         if residual is None:
             return dispatch.rms_norm(x, self.weight, self.eps), x
         return dispatch.add_rms_norm(x, residual, self.weight, self.eps)
@@ -79,7 +79,7 @@ class RoundingMLP(SiluGatedMLP):
         down: Linear = self.down_proj
         if down.rounds_to is None:
             return super().activated(gate_up)
-        return dispatch.silu_and_quantise(gate_up, down.rounds_to, _keeps_rows())
+        return dispatch.silu_and_quantize(gate_up, down.rounds_to, _keeps_rows())
 
 
 class FusedRotaryAttention(MergedAttention):

@@ -32,7 +32,7 @@ class PlainInt8Product(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self._numbers, self._scales = grouped_int8.quantise(weight)
+        self._numbers, self._scales = grouped_int8.quantize(weight)
         self._bias = None if bias is None else bias.float()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:

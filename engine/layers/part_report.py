@@ -37,4 +37,4 @@ def describe_parts(module: nn.Module, *, is_direct: bool) -> str:
     if not kept:
         return described
     forms = ", ".join(f"{count} linear layers as {form}" for form, count in kept.most_common())
-    return f"{described}; quantised weights: {forms}"
+    return f"{described}; quantized weights: {forms}"

@@ -30,7 +30,7 @@ class QuantizedWeight:
     def dense(self) -> torch.Tensor:
         """Return the weight as a tensor of the model's dtype."""
         weight = self.read()
-        return (weight if isinstance(weight, torch.Tensor) else weight.dequantise()).to(self.dtype)
+        return (weight if isinstance(weight, torch.Tensor) else weight.dequantize()).to(self.dtype)
 
     def grouped(self) -> GroupedWeight | None:
         """Return the weight in its stored form; None if its values do not have groups with a scale."""

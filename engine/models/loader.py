@@ -136,7 +136,7 @@ def check_split(config: EngineConfig) -> None:
         family.num_kv_heads(model_config),
         device.int8_input_group if config.quantization == "int8" else 1,
     ).check(size)
-    device.check(config, resolve_dtype(config, model_config, device, is_quantised=scheme is not None))
+    device.check(config, resolve_dtype(config, model_config, device, is_quantized=scheme is not None))
 
 
 def _tensor_split(family: Family, model_config: Any) -> TensorSplit:
@@ -164,7 +164,7 @@ def load_model(
     family = find_family(raw)
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
-    dtype = resolve_dtype(config, model_config, device, is_quantised=scheme is not None)
+    dtype = resolve_dtype(config, model_config, device, is_quantized=scheme is not None)
     device.check(config, dtype)
     if is_outline:
         config = replace(config, load_format="dummy")
@@ -173,7 +173,7 @@ def load_model(
     longest = None if family.extrapolates(model_config) else stretched_context(model_config, context_length)
     max_model_len = resolve_max_model_len(config, context_length, longest)
     if scheme is not None:
-        logger.info("quantised checkpoint: %s", scheme.describe())
+        logger.info("quantized checkpoint: %s", scheme.describe())
     module = _load_module(config, family, model_config, device.module_dtype(dtype), device, group)
     fix_frequencies(module, max_model_len)
     _skip_padding_checks(module)
@@ -208,9 +208,9 @@ def _refuse_unshown(family: Family, config: EngineConfig) -> None:
 
 
 def resolve_dtype(
-    config: EngineConfig, model_config: Any, device: DeviceBackend, *, is_quantised: bool = False
+    config: EngineConfig, model_config: Any, device: DeviceBackend, *, is_quantized: bool = False
 ) -> torch.dtype:
-    """Return the model's dtype; `is_quantised`: the checkpoint is."""
+    """Return the model's dtype; `is_quantized`: the checkpoint is."""
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
         assert isinstance(dtype, torch.dtype)
@@ -218,7 +218,7 @@ def resolve_dtype(
     declared = getattr(model_config, "dtype", None)
     return device.default_dtype(
         declared if isinstance(declared, torch.dtype) else None,
-        is_quantised=is_quantised or config.quantization is not None,
+        is_quantized=is_quantized or config.quantization is not None,
     )
 
 
@@ -449,7 +449,7 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     raw = read_config(directory)
     family = find_family(raw)
     model_config = _build_config(family, raw, directory)
-    dtype = resolve_dtype(config, model_config, device, is_quantised=names_scheme(directory))
+    dtype = resolve_dtype(config, model_config, device, is_quantized=names_scheme(directory))
     context_length = _context_length(family, model_config)
     module_class: Any = causal_lm_class(model_config)
     # The computation of a model without a registered family can only be observed when it runs.

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
+from pagemill.engine.scheduling.labeling import Labelling
+
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import Capacity, FinishReason, SchedulerStats
@@ -19,7 +21,6 @@ from pagemill.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.scheduling.admissibility import check_fits, check_labels_fit
 from pagemill.engine.scheduling.drafter import accepted
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
-from pagemill.engine.scheduling.labelling import Labelling
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
 from pagemill.engine.scheduling.scoring import drop_chains, has_nan
@@ -48,7 +49,7 @@ class Scheduler:
         self.kv_cache = KVCacheManager.from_config(config)
         self._batch = RunningBatch(config, self.kv_cache)
         self._waiting = WaitingQueue(self._batch.rows)
-        self._labelling = Labelling(self._waiting)
+        self._labeling = Labelling(self._waiting)
         self._requests: dict[str, Request] = {}
         self._suspects = Suspects()
         self._in_flight: deque[InFlightStep] = deque()
@@ -134,7 +135,7 @@ class Scheduler:
         assert unsettled <= self._config.depth, f"{unsettled} steps in flight"
         self._batch.occupancy.tick(self.num_running, self._batch.waiting_for if len(self._waiting) else None)
         step = StepBuilder(self._next_step_id, self._config.max_num_batched_tokens)
-        self._labelling.enqueue()
+        self._labeling.enqueue()
         if self._suspects:
             step.may_draft = False  # an error in a separate step must be caused by the request alone
             self._schedule_suspects(step)
@@ -144,11 +145,11 @@ class Scheduler:
             while (first := self._next_waiting()) is not None and self._admit(step, first):
                 pass
         is_short_of_budget = not self._suspects and self._batch.waiting_for == "budget"
-        idle = self._labelling.idle(keeps_parents=is_short_of_budget)
+        idle = self._labeling.idle(keeps_parents=is_short_of_budget)
         for sequence in idle:
             self._end(sequence)
         if idle:
-            self._labelling.enqueue()
+            self._labeling.enqueue()
         if step.is_empty:
             return self.schedule() if idle or self._preempt_held() else None
         self._next_step_id += 1
@@ -343,7 +344,7 @@ class Scheduler:
         if not self._batch.admit(step, sequence, siblings(sequence)):
             return False
         self._waiting.discard(sequence)
-        self._labelling.entered(sequence)
+        self._labeling.entered(sequence)
         return True
 
     def _schedule_suspects(self, step: StepBuilder) -> None:
@@ -453,7 +454,7 @@ class Scheduler:
         if request.is_finished:
             del self._requests[request.request_id]
             self._suspects.discard(request)
-            self._labelling.forget(request)
+            self._labeling.forget(request)
         elif len(request.sequences) > 1 and request.labels is None:
             self._waiting.enqueue(request)
 

@@ -69,7 +69,7 @@ def add_rms_norm(
     return out, total
 
 
-def norm_and_quantise(
+def norm_and_quantize(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
@@ -77,7 +77,7 @@ def norm_and_quantise(
     numbers: torch.dtype,
     keeps: bool,
 ) -> tuple[ScaledRows, torch.Tensor]:
-    """See `pagemill.kernels.dispatch.norm_and_quantise`."""
+    """See `pagemill.kernels.dispatch.norm_and_quantize`."""
     rows = ScaledRows(
         x.new_empty(x.shape, dtype=numbers),
         x.new_empty(len(x), dtype=torch.float32),

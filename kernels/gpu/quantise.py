@@ -14,7 +14,7 @@ from pagemill.kernels.gpu.tuning import LAUNCHES, next_power_of_2, row_warps
 from pagemill.kernels.types.layer_cache import as_bytes, largest_number
 from pagemill.kernels.types.scaled_rows import ScaledRows
 
-_LAUNCH = LAUNCHES["quantise_rows"]
+_LAUNCH = LAUNCHES["quantize_rows"]
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _numbers(x_ptr, columns, size, GATED: tl.constexpr):
 
 
 @triton.jit
-def quantise_rows_kernel(
+def quantize_rows_kernel(
     numbers_ptr,  # [num_rows, size] int8 or bytes of e4m3
     scales_ptr,  # fp32 [num_rows]
     kept_ptr,  # [num_rows, size], or None
@@ -59,13 +59,13 @@ def quantise_rows_kernel(
         tl.store(numbers_ptr + row * size + columns, numbers, mask=columns < size)
 
 
-def quantise_rows(x: torch.Tensor, numbers: torch.dtype) -> ScaledRows:
-    """See `pagemill.kernels.dispatch.quantise_rows`."""
+def quantize_rows(x: torch.Tensor, numbers: torch.dtype) -> ScaledRows:
+    """See `pagemill.kernels.dispatch.quantize_rows`."""
     return _launch(x, x.shape[1], numbers, keeps=False)
 
 
-def silu_and_quantise(gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
-    """See `pagemill.kernels.dispatch.silu_and_quantise`."""
+def silu_and_quantize(gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
+    """See `pagemill.kernels.dispatch.silu_and_quantize`."""
     return _launch(gate_up, gate_up.shape[1] // 2, numbers, keeps=keeps)
 
 
@@ -80,7 +80,7 @@ def _launch(x: torch.Tensor, size: int, numbers: torch.dtype, *, keeps: bool) ->
     )
     if len(x):
         block = min(next_power_of_2(size), _LAUNCH.block)
-        quantise_rows_kernel[(len(x),)](
+        quantize_rows_kernel[(len(x),)](
             as_bytes(rows.numbers),
             rows.scales,
             rows.kept,

@@ -149,7 +149,7 @@ LAUNCHES = {
     "reshape_and_cache": Launch(16, 4),  # tokens of a head
     "rotary_cache": Launch(1024, 4),  # values of a head, over all tokens
     "silu_and_mul": Launch(2048, 4),  # columns
-    "quantise_rows": Launch(8192, 16),  # values of a row, at most
+    "quantize_rows": Launch(8192, 16),  # values of a row, at most
     "copy_blocks": Launch(4096, 4),  # values of a block
     "sampling_histogram": Launch(4096, 8),  # logits
     "sampling_band": Launch(1024, 4),  # logits

@@ -33,7 +33,7 @@ class GroupedWeight:
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
-    def dequantise(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """Return W in fp32, each value rounded once."""
         out_features, in_features = self.shape
         numbers = self.codes.float().view(out_features, -1, self.group_size)

@@ -47,7 +47,7 @@ class TopView:
     """Missing metrics, and the reasons."""
 
 
-def screen(view: TopView, width: int, height: int, *, colours: bool = True) -> RenderableType:
+def screen(view: TopView, width: int, height: int, *, colors: bool = True) -> RenderableType:
     """Draw everything that fits; the lists at the end are cut to the height."""
     parts: list[RenderableType] = [_head(view)]
     if view.queue is not None:
@@ -60,7 +60,7 @@ def screen(view: TopView, width: int, height: int, *, colours: bool = True) -> R
         used += len(view.workers) + 2
     if live is not None and live["kv"] is not None:
         parts.append(_figures(live, width))
-        parts.append(_block_map(live, width, colours))
+        parts.append(_block_map(live, width, colors))
         used += 6 + MAP_ROWS
     if live is not None:
         room = max(6, height - used)
@@ -169,18 +169,18 @@ def _figures(live: Mapping[str, Any], width: int) -> RenderableType:
     return table
 
 
-def _block_map(live: Mapping[str, Any], width: int, colours: bool) -> RenderableType:
+def _block_map(live: Mapping[str, Any], width: int, colors: bool) -> RenderableType:
     if live["blocks"] is None:
         return Text("block map: in a moment", style="dim")
     states = unpack(live["blocks"]["runs"])
     title = Text("KV blocks ", style="dim")
-    for letter, (name, colour) in STATES.items():
-        title.append("■ " if colours else f"{letter}=", style=colour)
+    for letter, (name, color) in STATES.items():
+        title.append("■ " if colors else f"{letter}=", style=color)
         title.append(f"{name} {states.count(letter):,}  ")
     lines = Text(no_wrap=True)
     for row in cells(states, max(10, width - 2), MAP_ROWS):
         for run in re.finditer(r"(.)\1*", row):
-            lines.append("■" * len(run[0]) if colours else run[0], style=STATES[run[1]][1])
+            lines.append("■" * len(run[0]) if colors else run[0], style=STATES[run[1]][1])
         lines.append("\n")
     lines.rstrip()
     return Group(title, lines)

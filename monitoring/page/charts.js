@@ -12,18 +12,18 @@ export function roundUp(value) {
 
 export class Chart {
   /**
-   * series: [{ name, label, colour, fill, format }], `name` being a column of the history.
+   * series: [{ name, label, color, fill, format }], `name` being a column of the history.
    * top: a fixed upper end of the scale; without it the scale follows the data.
    */
   constructor(canvas, key, series, { top = null, format = (value) => value.toLocaleString("en") } = {}) {
     Object.assign(this, { canvas, key, series, top, format, history: null, at: null });
     canvas.addEventListener("pointermove", (event) => { this.at = event.offsetX; this.draw(); });
     canvas.addEventListener("pointerleave", () => { this.at = null; this.draw(); });
-    this.keys = series.map(({ label, colour }) => {
+    this.keys = series.map(({ label, color }) => {
       const item = document.createElement("span");
       item.className = "key";
       const mark = document.createElement("i");
-      mark.dataset.colour = colour;
+      mark.dataset.color = color;
       const value = document.createElement("b");
       item.append(mark, `${label} `, value);
       key.append(item);
@@ -46,7 +46,7 @@ export class Chart {
     const pen = canvas.getContext("2d");
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     const style = getComputedStyle(document.documentElement);
-    const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    const color = (name) => style.getPropertyValue(`--${name}`).trim();
 
     const { time } = history;
     const now = time[time.length - 1];
@@ -57,15 +57,15 @@ export class Chart {
     const x = (moment) => LEFT + (1 - (now - moment) / span) * (width - LEFT - RIGHT);
     const y = (value) => TOP + (1 - Math.min(1, value / top)) * (height - TOP - BOTTOM);
 
-    this.axes(pen, width, height, { top, span, x, y, colour });
-    for (const line of this.series) this.line(pen, history, line, { now, span, x, y, colour, base: y(0) });
-    this.values(pen, height, { x, now, span, width, colour });
+    this.axes(pen, width, height, { top, span, x, y, color });
+    for (const line of this.series) this.line(pen, history, line, { now, span, x, y, color, base: y(0) });
+    this.values(pen, height, { x, now, span, width, color });
   }
 
-  axes(pen, width, height, { top, span, x, y, colour }) {
+  axes(pen, width, height, { top, span, x, y, color }) {
     pen.font = "10px system-ui, sans-serif";
-    pen.fillStyle = colour("faint");
-    pen.strokeStyle = colour("grid");
+    pen.fillStyle = color("faint");
+    pen.strokeStyle = color("grid");
     pen.lineWidth = 1;
     pen.textAlign = "right";
     for (const share of [0, 0.5, 1]) {
@@ -82,9 +82,9 @@ export class Chart {
     pen.fillText("now", width - RIGHT, height - 3);
   }
 
-  line(pen, history, { name, colour: tone, fill }, { now, span, x, y, colour, base }) {
+  line(pen, history, { name, color: tone, fill }, { now, span, x, y, color, base }) {
     const values = history[name];
-    pen.strokeStyle = pen.fillStyle = colour(tone);
+    pen.strokeStyle = pen.fillStyle = color(tone);
     pen.lineWidth = 1.5;
     pen.lineJoin = "round";
     let piece = [];
@@ -111,7 +111,7 @@ export class Chart {
   }
 
   /** The figures beside the title: the newest, or those under the pointer. */
-  values(pen, height, { x, now, span, width, colour }) {
+  values(pen, height, { x, now, span, width, color }) {
     const { time } = this.history;
     let index = time.length - 1;
     if (this.at !== null) {
@@ -119,7 +119,7 @@ export class Chart {
       index = time.findIndex((candidate) => candidate >= moment);
       if (index < 0) index = time.length - 1;
       const left = Math.round(x(time[index])) + 0.5;
-      pen.strokeStyle = colour("faint");
+      pen.strokeStyle = color("faint");
       pen.beginPath();
       pen.moveTo(left, TOP);
       pen.lineTo(left, height - BOTTOM);

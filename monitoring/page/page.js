@@ -18,19 +18,19 @@ const percent = (value) => `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1
 const map = new BlockMap(byId("blocks"), byId("block-tip"), byId("map-note"));
 const charts = [
   new Chart(byId("chart-kv"), byId("kv-key"), [
-    { name: "occupied", label: "with cached", colour: "cached", fill: true },
-    { name: "active", label: "in use", colour: "active", fill: true },
+    { name: "occupied", label: "with cached", color: "cached", fill: true },
+    { name: "active", label: "in use", color: "active", fill: true },
   ], { top: 1, format: percent }),
   new Chart(byId("chart-rate"), byId("rate-key"), [
-    { name: "computed", label: "computed", colour: "cached", fill: true },
-    { name: "generated", label: "generated", colour: "active", fill: true },
+    { name: "computed", label: "computed", color: "cached", fill: true },
+    { name: "generated", label: "generated", color: "active", fill: true },
   ], { format: whole }),
   new Chart(byId("chart-seq"), byId("seq-key"), [
-    { name: "running", label: "running", colour: "active", fill: true },
-    { name: "waiting", label: "waiting", colour: "shared", fill: false },
+    { name: "running", label: "running", color: "active", fill: true },
+    { name: "waiting", label: "waiting", color: "shared", fill: false },
   ], { format: whole }),
   new Chart(byId("chart-depth"), byId("depth-key"), [
-    { name: "queued", label: "waiting", colour: "active", fill: true },
+    { name: "queued", label: "waiting", color: "active", fill: true },
   ], { format: whole }),
 ];
 const showJobs = jobRows(byId("jobs"));

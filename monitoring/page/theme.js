@@ -1,4 +1,4 @@
-// Light, dark, or as the system is; remembered by the browser. `redraw` is called where colours change.
+// Light, dark, or as the system is; remembered by the browser. `redraw` is called where colors change.
 
 const THEMES = ["auto", "light", "dark"];
 

@@ -16,7 +16,7 @@ from pagemill.producer.wire.calls.history import JobHistory, history
 from pagemill.producer.wire.calls.timeline import timeline
 from pagemill.producer.wire.schema.errors import JobNotFound
 
-_COLOURS = {
+_COLORS = {
     "succeeded": "green", "running": "cyan", "retried": "yellow", "lost": "yellow", "crashed": "red",
     "failed": "red", "dead": "red", "expired": "yellow",
 }  # fmt: skip
@@ -78,7 +78,7 @@ def print_history(job: JobHistory) -> None:
         (
             Text(_clock(at), style="dim"),
             Text(_since(at, job), style="dim", justify="right"),
-            Text(what, style=_COLOURS.get(what, "")),
+            Text(what, style=_COLORS.get(what, "")),
             where,
             Text(why, overflow="fold"),
         )

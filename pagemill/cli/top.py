@@ -71,10 +71,10 @@ def _redis(redis_url: str | None, url: str | None) -> str | None:
 
 def _watch(source: TopSource, every_s: float) -> None:
     console = Console(highlight=False, markup=False)
-    colours = console.color_system is not None
+    colors = console.color_system is not None
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(screen(source.read(), console.width, console.height, colours=colours), refresh=True)
+            live.update(screen(source.read(), console.width, console.height, colors=colors), refresh=True)
             time.sleep(every_s)
 
 
@@ -92,8 +92,8 @@ def _print_once(source: TopSource, as_json: bool) -> None:
         )
     else:
         console = Console(highlight=False, markup=False)
-        colours = console.color_system is not None
-        console.print(screen(view, console.width, max(console.height, ONCE_ROWS), colours=colours))
+        colors = console.color_system is not None
+        console.print(screen(view, console.width, max(console.height, ONCE_ROWS), colors=colors))
     if view.queue is None and view.live is None:
         for note in view.notes if as_json else ():
             print_stderr(note)

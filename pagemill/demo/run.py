@@ -66,7 +66,7 @@ def label_rows(
         _bar(console) as bar,
         _lines(console) as lines,
     ):
-        task = bar.add_task("labelling", total=len(rows), rate=0.0, kv=0.0)
+        task = bar.add_task("labeling", total=len(rows), rate=0.0, kv=0.0)
         started = time.monotonic()
         batch = producer.submit_many(job_fields(row) for row in rows)
         is_done = False
@@ -94,29 +94,29 @@ def label_rows(
     )
 
 
-def sample_table(labelling: Labelling) -> Table:
-    table = Table(title=f"{SAMPLE_ROWS} of {len(labelling.rows)} rows")
+def sample_table(labeling: Labelling) -> Table:
+    table = Table(title=f"{SAMPLE_ROWS} of {len(labeling.rows)} rows")
     table.add_column("review sentence", overflow="fold")
     for column in ("label", "people said"):
         table.add_column(column, no_wrap=True)
-    for row in labelling.rows[:SAMPLE_ROWS]:
-        label = labelling.labels.get(row.id, "-")
+    for row in labeling.rows[:SAMPLE_ROWS]:
+        label = labeling.labels.get(row.id, "-")
         mark = "green" if label == row.expected else "red"
         table.add_row(row.text, f"[{mark}]{label}[/]", f"{row.expected} ({row.rating:+.1f})")
     return table
 
 
-def summary_table(labelling: Labelling, metrics_url: str) -> Table:
-    usage, seconds, count = labelling.usage, labelling.seconds, len(labelling.rows)
-    outside = sum(label not in LABELS for label in labelling.labels.values())
+def summary_table(labeling: Labelling, metrics_url: str) -> Table:
+    usage, seconds, count = labeling.usage, labeling.seconds, len(labeling.rows)
+    outside = sum(label not in LABELS for label in labeling.labels.values())
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     figures = (
-        ("rows labelled", f"{len(labelling.labels)} of {count}, {outside} outside the choices"),
+        ("rows labeled", f"{len(labeling.labels)} of {count}, {outside} outside the choices"),
         ("throughput", f"{count / seconds:.1f} rows/s"),
         ("", f"{usage.prompt_tokens / seconds:.0f} prompt + {usage.generated_tokens / seconds:.0f} output tokens/s"),
-        ("agree with people", f"{labelling.num_agreeing} of {count} ({labelling.num_agreeing / count:.0%})"),
+        ("agree with people", f"{labeling.num_agreeing} of {count} ({labeling.num_agreeing / count:.0%})"),
         ("KV blocks in use", f"peak {usage.peak_kv_utilization:.0%}, mean {usage.mean_kv_utilization:.0%} "
                              f"of {KV_BLOCKS}, over {usage.steps} steps"),
         ("prefix-cache hits", f"{usage.hit_rate:.0%} of {usage.prompt_tokens} prompt tokens"),
@@ -137,16 +137,16 @@ def run(state_dir: Path, num_rows: int | None, keep: bool, console: Console) -> 
             url, info = worker.wait_ready(waiting.report)
         metrics_url = f"{info.url}/metrics"
         console.print(f"worker {info.id} is ready on {url}\nmetrics: {metrics_url}", soft_wrap=True)
-        labelling = label_rows(url, metrics_url, rows, worker, console)
-        console.print(sample_table(labelling), summary_table(labelling, metrics_url))
-        for error in labelling.errors[:SAMPLE_ROWS]:
+        labeling = label_rows(url, metrics_url, rows, worker, console)
+        console.print(sample_table(labeling), summary_table(labeling, metrics_url))
+        for error in labeling.errors[:SAMPLE_ROWS]:
             console.print(error, style="red", markup=False)
         if keep:
             _stay(worker, url, console)
     finally:
         with Waiting("stopping the worker and its server", is_short=True) as waiting:
             exit_code = worker.stop(waiting.report)
-    is_complete = len(labelling.labels) == len(rows) and exit_code == 0
+    is_complete = len(labeling.labels) == len(rows) and exit_code == 0
     return 0 if is_complete else EXIT_FAILED
 
 
@@ -192,7 +192,7 @@ def _bar(console: Console) -> Progress:
 
 def _lines(console: Console) -> contextlib.AbstractContextManager[Waiting | None]:
     """Print the number of rows if the bar cannot be drawn."""
-    return contextlib.nullcontext() if console.is_terminal else Waiting("labelling")
+    return contextlib.nullcontext() if console.is_terminal else Waiting("labeling")
 
 
 def _stay(worker: LocalWorker, url: str, console: Console) -> None:

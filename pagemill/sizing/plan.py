@@ -97,7 +97,7 @@ def make_plan(model: ModelFigures, device: DeviceSpeed, load: Load, limits: Work
         raise PlanError(
             f"{device.name} has {free:.2f} GiB for KV blocks next to {weights:.1f} GiB of weights, and a job needs "
             f"{per_job} blocks of {model.block_bytes / 2**20:.2f} MiB: take a larger device, fewer tokens, a smaller "
-            "--dtype, a quantised checkpoint, or several GPUs (tensor parallelism is not planned)"
+            "--dtype, a quantized checkpoint, or several GPUs (tensor parallelism is not planned)"
         )
     rows = min(states, by_blocks)
     times = _Times.from_figures(model, device, load)

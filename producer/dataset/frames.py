@@ -32,7 +32,7 @@ class Frame(Protocol):
         """Return a slice of the rows."""
         ...
 
-    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
+    def labeled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
         """Return a new frame of these rows, with columns added."""
         ...
 
@@ -89,12 +89,12 @@ def source_of(rows: object) -> Source:
     return MemorySource(rows)
 
 
-def labelled(source: FrameSource, run: DatasetRun, outputs: Mapping[int, Mapping[str, Any]]) -> Any:
+def labeled(source: FrameSource, run: DatasetRun, outputs: Mapping[int, Mapping[str, Any]]) -> Any:
     """Return a frame of the source's kind, with the rows in `outputs`, by their numbers, and their outputs."""
     numbers = sorted(outputs)
     names = [run.output_column, *run.more_columns]
     columns = {name: [outputs[number].get(name) for number in numbers] for name in names}
-    return source.frame.labelled([number - 1 for number in numbers], columns)
+    return source.frame.labeled([number - 1 for number in numbers], columns)
 
 
 def _conversion_error(error: BaseException) -> str:
@@ -119,7 +119,7 @@ class _Pandas:
         found: list[dict[str, Any]] = self._frame.iloc[start:stop].to_dict("records")
         return found
 
-    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
+    def labeled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
         import pandas
 
         taken = self._frame.iloc[positions]
@@ -144,7 +144,7 @@ class _Polars:
         found: list[dict[str, Any]] = self._frame.slice(start, stop - start).to_dicts()
         return found
 
-    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
+    def labeled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
         import polars
 
         def column(name: str, values: list[Any]) -> Any:
@@ -169,7 +169,7 @@ class _Arrow:
     def records(self, start: int, stop: int) -> list[dict[str, Any] | BadCells]:
         return list(arrow_rows(self._table.slice(start, stop - start)))
 
-    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
+    def labeled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
         import pyarrow
 
         taken = self._table.take(pyarrow.array(positions, pyarrow.int64()))

@@ -12,7 +12,7 @@ from pagemill.producer.client import flows
 from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
+from pagemill.producer.dataset.frames import FrameSource, labeled, source_of
 from pagemill.producer.dataset.label_columns import LabelTemperature
 from pagemill.producer.dataset.recipe import NO_MODEL, OnRow, OnTruncated, Recipe
 from pagemill.producer.dataset.run import DatasetRun
@@ -52,7 +52,7 @@ class Pipeline:
     """Sends every row of a dataset through a model: a prompt template, a model, the shape of the output.
 
         pipeline = Pipeline("Is this review good or bad? {{ text }}", model="smollm2", choices=["good", "bad"])
-        summary = pipeline.run("reviews.jsonl", out="labelled.jsonl")
+        summary = pipeline.run("reviews.jsonl", out="labeled.jsonl")
 
     Args:
         template: Jinja2 template of the prompt; None: the column `messages` or `prompt` is the prompt.
@@ -130,7 +130,7 @@ class Pipeline:
                 source = source_of(rows)
             if out is None:
                 if not isinstance(source, FrameSource):
-                    raise DatasetError("the output needs a file: out='labelled.jsonl'")
+                    raise DatasetError("the output needs a file: out='labeled.jsonl'")
                 out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
             producer = producer or stack.enter_context(Producer())
             dataset = DatasetRun(source, out, self.recipe, **options)
@@ -145,7 +145,7 @@ class Pipeline:
                 dataset.on_end = outputs.__setitem__
             summary = dataset.execute(producer)
             if isinstance(source, FrameSource):
-                summary.frame = labelled(source, dataset, outputs)
+                summary.frame = labeled(source, dataset, outputs)
             return summary
 
 

@@ -233,7 +233,7 @@ def test_fields_reach_the_job(pagemill: Pagemill, queue: Queue) -> None:
     ("arguments", "complaint"),
     [
         (["submit", "x", "--model", "m", "--field", "max_tokens=0"], "max_tokens"),
-        (["submit", "x", "--model", "m", "--field", "colour=1"], "colour"),
+        (["submit", "x", "--model", "m", "--field", "color=1"], "color"),
         (["submit", "x", "--model", "m", "--field", "nonsense"], "NAME=JSON"),
         (["submit", "x", "--model", "m", "--wait", "--stream"], "exclude each other"),
         (["submit", "x", "--model", "m", "--queue", "a b"], "queue"),

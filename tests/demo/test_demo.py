@@ -33,7 +33,7 @@ def test_it_labels_rows_and_says_how_it_went() -> None:
     assert "12 of 12, 0 outside the choices" in output
     # The worker's status; its speed determines which of its stages are visible.
     assert re.search(r"starting Valkey and a worker for smollm2: [a-z]+", errors)
-    assert "labelling: 12 of 12 rows" in errors
+    assert "labeling: 12 of 12 rows" in errors
     agreeing = re.search(r"agree with people\s+(\d+) of 12", output)
     assert agreeing is not None
     assert int(agreeing[1]) >= 9

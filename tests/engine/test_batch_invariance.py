@@ -125,7 +125,7 @@ def test_alone_in_a_crowd_in_chunks_and_preempted(model: str, directory: Any) ->
     [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8", "quantization": "int8"}],
     ids=str,
 )
-def test_quantised_as_well(options: dict[str, Any], directory: Any) -> None:
+def test_quantized_as_well(options: dict[str, Any], directory: Any) -> None:
     path, prompts = directory("llama"), make_prompts()
     alone = generate_alone(make_llm(path, enable_prefix_caching=False, **options), prompts)
     assert generate(make_llm(path, max_num_batched_tokens=13, **options), prompts) == alone

@@ -30,20 +30,20 @@ SMALL: dict[str, Any] = {"num_kv_blocks": 64, "num_threads": 1, "skip_tokenizer_
 @pytest.mark.parametrize("declared", [torch.bfloat16, torch.float32, torch.float16, None])
 @pytest.mark.parametrize("multiplies", [True, False])
 @pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("is_stored_quantised", [False, True])
+@pytest.mark.parametrize("is_stored_quantized", [False, True])
 def test_auto_follows_the_cpu_and_the_checkpoint(
     declared: torch.dtype | None,
     multiplies: bool,
     quantization: Any,
-    is_stored_quantised: bool,
+    is_stored_quantized: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "_has_bf16_products", lambda: multiplies)
     config = EngineConfig(model="smollm2", quantization=quantization)
     dtype = resolve_dtype(
-        config, SimpleNamespace(dtype=declared), CpuBackend(), is_quantised=is_stored_quantised
+        config, SimpleNamespace(dtype=declared), CpuBackend(), is_quantized=is_stored_quantized
     )
-    is_plain = quantization is None and not is_stored_quantised
+    is_plain = quantization is None and not is_stored_quantized
     assert dtype is (
         torch.bfloat16 if declared is torch.bfloat16 and multiplies and is_plain else torch.float32
     )

@@ -74,16 +74,16 @@ def test_the_legend_counts_every_block(scene: Scene) -> None:
     assert scene.browser.text("#map-note") == "1,000 blocks"
 
 
-def test_every_block_is_a_cell_of_its_state_s_colour(scene: Scene) -> None:
+def test_every_block_is_a_cell_of_its_state_s_color(scene: Scene) -> None:
     """The first cell is the null block; its color is that of reserved ones, and the end of the pool is free."""
-    colour, reserved = scene.browser.run(
+    color, reserved = scene.browser.run(
         "const canvas = document.getElementById('blocks'), pen = canvas.getContext('2d');"
         "const probe = document.createElement('canvas').getContext('2d');"
         "probe.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--reserved');"
         "probe.fillRect(0, 0, 4, 4);"
         "return [[...pen.getImageData(6, 6, 1, 1).data], [...probe.getImageData(1, 1, 1, 1).data]];"
     )
-    assert colour == reserved
+    assert color == reserved
     used = scene.browser.run(
         "const canvas = document.getElementById('blocks');"
         "const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"

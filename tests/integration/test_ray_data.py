@@ -197,12 +197,12 @@ def test_a_ray_worker_killed_half_way_costs_nothing_twice(
     dataset = ray.data.from_items(
         [{"id": i, "text": f"row {i:08d}"} for i in range(rows)], override_num_blocks=6
     )
-    labelled = ray_data.through_queue(
+    labeled = ray_data.through_queue(
         dataset, job, run="labels", url=client.url, queue=client.queue, window=64, batch_rows=rows // 6
     )
     with running_worker(worker_config(client.url, client.queue, max_num_seqs=64)):
         killing = kill_one_half_way(client, "labels", rows // 2, pids)
-        found = labelled.take_all()
+        found = labeled.take_all()
         killing.join(PATIENCE_S)
     assert (pids / "killed").exists()
     assert len([path for path in pids.iterdir() if path.name.isdigit()]) > 2, (

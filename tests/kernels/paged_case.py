@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pagemill.kernels.reference import quantise
+from pagemill.kernels.reference import quantize
 from pagemill.kernels.types.layer_cache import LayerCache, as_bytes
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
@@ -100,7 +100,7 @@ class _Blocks:
             numbers = tokens.to(self.numbers.dtype)
             stored = numbers.to(self._dtype)
         else:
-            numbers, scales = quantise(tokens, self.numbers.dtype)
+            numbers, scales = quantize(tokens, self.numbers.dtype)
             self.scales[block, :, :n] = scales.transpose(0, 1)
             stored = _in_double(numbers, scales).to(self._dtype)
         as_bytes(self.numbers)[block, :, :n] = as_bytes(numbers).transpose(0, 1)

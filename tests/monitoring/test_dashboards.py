@@ -32,7 +32,7 @@ def test_the_committed_boards_are_what_the_code_says() -> None:
 
 
 @pytest.mark.parametrize("title", BOARDS)
-def test_a_board_has_its_variables_and_its_panels_are_labelled(title: str) -> None:
+def test_a_board_has_its_variables_and_its_panels_are_labeled(title: str) -> None:
     board = BOARDS[title]
     names = [variable["name"] for variable in board["templating"]["list"]]
     by_gateway = title == "Pagemill: gateway"

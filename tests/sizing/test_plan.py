@@ -55,7 +55,7 @@ def test_a_published_model_is_counted_from_its_configuration_alone(llama_8b: Pat
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 8.0),
     ],
 )
-def test_a_quantised_checkpoint_takes_its_bits(
+def test_a_quantized_checkpoint_takes_its_bits(
     scheme: dict[str, object], bits: float, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"quantization_config": scheme}))

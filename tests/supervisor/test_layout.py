@@ -129,7 +129,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     ("file", "message"),
     [
         ("queue = ", "is not TOML"),
-        ('colour = "red"', "colour"),
+        ('color = "red"', "color"),
         ("workers = 0", "workers"),
         ('workers = 2\ndevices = "0"', "exclude each other"),
         ('devices = "0|0"', "named twice"),

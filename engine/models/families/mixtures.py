@@ -66,11 +66,11 @@ def _rotate_by_buffers(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -
 
 
 def _normalised(router: Any) -> Routing:
-    return Routing(top_k=router.top_k, normalises=True)
+    return Routing(top_k=router.top_k, normalizes=True)
 
 
 def _softmax(router: Any) -> Routing:
-    return Routing(top_k=router.top_k, normalises=bool(router.norm_topk_prob))
+    return Routing(top_k=router.top_k, normalizes=bool(router.norm_topk_prob))
 
 
 def _sparse_mixer(router: Any) -> SparseMixer:
@@ -82,7 +82,7 @@ def sigmoid_routing(router: Any) -> Routing:
     return Routing(
         top_k=router.top_k,
         scores="sigmoid",
-        normalises=bool(router.norm_topk_prob),
+        normalizes=bool(router.norm_topk_prob),
         epsilon=1e-20,
         scale=float(router.routed_scaling_factor),
         num_groups=int(router.num_group),

@@ -173,7 +173,7 @@ def _check_types(reader: Any, file: Path) -> None:
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
         except NotImplementedError as error:
             raise ModelLoadError(
-                f"{file.name}: {name} has type {kind.name}, which is not supported; give a file of another quantisation"
+                f"{file.name}: {name} has type {kind.name}, which is not supported; give a file of another quantization"
             ) from error
 
 

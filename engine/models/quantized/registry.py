@@ -39,7 +39,7 @@ def find_scheme(quantization: Any) -> Scheme | None:
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in SCHEMES:
         raise ModelLoadError(
-            f"weights quantised by {method!r} are not supported (supported: {', '.join(SCHEMES)}); "
+            f"weights quantized by {method!r} are not supported (supported: {', '.join(SCHEMES)}); "
             "give the original checkpoint, and set quantization=int8 to make it smaller"
         )
     return SCHEMES[method](quantization)

@@ -33,7 +33,7 @@ def route(
     rows = (logits.data_ptr(), logits.stride(0), 0 if bias is None else bias.data_ptr())
     choice = (routing.num_groups, routing.kept_groups, routing.group_best, routing.top_k)
     kind = _SIGMOID if routing.scores == "sigmoid" else _SOFTMAX
-    numbers = (kind, routing.normalises, np.float32(routing.epsilon), np.float32(routing.scale))
+    numbers = (kind, routing.normalizes, np.float32(routing.epsilon), np.float32(routing.scale))
     arguments = (weights.data_ptr(), indices.data_ptr(), rows, num_experts, choice, numbers)
     run_rows(_route_parallel, num_rows, num_experts * routing.top_k, arguments)
     return weights, indices
@@ -150,7 +150,7 @@ def _keep_groups(choice, groups, num_experts, num_groups, kept_groups, group_bes
 def _route_rows(first, last, weights, indices, rows, num_experts, choice_of, numbers):
     logits, stride, bias = rows
     num_groups, kept_groups, group_best, top_k = choice_of
-    kind, normalises, epsilon, scale = numbers
+    kind, normalizes, epsilon, scale = numbers
     scores, choice = np.empty(num_experts, np.float32), np.empty(num_experts, np.float32)
     groups = np.empty(num_groups, np.float32)
     for row in range(first, last):
@@ -169,7 +169,7 @@ def _route_rows(first, last, weights, indices, rows, num_experts, choice_of, num
         for j in range(top_k):
             weight = f32_pointer(weights)[row * top_k + j]
             f32_pointer(weights)[row * top_k + j] = (
-                weight / (total + epsilon) if normalises else weight
+                weight / (total + epsilon) if normalizes else weight
             ) * scale
 
 

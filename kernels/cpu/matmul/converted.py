@@ -56,7 +56,7 @@ row_bytes = number_by_kind(int8_tile.ROW_BYTES, bf16_tile.ROW_BYTES)
 """Bytes of a row's part of a group."""
 _group_bytes = by_converted_kind(int8_tile.group_bytes, bf16_tile.group_bytes)
 _multiply_tile = by_converted_kind(int8_tile.multiply_tile, bf16_tile.multiply_tile)
-convert_group = by_converted_kind(int8_rows.quantise_group, bf16_rows.round_group)
+convert_group = by_converted_kind(int8_rows.quantize_group, bf16_rows.round_group)
 
 
 class PackedPanels(NamedTuple):

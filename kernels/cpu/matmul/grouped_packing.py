@@ -1,7 +1,7 @@
 """Pack quantized checkpoint weights directly, without dequantizing them first.
 
 `weight_packing` finds such integers in fp32 matrices; here they are known. A format is used only if every
-weight equals the result of `GroupedWeight.dequantise` to the last bit.
+weight equals the result of `GroupedWeight.dequantize` to the last bit.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _integers(weight: torch.Tensor, formats: Sequence[int]) -> tuple[int, grids.
         integers = found[grid]
         if integers is not None and (FORMATS[weight_format].factor_bytes == F32 or _are_halves(integers)):
             return weight_format, integers
-    numbers, scales = grouped_int8.quantise(weight)
+    numbers, scales = grouped_int8.quantize(weight)
     return EIGHT_BITS, grids.Integers(numbers, scales, torch.zeros_like(scales))
 
 

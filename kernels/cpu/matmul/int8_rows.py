@@ -35,7 +35,7 @@ def _narrowed(builder: Any, numbers: Any) -> Any:
 
 
 @intrinsic
-def quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
+def quantize_group(typing_context: Any, source: Any, target: Any) -> Any:
     """Quantize GROUP floats at `source` to a row's part of a group at `target`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -146,7 +146,7 @@ def test_layers_that_the_model_is_not_run_with(case: Any, path: str, shape: str,
     "form", [checkpoints.gptq(), checkpoints.awq(), checkpoints.packed()],
     ids=["gptq", "awq", "compressed W4A16"],
 )  # fmt: skip
-def test_a_quantised_checkpoint(form: checkpoints.Format, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint(form: checkpoints.Format, tmp_path: Path) -> None:
     stored, widened = checkpoints.write_pair(tmp_path, form)
     adapters = {
         name: save_adapter(widened, tmp_path / name, Trained(rank=rank, seed=rank, std=1.0))

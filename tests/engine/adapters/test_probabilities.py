@@ -33,10 +33,10 @@ def test_label_probs_and_prompt_logprobs(
     )
     names = [None, *folders]
     models = {name: merged_model(base, folders.get(name or "")) for name in names}
-    labelled = llm.generate([PROMPT] * 3, asking(LABELS), adapter=names, use_tqdm=False)
-    for name, result in zip(names, labelled, strict=True):
+    labeled = llm.generate([PROMPT] * 3, asking(LABELS), adapter=names, use_tqdm=False)
+    for name, result in zip(names, labeled, strict=True):
         check(models[name], result.outputs[0], PROMPT, LABELS, "product")
-    assert len({tuple(result.outputs[0].label_probs or ()) for result in labelled}) == 3
+    assert len({tuple(result.outputs[0].label_probs or ()) for result in labeled}) == 3
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     scored = llm.generate([PROMPT] * 3, params, adapter=names, use_tqdm=False)

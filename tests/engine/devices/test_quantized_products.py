@@ -62,7 +62,7 @@ def test_float8_rows(name: str) -> None:
     product = cuda_product(weights, bias, CPU, has_float8=True)
     assert isinstance(product, ScaledProduct)
     assert product.kept_as is not None
-    scaled = row_scaled.quantise_rows(rows, torch.float8_e4m3fn)
+    scaled = row_scaled.quantize_rows(rows, torch.float8_e4m3fn)
     expected = (
         scaled.numbers.double() * scaled.scales.double()[:, None] @ numbers.double().t() + bias.double()
     )
@@ -85,7 +85,7 @@ def test_weights_are_rounded(
     out = product(rows)
     assert out.dtype is dtype
     whole, exact = torch.cat(weights).double(), rows.double()
-    parts = [row_scaled.quantise_rows(x, numbers) for x in (exact.to(dtype), torch.cat(weights))]
+    parts = [row_scaled.quantize_rows(x, numbers) for x in (exact.to(dtype), torch.cat(weights))]
     left, right = (part.numbers.double() * part.scales.double()[:, None] for part in parts)
     rounding = torch.finfo(dtype).eps * 8
     torch.testing.assert_close(out.double(), left @ right.t() + bias.double(), rtol=rounding, atol=rounding)

@@ -86,22 +86,22 @@ def test_rounding_with_the_norm_changes_no_bit(
 ) -> None:
     """The same holds with the activation: a matmul that rounds its rows itself returns the same."""
     made: list[str] = []
-    for name in ("norm_and_quantise", "silu_and_quantise", "quantise_rows"):
+    for name in ("norm_and_quantize", "silu_and_quantize", "quantize_rows"):
         count = _counting(name, getattr(row_scaled, name), made)
         monkeypatch.setattr(dispatch, name, count)
     with dispatch.override("reference"):
         fused = scores_of(make_llm(directory, quantization=quantization, enforce_eager=True))
-    assert made[-1] == "quantise_rows"
-    while made[-1] == "quantise_rows":  # the head's, once for the prompt's tokens and once for the last
+    assert made[-1] == "quantize_rows"
+    while made[-1] == "quantize_rows":  # the head's, once for the prompt's tokens and once for the last
         made.pop()
-    assert made[-8:] == ["norm_and_quantise", "quantise_rows", "norm_and_quantise", "silu_and_quantise"] * 2
+    assert made[-8:] == ["norm_and_quantize", "quantize_rows", "norm_and_quantize", "silu_and_quantize"] * 2
     monkeypatch.setattr(FusedRMSNorm, "read_by", lambda norm, linear: None)
     monkeypatch.setattr(RoundingMLP, "activated", SiluGatedMLP.activated)
     made.clear()
     with dispatch.override("reference"):
         apart = scores_of(make_llm(directory, quantization=quantization, enforce_eager=True))
     assert torch.equal(apart, fused)
-    assert set(made) == {"quantise_rows"}
+    assert set(made) == {"quantize_rows"}
 
 
 @ROUNDED

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 slow = pytest.mark.slow  # a minute of compiling
 
-ROUNDED = {"rms_norm_kernel", "quantise_rows_kernel", "scaled_matmul_kernel"}
+ROUNDED = {"rms_norm_kernel", "quantize_rows_kernel", "scaled_matmul_kernel"}
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_a_reference_that_raises_accuses_no_kernel() -> None:
     assert check("silu_and_mul", torch.neg, reference_without_memory, (torch.ones(1),), {}) == -1
     assert (check.wrong, check.uncompared) == ({}, {"silu_and_mul": "OutOfMemoryError: no room for float64"})
     with pytest.raises(torch.OutOfMemoryError):
-        check("quantise_rows", reference_without_memory, torch.neg, (torch.ones(1),), {})
+        check("quantize_rows", reference_without_memory, torch.neg, (torch.ones(1),), {})
     assert check.wrong == {}
 
 

@@ -58,7 +58,7 @@ def test_a_layer_is_its_kernels_product(has_bias: bool, dtype: torch.dtype) -> N
     out = int8_linear(weight, bias)(x)
     assert out.shape == (1, 33, 96)
     assert out.dtype is dtype
-    expected = grouped_int8.multiply(x[0], *grouped_int8.quantise(weight), bias)
+    expected = grouped_int8.multiply(x[0], *grouped_int8.quantize(weight), bias)
     assert torch.equal(out[0], expected.to(dtype))
 
 
@@ -135,7 +135,7 @@ def test_fewer_bits_make_more_blocks(dtype: torch.dtype, bytes_per_head: int) ->
         "fp8",
     ],
 )
-def test_a_quantised_cache_follows_fp32(kv_cache_dtype: str, directory: str) -> None:
+def test_a_quantized_cache_follows_fp32(kv_cache_dtype: str, directory: str) -> None:
     """Including copy-on-write and the prefix cache: scales move with their blocks."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=2)
     prompts = [[1, 2, 3] * 13, [1, 2, 3] * 13 + [5], [7]]

@@ -157,7 +157,7 @@ def test_batch_invariance_is_bitwise(case: str, tmp_path: Path) -> None:
     "options", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}], ids=str
 )
 @pytest.mark.parametrize("case", CASES)
-def test_quantised_numbers_stay_close_to_the_reference(
+def test_quantized_numbers_stay_close_to_the_reference(
     case: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Every family's layers and caches can be quantized; tiny random models are more sensitive than real ones."""

@@ -56,11 +56,11 @@ def test_killed_and_started_again(
         *("worker", "--model", "echo:20", "--option", "http_port=0"),
         *("--option", "lease_s=2", "--option", "renew_s=0.3"),
     )
-    command = ("run", "in", "--out", "labelled/", "--window", "10", *OPTIONS)
+    command = ("run", "in", "--out", "labeled/", "--window", "10", *OPTIONS)
     with started(slow, tmp_path, place) as worker, started(command, tmp_path, place) as run:
         eventually(lambda: succeeded(client, client.queue) > 5 or run.poll() is not None, "some rows")
         assert run.poll() is None
-        assert not (tmp_path / "labelled").exists()
+        assert not (tmp_path / "labeled").exists()
         for process in {"run": [run], "worker": [worker], "both": [run, worker]}[victim]:
             process.kill()
             process.wait(timeout=PATIENCE_S)
@@ -72,8 +72,8 @@ def test_killed_and_started_again(
     assert again.returncode == 0, again.stderr
     report = json.loads(again.stdout)
     assert (report["rows"], report["succeeded"]) == (sum(SIZES), sum(SIZES))
-    check(tmp_path / "labelled")
-    beside = {"in", "labelled", "labelled.run.json", "labelled.report.html", "labelled.report.json"}
+    check(tmp_path / "labeled")
+    beside = {"in", "labeled", "labeled.run.json", "labeled.report.html", "labeled.report.json"}
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == beside
 
 

@@ -151,7 +151,7 @@ def test_output_survives_a_reader_that_goes_away(pagemill: Pagemill, state_dir: 
         ([], "--model smollm2"),
         (["--model", "echo", "--max-num-seqs", "many"], "--max-num-seqs"),
         (["--model", "echo", "--option", "block_size=0"], "PAGEMILL_BLOCK_SIZE"),
-        (["--model", "echo", "--option", "colour=red"], "colour"),
+        (["--model", "echo", "--option", "color=red"], "color"),
         (["--model", "echo", "--http-port", "99999999"], "--http-port"),
         (["--model", "echo", "--redis-url", "nowhere"], "not a Redis URL"),
         (["--model", "/no/such/model"], "/no/such/model"),

@@ -37,14 +37,14 @@ async def main() -> None:
     def note(message: Any) -> None:
         spoken.append((message.name, len(str(message))))
 
-    first = await writer.get_response("Name a colour.")
+    first = await writer.get_response("Name a color.")
     note(first)
     note(await writer.get_response("Name another one.", thread=first.thread))
     runtime = InProcessRuntime()
     runtime.start()
     manager = agents.RoundRobinGroupChatManager(max_rounds=3)
     chat = agents.GroupChatOrchestration([writer, critic], manager=manager, agent_response_callback=note)
-    result = await chat.invoke("Agree on a colour.", runtime=runtime)
+    result = await chat.invoke("Agree on a color.", runtime=runtime)
     await result.get(timeout=300)
     await runtime.stop_when_idle()
     sys.stdout.write(json.dumps(spoken))

@@ -44,7 +44,7 @@ import litellm
 
 async def main():
     ask = {"model": f"openai/{sys.argv[2]}", "api_base": sys.argv[1], "api_key": "none", "max_tokens": 16,
-           "messages": [{"role": "user", "content": "Name a colour."}]}
+           "messages": [{"role": "user", "content": "Name a color."}]}
     whole = await litellm.anthropic.messages.acreate(**ask)
     events = b"".join([event async for event in await litellm.anthropic.messages.acreate(**ask, stream=True)])
     print(json.dumps([whole, events.decode()]))

@@ -17,7 +17,7 @@ from tests.worker.harness import get, running_worker, worker_config
 
 pytestmark = pytest.mark.slow
 
-QUESTION = [{"role": "user", "content": "Name a colour."}]
+QUESTION = [{"role": "user", "content": "Name a color."}]
 SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3}
 BRIEF: dict[str, Any] = {"prompt": "The sky is", "max_tokens": 12, "seed": 7}
 JOBS: dict[str, dict[str, Any]] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pagemill.kernels.gpu.quantize import quantize_rows_kernel
 
 from pagemill.kernels.gpu.norm import rms_norm_kernel
-from pagemill.kernels.gpu.quantise import quantise_rows_kernel
 from pagemill.kernels.gpu.scaled_matmul import scaled_matmul_kernel
 from pagemill.kernels.gpu.tuning import (
     LAUNCHES,
@@ -76,9 +76,9 @@ def test_product(numbers: str, element: str, whole: bool, tile: Tile, capability
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("integer", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize("gated", [True, pytest.param(False, marks=slow)])
-@pytest.mark.parametrize("size", [LAUNCHES["quantise_rows"].block, pytest.param(1024, marks=slow)])
-def test_quantising(size: int, gated: bool, integer: bool, capability: int) -> None:
-    assert row_warps(size) <= row_tile("quantise_rows").num_warps
+@pytest.mark.parametrize("size", [LAUNCHES["quantize_rows"].block, pytest.param(1024, marks=slow)])
+def test_quantizing(size: int, gated: bool, integer: bool, capability: int) -> None:
+    assert row_warps(size) <= row_tile("quantize_rows").num_warps
     arguments: dict[str, Any] = {
         **typed("*i8" if integer else "*u8", "numbers_ptr"),
         **typed("*fp32", "scales_ptr"),
@@ -90,14 +90,14 @@ def test_quantising(size: int, gated: bool, integer: bool, capability: int) -> N
         "BLOCK": size,
     }
     tile = Tile(0, 0, row_warps(size), 3)  # Triton's default number of stages, as at the launch
-    compiled = compile_kernel(quantise_rows_kernel, arguments, capability, tile, fp_fusion=False)
+    compiled = compile_kernel(quantize_rows_kernel, arguments, capability, tile, fp_fusion=False)
     assert compiled.wide_loads > 0
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("integer", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize("size", [4096, pytest.param(1024, marks=slow), pytest.param(16384, marks=slow)])
-def test_norms_that_quantise(size: int, integer: bool, capability: int) -> None:
+def test_norms_that_quantize(size: int, integer: bool, capability: int) -> None:
     arguments: dict[str, Any] = {
         **typed("*bf16", "out_ptr total_ptr x_ptr residual_ptr weight_ptr"),
         **typed("*i8" if integer else "*u8", "numbers_ptr"),

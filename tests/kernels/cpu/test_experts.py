@@ -14,12 +14,12 @@ from pagemill.kernels.cpu.matmul.kinds import KindName
 from pagemill.kernels.cpu.matmul.weight_packing import pack_each
 from pagemill.kernels.experts import Routing
 from pagemill.kernels.grouped_int8 import multiply as multiply_int8
-from pagemill.kernels.grouped_int8 import quantise
+from pagemill.kernels.grouped_int8 import quantize
 
 ROUTINGS = [
     Routing(top_k=2),
-    Routing(top_k=3, normalises=True),
-    Routing(top_k=2, scores="sigmoid", normalises=True, epsilon=1e-20, scale=2.5),
+    Routing(top_k=3, normalizes=True),
+    Routing(top_k=2, scores="sigmoid", normalizes=True, epsilon=1e-20, scale=2.5),
     Routing(top_k=2, scores="sigmoid", num_groups=4, kept_groups=2, group_best=2),
     Routing(top_k=2, scale=1.5, num_groups=4, kept_groups=1),
 ]  # fmt: skip
@@ -95,7 +95,7 @@ def expected_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: KindName
 ) -> torch.Tensor:
     if kind == "int8":
-        return multiply_int8(x, *quantise(weight), bias)
+        return multiply_int8(x, *quantize(weight), bias)
     if kind == "bf16":
         x, weight = x.bfloat16().float(), weight.bfloat16().float()
     return torch.nn.functional.linear(x, weight, bias)

@@ -64,7 +64,7 @@ def test_equals_the_twin_bit_by_bit(num_rows, in_features, out_features, seed):
     weight, packed, bias = make(int8, in_features, out_features)
     x = activations(num_rows, in_features)
     out = int8.multiply(x, packed, bias, out_features)
-    assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:out_features]))
+    assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantize(weight), bias[:out_features]))
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (1536, 64), (14336, 40)])
@@ -73,7 +73,7 @@ def test_equals_the_twin_at_sizes_of_models(in_features, out_features):
     weight, packed, bias = make(int8, in_features, out_features)
     x = activations(141, in_features)
     out = int8.multiply(x, packed, bias, out_features)
-    assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:out_features]))
+    assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantize(weight), bias[:out_features]))
 
 
 @pytest.mark.slow
@@ -82,13 +82,13 @@ def test_equals_the_twin_at_sizes_of_models(in_features, out_features):
 def test_the_twin_is_exact_but_for_the_rounding_of_its_operands(num_rows, size, seed):
     torch.manual_seed(seed)
     x, weight, bias = activations(num_rows, size), torch.randn(7, size), torch.randn(7)
-    numbers, scales = grouped_int8.quantise(x)
+    numbers, scales = grouped_int8.quantize(x)
     restored = (numbers.double() * scales.double()[..., None]).flatten(1)
     assert (restored[:, size:] == 0.0).all()
     steps = scales.repeat_interleave(GROUP, dim=1)[:, :size]
     assert ((restored[:, :size] - x).abs() <= 0.50001 * steps).all(), "not to nearest"
     assert numbers.abs().amax() <= 127
-    weight_numbers, weight_scales = grouped_int8.quantise(weight)
+    weight_numbers, weight_scales = grouped_int8.quantize(weight)
     exact = restored @ (weight_numbers.double() * weight_scales.double()[..., None]).flatten(1).t() + bias
     out = grouped_int8.multiply(x, weight_numbers, weight_scales, bias)
     size_of_terms = restored.abs() @ torch.full((restored.shape[1], 7), 4.0, dtype=torch.float64) + 4
@@ -100,7 +100,7 @@ def test_a_group_costs_its_own_precision_alone():
     torch.manual_seed(42)
     x = torch.randn(1, 2 * GROUP)
     x[0, 3] = 1e4
-    numbers, scales = grouped_int8.quantise(x)
+    numbers, scales = grouped_int8.quantize(x)
     restored = (numbers * scales[..., None]).flatten(1)
     assert (restored[0, 4:GROUP] == 0.0).all()
     torch.testing.assert_close(restored[0, GROUP:], x[0, GROUP:], rtol=0, atol=0.02)
@@ -201,7 +201,7 @@ def test_one_number_off_the_grid_is_rounded_with_its_weight(bad):
     assert packed.weight_format == EIGHT_BITS
     x = activations(3, 3 * GROUP)
     out = int8.multiply(x, packed, bias, 40)
-    expected = grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:40])
+    expected = grouped_int8.multiply(x, *grouped_int8.quantize(weight), bias[:40])
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -221,7 +221,7 @@ def test_weights_of_several_forms_are_packed_in_the_largest():
 
 def rows_for(products: Products, x: torch.Tensor) -> torch.Tensor:
     """Return quantized rows in the layout of `make_tile(products, ...)`: [num_groups, num_rows, bytes]."""
-    numbers, scales = grouped_int8.quantise(x)  # [num_rows, num_groups, GROUP], [num_rows, num_groups]
+    numbers, scales = grouped_int8.quantize(x)  # [num_rows, num_groups, GROUP], [num_rows, num_groups]
     order = [quad + i for quad in range(0, GROUP, QUAD) for part in products.parts for i in part]
     dtype = torch.int8 if products.number_bytes == 1 else torch.int16
     sums = numbers.sum(dim=2, dtype=torch.int32, keepdim=True)
@@ -243,7 +243,7 @@ def runner(products: Products, cut: Cut, weight_format: int) -> Any:
     return run
 
 
-def test_rows_are_quantised_as_the_tiles_read_them():
+def test_rows_are_quantized_as_the_tiles_read_them():
     x = activations(NUM_ROWS, 5 * GROUP)
     rows = torch.empty(NUM_ROWS * 5 * ROW_BYTES, dtype=torch.uint8)
     convert_rows(INTEGERS, 0, NUM_ROWS, NUM_ROWS, x.data_ptr(), x.stride(0), rows.data_ptr(), x.shape[1])

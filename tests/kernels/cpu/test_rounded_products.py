@@ -51,7 +51,7 @@ def test_what_is_not_finite_stays_in_its_row(kernel, in_features):
     assert not out[bad].isfinite().any()
     if kernel is int8:
         assert out[bad].isnan().all()
-        twin = grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:40])
+        twin = grouped_int8.multiply(x, *grouped_int8.quantize(weight), bias[:40])
         assert twin[bad].isnan().all()
     others = [row for row in range(20) if row not in bad]
     assert torch.equal(out[others], clean[others])

@@ -46,8 +46,8 @@ def weight_in(weight_format: int, out_features: int, in_features: int) -> torch.
 
 
 def through_gguf(weight: torch.Tensor, kind: gguf.GGMLQuantizationType) -> torch.Tensor:
-    quantised = gguf.quants.quantize(weight.numpy(), kind)
-    return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(quantised, kind), dtype=np.float32))
+    quantized = gguf.quants.quantize(weight.numpy(), kind)
+    return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(quantized, kind), dtype=np.float32))
 
 
 def unpacked(packed: PackedWeight) -> torch.Tensor:

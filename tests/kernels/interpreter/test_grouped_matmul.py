@@ -40,7 +40,7 @@ def test_product(dtype: torch.dtype, kind: str, shape: tuple[int, int], group_si
     weight = random_weight(kind, *shape, group_size)
     tiled = TiledWeight.from_weight(weight)
     assert tiled is not None
-    assert torch.equal(tiled.numbers(), weight.dequantise())
+    assert torch.equal(tiled.numbers(), weight.dequantize())
     wide = torch.randn(3, 2 * shape[1]).to(dtype)
     x = wide[:, : shape[1]]
     with dispatch.override("triton"):
@@ -48,7 +48,7 @@ def test_product(dtype: torch.dtype, kind: str, shape: tuple[int, int], group_si
         assert len(dispatch.grouped_matmul(x[:0], tiled)) == 0
     assert out.dtype is dtype
     assert out.is_contiguous()
-    expected = x.double() @ weight.dequantise().double().t()
+    expected = x.double() @ weight.dequantize().double().t()
     scale = float(expected.abs().max())
     torch.testing.assert_close(out.double() / scale, expected / scale, rtol=0, atol=_TOLERANCE[dtype])
     torch.testing.assert_close(reference.grouped_matmul(x.double(), tiled), expected)
@@ -62,7 +62,7 @@ def test_numbers_of_rows(num_rows: int) -> None:
     x = torch.randn(num_rows, 64).half()
     with dispatch.override("triton"):
         out = dispatch.grouped_matmul(x, tiled)
-    expected = x.double() @ weight.dequantise().double().t()
+    expected = x.double() @ weight.dequantize().double().t()
     torch.testing.assert_close(out.double() / 8, expected / 8, rtol=2e-3, atol=2e-3)
 
 

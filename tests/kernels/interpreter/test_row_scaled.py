@@ -36,14 +36,14 @@ def assert_same(ours: ScaledRows, expected: ScaledRows) -> None:
 @KINDS
 @DTYPES
 @pytest.mark.parametrize("size", [8, 100, 9000])
-def test_rows_are_quantised_as_defined(size: int, dtype: torch.dtype, numbers: torch.dtype) -> None:
+def test_rows_are_quantized_as_defined(size: int, dtype: torch.dtype, numbers: torch.dtype) -> None:
     """Bit for bit: non-finite values affect only their row, and a row can consist of several pieces."""
     x = rows_of_every_size(9, size, dtype)
     with dispatch.override("triton"):
-        ours = dispatch.quantise_rows(x, numbers)
-        assert len(dispatch.quantise_rows(x[:0], numbers)) == 0
-        assert_same(dispatch.quantise_rows(torch.cat([x, x], 1)[:, :size], numbers), ours)
-    assert_same(ours, row_scaled.quantise_rows(x, numbers))
+        ours = dispatch.quantize_rows(x, numbers)
+        assert len(dispatch.quantize_rows(x[:0], numbers)) == 0
+        assert_same(dispatch.quantize_rows(torch.cat([x, x], 1)[:, :size], numbers), ours)
+    assert_same(ours, row_scaled.quantize_rows(x, numbers))
     assert ours.scales[3:5].isnan().all()
     assert not ours.numbers[3:5].float().any()
     finite = [0, 1, 2, 5, 6, 7, 8]
@@ -57,7 +57,7 @@ def test_rows_are_quantised_as_defined(size: int, dtype: torch.dtype, numbers: t
 @KINDS
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("adds", [True, False])
-def test_norms_and_activations_are_quantised_on_their_way(
+def test_norms_and_activations_are_quantized_on_their_way(
     adds: bool, keeps: bool, numbers: torch.dtype
 ) -> None:
     """The bits of the separate operators."""
@@ -66,8 +66,8 @@ def test_norms_and_activations_are_quantised_on_their_way(
     x[3, 5] = float("nan")
     weight, gate_up = torch.rand(200).half(), 3 * torch.randn(5, 2 * 136).half()
     with dispatch.override("triton"):
-        rows, total = dispatch.norm_and_quantise(x, residual, weight, 1e-5, numbers, keeps)
-        gated = dispatch.silu_and_quantise(gate_up, numbers, keeps)
+        rows, total = dispatch.norm_and_quantize(x, residual, weight, 1e-5, numbers, keeps)
+        gated = dispatch.silu_and_quantize(gate_up, numbers, keeps)
         if residual is None:
             normed = dispatch.rms_norm(x, weight, 1e-5)
             assert total is x
@@ -75,8 +75,8 @@ def test_norms_and_activations_are_quantised_on_their_way(
             normed, expected_total = dispatch.add_rms_norm(x, residual, weight, 1e-5)
             torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
         activated = dispatch.silu_and_mul(gate_up)
-        assert_same(rows, dispatch.quantise_rows(normed, numbers))
-        assert_same(gated, dispatch.quantise_rows(activated, numbers))
+        assert_same(rows, dispatch.quantize_rows(normed, numbers))
+        assert_same(gated, dispatch.quantize_rows(activated, numbers))
     if keeps:
         assert rows.kept is not None
         assert gated.kept is not None
@@ -85,7 +85,7 @@ def test_norms_and_activations_are_quantised_on_their_way(
     else:
         assert rows.kept is None
         assert gated.kept is None
-    by_torch, _ = row_scaled.norm_and_quantise(x, residual, weight, 1e-5, numbers, keeps)
+    by_torch, _ = row_scaled.norm_and_quantize(x, residual, weight, 1e-5, numbers, keeps)
     real = [0, 1, 2, 4]
     torch.testing.assert_close(rows.scales[real], by_torch.scales[real], rtol=2e-3, atol=0)
 
@@ -97,8 +97,8 @@ def test_integer_products_are_exact(shape: tuple[int, int, int], has_bias: bool,
     """Bit for bit, including scales, bias and rounding; but the interpreter truncates to bfloat16."""
     num_rows, out_features, in_features = shape
     torch.manual_seed(5)
-    rows = row_scaled.quantise_rows((3 * torch.randn(num_rows, in_features)).to(dtype), torch.int8)
-    weight = row_scaled.quantise_rows(torch.randn(out_features, in_features), torch.int8)
+    rows = row_scaled.quantize_rows((3 * torch.randn(num_rows, in_features)).to(dtype), torch.int8)
+    weight = row_scaled.quantize_rows(torch.randn(out_features, in_features), torch.int8)
     bias = torch.randn(out_features).to(dtype) if has_bias else None
     with dispatch.override("triton"):
         out = dispatch.scaled_matmul(rows, weight, bias)
@@ -118,8 +118,8 @@ def test_float8_products(shape: tuple[int, int, int], dtype: torch.dtype) -> Non
     """Against fp64, within the rounding of a chain of fp32 additions and of the result."""
     num_rows, out_features, in_features = shape
     torch.manual_seed(6)
-    rows = row_scaled.quantise_rows(torch.randn(num_rows, in_features).to(dtype), FP8)
-    weight = row_scaled.quantise_rows(torch.randn(out_features, in_features), FP8)
+    rows = row_scaled.quantize_rows(torch.randn(num_rows, in_features).to(dtype), FP8)
+    weight = row_scaled.quantize_rows(torch.randn(out_features, in_features), FP8)
     bias = torch.randn(out_features).to(dtype)
     with dispatch.override("triton"):
         out = dispatch.scaled_matmul(rows, weight, bias)
@@ -132,11 +132,11 @@ def test_float8_products(shape: tuple[int, int, int], dtype: torch.dtype) -> Non
 
 
 def test_a_row_that_is_not_finite_stays_so_alone() -> None:
-    weight = row_scaled.quantise_rows(torch.randn(40, 64), torch.int8)
+    weight = row_scaled.quantize_rows(torch.randn(40, 64), torch.int8)
     x = torch.randn(3, 64).half()
     x[1, 7] = float("nan")
     with dispatch.override("triton"):
-        out = dispatch.scaled_matmul(dispatch.quantise_rows(x, torch.int8), weight, None)
+        out = dispatch.scaled_matmul(dispatch.quantize_rows(x, torch.int8), weight, None)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
 
@@ -145,8 +145,8 @@ def test_a_row_that_is_not_finite_stays_so_alone() -> None:
 def test_the_library_gives_the_same(num_rows: int) -> None:
     """`torch._scaled_mm`, which also exists on CPUs, up to the rounding of bfloat16."""
     torch.manual_seed(7)
-    rows = row_scaled.quantise_rows(torch.randn(num_rows, 128).bfloat16(), FP8)
-    weight, bias = row_scaled.quantise_rows(torch.randn(96, 128), FP8), torch.randn(96).bfloat16()
+    rows = row_scaled.quantize_rows(torch.randn(num_rows, 128).bfloat16(), FP8)
+    weight, bias = row_scaled.quantize_rows(torch.randn(96, 128), FP8), torch.randn(96).bfloat16()
     assert scaled_matmul.library_takes(rows, weight)
     by_library = scaled_matmul.library_matmul(rows, weight, bias)
     torch.testing.assert_close(by_library, scaled_matmul.own_matmul(rows, weight, bias), rtol=1e-2, atol=5e-2)
@@ -165,6 +165,6 @@ def test_the_library_gives_the_same(num_rows: int) -> None:
 def test_what_the_library_does_not_take(
     numbers: torch.dtype, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    weight = row_scaled.quantise_rows(torch.randn(shape), numbers)
-    rows = row_scaled.quantise_rows(torch.randn(2, shape[1]).to(dtype), numbers)
+    weight = row_scaled.quantize_rows(torch.randn(shape), numbers)
+    rows = row_scaled.quantize_rows(torch.randn(2, shape[1]).to(dtype), numbers)
     assert not scaled_matmul.library_takes(rows, weight)

@@ -31,12 +31,12 @@ def live(**changes: Any) -> dict[str, Any]:
     return document | changes
 
 
-def drawn(view: TopView, width: int = 110, height: int = 40, *, colours: bool = True) -> str:
+def drawn(view: TopView, width: int = 110, height: int = 40, *, colors: bool = True) -> str:
     console = Console(
         width=width, height=height, record=True, file=None, force_terminal=False, color_system=None
     )
     with console.capture() as capture:
-        console.print(screen(view, width, height, colours=colours))
+        console.print(screen(view, width, height, colors=colors))
     return capture.get()
 
 
@@ -67,8 +67,8 @@ def test_everything_is_on_the_screen() -> None:
     assert "[bold]not markup[/bold]" in text, "a message is text"
 
 
-def test_blocks_are_letters_where_there_are_no_colours() -> None:
-    assert "rsss" + "a" * 46 in drawn(TopView(live=live()), colours=False)
+def test_blocks_are_letters_where_there_are_no_colors() -> None:
+    assert "rsss" + "a" * 46 in drawn(TopView(live=live()), colors=False)
 
 
 @pytest.mark.parametrize("size", [(40, 10), (80, 24), (200, 60)])

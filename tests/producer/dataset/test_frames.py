@@ -168,7 +168,7 @@ def test_rows_without_a_frame_need_a_file() -> None:
 def test_outputs_of_different_types_become_text(producer: Producer) -> None:
     for name in ("polars", "arrow"):
         source = source_of(MAKERS[name]({"text": ["a", "b"]}))
-        found = source.frame.labelled([1, 0], {"output": [{"a": 1}, "x"]})  # type: ignore[attr-defined]
+        found = source.frame.labeled([1, 0], {"output": [{"a": 1}, "x"]})  # type: ignore[attr-defined]
         assert column(found, "text") == ["b", "a"]
         assert column(found, "output") == ['{"a": 1}', "x"]
 

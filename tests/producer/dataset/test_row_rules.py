@@ -88,7 +88,7 @@ def test_they_can_be_skipped_and_are_counted(producer: Producer) -> None:
     assert (figures["skipped: null_in_prompt"], figures["skipped: empty_row"]) == ("2", "1")
 
 
-def test_they_can_be_labelled_and_print_nothing(producer: Producer, tmp_path: Path) -> None:
+def test_they_can_be_labeled_and_print_nothing(producer: Producer, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     simple().run(ROWS, out=out, producer=producer, on_null="label", on_empty="label")
     assert [row["output"] for row in lines(out)] == ["t: good", "t: ", ":  \n", ": no title"]

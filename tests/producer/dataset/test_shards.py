@@ -472,7 +472,7 @@ def test_changes_are_named_shortly() -> None:
 
 
 def test_the_files_beside_an_output_are_named_after_its_folder() -> None:
-    assert base_of("labelled/part-{shard}.parquet") == "labelled"
+    assert base_of("labeled/part-{shard}.parquet") == "labeled"
     assert base_of("out.jsonl") == "out.jsonl"
 
 

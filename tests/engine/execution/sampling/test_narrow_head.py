@@ -262,7 +262,7 @@ def test_an_int8_models_choices_are_the_same(
 LABELS = ("positive", "negative", "neutral", "mixed", "posit", "other one", "other two")
 
 
-def labelling(count: int, num_free: int) -> tuple[list[str], list[SamplingParams]]:
+def labeling(count: int, num_free: int) -> tuple[list[str], list[SamplingParams]]:
     rng = random.Random(3)
     prompts, params = [], []
     for number in range(count):
@@ -292,7 +292,7 @@ def test_labels_are_the_same_in_every_order(
     num_free: int, small_model: LLM, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The free row's step needs all logits; later ones, with more rows than one step accepts, do not."""
-    prompts, params = labelling(7, num_free)
+    prompts, params = labeling(7, num_free)
     with everything_computed(monkeypatch):
         expected = [result.outputs[0] for result in small_model.generate(prompts, params, use_tqdm=False)]
     assert not widths

@@ -169,7 +169,7 @@ def _gpt_oss_mxfp4() -> TinyCheckpoint:
 
     stored: Tensors = {}
 
-    def quantise(model: Any) -> None:
+    def quantize(model: Any) -> None:
         _raise_sinks(model)
         for index, layer in enumerate(model.model.layers):
             for name in ("gate_up_proj", "down_proj"):
@@ -182,7 +182,7 @@ def _gpt_oss_mxfp4() -> TinyCheckpoint:
                 stem = f"model.layers.{index}.mlp.experts.{name}"
                 stored.update({f"{stem}_blocks": blocks, f"{stem}_scales": scales})
 
-    checkpoint = native_checkpoint(_GPT_OSS, prepare=quantise)
+    checkpoint = native_checkpoint(_GPT_OSS, prepare=quantize)
     widened = {name.rpartition("_")[0] for name in stored}
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in widened}
     config = checkpoint.config | {"quantization_config": {"quant_method": "mxfp4"}}

@@ -154,7 +154,7 @@ def converted_name(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_common_type_is_dequantised_as_gguf_does(
+def test_every_common_type_is_dequantized_as_gguf_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "Tiny.Mixed.gguf"

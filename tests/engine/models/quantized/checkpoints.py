@@ -40,11 +40,11 @@ def write_pair(directory: Path, form: Format) -> tuple[Path, Path]:
     """Write a tiny LLaMA in this format, except its head as publishers do, and its counterpart of plain fp32 values."""
     plain, stored = directory / "plain", directory / "stored"
     save_tiny_llama(plain, hidden_size=128, intermediate_size=256, std=0.15)
-    quantise(plain, stored, form)
+    quantize(plain, stored, form)
     return stored, plain
 
 
-def quantise(plain: Path, stored: Path, form: Format) -> None:
+def quantize(plain: Path, stored: Path, form: Format) -> None:
     """Write a copy of a checkpoint with projections in this format, and the represented values into the original."""
     tensors, out = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):

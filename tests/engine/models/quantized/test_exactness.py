@@ -36,7 +36,7 @@ def test_as_the_plain_numbers(name: str, tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="pagemill.engine"):
         found = answers(stored)
     if fp32.is_supported():
-        assert any(f"quantised weights: 8 linear layers as {kept_as}" in line for line in caplog.messages)
+        assert any(f"quantized weights: 8 linear layers as {kept_as}" in line for line in caplog.messages)
     expected = answers(plain)
     if REORDERED not in kept_as:
         assert found == expected

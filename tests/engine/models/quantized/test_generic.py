@@ -15,7 +15,7 @@ from pagemill.engine.llm import LLM
 from tests.engine.models.generic.test_latents import CASES, OPTIONS, outputs
 from tests.engine.models.generic.tiny_configs import tiny_config
 from tests.engine.models.generic.trial import build, write_checkpoint
-from tests.engine.models.quantized.checkpoints import Format, float8_blocks, int8, quantise
+from tests.engine.models.quantized.checkpoints import Format, float8_blocks, int8, quantize
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def write_pair(directory: Path, model_type: str, fields: dict[str, Any], form: F
     plain, stored = directory / "plain", directory / "stored"
     plain.mkdir()
     write_checkpoint(build(model_type, tiny_config(model_type, 0) | fields), plain)
-    quantise(plain, stored, form)
+    quantize(plain, stored, form)
     return stored, plain
 
 

@@ -55,7 +55,7 @@ def test_other_methods_are_named(method: Any) -> None:
     with pytest.raises(ModelLoadError) as raised:
         find_scheme({"quant_method": method, "bits": 4})
     message = str(raised.value)
-    assert f"weights quantised by {method!r} are not supported (supported: awq, compressed-tensors" in message
+    assert f"weights quantized by {method!r} are not supported (supported: awq, compressed-tensors" in message
     assert "give the original checkpoint, and set quantization=int8" in message
 
 
@@ -71,7 +71,7 @@ def compressed_with(**weights: Any) -> dict[str, Any]:
     ("settings", "message"),
     [
         ("gptq", "it is 'gptq'"),
-        ({"bits": 4}, "weights quantised by None"),
+        ({"bits": 4}, "weights quantized by None"),
         (gptq().config | {"bits": 3}, "bits=3 of quantization_config is not supported (supported: 2, 4, 8)"),
         (gptq().config | {"bits": "4"}, "bits='4'"),
         (gptq().config | {"group_size": 0}, "group_size is 0"),
@@ -173,7 +173,7 @@ def test_tensors(form: Format, change: Change, message: str) -> None:
 
 @pytest.mark.slow
 def test_a_start_says_it_in_one_line(tmp_path: Path) -> None:
-    assert "weights quantised by 'hqq' are not supported" in refusal(
+    assert "weights quantized by 'hqq' are not supported" in refusal(
         with_settings(tmp_path / "method", {"quant_method": "hqq"})
     )
     stored = with_settings(tmp_path / "tensors", gptq().config | {"group_size": 64})

@@ -117,5 +117,5 @@ def test_jobs_have_the_same_parts(valkey_url: str, served: Served, queue: str) -
         assert budget.reasoning == "a long"
         label = asked("yes", structured_outputs={"choice": ["yes", "no"]}, label_probs="product")
         del label["max_tokens"]
-        labelled = producer.submit(label).result(PATIENCE_S)
-        assert labelled.outputs[0].label in ("yes", "no")
+        labeled = producer.submit(label).result(PATIENCE_S)
+        assert labeled.outputs[0].label in ("yes", "no")

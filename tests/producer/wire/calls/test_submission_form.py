@@ -38,7 +38,7 @@ SHAPES = st.sampled_from(
         {"structured_outputs": {"choice": ["a", "b"]}, "stop": "x"},
         {"max_tokens": True},
         {"max_tokens": 1.0},
-        {"colour": "red"},
+        {"color": "red"},
         {"idempotency_key": "k"},
         {"adapter": "red", "temperature": 0.0, "dedupe": True},
         {"adapter": "no good"},

@@ -59,7 +59,7 @@ def test_a_limit_of_the_queue_wins_over_the_producers(queue: Queue) -> None:
         b'{"id":"a","lane":"1:9:t:m","cost":1}',
         b'{"id":"a b","lane":"1:1:t:m","cost":1}',
         b'{"id":"a","lane":"1:1:t:m","cost":1,"delay":"soon"}',
-        b'{"id":"a","lane":"1:1:t:m","cost":1,"colour":"red"}',
+        b'{"id":"a","lane":"1:1:t:m","cost":1,"color":"red"}',
         b'{"id":"a","lane":"1:1:t:m","cost":1,"invalid":"{}"}',
         b'{"id":"a","lane":"1:1:t:m","cost":NaN}',
         b'{"id":"a","lane":"1:1:t:m","cost":Infinity}',

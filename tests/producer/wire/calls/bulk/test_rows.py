@@ -87,7 +87,7 @@ def row(job_id: str = "b", key: str = "k", affinity: str = "abc", rest: str = ""
         row(affinity=f'abc","work":"{"w" * 65}'),
         row(cost="1" + "0" * 15 + "1"),
         row(rest=',"n":1000'),
-        row(rest=',"colour":"red"'),
+        row(rest=',"color":"red"'),
         row(rest=',"idem":"other:k"'),
         row(rest="}"),
         row(rest=', "n":2')[:-1],

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
-from pagemill.engine.scheduling.labeling import Labelling
-
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import Capacity, FinishReason, SchedulerStats
@@ -21,6 +19,7 @@ from pagemill.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.scheduling.admissibility import check_fits, check_labels_fit
 from pagemill.engine.scheduling.drafter import accepted
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
+from pagemill.engine.scheduling.labeling import Labelling
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
 from pagemill.engine.scheduling.scoring import drop_chains, has_nan

@@ -19,7 +19,7 @@ from pagemill.kernels.gpu.silu import silu_and_mul_kernel
 from pagemill.kernels.gpu.tuning import LAUNCHES, Tile, next_power_of_2, row_warps
 from pagemill.kernels.types.layer_cache import FP8_LIMIT, INTEGER_LIMIT
 from tests.kernels.aot.compiler import compile_kernel
-from tests.kernels.aot.specialisations import row_tile, typed
+from tests.kernels.aot.specializations import row_tile, typed
 
 pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 

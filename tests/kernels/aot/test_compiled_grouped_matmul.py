@@ -10,7 +10,7 @@ from pagemill.kernels.gpu.grouped_matmul import grouped_matmul_kernel
 from pagemill.kernels.gpu.tuning import MATMUL_TILES, Tile
 from pagemill.kernels.types.tiled_weight import LARGEST_CHUNK, SMALLEST_CHUNK
 from tests.kernels.aot.compiler import compile_kernel
-from tests.kernels.aot.specialisations import typed
+from tests.kernels.aot.specializations import typed
 
 NIBBLES, BYTES, FLOATS = "nibbles", "bytes", "floats"
 

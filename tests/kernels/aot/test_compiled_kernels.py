@@ -11,7 +11,7 @@ from pagemill.kernels.gpu.copy_blocks import copy_blocks_kernel
 from pagemill.kernels.gpu.tuning import LAUNCHES, decode_tile, prefill_tile
 from pagemill.kernels.types.layer_cache import FP8_LIMIT, INTEGER_LIMIT
 from tests.kernels.aot.compiler import Compiled, compile_kernel
-from tests.kernels.aot.specialisations import SCALED, decode_arguments, prefill_arguments, row_tile, typed
+from tests.kernels.aot.specializations import SCALED, decode_arguments, prefill_arguments, row_tile, typed
 
 pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 

@@ -10,7 +10,7 @@ from pagemill.kernels.gpu.low_rank import expand_kernel, rank_block, shrink_kern
 from pagemill.kernels.gpu.tuning import LAUNCHES
 from pagemill.kernels.types.low_rank import TILE_ROWS
 from tests.kernels.aot.compiler import compile_kernel
-from tests.kernels.aot.specialisations import row_tile, typed
+from tests.kernels.aot.specializations import row_tile, typed
 
 
 def shrink_arguments(element: str, rank: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from pagemill.kernels.gpu.recurrence import gated_delta_kernel, part_of, state_space_kernel
 from pagemill.kernels.gpu.tuning import LAUNCHES
 from tests.kernels.aot.compiler import compile_kernel
-from tests.kernels.aot.specialisations import row_tile
+from tests.kernels.aot.specializations import row_tile
 
 _FP32 = ("states_ptr", "out_ptr")
 _SIZES = ("length", "heads")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pagemill.kernels.gpu.quantize import quantize_rows_kernel
 
 from pagemill.kernels.gpu.norm import rms_norm_kernel
+from pagemill.kernels.gpu.quantize import quantize_rows_kernel
 from pagemill.kernels.gpu.scaled_matmul import scaled_matmul_kernel
 from pagemill.kernels.gpu.tuning import (
     LAUNCHES,
@@ -19,7 +19,7 @@ from pagemill.kernels.gpu.tuning import (
 )
 from pagemill.kernels.types.layer_cache import FP8_LIMIT, INTEGER_LIMIT
 from tests.kernels.aot.compiler import compile_kernel
-from tests.kernels.aot.specialisations import row_tile, typed
+from tests.kernels.aot.specializations import row_tile, typed
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 INTEGERS, FLOATS = "i8", "fp8e4nv"

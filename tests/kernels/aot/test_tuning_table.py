@@ -13,7 +13,7 @@ from pagemill.kernels.gpu.attention_decode import paged_attention_decode_kernel
 from pagemill.kernels.gpu.attention_prefill import paged_attention_prefill_kernel
 from pagemill.kernels.gpu.tuning import ATTENTION_TILES, LAUNCHES, AttentionEntry, decode_tile, prefill_tile
 from tests.kernels.aot.compiler import Compiled, compile_kernel
-from tests.kernels.aot.specialisations import decode_arguments, prefill_arguments
+from tests.kernels.aot.specializations import decode_arguments, prefill_arguments
 
 WIDEST_HEAD = 256
 LARGEST_GROUP = 128

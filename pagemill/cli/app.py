@@ -500,7 +500,7 @@ def cancel(job_id: JobId, at: AtQueue) -> None:
 
 @queue_app.command("stats")
 def queue_stats(at: Report) -> None:
-    """Print the number of jobs by state, and the waiting jobs. A live worker is not required."""
+    """Print the number of jobs by state. Also prints the waiting jobs; no live worker is required."""
     stats = registry.stats(at.run, at.queue)
     try:
         kinds = memory.shares(at.run, at.queue) if stats.memory.is_near else {}
@@ -514,7 +514,7 @@ def queue_stats(at: Report) -> None:
 
 @queue_app.command("pause")
 def queue_pause(at: AtQueue) -> None:
-    """Pause the queue: workers pull no jobs, running jobs finish, new jobs are accepted."""
+    """Pause the queue. Workers pull no jobs; running ones finish, new ones are accepted."""
     at.run(registry.set_paused(at.queue, True))
     print_stderr(f"queue {at.queue} is paused; resume it with: pagemill queue resume --queue {at.queue}")
 

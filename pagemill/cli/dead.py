@@ -61,7 +61,7 @@ def dead_list(
 
 @dead_app.command("show")
 def dead_show(at: Report, job_id: JobId) -> None:
-    """Print one dead letter: the error, the job as submitted with its prompt, and the partial output."""
+    """Print one dead letter. Shows the error, the job as submitted with its prompt, and the partial output."""
     with at.producer() as producer:
         opened = producer.dead_letters().show(check_id(job_id))
     if at.as_json:

@@ -49,7 +49,7 @@ def recall_run(
     at: Report,
     worker_id: WorkerId,
     any_worker: Annotated[
-        bool, typer.Option("--any-worker", help="Also run on workers with another fingerprint.")
+        bool, typer.Option("--any-worker", help="Allow workers with another fingerprint.")
     ] = False,
     timeout: Timeout = None,
 ) -> None:

@@ -177,7 +177,7 @@ def compare(
     ] = None,
     timeout: Timeout = None,
 ) -> None:
-    """Run jobs of the canary on the stable revision, and compare the outputs.
+    """Compare the outputs of canary and stable revision. Runs jobs of the canary on the stable one.
 
     Those whose outputs differ are printed, with the first difference. Exit code 1: some do; 4: none could be compared.
     """

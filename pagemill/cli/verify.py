@@ -48,9 +48,7 @@ def verify(
     ] = 50,
     any_worker: Annotated[
         bool,
-        typer.Option(
-            "--any-worker", help="Also run on workers with another fingerprint, without a guarantee."
-        ),
+        typer.Option("--any-worker", help="Allow workers with another fingerprint, without a guarantee."),
     ] = False,
     priority: Annotated[
         str,

@@ -137,7 +137,7 @@ def _tensor_difference(out: torch.Tensor, expected: torch.Tensor) -> str | None:
     wide, truth = out.double(), expected.double()
     counts = truth.isfinite()  # unwritten memory may contain any values
     if not wide[counts].isfinite().all():
-        return "numbers that are not finite"
+        return "values that are not finite"
     norm = truth[counts].norm().item()
     error = (wide[counts] - truth[counts]).norm().item()
     limit = _RELATIVE[out.dtype] * norm

@@ -47,7 +47,7 @@ def contenders(file: Path, slots: int) -> list[Contender]:
     int8 = (*exact, ("quantization", "int8"), ("kv_cache_dtype", "int8"))
     theirs = (("file", str(file)), ("slots", slots))
     return [
-        Contender(SUBJECT, ours, "this engine: the file's numbers, fp32 sums", options=exact),
+        Contender(SUBJECT, ours, "this engine: the file's values, fp32 sums", options=exact),
         Contender(INT8_SUBJECT, ours, "this engine, int8", options=int8),
         Contender("llama.cpp", "benchmarks.engines.llama_cpp", "llama.cpp", peers.LLAMACPP, options=theirs),
     ]

@@ -50,7 +50,7 @@ def measure(
     measure_all(
         measurements, contenders, request, workloads, vocab_size=rows.vocab_size, rounds=rounds, console=console
     )  # fmt: skip
-    title = "Tokens per second (prompt: tokens read, else tokens made)"
+    title = "Tokens per second (prompt: prompt tokens, otherwise output tokens)"
     columns, scales = subject_columns(measurements), {"prompt": PROMPT_IN}
     console.print(rates_table(title, measurements, workloads, columns, scales))
     return as_json(measurements)

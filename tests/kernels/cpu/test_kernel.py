@@ -149,7 +149,7 @@ def _pass_on(numbers):
 
 
 def test_an_array_that_nobody_would_free_is_refused() -> None:
-    with pytest.raises(TypeError, match="_keep is given arrays by what it calls: say allocates=True"):
+    with pytest.raises(TypeError, match="_keep calls a function that returns arrays; set allocates=True"):
         _keep(3)
     with pytest.raises(NumbaError, match="returning of array"):
         _pass_on(np.zeros(3))

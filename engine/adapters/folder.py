@@ -159,7 +159,7 @@ def _paired(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> d
                 f"{path} has rank {len(a)}, but {CONFIG} says r={config['r']!r:.20}; one file is of another training"
             )
         if not (a.isfinite().all() and b.isfinite().all()):
-            raise AdapterError(f"{path} has numbers that are not finite")
+            raise AdapterError(f"{path} has values that are not finite")
         layers[path] = LowRank(a, b, _scale(path, len(a), config))
     for pattern in config.get("alpha_pattern") or ():
         if not any(_is_of(pattern, path) for path in layers):

@@ -84,7 +84,9 @@ def _check_references(kernel: CPUDispatcher, compiled: Any) -> None:
     calls = compiled.type_annotation.calltypes.items()
     found = [call.return_type for expression, call in calls if getattr(expression, "op", None) == "call"]
     if any(map(_has_arrays, (*found, compiled.signature.return_type))):
-        raise TypeError(f"{kernel.py_func.__qualname__} calls a function that returns arrays; set allocates=True")
+        raise TypeError(
+            f"{kernel.py_func.__qualname__} calls a function that returns arrays; set allocates=True"
+        )
 
 
 def _has_arrays(kind: Any) -> bool:

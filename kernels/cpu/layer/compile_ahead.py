@@ -140,7 +140,9 @@ def _end(other: subprocess.Popen[bytes]) -> None:
     if (status := other.poll()) not in (None, 0, -signal.SIGKILL):
         command = shlex.join(map(str, cast(list[str], other.args)))
         logger.warning(
-            "the process that compiles kernels failed (exit status %s); they were compiled in this process: %s", status, command
+            "the process that compiles kernels failed (exit status %s); they were compiled in this process: %s",
+            status,
+            command,
         )
     with suppress(OSError), other:
         other.kill()

@@ -89,7 +89,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a mistyped pattern": (config(alpha_pattern={"q_porj": 4}), "'q_porj', which matches no layer of it"),
     "another rank": (config(r=16), "has rank 8, but adapter_config.json says r=16"),
     "no number": (config(lora_alpha="8"), "not a number"),
-    "NaN": (tensors(nan), "numbers that are not finite"),
+    "NaN": (tensors(nan), "values that are not finite"),
     "infinite alpha": (config(lora_alpha=1e300), "numbers that torch.float32 does not hold"),
     "another model's": (tensors(other_shape), "48 inputs and 32 outputs, this model has 32 and 32"),
     "a half": (tensors(lambda held: held.pop(f"{LAYER}.lora_A.weight")), "only one of lora_A and lora_B"),

@@ -83,11 +83,13 @@ def _load_parts(config: EngineConfig, model: LocalModel | None) -> EngineParts:
             found = _obtain_meanwhile(config)
         else:
             model = obtain_runnable(config)  # with the collector on
-    from pagemill.engine.devices.registry import find_device
+    from pagemill.engine.devices.early import compiling_early
 
-    device = find_device(config.device)
-    device.tune_process(config.num_threads)
-    with device.preparing():
+    with compiling_early(config.device):
+        from pagemill.engine.devices.registry import find_device  # imports transformers
+
+        device = find_device(config.device)
+        device.tune_process(config.num_threads)
         if found is not None:
             importlib.import_module("pagemill.engine.models.loader")
             model = found.result()

@@ -8,7 +8,6 @@ import ctypes
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -171,10 +170,6 @@ class DeviceBackend(ABC):
         if traits is not None and (fusion := self.fusion(traits, dtype, make_product)) is not None:
             fusion.run(module.model)
         replace_linears(module, make_product)
-
-    def preparing(self) -> AbstractContextManager[None]:
-        """Return a context for loading and warming up a model, in which a device may compile common kernels."""
-        return nullcontext()
 
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
         """Compile the kernels of a fused model's first step in advance."""

@@ -7,7 +7,6 @@ import logging
 import mmap
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -166,13 +165,6 @@ class CpuBackend(DeviceBackend):
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
         return CpuFusion(traits, make_product) if self.has_kernels(dtype) else None
 
-    def preparing(self) -> AbstractContextManager[None]:
-        if not _has_numba():
-            return nullcontext()
-        from pagemill.kernels.cpu.layer.compile_ahead import compiling_early
-
-        return compiling_early()
-
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
         """Compile the operators, or load them from disk."""
         if self.has_kernels(dtype):
@@ -229,9 +221,7 @@ def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> 
         cpu.warm_up()
 
     started = time.monotonic()
-    logger.info(
-        "preparing the CPU kernels (compiled on first use, some 20 s on two cores; then kept on disk)"
-    )
+    logger.info("loading the CPU kernels; the first time they are compiled, in about 10 s on two cores")
     with report_compiling(_log_compiling):
         if layer is not None:
             compile_apart(layer.parts(shape.dtype), meanwhile=warm_up_operators)

@@ -28,6 +28,7 @@ import torch
 _MODELS = "transformers.modeling_utils"
 _MODEL_CLASSES = "transformers.models.auto.modeling_auto"
 _COMPILER = "torch._dynamo"
+_LOSSES = "transformers.loss."
 _NOT_AVAILABLE = ("is_torch_distributed_available", "is_kernels_available")
 _MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 _MASK_HELPER = "_trace_wrapped_higher_order_op"
@@ -62,7 +63,7 @@ def _import_models() -> Any:
     if _MODELS in sys.modules or "LOCAL_RANK" in os.environ:
         return load()
     _hide_packages()
-    with _listing_models_once(), _unmarked():
+    with _listing_models_once(), _unmarked(), _without_scipy():
         return load()
 
 
@@ -88,6 +89,31 @@ def _listing_models_once() -> Iterator[None]:
         yield
     finally:
         setattr(import_utils, name, original)
+
+
+@contextmanager
+def _without_scipy() -> Iterator[None]:
+    """Keep scipy, a third of a second, from being imported for losses of object detection; import it on first use."""
+    from transformers import utils
+
+    name, function = "is_scipy_available", "linear_sum_assignment"
+    original = getattr(utils, name, None)
+    if original is None:
+        yield
+        return
+
+    def assign(*arguments: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module("scipy.optimize"), function)(*arguments, **options)
+
+    setattr(utils, name, _is_not_available)
+    try:
+        yield
+    finally:
+        setattr(utils, name, original)
+        for module in [module for key, module in sys.modules.items() if key.startswith(_LOSSES)]:
+            if vars(module).get(name) is _is_not_available:
+                setattr(module, name, original)
+                setattr(module, function, assign)
 
 
 def _hide_packages() -> None:

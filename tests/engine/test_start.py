@@ -29,7 +29,8 @@ llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, kv_cache_memory_bytes=2**
 result = llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
 assert len(result[0].outputs[0].token_ids) == 4
 unwanted = {
-    "sympy", "triton", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "sympy", "triton", "scipy.optimize",
+    "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor",
     "transformers.models.bloom.modeling_bloom", "transformers.models.falcon.modeling_falcon",
     "transformers.models.gptj.modeling_gptj", "transformers.models.mpt.modeling_mpt",
 }
@@ -56,6 +57,13 @@ assert transformers.masking_utils.TransformGetItemToIndex is helper.TransformGet
 assert callable(torch._dynamo.optimize), "whoever wants the compiler gets it"
 double = torch.compile(lambda x: x + x, backend="eager")
 assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+
+from transformers.loss import loss_for_object_detection as losses
+from transformers.utils import is_scipy_available
+
+assert losses.is_scipy_available is is_scipy_available
+if is_scipy_available():
+    assert losses.linear_sum_assignment(torch.eye(2).numpy(), maximize=True)[1].tolist() == [0, 1]
 """
 
 UNTOUCHED = """

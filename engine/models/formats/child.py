@@ -30,6 +30,7 @@ def main(kind: str, directory: Path, files: list[Path]) -> None:
     else:
         # gguf imports it, if it is installed, for writing files, which takes seconds.
         sys.modules.setdefault("mistral_common", None)  # type: ignore[arg-type]
+        import pagemill.engine.layers.library  # noqa: F401  first: it halves transformers' import time
         from pagemill.engine.models.formats.gguf_conversion import convert_gguf as convert
     from pagemill.engine.models.formats.shards import SHARD_BYTES
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import modeling_gguf_pytorch_utils as names
+from transformers.initialization import no_init_weights
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from pagemill.engine.errors import ModelLoadError
@@ -80,7 +83,7 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
             setattr(config, name, int(field.contents()))
     check_fields(reader, architecture, config, file.name)
     config.dtype = torch.float32
-    with torch.device("meta"):
+    with _without_parameters(), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
     find_family(config.to_dict())
@@ -99,6 +102,26 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
         correct_tokenizer(tokenizer, reader)
         add_bos(tokenizer, reader)
         tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def _without_parameters() -> Iterator[None]:
+    """Build modules whose parameters have no memory.
+
+    Unlike the meta device as a whole, on which functions such as `torch.arange` import torch's compiler.
+    """
+    register = torch.nn.Module.register_parameter
+
+    def register_outline(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    setattr(torch.nn.Module, "register_parameter", register_outline)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.nn.Module, "register_parameter", register)  # noqa: B010
 
 
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]

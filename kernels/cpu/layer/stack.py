@@ -52,7 +52,7 @@ def run_layers(kind, element, layers, steps, hidden, cos, sin, stride, half, num
 
 # These are separate Kernels, which `run_layers` and `place_and_attend` call. Matmuls are then not compiled
 # again for every cache dtype, nor attention for every kind of matmul. The slowest to compile come first.
-PARTS = ("prefill", "decode", "place_and_attend", "finish", "project")
+PARTS = ("prefill", "finish", "project", "decode", "place_and_attend")
 
 
 def compile_part(name: str, *, kind: KindName, cache_dtype: torch.dtype) -> None:

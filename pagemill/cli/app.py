@@ -30,6 +30,7 @@ from pagemill.cli.local_worker import settled_workers
 from pagemill.cli.terminal import options, views
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked, served_name
 from pagemill.cli.terminal.grouped import grouped
+from pagemill.cli.terminal.interrupts import interrupts_kept
 from pagemill.common.plain_text import escaped
 from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Effect
@@ -85,7 +86,7 @@ class ReportingGroup(TyperGroup):
             return super().make_context(*args, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        with reported_errors():
+        with reported_errors(), interrupts_kept():
             return super().invoke(ctx)
 
 

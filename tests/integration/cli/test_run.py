@@ -96,7 +96,7 @@ def test_markup_in_the_data_stays_text(
     pagemill: Callable[..., Finished], worker: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "<script>x"}\n{"text": "[red]y[/red]"}\n')
-    done = pagemill(*RUN)
+    done = pagemill(*RUN, "--choices", "[red]y[/red]")
     assert done.returncode == 0, done.stderr
     assert "<script>x" not in (tmp_path / "out.jsonl.report.html").read_text()
     assert "[red]y[/red]" in done.stdout

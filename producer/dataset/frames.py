@@ -123,10 +123,23 @@ class _Pandas:
         import pandas
 
         taken = self._frame.iloc[positions]
-        kind = None if positions else object
+
+        def kind(values: list[Any]) -> Any:
+            known = {type(value) for value in values if value is not None}
+            if known == {int} and None in values:  # as floats, large numbers would be rounded
+                return (
+                    "Int64"
+                    if all(-(2**63) <= value < 2**63 for value in values if value is not None)
+                    else object
+                )
+            return None if positions else object
+
         # By position, since an index may contain a label twice.
         return taken.assign(
-            **{name: pandas.Series(values, index=taken.index, dtype=kind) for name, values in columns.items()}
+            **{
+                name: pandas.Series(values, index=taken.index, dtype=kind(values))
+                for name, values in columns.items()
+            }
         )
 
 
@@ -149,7 +162,8 @@ class _Polars:
 
         def column(name: str, values: list[Any]) -> Any:
             try:
-                return polars.Series(name, values)
+                # Not a Series, whose type depends on the first value.
+                return polars.DataFrame([{name: value} for value in values], infer_schema_length=None)[name]
             except (TypeError, OverflowError, polars.exceptions.PolarsError):
                 return polars.Series(name, _texts(values))
 

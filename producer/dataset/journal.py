@@ -210,6 +210,10 @@ class Journal:
             (usage.get("prompt_tokens") or 0) + (usage.get("completion_tokens") or 0) for usage in usages
         )
 
+    def count(self) -> int:
+        """Return the number of outputs."""
+        return int(self._execute("SELECT count(*) FROM outputs").fetchone()[0])
+
     def results(self) -> Iterator[dict[str, Any]]:
         """Yield every output, in arbitrary order."""
         for (text,) in self._db.execute("SELECT result FROM outputs"):

@@ -57,7 +57,7 @@ class FileOutput:
     def lines(self) -> Iterator[tuple[Path, Row]]:
         """Yield the lines of an earlier run, each with its file."""
         try:
-            yield from ((self.path, row) for row in open_source(self.path).rows())
+            yield from ((self.path, row) for row in open_source(self.path, quoting="own").rows())
         except EmptyFile:
             return
 
@@ -108,6 +108,12 @@ class FolderOutput:
         check_output(
             self.path.with_name(PurePath(self.file_name(0)).name), str(self.path / self.file_name(0))
         )
+        if not self._name:
+            names = Counter(self.file_name(number) for number in range(len(self.inputs)))
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise DatasetError(
+                    f"two input files would have the output {twice[0]}; name the files: {self.path}/part-{PLACE}..."
+                )
         if os.path.ismount(self.path):
             raise DatasetError(
                 f"{self.path} is a mount point and cannot be replaced atomically; name a folder in it"
@@ -125,7 +131,8 @@ class FolderOutput:
         """Yield the lines of an earlier run, each with its file."""
         for name in self._listed():
             try:
-                yield from ((self.path / name, row) for row in open_source(self.path / name).rows())
+                rows = open_source(self.path / name, quoting="own").rows()
+                yield from ((self.path / name, row) for row in rows)
             except EmptyFile:
                 continue
 

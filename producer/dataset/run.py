@@ -39,7 +39,7 @@ from pagemill.producer.dataset.stopwatch import Stopwatch
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.pictures import picture_folders, with_pictures
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source
-from pagemill.producer.dataset.tables.shards import ShardedSource, changed_files, joined_lines
+from pagemill.producer.dataset.tables.shards import SAMPLED_ROWS, ShardedSource, changed_files, joined_lines
 from pagemill.producer.dataset.tables.writers import META, STEPS, Form, Writer, replacing
 from pagemill.producer.dataset.template import Condition, TemplateFailed
 from pagemill.producer.dataset.watch import Notify
@@ -269,10 +269,11 @@ class DatasetRun:
             raise
         return journal
 
-    def _check(self, first: Row | None) -> None:
-        self.chain.check(first)
-        if self._condition is not None and first is not None and first.fields:
-            self._condition.check_columns(first.fields)
+    def _check(self, sample: Row | None, first: Row | None = None) -> None:
+        """Raise DatasetError for columns that the sample lacks, or that the first row has already."""
+        self.chain.check(sample)
+        if self._condition is not None and sample is not None and sample.fields:
+            self._condition.check_columns(sample.fields)
         columns = (first.fields if first else None) or {}
         for name in self.chain.columns:
             if name in columns:
@@ -297,7 +298,8 @@ class DatasetRun:
         """Raise DatasetError if the columns of any file are not those that the run needs."""
         source = self.source
         if not isinstance(source, ShardedSource):
-            self._check(_first_row(source.rows()))
+            self._check_not_replaced(source)
+            self._check(*_sample(source.rows()))
             return
         for path in (self.path, self.errors_path, self.record_path):
             if source.covers(path):
@@ -305,11 +307,17 @@ class DatasetRun:
         self._check(None)
         source.check_columns()
         for index, shard in enumerate(source.shards):
-            first = _first_row(source.rows_of(index))
+            sample = _sample(source.rows_of(index))
             try:
-                self._check(first)
+                self._check(*sample)
             except DatasetError as error:
                 raise DatasetError(f"{shard.path}: {error}") from None
+
+    def _check_not_replaced(self, source: Source) -> None:
+        file = Path(source.name)
+        for path in (self.path, self.errors_path, self.record_path):
+            if path.exists() and file.exists() and path.samefile(file):
+                raise DatasetError(f"{path} is the input, and would be replaced; choose another --out")
 
     def _rows(self) -> Iterator[Row]:
         rows = self.source.rows()
@@ -542,6 +550,7 @@ class DatasetRun:
             return
         if not self.overwrite:
             self._check_same(then, self.journal_path)
+            self._check_limit(journal)
             self._check_files(journal)
         elif differences(then, self._settings()):
             WorkLoop(producer, journal).cancel()
@@ -549,6 +558,17 @@ class DatasetRun:
             self._begin(journal)
         journal.set_facts(settings=json.dumps(self._settings()))
         self._note_files(journal)
+
+    def _check_limit(self, journal: Journal) -> None:
+        """Raise DatasetError if the end of a limited run would delete finished rows beyond the limit."""
+        if self.limit is None or self.is_trial:
+            return
+        done = journal.count() // len(self.chain.steps)
+        if done > self.limit:
+            raise DatasetError(
+                f"{self.place.name} has {done:,} finished rows, and --limit {self.limit} would drop some of them; "
+                "choose another --out, or replace it with --overwrite"
+            )
 
     def _check_same(self, then: dict[str, Any], name: object) -> None:
         """Raise DatasetError if the settings differ. Steps and stages may be added."""
@@ -576,8 +596,17 @@ class DatasetRun:
         return self.chain.settings(self.where, schema_columns=self.schema_columns)
 
 
-def _first_row(rows: Iterable[Row]) -> Row | None:
-    return next((row for row in rows if row.fields is not None), None)
+def _sample(rows: Iterable[Row]) -> tuple[Row | None, Row | None]:
+    """Return a row with the columns of a sample's rows, and the first readable row."""
+    rows = iter(rows)
+    sample = [row for row in islice(rows, SAMPLED_ROWS) if row.fields is not None]
+    if not sample:
+        first = next((row for row in rows if row.fields is not None), None)
+        return first, first
+    fields: dict[str, Any] = {}
+    for row in sample:
+        fields |= {name: value for name, value in (row.fields or {}).items() if name not in fields}
+    return replace(sample[0], fields=fields), sample[0]
 
 
 @contextmanager

@@ -10,8 +10,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import wraps
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefined, UndefinedError, meta, nodes
+from jinja2 import (
+    Environment,
+    StrictUndefined,
+    TemplateError,
+    TemplateSyntaxError,
+    Undefined,
+    UndefinedError,
+    meta,
+    nodes,
+    pass_environment,
+    pass_eval_context,
+)
 from jinja2.exceptions import SecurityError
+from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.nodes import EvalContext
 from jinja2.runtime import LoopContext, TemplateReference
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -25,8 +38,8 @@ MAX_RENDERED_CHARACTERS = 1 << 20
 
 
 _TEXT_FILTERS = (
-    "capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "string", "striptags", "title",
-    "trim", "truncate", "upper", "urlencode", "wordwrap",
+    "capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "string", "pprint", "striptags",
+    "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
 )  # fmt: skip
 """Jinja2's filters that would convert null to the text "None"."""
 
@@ -57,6 +70,8 @@ class PromptTemplate:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
             self.names = frozenset(meta.find_undeclared_variables(tree)) - self._places.keys()
+            self._optional = _optional_names(tree)
+            self._keys = _row_keys(tree)
             self.placed = placed(tree, self._places.keys())
             self._has_plain_row = _has_plain_row(tree)
         except TemplateSyntaxError as error:
@@ -66,11 +81,13 @@ class PromptTemplate:
         """Raise DatasetError if the row lacks a column of the template, naming the existing ones."""
         if shared := sorted(self._places.keys() & columns.keys()):
             raise DatasetError(f"{shared[0]} is a column and a step; give the step another name")
-        _check_columns("the template", self.names, columns, self._has_plain_row)
+        _check_columns("the template", self.names - self._optional, columns, self._has_plain_row)
 
     def is_empty(self, fields: Mapping[str, Any]) -> bool:
         """Return whether every column that the template names is null or blank in this row."""
-        names = fields.keys() if ROW_NAME in self.names else self.names
+        names: Set[str] = (self.names - {ROW_NAME}) | self._keys
+        if self._has_plain_row and ROW_NAME in self.names:
+            names = fields.keys()
         return bool(names) and all(name in fields and is_blank(fields[name]) for name in names)
 
     def render(self, fields: Mapping[str, Any], places: Mapping[str, object] | None = None) -> str:
@@ -106,7 +123,7 @@ class Condition:
         try:
             self._expression = environment.compile_expression(source, undefined_to_none=False)
             tree = environment.parse("{{ (" + source + ") }}")
-            self._names = meta.find_undeclared_variables(tree)
+            self._names = meta.find_undeclared_variables(tree) - _optional_names(tree)
             self._has_plain_row = _has_plain_row(tree)
         except TemplateSyntaxError as error:
             raise DatasetError(f"--where {source!r} is not an expression: {error.message}") from None
@@ -152,6 +169,27 @@ def _has_plain_row(tree: nodes.Template) -> bool:
     return any(id(node) not in within for node in names)
 
 
+def _optional_names(tree: nodes.Template) -> frozenset[str]:
+    """Return the names for which the template provides a default, or whose existence it tests."""
+    guards = [node.node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
+    guards += [node.node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
+    return frozenset(node.name for node in guards if isinstance(node, nodes.Name))
+
+
+def _row_keys(tree: nodes.Template) -> frozenset[str]:
+    """Return the columns that are written as `row["x"]` or `row.x`."""
+    keys = {
+        node.arg.value
+        for node in tree.find_all(nodes.Getitem)
+        if _is_row(node.node) and isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str)
+    }
+    return frozenset(keys | {node.attr for node in tree.find_all(nodes.Getattr) if _is_row(node.node)})
+
+
+def _is_row(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Name) and node.name == ROW_NAME
+
+
 def _check_columns(asking: str, names: Set[str], columns: Mapping[str, Any], has_plain_row: bool) -> None:
     if ROW_NAME in columns and ROW_NAME in names and has_plain_row:
         raise DatasetError(
@@ -180,7 +218,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
         called = {id(call.node) for call in source.find_all(nodes.Call)}
-        return super()._generate(_by_key(source, called), *args, **options)
+        return super()._generate(_without_nulls(_by_key(source, called)), *args, **options)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         value = super().getitem(obj, argument)
@@ -206,6 +244,24 @@ def _by_key(node: nodes.Node, called: Set[int]) -> Any:
     return node
 
 
+def _without_nulls(tree: Any) -> Any:
+    """Treat the parts of `a ~ b` and the values of `"%s" % a` as printed ones."""
+
+    def printed(node: nodes.Expr) -> nodes.Expr:
+        function = nodes.EnvironmentAttribute("finalize", lineno=node.lineno, environment=node.environment)
+        return nodes.Call(function, [node], [], None, None, lineno=node.lineno, environment=node.environment)
+
+    for concat in list(tree.find_all(nodes.Concat)):
+        concat.nodes = [printed(part) for part in concat.nodes]
+    for node in list(tree.find_all(nodes.Mod)):
+        if isinstance(node.left, nodes.Const) and isinstance(node.left.value, str):
+            if isinstance(node.right, nodes.Tuple):
+                node.right.items = [printed(item) for item in node.right.items]
+            else:
+                node.right = printed(node.right)
+    return tree
+
+
 def _environment(nulls_are_empty: bool) -> ImmutableSandboxedEnvironment:
     environment = _Environment(
         undefined=_Missing,
@@ -216,8 +272,29 @@ def _environment(nulls_are_empty: bool) -> ImmutableSandboxedEnvironment:
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.filters |= {name: _keeping_null(environment.filters[name]) for name in _TEXT_FILTERS}
+    environment.filters |= {"join": _join, "format": _format}
     environment.globals.pop("range", None)  # a typo must not cause an hour-long loop
     return environment
+
+
+@pass_eval_context
+def _join(context: EvalContext, values: Any, *separator: Any, **options: Any) -> Any:
+    """Jinja2's filter, with the elements as they are printed."""
+    environment = context.environment
+    attribute = options.pop("attribute", separator[1] if len(separator) > 1 else None)
+    read: Any = (lambda value: value) if attribute is None else make_attrgetter(environment, attribute)
+    assert environment.finalize is not None
+    printed = [environment.finalize(read(value)) for value in values]
+    return FILTERS["join"](context, printed, *separator[:1], **options)
+
+
+@pass_environment
+def _format(environment: Environment, value: Any, *values: Any, **named: Any) -> Any:
+    """Jinja2's filter, with the values as they are printed."""
+    finalize = environment.finalize
+    assert finalize is not None
+    printed = {name: finalize(each) for name, each in named.items()}
+    return FILTERS["format"](value, *map(finalize, values), **printed)
 
 
 def _keeping_null(text_filter: Callable[..., Any]) -> Callable[..., Any]:

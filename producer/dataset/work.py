@@ -134,6 +134,8 @@ class WorkLoop:
         """Characters of the images of all `_chosen` jobs."""
         self._chosen = 0
         self._max_errors = max_errors
+        self._refused = 0
+        """Number of rows that have no job because they cannot be read or rendered."""
         self._on_news = on_news
         self._watch = RunWatch(producer, on_notice)
         self._batch_id = ""
@@ -147,12 +149,12 @@ class WorkLoop:
 
     def run(
         self,
-        works: Callable[[], Iterator[Work | None]],
+        works: Callable[[], Iterator[Work | Failure | None]],
         followers: Sequence[Follower] = (),
         *,
         collect: bool = True,
     ) -> None:
-        """Do everything that `works` yields (None: a row without a job), and then `followers`, as outcomes arrive.
+        """Do everything that `works` yields (otherwise for a row without a job), then `followers`, as outcomes arrive.
 
         All are called again if the server has lost jobs. `collect=False`: submit `works` only, to be collected later.
         Raises TooManyErrors and the producer's errors; everything collected by then is kept.
@@ -202,13 +204,16 @@ class WorkLoop:
         with self._journal.transaction():
             self._journal.set_facts(batch_id=self._batch_id, position="0")
 
-    def _items(self, works: Iterator[Work | None], *, is_first: bool) -> Iterator[Job]:
+    def _items(self, works: Iterator[Work | Failure | None], *, is_first: bool) -> Iterator[Job]:
         for work in works:
-            item = None if work is None else self._item(work)
+            item = self._item(work) if isinstance(work, Work) else None
             if item is not None:
                 yield item
             elif is_first:
-                (self.tally if work is None else self.tally.of(work.key)).settled += 1
+                (self.tally.of(work.key) if isinstance(work, Work) else self.tally).settled += 1
+                if isinstance(work, Failure):
+                    self._refused += 1
+                    self._check_errors(f"{work.code}: {work.message}")
 
     def _submit(self, items: Iterator[Job], *, collect: bool) -> None:
         while chunk := self._chunk(items):
@@ -389,11 +394,12 @@ class WorkLoop:
         self._on_news(self.tally)
         self._check_errors()
 
-    def _check_errors(self) -> None:
-        if self._max_errors is not None and self.tally.all_failed > self._max_errors:
+    def _check_errors(self, latest: str = "") -> None:
+        failed = self.tally.all_failed + self._refused
+        if self._max_errors is not None and failed > self._max_errors:
             raise TooManyErrors(
-                f"{self.tally.all_failed} rows have failed, more than --max-errors {self._max_errors}; "
-                f"the last one: {self.tally.latest}"
+                f"{failed} rows have failed, more than --max-errors {self._max_errors}; "
+                f"the last one: {latest or self.tally.latest}"
             )
 
     def _record(self, item: BatchItem) -> None:

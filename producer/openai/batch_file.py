@@ -12,6 +12,7 @@ from pathlib import Path
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.tables.compressed import data_suffix
 from pagemill.producer.dataset.tables.writers import check_output, replacing
 from pagemill.producer.dataset.watch import Notify
 from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop, warn
@@ -41,6 +42,15 @@ class BatchFile:
     def check(self) -> int:
         """Like BatchRequests.check; also, the output must not exist. Raises DatasetError."""
         check_output(self.out, str(self.out))
+        if data_suffix(self.out) not in (".jsonl", ".ndjson", ".json"):
+            raise DatasetError(
+                f"{self.out}: the responses are JSON lines; choose a name that ends with .jsonl"
+            )
+        for target in (self.out, self.errors_path):
+            if target.exists() and self.path.exists() and target.samefile(self.path):
+                raise DatasetError(
+                    f"{target} is the request file, and would be replaced; choose another --out"
+                )
         if self.path.exists() and not self.path.is_file():
             raise DatasetError(f"{self.path} is not a regular file; a batch file is read several times")
         try:

@@ -89,8 +89,11 @@ class Walk:
     journal: Journal
     on_truncated: OnTruncated | None = None
 
-    def works(self, rows: Iterable[Row]) -> Iterator[Work | None]:
-        """Yield the work of all steps except a cascade's later stages; None: a row without work in its first step."""
+    def works(self, rows: Iterable[Row]) -> Iterator[Work | Failure | None]:
+        """Yield the work of all steps except a cascade's later stages.
+
+        For a row without work in its first step, yield the reason of its failure, or None.
+        """
         self.journal.start_reading()
         is_alone = len(self.chain.at_once) == 1
         for row in rows:
@@ -100,7 +103,7 @@ class Walk:
                 if state.job is not None:
                     yield Work(state.key, state.job)
                 elif not index:
-                    yield None
+                    yield state.failure
 
     def followers(self, rows: Callable[[], Iterable[Row]]) -> list[Follower]:
         """Return iterators over the work of each later stage of a cascade, as answers of the previous stage arrive."""

@@ -39,7 +39,7 @@ ARROW_BATCH_BYTES = 16 << 20
 """Rows with images are read in smaller batches."""
 
 Format: TypeAlias = Literal["jsonl", "csv", "tsv", "parquet", "arrow"]
-Quoting: TypeAlias = Literal["standard", "none"]
+Quoting: TypeAlias = Literal["standard", "none", "own"]
 SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -89,7 +89,10 @@ class Source(Protocol):
 
 
 class CsvOptions(TypedDict, total=False):
-    """The format of a CSV or TSV file. `quoting`: `none` treats quotes as text. None: the default."""
+    """The format of a CSV or TSV file. None: the default.
+
+    `quoting`: `none` treats quotes as text; `own` is for a file that a run has written, without stray quotes.
+    """
 
     delimiter: str | None
     quoting: Quoting | None
@@ -112,7 +115,8 @@ def open_source(
     check_supported(path)
     if compression(path) and chosen in ("parquet", "arrow"):
         raise DatasetError(f"{path}: {chosen} files are compressed in themselves; unpack it first")
-    if chosen not in ("csv", "tsv", None) and (named := [name for name, value in options.items() if value]):
+    named = [name for name, value in options.items() if value and value != "own"]
+    if chosen not in ("csv", "tsv", None) and named:
         raise DatasetError(f"--{named[0]} is only for CSV and TSV files, not for {path}")
     match chosen:
         case "jsonl":
@@ -189,6 +193,7 @@ class CsvSource:
         self._given = options.get("delimiter")
         self._delimiter = self._given or ("\t" if kind == "tsv" else ",")
         self._has_quotes = options.get("quoting") != "none"
+        self._has_stray_quotes = self._delimiter == "\t" and options.get("quoting") != "own"
 
     def rows(self) -> Iterator[Row]:
         with self._reader() as lines:
@@ -264,7 +269,7 @@ class CsvSource:
             message = f"the row has {len(values)} fields, the header {len(header)}"
             return lines.bad(number, "invalid_csv", message, is_one_row=self._delimiter != "\t")
         values = values[: len(header)]
-        if self._delimiter == "\t" and len(lines.taken) > 1 and any(map(_holds_rows, values)):
+        if self._has_stray_quotes and len(lines.taken) > 1 and any(map(_holds_rows, values)):
             message = f"a quote that opens here closes in line {lines.number}{_QUOTES_ARE_TEXT}"
             return lines.bad(number, "invalid_csv", message)
         if not all(map(is_unicode, values)):
@@ -427,7 +432,7 @@ class ArrowSource:
 
 
 class MemorySource:
-    """Rows from Python, such as a list of dicts. An iterator is read only once: the journal spools it."""
+    """Rows from Python. Only a list, or another indexed collection, is read again: the journal spools others."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], name: str = "rows") -> None:
         self.name = name
@@ -435,7 +440,7 @@ class MemorySource:
 
     @property
     def is_repeatable(self) -> bool:
-        return not isinstance(self._rows, Iterator)
+        return hasattr(self._rows, "__len__") and hasattr(self._rows, "__getitem__")
 
     def rows(self) -> Iterator[Row]:
         for number, fields in enumerate(self._rows, 1):

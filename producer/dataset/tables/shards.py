@@ -30,9 +30,10 @@ from pagemill.producer.dataset.tables.rows import (
     Source,
     open_source,
 )
+from pagemill.producer.dataset.tables.values import is_unicode
 
 SAMPLED_ROWS = 100
-"""Rows of a JSONL file whose columns are compared with those of the other files."""
+"""Rows of a file whose columns are compared with those of other files, and with those that the run needs."""
 FINGERPRINT_BYTES = 64 << 10
 MAX_FILES = 100_000
 _DATASET_FILES = ("state.json", "dataset_dict.json")
@@ -193,6 +194,8 @@ def open_shards(
     found = [path for given in paths for path in _expanded(given, kind)]
     if len(found) > MAX_FILES:
         raise DatasetError(f"these are {len(found):,} files; a run reads at most {MAX_FILES:,}")
+    if odd := next((path for path in found if not is_unicode(str(path))), None):
+        raise DatasetError(f"{str(odd)!a}: the file's name is not UTF-8 text; rename the file")
     twice = [path for path, count in Counter(map(os.path.abspath, found)).items() if count > 1]
     if twice:
         raise DatasetError(f"{twice[0]} is named twice; name each file once")

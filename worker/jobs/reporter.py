@@ -277,7 +277,24 @@ class ProgressReporter:
                     self._discard(ended)
             case list():
                 for output in event:
-                    self._take_output(output)
+                    try:
+                        self._take_output(output)
+                    except Exception as error:  # of one job; the other outputs of the step are not lost
+                        self._fail_output(output, error)
+
+    def _fail_output(self, output: RequestOutput, error: Exception) -> None:
+        logger.exception("request %s: its output cannot be processed", output.request_id)
+        job = self._table.by_request(output.request_id)
+        if job is None or job.request_id in self._ended:
+            return
+        message = f"the output cannot be processed: {type(error).__name__}"
+        if output.finished:
+            job.has_left_engine = True
+            self._hold(self._failed(job, "output_invalid", message))
+            self._on_finished(None)
+        else:
+            info = ErrorInfo(code="output_invalid", message=message, retryable=True)
+            self._begin_stop(job, Ending(Outcome.RETRIED, info))
 
     def _take_output(self, output: RequestOutput) -> None:
         job = self._table.by_request(output.request_id)
@@ -333,7 +350,13 @@ class ProgressReporter:
     def _completed(self, job: RunningJob, output: RequestOutput | None) -> End:
         """End a complete job with its result, or with an error if that is too large. For any thread."""
         assert self._engine is not None, "outputs come from an engine"
-        body = job.result_json(output, tier=self._engine.engine.tier, now=self._clock.now())
+        try:
+            body = job.result_json(output, tier=self._engine.engine.tier, now=self._clock.now())
+        except Exception as error:
+            logger.exception("job %s: its result cannot be written as JSON", job.job_id)
+            return self._failed(
+                job, "output_invalid", f"the result cannot be written: {type(error).__name__}"
+            )
         if len(body) > MAX_RESULT_BYTES:
             return self._failed(job, "result_too_large", TOO_LARGE)
         sealed = ring().seal(body, "result", job.job_id)

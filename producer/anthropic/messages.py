@@ -295,9 +295,9 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def stop_reason(output: Output) -> str:
-    if output.tool_calls:
-        return "tool_use"
-    return "max_tokens" if output.finish_reason == "length" else "end_turn"
+    if output.finish_reason == "length":  # the last call can be incomplete
+        return "max_tokens"
+    return "tool_use" if output.tool_calls else "end_turn"
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

@@ -234,10 +234,12 @@ def _read_chat_logprobs(fields: dict[str, Any]) -> None:
 
 
 def _read_tools(fields: dict[str, Any]) -> None:
-    """Drop fields without effect: no tools, and choices among none."""
+    """Drop fields without effect: no tools, choices among none, and the format of an answer next to a forced call."""
     if fields.get("tools") == []:
         del fields["tools"]
     if "tools" in fields:
+        if fields.get("tool_choice", "auto") not in (None, "auto", "none"):
+            fields.pop("response_format", None)
         return
     if fields.get("tool_choice") in NEUTRAL["tool_choice"]:
         del fields["tool_choice"]

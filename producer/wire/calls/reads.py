@@ -211,7 +211,8 @@ def read_outcome(record: list[Any]) -> Outcome:
         job_id, word = found["id"].decode(), found["state"].decode(errors="replace")
         message = f"the stored record of job {job_id} is damaged: {type(error).__name__}"
         state: Any = word if word in END_STATES else "failed"
-        return Outcome(job_id=job_id, state=state, error=ErrorInfo(code=DAMAGED, message=message))
+        key = found.get("key", b"").decode(errors="replace")
+        return Outcome(job_id=job_id, state=state, key=key, error=ErrorInfo(code=DAMAGED, message=message))
 
 
 def _outcome(record: list[Any]) -> Outcome:

@@ -7,6 +7,7 @@ import re
 from typing import Any, Final
 
 from pagemill.common.chat.markers import held_back
+from pagemill.producer.wire.chat.pieces import as_json
 
 _STRUCTURE: Final = re.compile(r"[{}\[\]]")
 _MAX_DEPTH: Final = 64
@@ -45,7 +46,7 @@ class BareObject:
         """Return an object as JSON; other text is returned unchanged."""
         try:
             value = _Reader(text, self._quote).value(0)
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return as_json(value)
         except (ValueError, IndexError):
             return text
 

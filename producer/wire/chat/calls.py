@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pagemill.common.chat.families import HEADER_LIMIT, ToolSyntax
 from pagemill.common.chat.markers import held_back
-from pagemill.producer.wire.chat.pieces import Piece, TextFinder
+from pagemill.producer.wire.chat.pieces import Piece, TextFinder, as_json, is_function_name
 
 _STRUCTURE: Final = re.compile(r'["{}\[\]]')
 _STRING_END: Final = re.compile(r'["\\]')
@@ -191,14 +191,19 @@ def _read_call(text: str) -> tuple[str, str] | None:
         return None
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+    if (
+        not isinstance(call, dict)
+        or not isinstance(call.get("name"), str)
+        or not is_function_name(call["name"])
+    ):
         return None
     for member in ("arguments", "parameters"):
         if member in call:
             arguments = call[member]
-            return call["name"], arguments if isinstance(arguments, str) else _json(arguments)
+            if isinstance(arguments, str):  # JSON in a text; an escape is what it had
+                return call["name"], arguments.encode(errors="backslashreplace").decode()
+            try:
+                return call["name"], as_json({} if arguments is None else arguments)
+            except ValueError:
+                return None
     return None
-
-
-def _json(value: Any) -> str:
-    return json.dumps({} if value is None else value, ensure_ascii=False)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pagemill.common.chat.families import HEADER_LIMIT, Elements, ToolSyntax
 from pagemill.common.chat.markers import held_back
 from pagemill.producer.wire.chat.bare_names import BareObject
-from pagemill.producer.wire.chat.pieces import Piece, TextFinder
+from pagemill.producer.wire.chat.pieces import Piece, TextFinder, as_json, is_function_name
 
 _MAX_LITERAL: Final = 4096
 """Maximum characters of a value in Python notation, in which some templates show values to their models."""
@@ -77,7 +77,7 @@ class ElementFinder(TextFinder):
     def _header(self, pieces: list[Piece]) -> bool:
         """Start a call, or find that an opening mark was content."""
         header = self._syntax.header.match(self._buffer[:HEADER_LIMIT])
-        if header is not None:
+        if header is not None and is_function_name(header["name"]):
             self._buffer = self._buffer[header.end() :]
             self._name, self._num_arguments = header["name"], 0
             pieces.append(Piece("call", "", self._num_calls, self._name))
@@ -121,7 +121,7 @@ class ElementFinder(TextFinder):
                 and header["key"] not in self._values.get(self._name, ())
             )
             separator = ", " if self._num_arguments else "{"
-            self._write(pieces, f"{separator}{_json(header['key'])}: " + ('"' if self._is_text else ""))
+            self._write(pieces, f"{separator}{as_json(header['key'])}: " + ('"' if self._is_text else ""))
             self._num_arguments, self._has_text = self._num_arguments + 1, False
             self._state = self._value
             return True
@@ -148,7 +148,7 @@ class ElementFinder(TextFinder):
             if end >= 0 and elements.trims_lines:
                 ready = ready.removesuffix("\n")
             self._has_text = self._has_text or bool(self._buffer)
-            self._write(pieces, _json(ready)[1:-1] + ('"' if end >= 0 else ""))
+            self._write(pieces, as_json(ready)[1:-1] + ('"' if end >= 0 else ""))
             if end < 0:
                 self._buffer = self._buffer[len(ready) :]
                 return False
@@ -178,10 +178,6 @@ class ElementFinder(TextFinder):
             pieces.append(Piece("call", text, self._num_calls - 1))
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _value_json(text: str) -> str:
     """Return a value as JSON; as a string if it is not valid JSON."""
     text = text.strip()
@@ -190,7 +186,7 @@ def _value_json(text: str) -> str:
         readers.append(ast.literal_eval)
     for read in readers:
         try:
-            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+            return as_json(read(text))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
-    return _json(text)
+    return as_json(text)

@@ -11,7 +11,7 @@ import re
 from typing import Final, Literal
 
 from pagemill.common.chat.markers import held_back
-from pagemill.producer.wire.chat.pieces import Piece
+from pagemill.producer.wire.chat.pieces import Piece, is_function_name
 
 _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>")
@@ -112,9 +112,10 @@ class HarmonyParser:
     def _open(self, pieces: list[Piece], header: str) -> None:
         """Start the message that a header announces."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        if self._has_tools and recipient is not None and recipient[1] not in _NO_TOOLS:
+        name = "" if recipient is None or recipient[1] in _NO_TOOLS else recipient[1].removeprefix(_NAMESPACE)
+        if self._has_tools and is_function_name(name):
             self._begin("call")
-            pieces.append(Piece("call", "", self._num_calls, recipient[1].removeprefix(_NAMESPACE)))
+            pieces.append(Piece("call", "", self._num_calls, name))
             self._num_calls += 1
         else:
             self._begin("reasoning" if channel is not None and channel[1] == "analysis" else "content")

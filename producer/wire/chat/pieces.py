@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
+
+MAX_NAME: Final = 128
+
+
+def as_json(value: Any) -> str:
+    """Return JSON, with escapes if the value has lone surrogates. Raises ValueError for NaN and infinities."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_unicode(text) else json.dumps(value, allow_nan=False)
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether the text has no lone surrogates, which an escape in a model's JSON can produce."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def is_function_name(name: str) -> bool:
+    """Return whether a result can have this name of a function."""
+    return 0 < len(name) <= MAX_NAME and is_unicode(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +39,24 @@ class Piece:
 
 
 class ContentWriter:
-    """Writes the content around calls, without the white space that separates it from them."""
+    """Writes the content around calls: a line break takes the place of a call and the white space around it."""
 
     def __init__(self) -> None:
         self._space = ""
         """White space that is content only if more text follows."""
         self._has_calls = False
+        self._is_after_call = False
+        """No content has followed the last call yet."""
         self._has_content = False
 
     def write(self, pieces: list[Piece], text: str) -> None:
         """Write content, except trailing white space, and white space directly after a call."""
-        if self._has_calls and not self._has_content:
+        if self._is_after_call:
             text = text.lstrip()
+            if not text:
+                return
+            self._is_after_call = False
+            self._space = "\n" if self._has_content else ""
         ready = text.rstrip()
         if ready:
             pieces.append(Piece("content", self._space + ready))
@@ -40,7 +65,7 @@ class ContentWriter:
 
     def begin_call(self) -> None:
         """Drop the white space before a call."""
-        self._space, self._has_calls = "", True
+        self._space, self._has_calls, self._is_after_call = "", True, True
 
     def finish(self, pieces: list[Piece]) -> None:
         """Write white space at the end of a text without calls."""

@@ -41,7 +41,7 @@ _RESERVED: Final = frozenset(
 """Arguments of the function that renders templates."""
 
 _Strict = StringConstraints(strict=True, max_length=MAX_TEXT)
-FunctionName = Annotated[str, StringConstraints(strict=True, pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, StringConstraints(strict=True, pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 _CallId = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 

@@ -207,3 +207,23 @@ def test_errors_have_anthropics_form(
         with connect(guarded, made["red"]) as client, pytest.raises(anthropic.APIStatusError) as late:
             client.messages.create(**ASK | {"model": "m"}, extra_headers={"x-request-timeout": "0.2"})
     assert late.value.status_code == 504
+
+
+def test_a_call_that_max_tokens_cuts_off_is_no_finished_call(claude: Anthropic) -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "' + 200 * "x"
+    fields = ASK | {"messages": [{"role": "user", "content": call}], "max_tokens": 120}
+    assert claude.messages.create(**fields).stop_reason == "max_tokens"
+    with claude.messages.stream(**fields) as stream:
+        assert stream.get_final_message().stop_reason == "max_tokens"
+
+
+def test_a_forced_call_ignores_the_format_of_an_answer(claude: Anthropic) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    extra = ASK["extra_body"] | {"output_config": {"format": form}}
+    message = claude.messages.create(**ASK | {"tool_choice": {"type": "any"}, "extra_body": extra})
+    assert message.content[-1].type == "tool_use"
+
+
+def test_names_of_tools_can_have_128_characters(claude: Anthropic) -> None:
+    named = TOOL | {"name": "mcp__" + "x" * 123}
+    assert claude.messages.create(**ASK | {"tools": [named]}).content

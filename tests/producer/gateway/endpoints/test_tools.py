@@ -135,7 +135,7 @@ def test_a_conversation_continues_with_answers_of_the_client_s_helpers(client: O
             "not a template's",
         ),
         ({"extra_body": {"chat_template_kwargs": {"x": "y" * 5000}}}, "chat_template_kwargs", "4096 bytes"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, None, "function's schema"),
+        ({"tool_choice": "required", "extra_body": {"guided_regex": "x"}}, None, "function's schema"),
     ],
 )
 def test_what_is_refused_says_what_to_use(

@@ -8,9 +8,12 @@ import pytest
 
 from pagemill import Producer
 from pagemill.producer.wire.calls import batches, job_lists, outbox, reads
+from pagemill.producer.wire.calls.submissions import prepare, submit
 from pagemill.producer.wire.schema.errors import InvalidJob, JobError
+from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
 
+URL = "https://example.com/x"
 EDITS: dict[str, tuple[str, str | bytes]] = {
     "state": ("state", "zzz"),
     "submission time": ("at", "zz"),
@@ -69,7 +72,8 @@ def test_a_damaged_record_hides_no_other_job(queue: Queue, edit: str) -> None:
 
 @pytest.mark.parametrize("edit", RESULTS)
 def test_a_damaged_result_is_an_error_of_its_job(queue: Queue, edit: str) -> None:
-    queue.submit("a", "b", batch_id="B", webhook="https://example.com/x")
+    jobs = [Job.parse({"prompt": "x", "model": "m", "key": f"row-{name}", "webhook": URL}) for name in "ab"]
+    queue.run(submit(queue.name, [prepare(*pair) for pair in zip(jobs, "ab", strict=True)], batch_id="B"))
     for job in queue.pull():
         queue.commit(job, "text")
     key = f"{queue.prefix}out:b"
@@ -82,6 +86,7 @@ def test_a_damaged_result_is_an_error_of_its_job(queue: Queue, edit: str) -> Non
         assert items["a"].result is not None
         assert items["b"].error is not None
         assert items["b"].error.code == "payload_lost"
+        assert (items["a"].key, items["b"].key) == ("row-a", "row-b")
     outcomes = {n.outcome.job_id: n.outcome for n in queue.run(outbox.claim(queue.name, 10, 1000))}
     assert outcomes["a"].result is not None
     assert (outcomes["b"].result, outcomes["b"].error is None) == (None, False)

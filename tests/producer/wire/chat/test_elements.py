@@ -80,7 +80,7 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
 def test_words_around_calls_are_content(name: str) -> None:
     text = f"Let me look.\n\n{written(name, ('weather', ARGUMENTS))}\nThat was it."
     answer = parse_whole(syntax_of(name, ARGUMENTS), text)
-    assert (answer.content, calls_of(answer)) == ("Let me look.That was it.", [("weather", ARGUMENTS)])
+    assert (answer.content, calls_of(answer)) == ("Let me look.\nThat was it.", [("weather", ARGUMENTS)])
 
 
 _JSON: Any = st.recursive(

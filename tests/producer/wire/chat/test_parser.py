@@ -43,7 +43,7 @@ def test_what_a_family_writes_is_read(name: str) -> None:
 def test_words_around_calls_are_content(name: str) -> None:
     text = f"Let me look.\n\n{forced(name, ('weather', CITY))}\nThat was it."
     answer = parse_whole(ChatSyntax(tools=name), text)
-    assert (answer.content, answer.calls) == ("Let me look.That was it.", [Call("weather", CITY)])
+    assert (answer.content, answer.calls) == ("Let me look.\nThat was it.", [Call("weather", CITY)])
 
 
 @pytest.mark.parametrize(
@@ -170,3 +170,27 @@ def test_a_syntax_is_written_and_read(syntax: ChatSyntax) -> None:
 def test_a_template_tells_the_family(template: str, tools: str | None, thinking: str | None) -> None:
     assert (detect_tools(template), detect_thinking(template)) == (tools, thinking)
     assert (unsupported_family(template) is None) == (tools is not None)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('{"arguments": {"a": "\\ud83d"}, "name": "f"}', ("f", r'{"a": "\ud83d"}')),
+        ('{"arguments": "{\\"a\\": \\"\\ud83d\\"}", "name": "f"}', ("f", r'{"a": "\ud83d"}')),
+        ('{"arguments": {"a": "\\ud83d\\ude00"}, "name": "f"}', ("f", '{"a": "😀"}')),
+        ('{"arguments": {}, "name": "\\ud83d"}', None),
+        ('{"arguments": {"a": 1e999}, "name": "f"}', None),
+        ('{"arguments": {}, "name": "' + 129 * "f" + '"}', None),
+        ('{"arguments": {}, "name": "' + 128 * "f" + '"}', (128 * "f", "{}")),
+    ],
+)
+def test_a_call_is_always_storable(body: str, expected: tuple[str, str] | None) -> None:
+    text = f"<tool_call>{body}</tool_call>"
+    answer = parse_whole(ChatSyntax(tools="hermes"), text)
+    calls = [(call.name, call.arguments) for call in answer.calls]
+    assert calls == ([] if expected is None else [expected])
+    if expected is None:
+        assert body in answer.content
+    else:
+        json.loads(calls[0][1])
+        calls[0][1].encode()

@@ -289,6 +289,8 @@ class ProgressReporter:
             return
         message = f"the output cannot be processed: {type(error).__name__}"
         if output.finished:
+            self._stopping.pop(job.request_id, None)
+            job.left_engine_at = self._clock.now()
             job.has_left_engine = True
             self._hold(self._failed(job, "output_invalid", message))
             self._on_finished(None)

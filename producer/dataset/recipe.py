@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -170,6 +171,11 @@ class Recipe:
         text: dict[str, Any] = (
             {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
         )
+        given = [json.dumps(one) for one in self.fields.get("continuations") or ()]
+        if twice := [one for one, count in Counter(given).items() if count > 1]:
+            raise DatasetError(
+                f"--continuation {twice[0]} is given twice; the output names each score by its text"
+            )
         probe = text | {"model": self.model, **self.fields}
         if self.task == "rerank":
             probe.setdefault("documents", ["x"])

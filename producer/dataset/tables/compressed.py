@@ -50,7 +50,11 @@ def compression_of(start: bytes) -> tuple[str, str]:
 def reading(file: Path | Stream) -> Iterator[IO[bytes]]:
     """Open a file to read its decompressed contents. Raises DatasetError if it cannot be decompressed."""
     kind = compression(file)
-    with file.open("rb") as raw:
+    try:
+        opened = file.open("rb")
+    except OSError as error:
+        raise DatasetError(f"{file} cannot be read: {error.strerror or error}") from error
+    with opened as raw:
         if kind is None:
             yield raw
             return

@@ -137,6 +137,27 @@ def test_an_output_does_not_replace_its_input(producer: Producer, tmp_path: Path
     assert BatchFile(requests, tmp_path / "out.jsonl").check() == 1
 
 
+def test_a_file_that_cannot_be_opened_is_named(
+    producer: Producer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    opening = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == source:
+            raise PermissionError(13, "Permission denied")
+        return opening(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DatasetError, match=r"in\.jsonl cannot be read: Permission denied"):
+        simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+
+
+def test_a_continuation_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(DatasetError, match='"a" is given twice'):
+        simple(task="score", continuations=["a", "b", "a"])
+
+
 def test_cells_with_tabs_are_resumed_from_a_tsv(
     producer: Producer, ran: Counter[str], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import string
@@ -94,6 +95,7 @@ async def read_ask(
     body = {**(default or {}), **await read_object(request, config.max_body_bytes)}
     response = dict(body) if url == RESPONSES_URL else None
     is_background = False
+    stored_as: list[Any] = []
     own: dict[str, Any] = {"tenant": caller.tenant, "priority": caller.priority}
     if response is not None:
         is_background = _flag(response.get("background"), "background")
@@ -103,12 +105,14 @@ async def read_ask(
         url, body = CHAT_URL, read_response(body, earlier)
         if is_stored(response):
             own |= {"keep_input": True, "metadata": metadata_of(response)}
+            stored_as = ["response", is_background, response.get("metadata")]
         if response.get("service_tier") == "flex":
             own["priority"] = "low"
     elif url == CHAT_URL and _flag(body.get("store"), "store"):
         kept = {name: body[name] for name in ("model", "metadata") if body.get(name) is not None}
         body = body | {"store": False}
         own |= {"keep_input": True, "metadata": {STORED_CHAT: kept}}
+        stored_as = ["chat", kept.get("metadata")]
     elif url in (MESSAGES_URL, COUNT_TOKENS_URL):
         url, body = CHAT_URL, read_message(body, is_count=url == COUNT_TOKENS_URL)
     is_stream = _flag(body.pop("stream", None), "stream")
@@ -120,6 +124,8 @@ async def read_ask(
     name = _read_idempotency_key(request)
     jobs: list[Job] = []
     size, rows = 0, [read_tokens(url, body)] if url in TOKEN_OPERATIONS else read_jobs(url, body)
+    if name is not None and (stored_as or len(rows) > 1):  # the queue only compares the work of one job
+        name = _distinguished(name, stored_as, len(rows))
     for position, fields in enumerate(rows):
         if name is not None:
             own["idempotency_key"] = f"{name}/{position}" if position else name
@@ -233,6 +239,12 @@ def _read_on_late(request: Request) -> OnLate | None:
         message = f"{ESTIMATE_HEADER} is {' or '.join(get_args(OnLate))}"
         raise ApiError(400, message, "invalid_estimate", ESTIMATE_HEADER)
     return cast("OnLate | None", given)
+
+
+def _distinguished(name: str, *facts: Any) -> str:
+    """Return the idempotency key of a request with these facts, which the job's work does not contain."""
+    text = json.dumps([name, *facts], sort_keys=True)
+    return f"{name[: MAX_KEY - 37]}#{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def _read_idempotency_key(request: Request) -> str | None:

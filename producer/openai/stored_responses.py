@@ -17,8 +17,8 @@ from pagemill.producer.wire.schema.outputs import Output
 
 _MARK = "response"
 _IN_JOB = frozenset({"input", "instructions", "tools", "stream"})
-_MAX_SCHEMA = 4096
-"""Maximum characters of a JSON schema in the metadata; a larger one is read from the job."""
+_SCHEMA_TEXT = "schema_text"
+"""The JSON schema of a request with a forced call, whose job has no schema of an answer."""
 
 
 def metadata_of(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,7 +26,9 @@ def metadata_of(asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in asked.items() if name not in _IN_JOB and value is not None}
     kept["has_instructions"] = asked.get("instructions") is not None
     match kept.get("text"):
-        case {"format": {"schema": schema, **form}, **rest} if len(json.dumps(schema)) > _MAX_SCHEMA:
+        case {"format": {"schema": schema, **form}, **rest}:  # metadata cannot be nested as deep as a schema
+            if asked.get("tool_choice") not in (None, "none", "auto"):
+                form[_SCHEMA_TEXT] = json.dumps(schema)
             kept["text"] = {**rest, "format": form}
     return {_MARK: kept}
 
@@ -46,7 +48,12 @@ def request_of(job: Job, metadata: Mapping[str, Any] | None) -> dict[str, Any] |
     match asked.get("text"):
         case {"format": {"type": "json_schema"} as form, **rest} if "schema" not in form:
             shape = job.structured_outputs.json if job.structured_outputs is not None else None
-            schema = json.loads(shape) if isinstance(shape, str) else shape
+            shape = form.get(_SCHEMA_TEXT, shape)
+            try:
+                schema = json.loads(shape) if isinstance(shape, str) else shape
+            except (ValueError, RecursionError):
+                return None
+            form = {name: value for name, value in form.items() if name != _SCHEMA_TEXT}
             asked["text"] = {**rest, "format": {**form, "schema": schema}}
     try:
         read_response({**asked, "input": "-"})  # any producer may write such metadata

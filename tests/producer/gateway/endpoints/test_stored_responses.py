@@ -99,6 +99,17 @@ def test_a_schema_is_returned_with_the_response(client: OpenAI, large: bool) -> 
     assert (done.text.format.name, done.text.format.strict) == ("n", True)
 
 
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_deep_schema_can_be_stored(client: OpenAI, forced: bool) -> None:
+    schema: Any = {"type": "integer"}
+    for _ in range(25):
+        schema = {"type": "object", "properties": {"a": schema}, "additionalProperties": False}
+    shape: Any = {"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}}
+    fields: dict[str, Any] = {"tools": ASK["tools"], "tool_choice": "required"} if forced else {}
+    begun = client.responses.create(model="echo", input="x", text=shape, background=True, **fields)
+    assert finished(client, begun.id).text.format.schema_ == schema
+
+
 def test_a_stream_continues_after_any_of_its_events(client: OpenAI) -> None:
     """For any split of the text into deltas: no text is lost or repeated, and the numbers are the same."""
     with client.responses.create(**ASK, stream=True) as stream:
@@ -232,6 +243,32 @@ def test_a_repeated_request_finds_its_response(client: OpenAI) -> None:
         for _ in range(2)
     }
     assert len(ids) == 1
+
+
+def test_requests_that_are_stored_differently_do_not_share_a_key(client: OpenAI) -> None:
+    header = {"idempotency-key": uuid.uuid4().hex}
+    ways: list[dict[str, Any]] = [
+        {},
+        {"store": True},
+        {"background": True},
+        {"store": True, "metadata": {"a": "b"}},
+    ]
+    made = [
+        client.responses.create(model="echo", input="x", extra_headers=header, **way)
+        for way in (*ways, *ways)
+    ]
+    assert [one.id for one in made[:4]] == [one.id for one in made[4:]]
+    assert len({one.id for one in made}) == 4
+    for one in made[1:4]:
+        assert client.responses.retrieve(one.id).id == one.id
+    with pytest.raises(openai.ConflictError):
+        client.responses.create(model="echo", input="other", background=True, extra_headers=header)
+    header = {"idempotency-key": uuid.uuid4().hex}
+    both, one = (
+        client.completions.create(model="echo", prompt=prompts, extra_headers=header, max_tokens=1)
+        for prompts in (["a", "b"], ["a"])
+    )
+    assert (len(both.choices), len(one.choices)) == (2, 1)
 
 
 @pytest.mark.slow

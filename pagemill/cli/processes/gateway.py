@@ -52,6 +52,24 @@ Timeout = Annotated[
         "--timeout", callback=between(0.1, 86_400.0), help="Maximum duration of a request, in seconds."
     ),
 ]
+MaxConnections = Annotated[
+    int,
+    typer.Option(
+        "--max-connections",
+        min=1,
+        max=10**6,
+        help="Maximum number of connections; above it, the longest idle one is closed.",
+    ),
+]
+MaxInFlight = Annotated[
+    int,
+    typer.Option(
+        "--max-in-flight",
+        min=1,
+        max=10**6,
+        help="Maximum number of open requests; above it, requests get 503.",
+    ),
+]
 UnknownModelTimeout = Annotated[
     float,
     typer.Option(
@@ -101,24 +119,8 @@ def gateway(
     models: options.NamedModels = None,
     timeout: Timeout = 600.0,
     unknown_model_timeout: UnknownModelTimeout = 30.0,
-    max_connections: Annotated[
-        int,
-        typer.Option(
-            "--max-connections",
-            min=1,
-            max=10**6,
-            help="Maximum number of connections; above it, the longest idle one is closed.",
-        ),
-    ] = 20_000,
-    max_in_flight: Annotated[
-        int,
-        typer.Option(
-            "--max-in-flight",
-            min=1,
-            max=10**6,
-            help="Maximum number of open requests; above it, requests get 503.",
-        ),
-    ] = 2_000,
+    max_connections: MaxConnections = 20_000,
+    max_in_flight: MaxInFlight = 2_000,
     log_level: GatewayLogLevel = "info",
     log_format: options.LogFormatName = "console",
     separate_reasoning: options.SeparateReasoning = False,

@@ -67,7 +67,11 @@ def read_message(body: Mapping[str, Any], *, is_count: bool = False) -> dict[str
         chat["stop"] = given["stop_sequences"]
     if given.get("tools"):
         chat["tools"] = [_tool(number, tool) for number, tool in enumerate(_list(given["tools"], "tools"))]
-        chat |= _tool_choice(given.get("tool_choice"))
+    choice = _tool_choice(given.get("tool_choice"))
+    if "tools" in chat:
+        chat |= choice
+    elif choice.get("tool_choice") not in (None, "auto", "none"):
+        raise InvalidJob("tool_choice: a forced call needs tools", param="tool_choice")
     chat |= _thinking(given.get("thinking"))
     chat |= _output_config(given.get("output_config"))
     return chat
@@ -84,8 +88,8 @@ def _unsupported(place: str, problem: str) -> InvalidJob:
 
 
 def _messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    if (system := given.get("system")) is not None:
-        yield {"role": "system", "content": _text(system, "system")}
+    if system := _text(given.get("system", ""), "system"):
+        yield {"role": "system", "content": system}
     messages = _list(given.get("messages"), "messages")
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidJob(f"messages should have 1 to {MAX_MESSAGES} items", param="messages")
@@ -269,7 +273,7 @@ def message(model: str, job_id: str, result: Result | None = None) -> dict[str, 
 def _content(output: Output) -> Iterator[dict[str, Any]]:
     if output.reasoning is not None:
         yield block("reasoning") | {"thinking": output.reasoning}
-    if output.text or not output.tool_calls:
+    if output.text or not (output.tool_calls or output.reasoning is not None):
         yield block("content") | {"text": output.text}
     for call in output.tool_calls:
         yield block(0, call.id, call.function.name) | {"input": _arguments(call.function.arguments)}

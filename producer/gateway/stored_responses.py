@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -31,7 +31,7 @@ from pagemill.producer.wire.calls.reads import Outcome, Recorded
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import JobError, PagemillError, ResultTimeout, Unverifiable
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import JobStatus
+from pagemill.producer.wire.schema.outputs import JobStatus, Output, PositionLogprobs
 
 _CANCEL_S = 2.0
 """Seconds that a cancellation waits for the worker, so that its response shows the end."""
@@ -196,7 +196,8 @@ class BackgroundStream(ResponseStream):
     """Events that can be read again from any position, on any gateway.
 
     Their numbers only depend on the text: a delta counts once per character and has its last character's number, any
-    other event counts once. So the deltas of the first transmission do not matter.
+    other event counts once. So the deltas of the first transmission do not matter. Calls are sent at the end, because
+    text may follow them, and a later reader receives the text as a whole.
     """
 
     def __init__(
@@ -208,6 +209,7 @@ class BackgroundStream(ResponseStream):
         self._position = 0
         self._has_begun = False
         self._error: JobError | None = None
+        self._calls: dict[str | int, TextDelta] = {}
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the events to send; the first immediately, so that the client has the response's id."""
@@ -229,11 +231,22 @@ class BackgroundStream(ResponseStream):
         self._has_begun = True
         return [self._event("response.in_progress", response=self._response("in_progress"))]
 
-    def _open_item(self, news: TextDelta) -> list[bytes]:
-        if news.part in self._texts:
-            # A later reader receives each part as a whole, so its events would have other numbers.
+    def _pieces(
+        self, number: int, index: int, news: list[TextDelta], positions: tuple[PositionLogprobs, ...] | None
+    ) -> list[bytes]:
+        for one in news:
+            if isinstance(one.part, int):
+                begun = self._calls.get(one.part, replace(one, text=""))
+                self._calls[one.part] = replace(begun, text=begun.text + one.text)
+        texts = [one for one in news if isinstance(one.part, str)]
+        if self._items and any(one.part == "reasoning" for one in texts):
+            # A later reader receives all of the reasoning before the text, so its events would have other numbers.
             raise diverged()
-        return super()._open_item(news)
+        return super()._pieces(number, index, texts, positions)
+
+    def _finish(self, number: int, output: Output) -> list[bytes]:
+        calls = super()._pieces(number, output.index, list(self._calls.values()), None)
+        return [*calls, *super()._finish(number, output)]
 
     async def _last_chunks(self, number: int) -> list[bytes]:
         try:

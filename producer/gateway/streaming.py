@@ -69,6 +69,8 @@ class _Sample:
     """Length of the text at the end of the last sent positions."""
     seen: dict[str | int, str] = field(default_factory=dict)
     calls: dict[int, ToolCallDelta] = field(default_factory=dict)
+    last: str | int | None = None
+    """The part that was sent last."""
     has_begun: bool = False
 
     def check_end(self) -> None:
@@ -93,6 +95,9 @@ class _Sample:
             for part, text in self.seen.items()
             if part in begun or len(text) > len(self.sent.get(part, ""))
         ]
+        # An event can end one part and start others.
+        news.sort(key=lambda one: one.part != self.last)
+        self.last = news[-1].part if news else self.last
         self.sent = dict(self.seen)
         if event.logprobs is None:
             return news, None

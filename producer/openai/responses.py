@@ -46,6 +46,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "stream_options": ({}, {"include_obfuscation": False}),
 }
+_WITH_OPTIONS = frozenset({"reasoning", "stream_options", "text"})
+"""Objects whose members can be null, as if they were omitted."""
 _INSTEAD: Mapping[str, str] = {
     "conversation": "send previous_response_id, or the earlier items in input",
     "prompt": "send the prompt's text in instructions and input",
@@ -68,7 +70,11 @@ def read_response(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] 
     Args:
         earlier: messages of the conversation that `previous_response_id` continues.
     """
-    given = {name: value for name, value in body.items() if value is not None}
+    given = {
+        name: _without_nulls(value) if name in _WITH_OPTIONS else value
+        for name, value in body.items()
+        if value is not None
+    }
     for name, value in given.items():
         if name in _READ or (name in _NEUTRAL and value in _NEUTRAL[name]):
             continue
@@ -91,6 +97,12 @@ def read_response(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] 
     if (effort := _effort(given.get("reasoning"))) is not None:
         chat["reasoning_effort"] = effort
     return chat
+
+
+def _without_nulls(options: Any) -> Any:
+    if not isinstance(options, Mapping):
+        return options
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _messages(given: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -285,14 +297,15 @@ def job_id_of(response_id: str) -> str:
 
 def items(job_id: str, output: Output) -> list[dict[str, Any]]:
     """Return the output items of a sample: its reasoning, its text, and its calls."""
-    status = "incomplete" if output.finish_reason == "length" else "completed"
     found: list[dict[str, Any]] = []
     if output.reasoning is not None:
-        found.append(reasoning_item(job_id, output.reasoning, status))
-    if output.text or not output.tool_calls:
-        found.append(message_item(job_id, output.text, status))
+        found.append(reasoning_item(job_id, output.reasoning, "completed"))
+    if output.text or not (found or output.tool_calls):
+        found.append(message_item(job_id, output.text, "completed"))
     for call in output.tool_calls:
-        found.append(call_item(call.id, call.function.name, call.function.arguments, status))
+        found.append(call_item(call.id, call.function.name, call.function.arguments, "completed"))
+    if output.finish_reason == "length":
+        found[-1]["status"] = "incomplete"
     return found
 
 

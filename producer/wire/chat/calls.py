@@ -53,8 +53,7 @@ class CallFinder(TextFinder):
     """
 
     def __init__(self, syntax: ToolSyntax) -> None:
-        super().__init__()
-        self._syntax = syntax
+        super().__init__(syntax)
         self._raw = ""
         """Text read since the possible start of a call: content, if none has started."""
         self._scanner = JsonScanner()
@@ -64,6 +63,8 @@ class CallFinder(TextFinder):
     def finish(self) -> list[Piece]:
         """Return the text that was held back until the end."""
         self._is_final = True
+        if self._num_calls and self._state == self._between and self._is_cut_mark(self._buffer.lstrip()):
+            self._buffer = ""
         pieces = self.feed("")
         if self._state not in (self._arguments, self._tail):
             self._text.write(pieces, self._raw + self._buffer)

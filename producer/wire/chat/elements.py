@@ -25,8 +25,7 @@ class ElementFinder(TextFinder):
 
     def __init__(self, syntax: ToolSyntax, values: Mapping[str, Collection[str]]) -> None:
         """`values` has, by function, the parameters whose values are not texts."""
-        super().__init__()
-        self._syntax = syntax
+        super().__init__(syntax)
         self._values = values
         self._name = ""
         self._num_arguments = 0
@@ -39,6 +38,8 @@ class ElementFinder(TextFinder):
     def finish(self) -> list[Piece]:
         """Return the text that was held back until the end."""
         self._is_final = True
+        if self._state == self._after and self._is_cut_mark(self._buffer.lstrip()):
+            self._buffer = ""
         pieces = self.feed("")
         if self._state == self._content:
             self._text.write(pieces, self._buffer)

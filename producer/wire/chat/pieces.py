@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from pagemill.common.chat.families import ToolSyntax
+
 MAX_NAME: Final = 128
 
 
@@ -81,7 +83,8 @@ class TextFinder:
 
     _state: Callable[[list[Piece]], bool]
 
-    def __init__(self) -> None:
+    def __init__(self, syntax: ToolSyntax) -> None:
+        self._syntax = syntax
         self._buffer = ""
         self._text = ContentWriter()
         self._num_calls = 0
@@ -94,6 +97,10 @@ class TextFinder:
         while self._state(pieces):
             pass
         return pieces
+
+    def _is_cut_mark(self, rest: str) -> bool:
+        """Return whether the text's end is a mark after a call, cut off by `max_tokens`."""
+        return rest != "" and any(mark.startswith(rest) for mark in self._syntax.skipped)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from pagemill.producer.anthropic.messages import read_message
 from pagemill.producer.openai.formats import CHAT_URL, read_job
 from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.producer.gateway.serving import Served, gateway, write_keys
-from tests.producer.gateway.weather import ANSWER, PARAMETERS
+from tests.producer.gateway.weather import ANSWER, BETWEEN, PARAMETERS
 from tests.worker.harness import PATIENCE_S
 
 TOOL: Any = {"name": "weather", "description": "The weather.", "input_schema": PARAMETERS}
@@ -74,6 +74,27 @@ def test_a_stream_gives_the_same_message(claude: Anthropic) -> None:
     assert without_ids == [block.model_dump(exclude={"id", "citations"}) for block in whole.content]
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_a_stream_with_text_between_calls(claude: Anthropic) -> None:
+    with claude.messages.stream(**ASK | {"messages": [{"role": "user", "content": BETWEEN}]}) as stream:
+        final = stream.get_final_message()
+    kinds = [block.type for block in final.content if block.type != "text"]
+    assert kinds == ["thinking", "tool_use", "tool_use"]
+    assert "".join(block.text for block in final.content if block.type == "text") == (
+        "Let me look.\nAnd there.\nDone."
+    )
+    assert [block.input for block in final.content if block.type == "tool_use"] == [{"city": "Rome"}] * 2
+
+
+def test_an_empty_system_text_is_none_and_a_forced_call_needs_tools() -> None:
+    ask = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    for system in ("", [], [{"type": "text", "text": ""}]):
+        assert read_message(ask | {"system": system})["messages"] == ask["messages"]
+    for choice in ({"type": "any"}, {"type": "tool", "name": "f"}):
+        with pytest.raises(InvalidJob, match="needs tools"):
+            read_message(ask | {"tools": [], "tool_choice": choice})
+    assert "tool_choice" not in read_message(ask | {"tool_choice": {"type": "auto"}})
 
 
 def test_a_conversation_with_results_of_tools(claude: Anthropic) -> None:

@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from pagemill.producer.client.sync import Producer
 from tests.producer.gateway.serving import Served, gateway, gateway_process, write_keys
-from tests.producer.gateway.weather import ANSWER, FLAT
+from tests.producer.gateway.weather import ANSWER, BETWEEN, FLAT
 from tests.worker.harness import PATIENCE_S, WorkerProcess, process_settings, running_worker, worker_config
 
 TOOL: Any = FLAT | {"strict": True}
@@ -110,9 +110,10 @@ def test_a_deep_schema_can_be_stored(client: OpenAI, forced: bool) -> None:
     assert finished(client, begun.id).text.format.schema_ == schema
 
 
-def test_a_stream_continues_after_any_of_its_events(client: OpenAI) -> None:
+@pytest.mark.parametrize("text", [ANSWER, pytest.param(BETWEEN, marks=pytest.mark.slow)])
+def test_a_stream_continues_after_any_of_its_events(client: OpenAI, text: str) -> None:
     """For any split of the text into deltas: no text is lost or repeated, and the numbers are the same."""
-    with client.responses.create(**ASK, stream=True) as stream:
+    with client.responses.create(**ASK | {"input": text}, stream=True) as stream:
         events = list(stream)
     kinds = [event.type for event in events]
     assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]

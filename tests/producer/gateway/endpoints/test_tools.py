@@ -11,7 +11,7 @@ from openai import OpenAI
 from pydantic import BaseModel, ConfigDict
 
 from tests.producer.gateway.serving import Served, gateway
-from tests.producer.gateway.weather import ANSWER, FLAT, PARAMETERS, WEATHER
+from tests.producer.gateway.weather import ANSWER, BETWEEN, FLAT, PARAMETERS, WEATHER
 from tests.worker.harness import PATIENCE_S
 
 ASK: dict[str, Any] = {
@@ -204,6 +204,39 @@ def test_a_response_is_streamed(client: OpenAI) -> None:
     assert [item.arguments for item in done if item.type == "function_call"] == [
         item.arguments for item in whole.output if item.type == "function_call"
     ]
+
+
+def test_a_stream_with_text_between_calls_agrees_with_its_final_response(client: OpenAI) -> None:
+    with client.responses.stream(**RESPOND | {"input": BETWEEN}) as stream:
+        events = list(stream)
+        accumulated = stream.get_final_response()
+    final = events[-1].response  # type: ignore[union-attr]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    # Events that the worker has merged contain text and calls, so the number of messages can differ.
+    assert [item.type for item in done if item.type != "message"] == ["reasoning", *["function_call"] * 2]
+    for response in (final, accumulated):
+        assert [(item.id, item.type) for item in response.output] == [(item.id, item.type) for item in done]
+    assert len({item.id for item in done}) == len(done)
+    whole = client.responses.create(**RESPOND | {"input": BETWEEN})
+    assert final.output_text == whole.output_text == "Let me look.\nAnd there.\nDone."
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_reasoning_without_an_answer_has_no_message(client: OpenAI, is_stream: bool) -> None:
+    ask = RESPOND | {"input": "<think>\nWhere?", "max_output_tokens": 12, "stream": is_stream}
+    answer = client.responses.create(**ask)
+    response = list(answer)[-1].response if is_stream else answer
+    assert [(item.type, item.status) for item in response.output] == [("reasoning", "incomplete")]
+
+
+def test_nulls_in_options_of_a_response_are_as_if_omitted(client: OpenAI) -> None:
+    options: dict[str, Any] = {
+        "stream_options": {"include_obfuscation": None},
+        "reasoning": {"effort": None, "summary": None, "generate_summary": None},
+        "text": {"format": None, "verbosity": None},
+    }
+    events = list(client.responses.create(model="echo", input="x", stream=True, **options))
+    assert events[-1].type == "response.completed"
 
 
 def test_a_response_with_a_schema_and_one_that_is_cut(client: OpenAI) -> None:

@@ -39,6 +39,14 @@ def test_what_a_family_writes_is_read(name: str) -> None:
     assert (two.content, two.calls) == ("", [Call("weather", CITY), Call("time", TIME)])
 
 
+@pytest.mark.parametrize("name", JSON_TOOLS)
+def test_a_mark_that_is_cut_off_after_a_call_is_not_content(name: str) -> None:
+    text = forced(name, ("weather", CITY))
+    for cut in range(len(text)):
+        answer = read(ChatSyntax(tools=name), text[:cut])
+        assert not answer.calls or answer.content == "", text[:cut]
+
+
 @pytest.mark.parametrize("name", [name for name in JSON_TOOLS if TOOLS[name].opens])
 def test_words_around_calls_are_content(name: str) -> None:
     text = f"Let me look.\n\n{forced(name, ('weather', CITY))}\nThat was it."

@@ -172,7 +172,7 @@ class Walk:
         digest = _digest(plain, parents)
         count = self.journal.occurrence(f"{digest}@{step.name}")
         key = digest if repeatable else f"{digest}-{count}"
-        if step is not self.chain.first:
+        if step.name:
             key = stage_key(key, step.name)
         state = StepState(
             step, key, is_merged=repeatable and count > 1, is_repeatable=repeatable, occurrence=count

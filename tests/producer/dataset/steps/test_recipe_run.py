@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,26 @@ def test_a_step_may_be_added_but_not_changed_or_taken_away(
         with pytest.raises(DatasetError, match=says):
             RecipePipeline(recipe).run(rows(20), out=out, producer=producer)
     assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_step_may_be_added_before_the_first(
+    is_finished: bool, producer: Producer, model: Model, tmp_path: Path
+) -> None:
+    """Neither a finished output nor a journal is computed again."""
+    out = tmp_path / "out.jsonl"
+
+    def stop(tally: Tally) -> None:
+        if tally.succeeded > 5 and not is_finished:
+            raise InterruptedError
+
+    with nullcontext() if is_finished else pytest.raises(InterruptedError):
+        RecipePipeline(RECIPE).run(rows(20), out=out, producer=producer, on_progress=stop)
+    tone = {"name": "tone", "prompt": "The tone of {{ text }}", "column": "tone"}
+    RecipePipeline(RECIPE | {"steps": [tone, *RECIPE["steps"]]}).run(rows(20), out=out, producer=producer)
+    check(out, 20)
+    assert {line["tone"] for line in read(out)} == {f"<The tone of r{n}>" for n in range(20)}
+    assert set(model.ran.values()) == {1}
 
 
 @pytest.mark.parametrize("how", ["failed", "dead"])

@@ -51,7 +51,7 @@ def prompt_limit(model: str | None, url: str | None, queue: str, worker_options:
 
 def preview(dataset: DatasetRun, counter: TokenCounter, limit: int | None, *, as_json: bool) -> bool:
     """Print the first prompts, and all errors; return whether all rows can be submitted."""
-    tokens = rows = jobs = bad = skipped = last = 0
+    tokens = rows = jobs = bad = skipped = last = last_bad = last_skipped = 0
     longest, long_rows, first_long, are_exact = 0, 0, 0, True
     unfilled = {step.name for step in dataset.chain.at_once if step.recipe.places}
     for row, step, made in dataset.previews():
@@ -61,8 +61,10 @@ def preview(dataset: DatasetRun, counter: TokenCounter, limit: int | None, *, as
             jobs, are_exact = jobs + 1, are_exact and size.is_exact
             if limit is not None and size.size + 1 > limit:  # at least one token of output
                 long_rows, first_long = long_rows + 1, first_long or row.number
-        else:
-            bad, skipped = bad + (not job.is_skipped), skipped + job.is_skipped
+        elif job.is_skipped:
+            skipped, last_skipped = skipped + (row.number != last_skipped), row.number
+        else:  # several steps of one row can fail
+            bad, last_bad = bad + (row.number != last_bad), row.number
         tokens, longest = tokens + size.size, max(longest, size.size)
         if rows <= PREVIEW_ROWS:
             _print(row.number, step, job, size, as_json=as_json)

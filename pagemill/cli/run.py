@@ -430,7 +430,8 @@ def _execute(dataset: DatasetRun, producer: Producer, serving: Sequence[Serving]
 
 def _report(dataset: DatasetRun, summary: Summary, page: Place, *, as_json: bool) -> None:
     """Write the report's files, and print its figures to stdout; the output itself is complete by now."""
-    paths = page.path, page.path.with_suffix(".json")
+    is_json = page.path.suffix == ".json"
+    paths = page.path.with_suffix(".html") if is_json else page.path, page.path.with_suffix(".json")
     about = {"input": dataset.source.name, "output": dataset.outputs_name, "model": dataset.models[0]}
     try:
         page.prepare()

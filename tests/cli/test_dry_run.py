@@ -58,7 +58,7 @@ def dry_run(
         queue,
         *where,
     ]
-    template = [] if "--template" in options else ["--template", "{{ text }}"]
+    template = [] if "--template" in options or rows.suffix == ".yaml" else ["--template", "{{ text }}"]
     environment = {"PAGEMILL_STATE_DIR": str(state), "PAGEMILL_REDIS_URL": ""}
     return CliRunner().invoke(app, [*command, *template, *options], env=environment)
 
@@ -186,6 +186,18 @@ def test_bad_rows_fail_a_dry_run_and_skipped_ones_do_not(tmp_path: Path) -> None
     assert (done.exit_code, "0 bad, 1 skipped" in done.stderr) == (0, True)
     done = dry_run(rows, "--model", "echo", "--where", "text is not none", state=tmp_path)
     assert (done.exit_code, "1 rows looked at: 0 bad" in done.stderr) == (0, True)
+
+
+def test_a_row_that_several_steps_cannot_use_is_counted_once(tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"text": "a"}\n{"text": null}\n{"text": null}\n')
+    recipe = tmp_path / "recipe.yaml"
+    steps = [{"name": name, "prompt": "{{ text }}", "max_tokens": 1} for name in ("one", "two", "three")]
+    recipe.write_text(json.dumps({"model": "echo", "steps": steps}))
+    done = dry_run(recipe, str(rows), state=tmp_path)
+    assert (done.exit_code, "3 of 3 rows looked at: 2 bad" in done.stderr) == (4, True), done.output
+    done = dry_run(recipe, str(rows), "--on-empty", "skip", state=tmp_path)
+    assert (done.exit_code, "0 bad, 2 skipped" in done.stderr) == (0, True), done.output
 
 
 def test_a_worker_of_a_later_version_is_still_read() -> None:

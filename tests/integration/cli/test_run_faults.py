@@ -115,6 +115,14 @@ def test_an_output_survives_a_report_that_cannot_be_written(
 
 
 @pytest.mark.slow
+def test_a_report_named_as_json_does_not_replace_the_page(run: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    assert run("--out", "out.jsonl", "--report", "r.json").exit_code == 0
+    assert json.loads((tmp_path / "r.json").read_text())["rows"] == 1
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.slow
 def test_every_kind_of_bad_row_is_told_apart(run: Callable[..., Result], tmp_path: Path) -> None:
     good = b'{"text": "good"}\n'
     rows = {

@@ -297,10 +297,13 @@ def _arrow_kinds(kind: Any) -> frozenset[str]:
         "true or false": types.is_boolean,
         "whole numbers": types.is_integer,
         "numbers with a fraction": types.is_floating,
+        "decimal numbers": types.is_decimal,
         "text": lambda one: types.is_string(one) or types.is_large_string(one),
         "bytes": lambda one: types.is_binary(one) or types.is_large_binary(one),
         "times": types.is_timestamp,
         "dates": types.is_date,
+        "times of day": types.is_time,
+        "durations": types.is_duration,
         "objects": types.is_struct,
     }
     return frozenset({next((name for name, is_kind in tests.items() if is_kind(kind)), str(kind))})

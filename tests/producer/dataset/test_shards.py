@@ -333,6 +333,23 @@ def test_killed_while_it_writes(
 
 
 @pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pyarrow.decimal128(5, 2), pyarrow.decimal128(9, 4)),
+        (pyarrow.time32("s"), pyarrow.time64("ns")),
+        (pyarrow.duration("s"), pyarrow.duration("us")),
+        (pyarrow.dictionary(pyarrow.int8(), pyarrow.string()), pyarrow.large_string()),
+    ],
+    ids=str,
+)
+def test_files_may_store_one_kind_of_values_differently(one: Any, other: Any, tmp_path: Path) -> None:
+    for number, kind in enumerate((one, other)):
+        empty = pyarrow.table({"text": ["a"], "n": pyarrow.array([None], kind)})
+        parquet.write_table(empty, tmp_path / f"{number}.parquet")
+    open_shards([tmp_path]).check_columns()
+
+
+@pytest.mark.parametrize(
     ("columns", "other", "says"),
     [
         (

@@ -233,10 +233,15 @@ class OutputProcessor:
             self._count_structured(sequence)
 
     def _extend_text(self, sequence: Sequence, sample: _SampleText, update: SequenceUpdate) -> str:
-        """Return the text of an update. Tokens after one that completes a stop string are removed."""
+        """Return the text of an update. Tokens after one that completes a stop string are removed.
+
+        Text that is held back is only released at an end that the model or a limit has caused. After any other end the
+        request can resume from its tokens, which restore that text.
+        """
         if sample.detokenizer is None:
             return ""
         visible = self._visible(sequence, update.new_token_ids)
+        is_complete = sequence.finish_reason in ("stop", "length")
         # As with stop tokens, a sample cannot stop before min_tokens, regardless of the number of tokens in a step.
         num_taken = max(0, sequence.request.params.min_tokens - 1 - sample.num_reported)
         text, stop = sample.detokenizer.append(visible[:num_taken]), None
@@ -248,18 +253,15 @@ class OutputProcessor:
             num_taken += at_once
         if stop is not None:
             _take_back(sequence, update, num_taken)
-        elif sequence.is_finished:
+        elif is_complete:
             released, stop = sample.stop.append(sample.detokenizer.flush())
             text += released
         if stop is not None:
-            if sequence.finish_reason in (
-                "length",
-                "stop",
-            ):  # the last token also completed the stop string
+            if is_complete:  # the last token also completed the stop string
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
             else:
                 self._finish_sequence(sequence, "stop", stop)
-        elif sequence.is_finished:
+        elif is_complete:
             text += sample.stop.flush()
         return text
 

@@ -12,7 +12,7 @@ from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
-from pagemill.engine.outputs import SampleState
+from pagemill.engine.outputs import RequestOutput, SampleState
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.models.families.native_cases import write_llama
@@ -37,7 +37,7 @@ def run(
     samples: list[Sample],
     cut: int | None = None,
 ) -> list[Sample]:
-    """Continue with `samples`, in place, to the end or until all have `cut` tokens; then discard the request."""
+    """Continue with `samples`, in place, to the end or until all have `cut` tokens; then abort the request."""
     given: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     tokens, resolved = engine.input_processor.process(**given, params=params)
     resume = [
@@ -45,21 +45,24 @@ def run(
         for index, sample in enumerate(samples)
     ]
     engine.add_request("r", tokens, resolved, resume=resume)
+
+    def take(outputs: list[RequestOutput]) -> None:
+        for delta in (delta for output in outputs for delta in output.deltas):
+            sample = samples[delta.index]
+            assert delta.offset == len(sample.token_ids)
+            sample.text += delta.text
+            sample.token_ids += delta.token_ids
+            if delta.logprobs is not None:
+                sample.logprobs = (sample.logprobs or []) + delta.logprobs
+            sample.finish_reason = None if delta.finish_reason == "abort" else delta.finish_reason
+
     while engine.has_unfinished():
-        for output in engine.step():
-            for delta in output.deltas:
-                sample = samples[delta.index]
-                assert delta.offset == len(sample.token_ids)
-                sample.text += delta.text
-                sample.token_ids += delta.token_ids
-                if delta.logprobs is not None:
-                    sample.logprobs = (sample.logprobs or []) + delta.logprobs
-                sample.finish_reason = delta.finish_reason
+        take(engine.step())
         if cut is not None and all(s.finish_reason or len(s.token_ids) >= cut for s in samples):
             break
-    engine.abort("r")
+    take(engine.abort("r"))
     while engine.has_unfinished():
-        engine.step()
+        take(engine.step())
     engine.check_integrity()
     return samples
 

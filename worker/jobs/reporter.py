@@ -443,12 +443,12 @@ class ProgressReporter:
             self._counters.progress_writes.inc("written" if reply in ("ok", "cancelled") else "refused")
             if reply == "stale":
                 self._drop(job.job_id, job.token)
-            elif reply == "bad_offset":
+            elif reply == "bad_offset" and not job.restart_checkpoint:
                 logger.error(
                     "job %s: its stored checkpoint is not what was written; writing it again", job.job_id
                 )
                 job.start_over()
-            elif isinstance(reply, Exception):
+            elif reply == "bad_offset" or isinstance(reply, Exception):
                 logger.error("job %s: the server rejects its checkpoint: %s", job.job_id, reply)
                 job.saved_at = time.monotonic()
                 job.is_checkpoint_refused = job.request_id in self._ended

@@ -13,11 +13,18 @@ import pytest
 import torch
 
 from benchmarks.dense import dense_smollm2
-from pagemill import InvalidJob, Job, JobFailed, Producer
+from pagemill import InvalidJob, Job, JobCancelled, JobFailed, Producer
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from tests.chaos.fork_server import ForkServer
-from tests.worker.harness import QueueClient, process_settings, running_worker, worker_config
+from tests.worker.harness import (
+    PATIENCE_S,
+    QueueClient,
+    eventually,
+    process_settings,
+    running_worker,
+    worker_config,
+)
 
 PROMPT = "The capital of France is"
 CITIES = [" Paris", " London", " Rome, of all places", " the city of Paris"]
@@ -166,6 +173,36 @@ def test_a_killed_worker_s_jobs_are_taken_over(tmp_path: Path, client: QueueClie
     for result in results:
         assert [output.text for output in result.outputs] == job["continuations"]
         assert all(output.finish_reason == "stop" for output in result.outputs)
+
+
+@pytest.mark.slow
+def test_a_partly_scored_job_is_cancelled_and_another_is_requeued(valkey_url: str, queue_name: str) -> None:
+    """The ends of both write a checkpoint with the finished continuations first."""
+    config = worker_config(
+        valkey_url, queue_name, model="echo:200", max_num_seqs=2, drain_grace_s=0.1, checkpoint_s=0.1
+    )
+    texts = [str(number) * 9 for number in range(10, 50)]
+    with Producer(valkey_url, queue=queue_name) as producer:
+        with running_worker(config) as worker:
+
+            def has_begun(job_id: str) -> bool:
+                running = [job for job in worker.table.running() if job.job_id == job_id]
+                return any(sample.finish_reason is not None for job in running for sample in job.samples[1:])
+
+            jobs = [
+                producer.submit(task="score", prompt="p", continuations=texts, model="echo", priority=priority)
+                for priority in ("high", "low")
+            ]
+            eventually(lambda: has_begun(jobs[0].id), "scored continuations")
+            jobs[0].cancel()
+            with pytest.raises(JobCancelled):
+                jobs[0].result(PATIENCE_S)
+            eventually(lambda: has_begun(jobs[1].id), "scored continuations")
+        assert jobs[1].status().state == "queued"
+        with running_worker(config):
+            result = jobs[1].result(4 * PATIENCE_S)
+    assert [output.text for output in result.outputs] == texts
+    assert jobs[1].status().attempt == 1
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typing import Any
 from celery import Celery, current_task
 from celery.result import AsyncResult
 from celery.utils import uuid
-from celery.utils.time import maybe_make_aware
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.functional import maybe_list
 
 from pagemill.producer.celery.task import TASK_NAME, NativeTask, job_fields, shortest
@@ -84,6 +84,11 @@ class GenerationTask(NativeTask):
         )
         if METADATA in (fields.get("metadata") or {}):
             raise InvalidJob(f"metadata must not contain {METADATA!r} here")
+        if fields.get("idempotency_key") is not None:  # the links of this task would be lost with its job
+            raise InvalidJob(
+                "idempotency_key is not supported here; send the task again with the same task_id",
+                param="idempotency_key",
+            )
         fields["metadata"] = {**(fields.get("metadata") or {}), METADATA: message.to_metadata()}
         native = self.producer_of(options.get("queue"))
         item = native.preparer.job(None, fields, chosen, relay=RELAY)
@@ -113,7 +118,8 @@ class GenerationTask(NativeTask):
     def _message(self, task_id: str, args: Any, kwargs: Any, options: Mapping[str, Any]) -> TaskMessage:
         """Return the message that Celery would have sent; it contains the links, the chain and the chord."""
         parent = current_task.request if current_task else None
-        known = {name: options[name] for name in _MESSAGE_OPTIONS if options.get(name) is not None}
+        names = (*_MESSAGE_OPTIONS, *(options.get("stamped_headers") or ()))
+        known = {name: options[name] for name in names if options.get(name) is not None}
         known.setdefault("root_id", (parent.root_id or parent.id) if parent else task_id)
         known.setdefault("parent_id", parent.id if parent else None)
         hard, soft = self.limits(options.get("time_limit"), options.get("soft_time_limit"))
@@ -149,21 +155,31 @@ class GenerationTask(NativeTask):
 
     def _times(self, options: Mapping[str, Any]) -> dict[str, Any]:
         times: dict[str, Any] = {}
-        if not (countdown := options.get("countdown") or 0) <= 0:  # as in Celery, the past means now
-            times["delay"] = float(countdown)
-        if options.get("eta") is not None:
-            times["run_at"] = maybe_make_aware(options["eta"], tz=self.app.timezone).timestamp()
+        if (
+            countdown := options.get("countdown")
+        ) is not None:  # as in Celery, it takes precedence over `eta`
+            if countdown > 0:  # the past means now
+                times["delay"] = float(countdown)
+        elif options.get("eta") is not None:
+            times["run_at"] = self._timestamp(options["eta"])
         if (expires := options.get("expires")) is not None:
             if isinstance(expires, int | float) and expires > 0:
                 times["ttl"] = float(expires)
             elif isinstance(expires, int | float):
                 times["deadline"] = 0.0  # as in Celery, the job is revoked when a worker would start it
             else:
-                times["deadline"] = maybe_make_aware(expires, tz=self.app.timezone).timestamp()
+                times["deadline"] = self._timestamp(expires)
         limit = shortest(self.limits(options.get("time_limit"), options.get("soft_time_limit")))
         if limit < math.inf:
             times["timeout"] = limit
         return times
+
+    def _timestamp(self, when: Any) -> float:
+        """Return Unix seconds of a datetime or of its ISO form. Raises InvalidJob."""
+        try:
+            return float(maybe_make_aware(maybe_iso8601(when), tz=self.app.timezone).timestamp())
+        except (ValueError, TypeError, AttributeError, OverflowError):
+            raise InvalidJob(f"{str(when)[:64]!r} is no time; use a datetime or its ISO form") from None
 
 
 _MESSAGE_OPTIONS = (

@@ -59,6 +59,7 @@ class Relay:
 
     def run(self) -> None:
         """Relay until `stop`."""
+        self._app.set_current()  # a link's signature looks up its tasks and routes in this thread's app
         while not self._stop.is_set():
             try:
                 self._write_progress()

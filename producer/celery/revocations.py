@@ -42,6 +42,7 @@ class Revocations:
         self._thread.join(2 * LISTEN_S)
 
     def _run(self) -> None:
+        self._app.set_current()
         while not self._stop.is_set():
             try:
                 self._listen()

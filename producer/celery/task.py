@@ -5,6 +5,7 @@ Results and errors are plain types, so that callers do not need Pagemill install
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -28,6 +29,7 @@ from pagemill.producer.wire.schema.errors import (
     QueueFull,
     RedisUnavailable,
 )
+from pagemill.producer.wire.schema.keys import ID_PATTERN
 from pagemill.producer.wire.schema.outputs import JobStatus, Progress, Result
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,8 @@ Limits = tuple[float | None, float | None]
 class NativeTask(Task):  # type: ignore[misc]
     """Runs a generation as a job of the native queue: submits it, waits, and returns the result.
 
-    The job's id is the task's, so a message that is delivered twice generates once.
+    The job's id is the task's, or a hash of one that no job can have, so a message that is delivered twice generates
+    once.
     """
 
     abstract = True
@@ -78,6 +81,8 @@ class NativeTask(Task):  # type: ignore[misc]
         job_id = request.id or uuid()  # a call like a function's has no id
         if request.retries:
             job_id = f"{job_id}.{request.retries}"
+        if not ID_PATTERN.fullmatch(job_id):
+            job_id = hashlib.sha256(job_id.encode(errors="surrogatepass")).hexdigest()
         try:
             return plain_result(self._generate(job_id, job_fields(args, fields, self.model)))
         except PagemillError as error:
@@ -106,7 +111,8 @@ class NativeTask(Task):  # type: ignore[misc]
             try:
                 handle = handle or self.producer.submit(fields, job_id=job_id)
                 wait_s = max(0.0, min(PROGRESS_S, give_up - time.monotonic()))
-                status = self.producer.run_flow(_next_status(self.producer.queue, job_id, wait_s))
+                # With an idempotency key, the job may be that of another task.
+                status = self.producer.run_flow(_next_status(self.producer.queue, handle.id, wait_s))
                 if status.done:
                     return handle.result()
             except (RedisUnavailable, QueueFull):
@@ -157,9 +163,9 @@ def job_fields(args: Any, kwargs: Mapping[str, Any], model: str | None) -> dict[
     fields = dict(kwargs)
     if args:
         fields = _prompt(args[0]) | fields
-    if model is not None:
-        fields.setdefault("model", model)
-    return fields
+    if fields.get("model") is None:
+        fields["model"] = model
+    return {name: value for name, value in fields.items() if name != "model" or value is not None}
 
 
 def shortest(limits: Limits) -> float:

@@ -49,7 +49,7 @@ class CeleryWorkerSettings:
     celery_broker: Transport | None = None
     """URL of the Celery broker. Default: the Redis URL."""
     celery_backend: Transport | None = None
-    """URL of the Celery broker. Default: the Redis URL."""
+    """URL of the Celery result backend. Default: the Redis URL."""
     queue: CeleryQueue = "pagemill"
     """The Celery queue to consume."""
     native_queue: QueueName = "celery"
@@ -87,9 +87,7 @@ def celery_worker(
         url = _serving(stack, redis_url, settings.native_queue, settings.model, worker_option or [])
         _configure(application, url, settings, served_name(settings.model))
         arguments = ["worker", "-P", "threads", "-Q", settings.queue, "-c", str(settings.concurrency)]
-        arguments += context.args
-        if "--loglevel" not in context.args and "-l" not in context.args:
-            arguments += ["--loglevel", "INFO"]
+        arguments += ["--loglevel", "INFO", *context.args]
         try:
             application.worker_main(arguments)
         except click.UsageError as error:
@@ -191,16 +189,23 @@ def _serving(stack: contextlib.ExitStack, url: str | None, queue: str, model: st
 
 
 def _configure(application: Celery, url: str, settings: CeleryWorkerSettings, model: str) -> None:
+    from kombu import Connection
+
     from pagemill.producer.celery.pool import use_task_pool
     from pagemill.producer.celery.serving import TRANSPORT_OPTIONS, serve_task
 
     use_task_pool()
     logging.getLogger("celery.pool").setLevel(logging.INFO)  # at debug level it logs prompts
     options: dict[str, Any] = dict(application.conf.broker_transport_options or {})
+    broker = settings.celery_broker or application.conf.broker_url or _celery_url(url)
+    if (
+        Connection(broker).get_transport_cls().driver_type == "redis"
+    ):  # only there the visibility timeout is refreshed
+        options |= TRANSPORT_OPTIONS
     application.conf.update(
-        broker_url=settings.celery_broker or application.conf.broker_url or _celery_url(url),
+        broker_url=broker,
         result_backend=settings.celery_backend or application.conf.result_backend or _celery_url(url),
-        broker_transport_options=options | TRANSPORT_OPTIONS,
+        broker_transport_options=options,
         broker_connection_retry_on_startup=True,
         worker_prefetch_multiplier=1,
     )

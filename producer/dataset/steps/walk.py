@@ -21,7 +21,7 @@ from pagemill.producer.dataset.steps.chain import Chain
 from pagemill.producer.dataset.steps.step import Step
 from pagemill.producer.dataset.tables.rows import Row, RowError
 from pagemill.producer.dataset.work import CONDITION_FALSE, PARENT_FAILED, Follower, Work, stage_key
-from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX, Condition
+from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX, SPACE, Condition
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.templates import ParentOutput
 
@@ -217,10 +217,10 @@ def plain_job(row: Row, step: Step) -> Job | RowError:
 
 def is_met(condition: Condition, given: ParentOutput) -> bool:
     """Return whether an output meets a condition, by the rules of the queue (`features/dependents.lua`)."""
-    label = (given.text if given.label is None else given.label).strip()
+    label = (given.text if given.label is None else given.label).strip(SPACE)
     return (
         (condition.label is None or label in condition.label)
-        and (condition.text is None or given.text.strip() in condition.text)
+        and (condition.text is None or given.text.strip(SPACE) in condition.text)
         and (
             condition.prob_at_least is None
             or (given.prob is not None and given.prob >= condition.prob_at_least)

@@ -16,6 +16,8 @@ from pagemill.producer.wire.schema.templates import NAME, places
 MAX_PARENTS: Final = 16
 MAX_WHEN_BYTES: Final = 8192
 """Maximum size of the conditions, as JSON."""
+SPACE: Final = " \t\n\v\f\r"
+"""The surrounding space that conditions ignore. The queue's scripts know no other space than that of ASCII."""
 ITEM_PREFIX: Final = "key:"
 """Prefix of an item's key in place of an id: an item of the same batch."""
 
@@ -57,7 +59,7 @@ class Condition(BaseModel):
     @field_validator("label", "text")
     @classmethod
     def _stripped(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return value and tuple(text.strip() for text in value)
+        return value and tuple(text.strip(SPACE) for text in value)
 
     @model_validator(mode="after")
     def _asks_something(self) -> Condition:

@@ -21,3 +21,6 @@ def shout(result: dict[str, str]) -> str:
 @app.task(name="native.collect")  # type: ignore[untyped-decorator]
 def collect(results: list[dict[str, str]]) -> list[str]:
     return [result["text"] for result in results]
+
+
+app.conf.task_routes = {"native.*": {"queue": "native-shop"}}

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from celery import Celery, chain, chord
+from celery import Celery, chain, chord, group
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 from celery.signals import task_success
 
@@ -21,7 +22,7 @@ from pagemill.common.error_codes import END_CODES, FINAL_CODES, RETRYABLE_CODES
 from pagemill.producer.celery import generation_task
 from pagemill.producer.celery.progress import ProgressWriter
 from pagemill.producer.celery.relay import Relay
-from pagemill.producer.celery.task import plain_error
+from pagemill.producer.celery.task import job_fields, plain_error
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.schema.errors import JobDead, JobFailed
 from tests.conftest import ROOT, RedisServer
@@ -98,6 +99,31 @@ def test_chains_and_chords(shop: Any, relay: Any, ordinary_worker: None) -> None
 
 
 @pytest.mark.slow
+def test_a_group_after_a_native_task_is_native(shop: Any, relay: Any) -> None:
+    """The relay starts it on a thread, where Celery knows no app unless it is set."""
+    steps = chain(shop.generate.s(prompt="once", max_tokens=9), group(shop.generate.s(), shop.generate.s()))
+    assert [result["text"] for result in steps.apply_async().get(timeout=PATIENCE_S)] == ["once"] * 2
+
+
+@pytest.mark.slow
+def test_stamps_reach_the_results_of_native_tasks(shop: Any, relay: Any) -> None:
+    signature = shop.generate.s(prompt="hello", max_tokens=9)
+    signature.stamp(customer="abc")
+    assert signature.apply_async().get(timeout=PATIENCE_S)["text"] == "hello"
+
+
+@pytest.mark.slow
+def test_a_task_that_is_sent_twice_under_one_id_is_one(shop: Any, relay: Any) -> None:
+    handles = [
+        shop.generate.apply_async(kwargs={"prompt": "hello", "max_tokens": 9}, task_id="order-7")
+        for _ in range(2)
+    ]
+    assert [handle.get(timeout=PATIENCE_S)["text"] for handle in handles] == ["hello"] * 2
+    with pytest.raises(InvalidJob, match="same task_id"):
+        shop.generate.delay(prompt="hello", idempotency_key="order-7")
+
+
+@pytest.mark.slow
 def test_a_failed_job_fails_its_task(shop: Any, relay: Any) -> None:
     handle = shop.generate.delay(prompt="x" * 9000)
     with pytest.raises(ValueError, match="prompt_too_long"):
@@ -137,6 +163,23 @@ def test_a_countdown_that_has_passed_is_none() -> None:
     task = generation_task(Celery("late"), model="echo", url="redis://127.0.0.1:1", queue="native")
     assert task._times({"countdown": -0.5}) == {}
     assert task._times({"countdown": 0.5}) == {"delay": 0.5}
+
+
+def test_times_are_those_that_celery_accepts() -> None:
+    task = generation_task(Celery("times"), model="echo", url="redis://127.0.0.1:1", queue="native")
+    noon = datetime(2026, 5, 1, 12, tzinfo=UTC)
+    assert task._times({"eta": noon.isoformat()}) == {"run_at": noon.timestamp()}
+    assert task._times({"expires": "2026-05-01T12:00:00"}) == {"deadline": noon.timestamp()}
+    assert task._times({"eta": noon, "countdown": 5}) == {"delay": 5.0}
+    for wrong in ("tomorrow", 7):
+        with pytest.raises(InvalidJob, match="is no time"):
+            task._times({"eta": wrong})
+
+
+def test_a_task_without_a_model_takes_the_one_that_is_served() -> None:
+    assert job_fields((), {"prompt": "x", "model": None}, None) == {"prompt": "x"}
+    assert job_fields((), {"prompt": "x", "model": None}, "m") == {"prompt": "x", "model": "m"}
+    assert job_fields((), {"prompt": "x", "model": "n"}, "m") == {"prompt": "x", "model": "n"}
 
 
 def test_a_task_that_has_expired_is_revoked(shop: Any, relay: Any) -> None:

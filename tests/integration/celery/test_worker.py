@@ -131,6 +131,19 @@ def test_a_task_and_its_result(generate: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+def test_an_idempotency_key_gives_the_earlier_result(generate: Callable[..., Any]) -> None:
+    first, second = (generate(prompt="hello", max_tokens=9, idempotency_key="order-7") for _ in range(2))
+    texts = [handle.get(timeout=PATIENCE_S) for handle in (first, second)]
+    assert texts[0]["id"] == texts[1]["id"]
+    assert texts[1]["text"] == "hello"
+
+
+def test_any_id_of_a_task_works(generate: Callable[..., Any]) -> None:
+    handle = generate(prompt="hello", max_tokens=9, options={"task_id": "user:42/r\u00e9port " + "x" * 80})
+    assert handle.get(timeout=PATIENCE_S)["text"] == "hello"
+
+
+@pytest.mark.slow
 def test_a_chain_goes_on_in_the_shop_s_own_worker(
     server: RedisServer, engine: Any, shop: Any, tmp_path: Path
 ) -> None:

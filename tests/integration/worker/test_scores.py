@@ -190,7 +190,9 @@ def test_a_partly_scored_job_is_cancelled_and_another_is_requeued(valkey_url: st
                 return any(sample.finish_reason is not None for job in running for sample in job.samples[1:])
 
             jobs = [
-                producer.submit(task="score", prompt="p", continuations=texts, model="echo", priority=priority)
+                producer.submit(
+                    task="score", prompt="p", continuations=texts, model="echo", priority=priority
+                )
                 for priority in ("high", "low")
             ]
             eventually(lambda: has_begun(jobs[0].id), "scored continuations")

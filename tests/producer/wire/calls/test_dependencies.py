@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from pagemill.producer.dataset.steps.walk import is_met
 from pagemill.producer.wire.calls import batches, dead_letters, reads, registry, submissions, transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.dependencies import Condition
 from pagemill.producer.wire.schema.errors import JobCancelled, RedisRefused
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result
@@ -249,6 +251,19 @@ def test_a_plain_text_stands_for_its_label(queue: Queue) -> None:
     queue.commit(queue.pull_one(), " yes\n")
     assert queue.state("c") == "queued"
     assert queue.state("d") == "cancelled", "it has no probability"
+
+
+@pytest.mark.parametrize("text", ["\u3000yes\u00a0", "\u2028\u3000", "\x1f yes"])
+@pytest.mark.parametrize("name", ["label", "text"])
+def test_a_condition_equals_the_same_text_in_any_script(valkey_queue: Queue, name: str, text: str) -> None:
+    """Scripts know only ASCII's space; a recipe must decide like the queue."""
+    queue = valkey_queue
+    queue.submit("p")
+    queue.submit("c", after=["p"], when={"parent": {name: text}})
+    queue.commit(queue.pull_one(), f" {text}\n")
+    assert queue.state("c") == "queued"
+    output = ParentOutput(id="p", state="succeeded", text=f" {text}\n")
+    assert is_met(Condition.model_validate({name: text}), output)
 
 
 def test_a_condition_on_a_failed_parent_is_false(queue: Queue) -> None:

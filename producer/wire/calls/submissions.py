@@ -147,8 +147,6 @@ def header_options(job: Job) -> dict[str, str | int]:
         options["max_attempts"] = job.max_attempts
     if "n" in given and job.n != 1:
         options["n"] = job.n
-    if job.continuations is not None and len(job.continuations) > 1:
-        options["n"] = len(job.continuations)  # the checkpoint has a sample for each
     if job.is_ranked or job.width != job.n:
         options["width"] = job.width
     if job.stream:

@@ -30,7 +30,7 @@ end
 local function checkpoint(args)
   local id, restart = args[1], args[5] == '1'
   local key, feed = P .. 'job:' .. id, P .. 'ckpt:' .. id
-  local names = {'state', 'token', 'ending', 'stream', 'n', 'saved', 'crashes'}
+  local names = {'state', 'token', 'ending', 'stream', 'n', 'saved', 'crashes', 'width'}
   for i = 6, #args, 4 do
     names[#names + 1] = 'len:' .. args[i]
   end
@@ -39,9 +39,9 @@ local function checkpoint(args)
     return 'stale'
   end
 
-  local lengths, samples = {}, tonumber(job[5] or 1)
+  local lengths, samples = {}, tonumber(job[8] or job[5] or 1)
   for i = 6, #args, 4 do
-    lengths[args[i]] = tonumber(job[7 + (i - 2) / 4] or 0)
+    lengths[args[i]] = tonumber(job[8 + (i - 2) / 4] or 0)
   end
   local replay = is_replay(args, feed, lengths)
   local entries, grown, saved = {}, 0, not restart and tonumber(job[6] or 0) or 0

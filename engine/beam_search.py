@@ -8,7 +8,7 @@ that the results can be compared token by token.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field, replace
 
@@ -79,9 +79,8 @@ class BeamSearch:
         """Best first, up to the width of the search."""
         self._width = len(request.sequences)
         self._stop_token_ids = stop_token_ids
-        # Even if all possible stop tokens rank first, enough candidates remain to continue.
-        self._num_ranked = max(2, 1 + len(stop_token_ids)) * self._width
-        request.num_candidates = max(self._num_ranked, request.params.logprobs or 0)
+        # Even if a beam's stop tokens all rank first, it has enough candidates to be continued by every beam.
+        request.num_candidates = max(self._width + max(1, len(stop_token_ids)), request.params.logprobs or 0)
 
     @property
     def _max_tokens(self) -> int:
@@ -98,35 +97,36 @@ class BeamSearch:
         alive: list[Continuation] = []
         # Before the first token all beams are the same.
         for place, continuation in enumerate(self._rank(self.beams if length > 1 else self.beams[:1])):
+            if place >= self._width and (len(alive) == self._width or length == self._max_tokens):
+                break
             if length < self._max_tokens and continuation.token_id not in self._stop_token_ids:
                 alive.append(continuation)
             elif place < self._width:
                 # The candidates behind them only serve as a reserve when too few continue.
                 self._finish(continuation, length)
-        del alive[self._width :]
         if length == 1:
             alive = [replace(each, beam=beam) for each, beam in zip(alive, self.beams, strict=False)]
         return [] if self._is_over(alive, length) else alive
 
-    def _rank(self, beams: SequenceType[Beam]) -> list[Continuation]:
-        best = heapq.nsmallest(
-            self._num_ranked,
-            (
-                (-(beam.cumulative_logprob + logprob), number, token_id, logprob)
+    def _rank(self, beams: SequenceType[Beam]) -> Iterator[Continuation]:
+        """Yield the candidates of all beams, best first."""
+        ranked = heapq.merge(
+            *(
+                sorted(
+                    (-(beam.cumulative_logprob + logprob), number, token_id, logprob)
+                    for token_id, logprob in beam.candidates or ()
+                )
                 for number, beam in enumerate(beams)
-                for token_id, logprob in (beam.candidates or ())[: self._num_ranked]
-            ),
+            )
         )
         num_logprobs = self.request.params.logprobs or 0
-        return [
-            Continuation(
+        for negated, number, token_id, logprob in ranked:
+            yield Continuation(
                 beams[number],
                 token_id,
                 -negated,
                 TokenLogprobs(token_id, logprob, (beams[number].candidates or [])[:num_logprobs]),
             )
-            for negated, number, token_id, logprob in best
-        ]
 
     def _finish(self, continuation: Continuation, length: int) -> None:
         is_stop = continuation.token_id in self._stop_token_ids

@@ -230,8 +230,8 @@ class TestScheduling:
         request = harness.add(make_request("a", PROMPT, n=2, beam_width=2, max_tokens=4))
         first = harness.schedule()
         assert first is not None
-        # One prefill, a sample for each beam, twice as many candidates as beams.
-        assert [(sample.row, sample.num_candidates) for sample in first.samples] == [(0, 4), (1, 4)]
+        # One prefill, a sample for each beam, as many candidates as beams and one that may end a beam.
+        assert [(sample.row, sample.num_candidates) for sample in first.samples] == [(0, 3), (1, 3)]
         assert harness.scheduler.capacity().free_rows == 6
         harness.update(first, answer(first, *[[(1, -0.1), (2, -0.2), (3, -5.0), (4, -6.0)]] * 2))
         harness.check()
@@ -291,6 +291,14 @@ class TestScheduling:
         assert [update.sequence.index for update in updates] == [0, 1]
         assert all(beam.finish_reason == "abort" and not beam.output_token_ids for beam in search.sequences)
         harness.check_idle()
+
+    def test_many_stop_tokens_cost_few_candidates(self) -> None:
+        harness = Harness(make_config())
+        stops = tuple(range(100, 1100))
+        harness.add(make_request("a", PROMPT, n=8, beam_width=8, max_tokens=4, stop_token_ids=stops))
+        step = harness.schedule()
+        assert step is not None
+        assert {sample.num_candidates for sample in step.samples} <= {8 + len(stops), 9 + len(stops)}
 
     def test_a_width_that_never_fits_is_refused(self) -> None:
         with pytest.raises(NeverFits):

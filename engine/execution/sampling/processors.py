@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,18 @@ class SampleWork:
         return self.sample.position - self.row.num_prompt_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class WordGroup:
+    """Forbidden token sequences of similar lengths."""
+
+    shortest: int
+    """Tokens before the last one of the shortest sequence: earlier in an output, none can occur."""
+    prefixes: npt.NDArray[np.int64]
+    """[num_words, width], the tokens before the last one, aligned to the right."""
+    last: npt.NDArray[np.int64]
+    """[num_words]"""
+
+
 class RowConstraints:
     """A row's parameters as sets of tokens, built once."""
 
@@ -61,6 +74,7 @@ class RowConstraints:
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
         self.allowed = None if params.allowed_token_ids is None else as_bits(params.allowed_token_ids)
+        self.words = word_groups(row.bad_word_ids)
         self.ends = frozenset((*eos_token_ids, *params.stop_token_ids)) if params.min_tokens else frozenset()
 
     def whitelist(self, sample: Sample) -> Bits | None:
@@ -99,14 +113,9 @@ class LogitsProcessors:
             for number, (item, constraints) in enumerate(zip(work, own, strict=True))
             if (bits := constraints.whitelist(item.sample)) is not None
         }
-        bars: list[tuple[int, tuple[int, ...]]] = [
-            (number, (token,))
-            for number, (item, constraints) in enumerate(zip(work, own, strict=True))
-            for token in constraints.barred_ends(item)
-            if token < vocab_size
-        ]
-        bars += [(number, word) for number, item in enumerate(work) for word in item.row.bad_word_ids]
-        changed = sorted({*biased, *penalised, *lists, *(number for number, _ in bars)})
+        bars = _bars_by_width(work, own, vocab_size)
+        barred = (number for entries in bars.values() for number, _ in entries)
+        changed = sorted({*biased, *penalised, *lists, *barred})
         if not changed:
             return None
         return StagedChanges(
@@ -114,7 +123,7 @@ class LogitsProcessors:
             _biases(work, biased, transfer) if biased else None,
             _penalties(work, penalised, transfer) if penalised else None,
             _whitelists(lists, transfer) if lists else None,
-            _bars(work, bars, transfer) if bars else None,
+            tuple(_bars(work, entries, transfer) for entries in bars.values()),
         )
 
     def _of(self, row: NewRow) -> RowConstraints:
@@ -166,25 +175,51 @@ def _whitelists(lists: dict[int, Bits], transfer: Transfer) -> Whitelists:
     return Whitelists(transfer.put(np.array(list(lists), dtype=np.int64)), transfer.put(packed))
 
 
+def _bars_by_width(
+    work: Sequence[SampleWork], own: Sequence[RowConstraints], vocab_size: int
+) -> dict[int, list[tuple[int, WordGroup]]]:
+    """Return the forbidden sequences that a sample can complete, with the sample's number, by width."""
+    found: dict[int, list[tuple[int, WordGroup]]] = {}
+    for number, (item, constraints) in enumerate(zip(work, own, strict=True)):
+        ends = [(token,) for token in constraints.barred_ends(item) if token < vocab_size]
+        for group in (*word_groups(tuple(ends)), *constraints.words):
+            if group.shortest <= item.output_position:
+                found.setdefault(group.prefixes.shape[1], []).append((number, group))
+    return found
+
+
 def _bars(
-    work: Sequence[SampleWork], bars: list[tuple[int, tuple[int, ...]]], transfer: Transfer
+    work: Sequence[SampleWork], entries: Sequence[tuple[int, WordGroup]], transfer: Transfer
 ) -> ForbiddenTokens:
-    width = max(len(word) for _, word in bars) - 1
-    prefixes = np.full((len(bars), width), _ANY_TOKEN, dtype=np.int64)
-    facts = np.empty((5, len(bars)), dtype=np.int64)
-    for place, (number, word) in enumerate(bars):
-        if len(word) > 1:
+    groups = [group for _, group in entries]
+    facts = np.array(
+        [
+            (number, item.sample.row, item.sample.position, item.row.num_prompt_tokens)
+            for number, item in ((number, work[number]) for number, _ in entries)
+        ],
+        dtype=np.int64,
+    )
+    of_each = np.repeat(facts.T, [len(group.last) for group in groups], axis=1)
+    last = np.concatenate([group.last for group in groups])
+    samples, rows, positions, prompt_lens, token_ids = transfer.put(np.vstack([of_each, last]))
+    prefixes = transfer.put(np.concatenate([group.prefixes for group in groups]))
+    return ForbiddenTokens(samples, rows, token_ids, positions, prompt_lens, prefixes)
+
+
+@lru_cache(maxsize=16)
+def word_groups(words: tuple[tuple[int, ...], ...]) -> tuple[WordGroup, ...]:
+    """Group token sequences by length: padded to the longest, many short ones would take the memory of long ones."""
+    by_width: dict[int, list[tuple[int, ...]]] = {}
+    for word in words:
+        by_width.setdefault((1 << (len(word) - 1).bit_length()) - 1, []).append(word)
+    groups = []
+    for width, alike in by_width.items():
+        prefixes = np.full((len(alike), width), _ANY_TOKEN, dtype=np.int64)
+        for place, word in enumerate(alike):
             prefixes[place, width + 1 - len(word) :] = word[:-1]
-        item = work[number]
-        facts[:, place] = (
-            number,
-            item.sample.row,
-            word[-1],
-            item.sample.position,
-            item.row.num_prompt_tokens,
-        )
-    samples, rows, token_ids, positions, prompt_lens = transfer.put(facts)
-    return ForbiddenTokens(samples, rows, token_ids, positions, prompt_lens, transfer.put(prefixes))
+        shortest = min(map(len, alike)) - 1
+        groups.append(WordGroup(shortest, prefixes, np.array([word[-1] for word in alike], dtype=np.int64)))
+    return tuple(groups)
 
 
 def as_bits(token_ids: Sequence[int]) -> Bits:

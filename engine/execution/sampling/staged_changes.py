@@ -6,6 +6,7 @@ are the same as if it ran alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +126,7 @@ class StagedChanges:
     biases: Biases | None
     penalties: Penalties | None
     whitelists: Whitelists | None
-    bars: ForbiddenTokens | None
+    bars: Sequence[ForbiddenTokens]
 
     def apply(self, logits: torch.Tensor, token_table: torch.Tensor) -> None:
         """Change logits in place.
@@ -140,5 +141,5 @@ class StagedChanges:
             self.penalties.apply(logits, token_table)
         if self.whitelists is not None:
             self.whitelists.apply(logits)
-        if self.bars is not None:
-            self.bars.apply(logits, token_table)
+        for bars in self.bars:
+            bars.apply(logits, token_table)

@@ -139,6 +139,17 @@ def barred(work: SampleWork, output: list[int]) -> set[int]:
     return {token for token in range(VOCAB_SIZE) if row[token] == -torch.inf}
 
 
+def test_a_long_bad_word_costs_the_short_ones_no_memory() -> None:
+    words = tuple((token,) for token in OUTPUT_TOKENS) + ((*[1] * 4095, 2),)
+    early, late = (make_work(SamplingParams(), [1] * count, bad_words=words) for count in (3, 4095))
+    for work, widths in ((early, [0]), (late, [0, 4095])):
+        changes = LogitsProcessors(EOS).stage([work] * 8, VOCAB_SIZE, DirectTransfer(torch.device("cpu")))
+        assert changes is not None
+        assert [bars.prefixes.shape[1] for bars in changes.bars] == widths
+        assert changes.bars[0].prefixes.numel() == 0
+        assert len(changes.bars[0].samples) == 8 * len(OUTPUT_TOKENS)
+
+
 def test_a_bad_word_is_barred_where_its_beginning_has_just_come() -> None:
     def bars(output: list[int], *words: tuple[int, ...], prompt: tuple[int, ...] = (21,)) -> set[int]:
         return barred(make_work(SamplingParams(), output, prompt=prompt, bad_words=words), output)

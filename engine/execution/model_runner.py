@@ -155,6 +155,11 @@ class ModelRunner:
         graphs.capture()
         return graphs
 
+    @property
+    def table_bytes(self) -> int:
+        """Memory of the tables with the tokens and the blocks of each row."""
+        return self._batch.token_table.nbytes + self._batch.block_table.nbytes
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         started = time.perf_counter()

@@ -74,23 +74,24 @@ def step_bytes(
     if not device.rehearses:
         return 0
     started = time.perf_counter()
-    with small_runner(model, config, limits, shape, group, num_blocks=_BLOCK + 1) as runner:
-
-        def run() -> None:
-            for plan in _plans(limits, shape):
-                runner.launch(plan).wait()
-
-        try:
-            num_bytes = device.peak_bytes(run)
-        except torch.OutOfMemoryError as error:
-            message = (
-                f"a step of max_num_batched_tokens={limits.max_num_batched_tokens} tokens in "
-                f"max_num_seqs={limits.max_num_seqs} rows does not fit next to the weights: lower either"
-            )
-            raise ConfigError(message, setting="max_num_batched_tokens") from error
+    try:
+        with small_runner(model, config, limits, shape, group, num_blocks=_BLOCK + 1) as runner:
+            num_bytes = device.peak_bytes(lambda: _run_all(runner, limits, shape)) + runner.table_bytes
+    except torch.OutOfMemoryError as error:
+        message = (
+            f"a step of max_num_batched_tokens={limits.max_num_batched_tokens} tokens in "
+            f"max_num_seqs={limits.max_num_seqs} rows of max_model_len={limits.max_model_len} does not fit next to "
+            "the weights: lower one of them"
+        )
+        raise ConfigError(message, setting="max_num_batched_tokens") from error
     seconds = time.perf_counter() - started
     logger.info("a step takes up to %.2f GiB; kernels compiled in %.1f s", num_bytes / 2**30, seconds)
     return num_bytes
+
+
+def _run_all(runner: ModelRunner, limits: SchedulerConfig, shape: KVCacheShape) -> None:
+    for plan in _plans(limits, shape):
+        runner.launch(plan).wait()
 
 
 def _plans(limits: SchedulerConfig, shape: KVCacheShape) -> list[StepPlan]:

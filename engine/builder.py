@@ -307,9 +307,14 @@ def _image_processor(config: EngineConfig, model: LoadedModel) -> ImageProcessor
 
 
 def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the EOS ids of the model and of the tokenizer."""
+    """Return the EOS ids of the model and of the tokenizer that the model can generate."""
     own = tokenizer.eos_token_id if tokenizer is not None else None
-    return (*model.eos_token_ids, *([own] if own is not None and own not in model.eos_token_ids else ()))
+    found = dict.fromkeys((*model.eos_token_ids, *(() if own is None else (own,))))
+    known = tuple(token for token in found if 0 <= token < model.vocab_size)
+    if len(known) < len(found):
+        unknown = sorted(found.keys() - set(known))
+        logger.warning("EOS ids %s are not in the model's vocabulary of %d tokens", unknown, model.vocab_size)
+    return known
 
 
 def _log_cache(name: str, shape: KVCacheShape, limits: SchedulerConfig) -> None:

@@ -35,7 +35,13 @@ class GrammarVocabulary:
         tokenizer_json = tokenizer.to_json()
         # Configurations may contain EOS tokens that their tokenizer lacks.
         eos = tuple(token for token in eos_token_ids if token < min(vocab_size, tokenizer.vocab_size))
-        return None if tokenizer_json is None or not eos else cls(tokenizer_json, vocab_size, eos)
+        if tokenizer_json is None or not eos:
+            return None
+        if tokenizer.vocab_size > vocab_size or any(
+            token["id"] >= vocab_size for token in _added_tokens(tokenizer_json)
+        ):
+            tokenizer_json = _without_tokens_from(vocab_size, tokenizer_json)
+        return cls(tokenizer_json, vocab_size, eos)
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -53,8 +59,7 @@ class GrammarVocabulary:
 
     def special_names(self) -> tuple[str, ...]:
         """Return the names of the special tokens, which texts omit."""
-        found = _ADDED.search(self.tokenizer_json)
-        added = json.JSONDecoder().raw_decode(self.tokenizer_json, found.end())[0] if found else []
+        added = _added_tokens(self.tokenizer_json)
         return tuple(token["content"] for token in added if token["special"] and token["content"])
 
     def without_names(self) -> GrammarVocabulary:
@@ -74,6 +79,36 @@ class GrammarVocabulary:
         if model.get("unk_token") in renamed:
             model["unk_token"] = renamed[model["unk_token"]]
         return replace(self, tokenizer_json=json.dumps(described))
+
+
+def _added_tokens(tokenizer_json: str) -> list[dict[str, Any]]:
+    """Return the added tokens, without reading the rest of the file."""
+    found = _ADDED.search(tokenizer_json)
+    added: list[dict[str, Any]] = (
+        json.JSONDecoder().raw_decode(tokenizer_json, found.end())[0] if found else []
+    )
+    return added
+
+
+def _without_tokens_from(size: int, tokenizer_json: str) -> str:
+    """Return a tokenizer without the ids from `size` on, for which the model has no logits.
+
+    Fine-tuned models often add a padding token to the tokenizer alone.
+    """
+    described = json.loads(tokenizer_json)
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < size]
+    model: dict[str, Any] = described["model"]
+    if isinstance(vocab := model.get("vocab"), dict):
+        model["vocab"] = kept = {piece: number for piece, number in vocab.items() if number < size}
+        pairs = (
+            (merge, merge.split(" ") if isinstance(merge, str) else merge)
+            for merge in model.get("merges", ())
+        )
+        if "merges" in model:
+            model["merges"] = [merge for merge, pair in pairs if "".join(pair) in kept]
+    elif vocab is not None:
+        model["vocab"] = vocab[:size]
+    return json.dumps(described)
 
 
 def has_name(kind: str, text: str, names: tuple[str, ...]) -> bool:

@@ -268,7 +268,8 @@ class InputProcessor:
             bare = word.lstrip() or word
             for text in (bare, f" {bare}"):
                 token_ids = tuple(self._encode(text))
-                if token_ids:
+                # A tokenizer can have tokens that the model lacks: they never occur in an output.
+                if token_ids and max(token_ids) < self._limits.vocab_size:
                     sequences[token_ids] = None
                 num_tokens += len(token_ids)
             if num_tokens > MAX_BAD_WORD_TOKENS:

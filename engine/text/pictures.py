@@ -78,8 +78,14 @@ def with_pictures(
 
 
 def as_shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages in the form that chat templates read, without image data."""
-    return [_replaced(message, dict) for message in messages]
+    """Return messages in the form that chat templates read, without image data; parts without images as one text.
+
+    Raises:
+        InvalidRequest: a part is malformed.
+    """
+    for _ in image_parts(messages):
+        pass  # checks all parts
+    return [_joined(_replaced(message, dict)) for message in messages]
 
 
 def expanded(text: str, pictures: Sequence[Picture], markers: Markers) -> str:
@@ -125,6 +131,13 @@ def _parts(message: Mapping[str, Any]) -> Sequence[Any]:
     """Return a message's parts; a text has none. Invalid messages are left to the chat template's checks."""
     content = message.get("content") if isinstance(message, Mapping) else None
     return content if isinstance(content, list | tuple) else ()
+
+
+def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    parts = _parts(message)
+    if not parts or not all(part["type"] == "text" for part in parts):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def _replaced(message: Mapping[str, Any], image: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:

@@ -49,6 +49,14 @@ def test_what_is_no_message_is_refused(tokenizer: HuggingFaceTokenizer, messages
         tokenizer.render_chat(messages, (), {})
 
 
+def test_parts_of_a_text_are_one_text() -> None:
+    llm = LLM("echo", num_kv_blocks=64)
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    chats = [[{"role": "user", "content": content}] for content in (parts, "one two")]
+    first, second = (llm.chat([chat], SamplingParams(max_tokens=5), use_tqdm=False)[0] for chat in chats)
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
 def test_every_result_counts_its_tokens() -> None:
     llm = LLM("echo", num_kv_blocks=64, block_size=4)
     chat = [{"role": "user", "content": "x" * 20}]

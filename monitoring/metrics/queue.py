@@ -48,6 +48,12 @@ def _by_lane(
     return samples
 
 
+def _by_model(figures: QueueFigures) -> Mapping[str, Number]:
+    """Return the ready workers of each model; those of the models past the limit as a lower bound."""
+    others = [count for model, count in figures.serving.items() if model not in figures.models]
+    return each(figures.serving, figures.models) | ({OTHER_MODELS: max(others)} if others else {})
+
+
 def _by_state(figures: QueueFigures) -> Mapping[str, Number]:
     waiting = sum(figures.waiting.values())
     return {"waiting": waiting, "delayed": figures.delayed, "running": figures.running, "dead": figures.dead}
@@ -113,7 +119,7 @@ JOBS_AND_WORKERS: tuple[Metric[QueueFigures], ...] = (
     _gauge("queue_workers", "Number of live workers by reported state.",
         lambda q: each(q.workers, STAGES), "state"),
     _gauge("queue_serving_workers", "Number of ready workers by the model they serve.",
-        lambda q: each(q.serving, q.models), "model"),
+        _by_model, "model"),
     _gauge("queue_scrape_timestamp_seconds", "Unix time at which the queue was read, in seconds.",
         lambda q: q.taken_at),
 )  # fmt: skip

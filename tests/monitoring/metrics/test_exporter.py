@@ -108,6 +108,19 @@ def test_models_that_anybody_makes_up_do_not_make_series_without_bound() -> None
     assert total == MAX_MODELS + 21
 
 
+def test_jobs_of_a_model_past_the_limit_have_a_serving_worker() -> None:
+    """Otherwise the alert for a missing worker fires for their common label."""
+    names = [f"adapter-{i}" for i in range(MAX_MODELS + 20)]
+    figures = QueueFigures(
+        queue="labels",
+        taken_at=1.0,
+        waiting={(name, "normal"): 1 for name in names},
+        serving=dict.fromkeys(names, 2),
+    )
+    samples = scrape(metrics(queue=figures))
+    assert value(samples, "queue_serving_workers", queue="labels", model=OTHER_MODELS) == 2
+
+
 def test_an_unknown_queue_is_absent_not_empty() -> None:
     names = {name for name, _ in scrape(metrics(engine_stats()))}
     assert not any(name.startswith("pagemill_queue_") for name in names)

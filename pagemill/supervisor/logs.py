@@ -71,7 +71,7 @@ def _with_field(name: str, line: bytes) -> bytes:
     field = b'{"process":%s' % json.dumps(name).encode()
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if isinstance(record, dict):
         return field + (b", " + line.strip()[1:] if record else b"}")

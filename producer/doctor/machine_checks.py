@@ -102,7 +102,7 @@ def memory_limit() -> Finding:
     total, available = _meminfo("MemTotal"), _meminfo("MemAvailable")
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit is not None and (total is None or limit < total):
-        left = limit - (used or 0)
+        left = limit - (used or 0) + _inactive_file_bytes()
         message = f"the control group allows {_gib(limit)}, {_gib(left)} of it free"
     elif available is not None and total is not None:
         left, message = available, f"{_gib(available)} of {_gib(total)} available"
@@ -173,6 +173,15 @@ def _cgroup(name: str) -> int | None:
         return int((CGROUP / name).read_text())
     except (OSError, ValueError):  # no control groups, or "max"
         return None
+
+
+def _inactive_file_bytes() -> int:
+    """Return the control group's cached files that the kernel drops when memory is needed."""
+    try:
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _gib(size: int) -> str:

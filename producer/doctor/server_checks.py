@@ -14,7 +14,7 @@ from pagemill.producer.doctor.finding import Finding
 from pagemill.producer.doctor.memory_check import memory_finding
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
+from pagemill.producer.wire.schema.errors import AccessDenied, QueueFull, RedisRefused, RedisUnavailable
 from pagemill.producer.wire.server.transport import SyncTransport, wrap_errors
 
 OLDEST = {"redis": (6, 2), "valkey": (7, 2)}
@@ -265,7 +265,7 @@ def _remedy(rejection: str) -> str:
         "NOREPLICAS": "too few replicas are connected for min-replicas-to-write: repair them, or lower it (CONFIG SET)",
         "MISCONF": "the server cannot save: check its disk and its log",
         "read only replica": "use the address of the primary",
-        "OOM": "raise maxmemory, or delete what is not needed",
+        "used memory > 'maxmemory'": "raise maxmemory, or delete what is not needed",
     }
     return next(
         (remedy for words, remedy in remedies.items() if words in rejection),
@@ -276,7 +276,7 @@ def _remedy(rejection: str) -> str:
 def scripts_run(client: redis.Redis, queue: str) -> Finding:
     try:
         SyncTransport(client).run(registry.stats_page(queue))
-    except (exceptions.ResponseError, AccessDenied, RedisUnavailable) as error:
+    except (exceptions.ResponseError, AccessDenied, QueueFull, RedisRefused, RedisUnavailable) as error:
         client.ping()  # a server that has disconnected did not reject the scripts
         return Finding(
             "scripts", "error", f"the server rejects Pagemill's scripts: {error}",

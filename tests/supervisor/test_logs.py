@@ -28,13 +28,14 @@ def test_json_lines_get_a_field() -> None:
         b"Fatal Python error: \xff",
         b"[1]",
         b"{broken",
+        b"[" * 5000,
     ):
         logs.write("worker-0", line)
     records = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [record["process"] for record in records] == ["worker-0"] * 5
+    assert [record["process"] for record in records] == ["worker-0"] * 6
     assert records[0] == {"process": "worker-0", "time": 1.5, "message": "ready"}
     assert records[1] == {"process": "worker-0"}
-    assert [record["message"] for record in records[2:]] == ["Fatal Python error: \ufffd", "[1]", "{broken"]
+    assert [record["message"] for record in records[2:5]] == ["Fatal Python error: \ufffd", "[1]", "{broken"]
     assert {record["logger"] for record in records[2:]} == {"stderr"}
 
 

@@ -20,7 +20,7 @@ from pagemill.producer.doctor import machine_checks, server_checks
 from pagemill.producer.doctor.finding import Finding
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
-from tests.conftest import RedisServer
+from tests.conftest import RedisServer, server_binary
 from tests.producer.driving import Queue, open_queue
 
 
@@ -103,6 +103,25 @@ def test_slow_writes_are_found_though_no_fsync_counts_as_late(queue: Queue) -> N
     assert (found["fsync"]["level"], found["write latency"]["level"]) == ("ok", "warning")
     assert found["write latency"]["remedy"]
     assert not queue.client.exists(f"{queue.prefix}doctor")
+
+
+def test_a_server_without_scripts_has_all_findings(tmp_path: Path) -> None:
+    with RedisServer(server_binary("valkey-server"), tmp_path, ("--rename-command", "EVALSHA", "")) as server:
+        document = json.loads(doctor(server.url, "--json").stdout)
+    found = {finding["check"]: finding for finding in document["findings"]}
+    assert found["scripts"]["level"] == "error"
+    assert "EVALSHA" in found["scripts"]["message"]
+    assert {"version", "eviction", "write latency"} <= found.keys()
+
+
+def test_a_full_server_names_its_limit(queue: Queue) -> None:
+    queue.client.config_set("maxmemory", "1mb")
+    try:
+        document = json.loads(doctor(queue.url, "--queue", queue.name, "--json").stdout)
+    finally:
+        queue.client.config_set("maxmemory", 0)
+    (found,) = (each for each in document["findings"] if each["check"] == "write latency")
+    assert (found["level"], found["remedy"]) == ("error", "raise maxmemory, or delete what is not needed")
 
 
 def test_writes_that_are_rejected_are_an_error(queue: Queue) -> None:
@@ -325,6 +344,10 @@ def test_a_control_group_s_limit_counts_where_it_is_the_lower_one(
         "warning",
         "the control group allows 4.0 GiB, 1.0 GiB of it free",
     )
+    (tmp_path / "memory.stat").write_text(
+        f"anon 5\ninactive_file {2 * 2**30}\n"
+    )  # a model file's cached pages
+    assert machine_checks.memory_limit().message == "the control group allows 4.0 GiB, 3.0 GiB of it free"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from pagemill.common.chat.syntax import ChatSyntax
+from pagemill.common.json_values import is_unicode
 from pagemill.engine.byte_cache import ByteCache, text_bytes
 from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from pagemill.engine.media import MediaItem
@@ -281,7 +282,7 @@ class InputProcessor:
             raise InvalidRequest("this model has no tokenizer; send token ids")
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except (UnicodeError, TypeError) as error:  # lone surrogates
+        except UnicodeError as error:
             raise InvalidRequest("the text is not valid Unicode") from error
 
     def _encode_chat(self, text: str, messages: Sequence[Message]) -> list[int]:
@@ -312,7 +313,7 @@ class InputProcessor:
                 return self._encode_chat(self._tokenizer.render_chat(as_shown(messages), (), {}), messages)
             assert prompt is not None
             return self._tokenizer.encode(prompt)
-        except (UnicodeError, TypeError) as error:  # lone surrogates
+        except UnicodeError as error:
             raise InvalidRequest("the text is not valid Unicode") from error
 
     @staticmethod
@@ -336,6 +337,9 @@ class InputProcessor:
                 f"n, best_of or beam_width is {params.num_sequences}; this engine runs "
                 f"{self._limits.max_num_seqs} sequences at once"
             )
+        choices = () if params.structured_outputs is None else params.structured_outputs.choice or ()
+        if not all(map(is_unicode, (*params.stop, *choices))):
+            raise InvalidRequest("a stop string or choice is not valid Unicode")
         self.check_token_ids("stop_token_ids", params.stop_token_ids)
         self.check_token_ids("logit_bias", list(params.logit_bias))
         self.check_token_ids("allowed_token_ids", params.allowed_token_ids or ())

@@ -145,6 +145,8 @@ class HuggingFaceTokenizer:
         except BaseException as error:
             if is_panic(error):
                 raise InvalidRequest(f"the tokenizer rejects the text: {str(error)[:200]}") from None
+            if isinstance(error, TypeError):
+                text.encode()  # raises UnicodeError for lone surrogates, which the tokenizer rejects as no string
             raise
         return ids
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias, TypedDict, Unpack, cast
 
+from pagemill.common.json_values import is_unicode
 from pagemill.producer.dataset.errors import DatasetError, EmptyFile
 from pagemill.producer.dataset.tables.arrow_cells import BadCells, arrow_rows
 from pagemill.producer.dataset.tables.compressed import (
@@ -28,7 +29,7 @@ from pagemill.producer.dataset.tables.compressed import (
     reading,
 )
 from pagemill.producer.dataset.tables.streams import Stream
-from pagemill.producer.dataset.tables.values import is_unicode, number_of, plain_row
+from pagemill.producer.dataset.tables.values import number_of, plain_row
 
 MAX_LINE_BYTES = 64 << 20
 """Maximum length of a line; a longer one is skipped as one bad row, without being held in memory."""

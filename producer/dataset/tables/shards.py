@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Unpack
 
+from pagemill.common.json_values import is_unicode
 from pagemill.producer.dataset.errors import DatasetError, EmptyFile
 from pagemill.producer.dataset.tables.compressed import data_suffix
 from pagemill.producer.dataset.tables.picture_folder import PictureFolder, is_picture
@@ -30,7 +31,6 @@ from pagemill.producer.dataset.tables.rows import (
     Source,
     open_source,
 )
-from pagemill.producer.dataset.tables.values import is_unicode
 
 SAMPLED_ROWS = 100
 """Rows of a file whose columns are compared with those of other files, and with those that the run needs."""

@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from pagemill.common.json_values import is_unicode
+
 MAX_DEPTH = 64
 MAX_INTEGER_BITS = 14_000
 """Python does not convert numbers of more than 4,300 digits to text."""
@@ -30,15 +32,6 @@ def number_of(text: str) -> float | str:
     """Return the float of a JSON literal; its text if it exceeds 64 bits, so that no field treats it as a number."""
     number = float(text)
     return number if math.isfinite(number) else text
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether the text has no lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _plain_object(fields: Mapping[Any, Any], depth: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from pagemill.common.chat.families import ToolSyntax
+from pagemill.common.json_values import is_unicode
 
 MAX_NAME: Final = 128
 
@@ -16,11 +17,6 @@ def as_json(value: Any) -> str:
     """Return JSON, with escapes if the value has lone surrogates. Raises ValueError for NaN and infinities."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_unicode(text) else json.dumps(value, allow_nan=False)
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether the text has no lone surrogates, which an escape in a model's JSON can produce."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def is_function_name(name: str) -> bool:

@@ -49,7 +49,8 @@ def test_bad_input_is_an_invalid_job(given: dict[str, Any]) -> None:
     "params",
     [
         {"n": 5}, {"stop_token_ids": (257,)}, {"logit_bias": {300: 1.0}}, {"logit_bias": {-1: 1.0}},
-        {"allowed_token_ids": (1, 999)},
+        {"allowed_token_ids": (1, 999)}, {"stop": ("\ud800",)},
+        {"structured_outputs": StructuredOutputs(choice=("a", "\ud800"))},
     ],
     ids=repr,
 )  # fmt: skip

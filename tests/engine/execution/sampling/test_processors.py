@@ -140,7 +140,7 @@ def barred(work: SampleWork, output: list[int]) -> set[int]:
 
 
 def test_a_long_bad_word_costs_the_short_ones_no_memory() -> None:
-    words = tuple((token,) for token in OUTPUT_TOKENS) + ((*[1] * 4095, 2),)
+    words = (*((token,) for token in OUTPUT_TOKENS), (*[1] * 4095, 2))
     early, late = (make_work(SamplingParams(), [1] * count, bad_words=words) for count in (3, 4095))
     for work, widths in ((early, [0]), (late, [0, 4095])):
         changes = LogitsProcessors(EOS).stage([work] * 8, VOCAB_SIZE, DirectTransfer(torch.device("cpu")))

@@ -181,8 +181,10 @@ def _bars_by_width(
     """Return the forbidden sequences that a sample can complete, with the sample's number, by width."""
     found: dict[int, list[tuple[int, WordGroup]]] = {}
     for number, (item, constraints) in enumerate(zip(work, own, strict=True)):
-        ends = [(token,) for token in constraints.barred_ends(item) if token < vocab_size]
-        for group in (*word_groups(tuple(ends)), *constraints.words):
+        groups = constraints.words
+        if ends := constraints.barred_ends(item):
+            groups = (*groups, *word_groups(tuple((token,) for token in ends if token < vocab_size)))
+        for group in groups:
             if group.shortest <= item.output_position:
                 found.setdefault(group.prefixes.shape[1], []).append((number, group))
     return found

@@ -95,19 +95,17 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
     # Imported late: most schemas do not need a verifier.
     from pagemill.engine.structured_output.verifier import Verifier
 
-    verifier: Verifier | None = None
-    try:
-        verifier = Verifier(text)
-    except UnsupportedFeature as error:
-        reason = error
     for is_loose in (False, True):
         try:
             schema = rewritten(exact, is_loose=is_loose)
             compiled = _compile(tokenizer, kind, schema.text)
+            # The grammar enforces an equivalent schema, and Python would read some patterns differently.
+            verifier = Verifier(text) if schema.wider else None
+        except UnsupportedFeature as error:
+            reason = error
         except (TooLarge, InvalidRequest):
             continue
-        # Exact ones are verified as well, if possible, as a safeguard against errors.
-        if verifier is not None or not schema.wider:
+        else:
             return replace(compiled, verifier=verifier, warnings=schema.warnings)
     raise reason
 

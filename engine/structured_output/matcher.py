@@ -91,7 +91,7 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
     except UnsupportedFeature as error:
         if kind != "json":
             raise
-        reason = error
+        reason: InvalidRequest = error
     # Imported late: most schemas do not need a verifier.
     from pagemill.engine.structured_output.verifier import Verifier
 
@@ -101,10 +101,10 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
             compiled = _compile(tokenizer, kind, schema.text)
             # The grammar enforces an equivalent schema, and Python would read some patterns differently.
             verifier = Verifier(text) if schema.wider else None
-        except UnsupportedFeature as error:
-            reason = error
-        except (TooLarge, InvalidRequest):
+        except TooLarge:
             continue
+        except InvalidRequest as error:
+            reason = error
         else:
             return replace(compiled, verifier=verifier, warnings=schema.warnings)
     raise reason

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.common.structured_outputs import MAX_JSON_SCHEMA, StructuredOutputs
-from pagemill.engine.errors import InvalidRequest, SchemaMismatch, UnsupportedFeature
+from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaMismatch, UnsupportedFeature
 from pagemill.engine.structured_output.disjoint import Disjointness
 from pagemill.engine.structured_output.json_schema import MAX_NODES, TooLarge, rewritten
 from pagemill.engine.structured_output.matcher import CompiledSchema, compile_schema
@@ -206,6 +206,18 @@ def test_outputs_of_equivalent_grammars_are_not_verified(more: Schema) -> None:
     assert schema.verifier is None
     assert verdict(schema, "abc") == "accepted"
     assert verdict(schema, "a1") == "refused"
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"a": {"type": "array", "uniqueItems": True}, "b": {"type": "object", "required": False}},
+        {"a": {"type": "string", "format": "password"}, "b": {"type": "string", "pattern": None}},
+    ],
+)
+def test_the_error_of_a_schema_is_that_of_its_last_rewriting(properties: Schema) -> None:
+    with pytest.raises(SchemaInvalid, match=r"'(required|pattern)'"):
+        compiled({"type": "object", "properties": properties})
 
 
 def test_references_lead_to_rewritten_targets() -> None:

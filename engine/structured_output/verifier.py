@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import referencing
-from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
+from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker, ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
 
@@ -50,7 +51,7 @@ class Verifier:
         # Keywords of other drafts apply as well: clients that write them intend them.
         more = {name: Draft202012Validator.VALIDATORS[name] for name in _LATER}
         more["dependencies"] = Draft7Validator.VALIDATORS["dependencies"]
-        every: Any = extend(base, {**more, **base.VALIDATORS})
+        every: Any = extend(base, {**more, **base.VALIDATORS, "multipleOf": _multiple_of})
         self._validator: Validator = every(
             schema, registry=referencing.Registry(), format_checker=FormatChecker(VERIFIED_FORMATS)
         )
@@ -70,6 +71,12 @@ class Verifier:
                     "the grammar allows more than the schema, and the output does not match it",
                 )
             )
+
+
+def _multiple_of(validator: Validator, divisor: float, value: Any, _schema: Any) -> Iterator[ValidationError]:
+    """Compare decimals, as grammars do: 0.29 is not a multiple of 0.01 in binary."""
+    if validator.is_type(value, "number") and Fraction(repr(value)) % Fraction(repr(divisor)):
+        yield ValidationError("not a multiple")
 
 
 def _message(place: str, reason: str) -> str:

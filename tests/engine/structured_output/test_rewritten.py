@@ -166,6 +166,34 @@ def test_outputs_of_wider_grammars_are_verified(name: str) -> None:
     assert (False, "accepted") not in verdicts
 
 
+def beside_unique(schema: Schema) -> CompiledSchema:
+    """Compile a schema for pairs, whose outputs are verified because the second element is a set."""
+    unique = {"type": "array", "uniqueItems": True}
+    return compiled({"type": "array", "prefixItems": [schema, unique], "items": False, "minItems": 2})
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "number", "multipleOf": 0.01}, [0.29, 0.57, 1.15, 4.35, 19.99, 0, 3, 10**20], [0.295]),
+        ({"type": "number", "multipleOf": 0.1}, [0.3, 0.7, -0.3], [0.35]),
+    ],
+)
+def test_values_that_the_grammar_allows_are_verified_alike(
+    schema: Schema, good: list[Any], bad: list[Any]
+) -> None:
+    pair = beside_unique(schema)
+    assert {str(value): verdict(pair, [value, []]) for value in good} == dict.fromkeys(
+        map(str, good), "accepted"
+    )
+    assert {verdict(pair, [value, []]) for value in bad} == {"refused"}
+    assert verdict(pair, [good[0], [1, 1]]) == "mismatch"
+    verifier = Verifier(json.dumps(schema))
+    for value in bad:
+        with pytest.raises(SchemaMismatch):
+            verifier.check(json.dumps(value).encode())
+
+
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
 
-from pagemill.common.schema_numbers import InexactInteger, with_exact_numbers
+from pagemill.common.schema_numbers import InexactInteger
+from pagemill.common.schema_preparation import prepared_text
 from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
 from pagemill.engine.structured_output.gbnf import is_gbnf, prepared
 from pagemill.engine.structured_output.json_schema import TooLarge, rewritten
@@ -83,7 +84,7 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
         SchemaInvalid, SchemaTooComplex, UnsupportedFeature.
     """
     try:
-        exact = with_exact_numbers(text) if kind == "json" else text
+        exact = prepared_text(text) if kind == "json" else text
     except InexactInteger as error:
         raise UnsupportedFeature(_message(kind, str(error))) from None
     try:
@@ -100,7 +101,7 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
             schema = rewritten(exact, is_loose=is_loose)
             compiled = _compile(tokenizer, kind, schema.text)
             # The grammar enforces an equivalent schema, and Python would read some patterns differently.
-            verifier = Verifier(text) if schema.wider else None
+            verifier = Verifier(exact) if schema.wider else None
         except TooLarge:
             continue
         except InvalidRequest as error:

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from pagemill.common.chat.families import Elements, ToolSyntax
-from pagemill.common.schema_numbers import InexactInteger, exact_numbers
+from pagemill.common.schema_numbers import InexactInteger
+from pagemill.common.schema_preparation import prepared_schema
 from pagemill.common.structured_outputs import StructuredOutputs, closed_objects
 from pagemill.engine.errors import UnsupportedFeature
 from pagemill.engine.text.tokenizer import Tokenizer
@@ -172,7 +173,7 @@ def _styled(schema: Any) -> str:
     if schema is True:
         schema = {}
     try:
-        schema = exact_numbers(schema)
+        schema = prepared_schema(schema)
     except InexactInteger as error:
         raise UnsupportedFeature(f"tools: {error}") from None
     return json.dumps(schema | {"x-guidance": _STYLE} if isinstance(schema, dict) else schema)

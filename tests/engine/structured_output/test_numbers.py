@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill.common.schema_numbers import exact_numbers, with_exact_numbers
+from pagemill.common.schema_preparation import prepared_schema
 from pagemill.engine.errors import UnsupportedFeature
 from pagemill.engine.structured_output.matcher import CompiledSchema
 from tests.engine.structured_output.test_rewritten import compiled
@@ -94,12 +94,6 @@ def test_data_and_names_of_properties_are_not_schemas() -> None:
         "exclusiveMinimum": True,
         "minimum": 0,
     }
-    changed = exact_numbers(schema)
+    changed = prepared_schema(schema)
     assert changed["properties"]["const"] == {"minimum": 5.00000000000001, "maximum": 5.5}
     assert changed | {"properties": schema["properties"]} == schema
-
-
-def test_a_schema_without_such_numbers_is_not_touched() -> None:
-    text = '{"type": "number",  "minimum": 0, "maximum": 100}'
-    assert with_exact_numbers(text) is text
-    assert with_exact_numbers("exclusiveM") == "exclusiveM"

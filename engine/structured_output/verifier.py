@@ -20,6 +20,7 @@ from pagemill.engine.errors import SchemaMismatch, UnsupportedFeature
 from pagemill.engine.structured_output.json_schema import VERIFIED_FORMATS
 
 _MAX_REASON = 200
+_OLD, _NEW = Draft7Validator.VALIDATORS, Draft202012Validator.VALIDATORS
 _LATER = (
     "const",
     "contains",
@@ -31,13 +32,22 @@ _LATER = (
     "unevaluatedProperties",
 )
 """Keywords missing in the first drafts."""
+_BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
+"""Keywords whose form in draft 4 prepared schemas do not have."""
 
 
 class Verifier:
     """A schema for checking complete outputs. References are followed only within the schema."""
 
     def __init__(self, text: str) -> None:
-        """Raises UnsupportedFeature if the schema cannot be checked this way."""
+        """Prepare for a schema.
+
+        Args:
+            text: the schema, as `prepared_text` returns it.
+
+        Raises:
+            UnsupportedFeature: the schema cannot be checked this way.
+        """
         schema = json.loads(text)
         for pattern in _patterns(schema):
             try:
@@ -49,9 +59,19 @@ class Verifier:
                 ) from None
         base: Any = validator_for(schema, default=Draft202012Validator)
         # Keywords of other drafts apply as well: clients that write them intend them.
-        more = {name: Draft202012Validator.VALIDATORS[name] for name in _LATER}
-        more["dependencies"] = Draft7Validator.VALIDATORS["dependencies"]
-        every: Any = extend(base, {**more, **base.VALIDATORS, "multipleOf": _multiple_of})
+        more = {name: _NEW[name] for name in _LATER}
+        more["dependencies"] = _OLD["dependencies"]
+        as_grammars = {
+            "additionalItems": _additional_items,
+            "items": _items,
+            "multipleOf": _multiple_of,
+            **{name: _NEW[name] for name in _BOUNDS},
+        }
+        every: Any = extend(base, {**more, **base.VALIDATORS, **as_grammars})
+        if isinstance(
+            schema, dict
+        ):  # with it, a reference to the root would select its draft's own validator
+            schema.pop("$schema", None)
         self._validator: Validator = every(
             schema, registry=referencing.Registry(), format_checker=FormatChecker(VERIFIED_FORMATS)
         )
@@ -71,6 +91,17 @@ class Verifier:
                     "the grammar allows more than the schema, and the output does not match it",
                 )
             )
+
+
+def _items(validator: Any, items: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    """Accept a list of schemas in any draft."""
+    keywords = _OLD if isinstance(items, list) else _NEW
+    yield from keywords["items"](validator, items, value, schema)
+
+
+def _additional_items(validator: Any, items: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    if isinstance(schema.get("items"), list):
+        yield from _OLD["additionalItems"](validator, items, value, schema)
 
 
 def _multiple_of(validator: Validator, divisor: float, value: Any, _schema: Any) -> Iterator[ValidationError]:

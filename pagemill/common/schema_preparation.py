@@ -1,11 +1,14 @@
-"""Prepares JSON schemas for llguidance (1.9), so that a grammar enforces their numbers."""
+"""Prepares JSON schemas for llguidance (1.9) and the verifier: one dialect, and numbers that a grammar enforces.
+
+OpenAPI 3.0, draft 4 and generators of schemas write some keywords in forms that JSON Schema 2020-12 does not have.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from pagemill.common.schema_numbers import check_integers, exact_bounds
+from pagemill.common.schema_numbers import SIDES, check_integers, exact_bounds
 
 _MAPS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
@@ -44,5 +47,13 @@ def prepared_schema(schema: Any) -> Any:
             exact[key] = value
         else:
             exact[key] = value if key in _DATA else prepared_schema(value)
+    _modernize(exact)
     exact_bounds(exact)
     return exact
+
+
+def _modernize(schema: dict[str, Any]) -> None:
+    """Replace boolean bounds of draft 4 and OpenAPI 3.0 in one object."""
+    for inclusive, exclusive, _ in SIDES:
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and inclusive in schema:
+            schema[exclusive] = schema.pop(inclusive)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagemill.common.schema_preparation import prepared_text
 from pagemill.common.structured_outputs import MAX_JSON_SCHEMA, StructuredOutputs
 from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaMismatch, UnsupportedFeature
 from pagemill.engine.structured_output.disjoint import Disjointness
@@ -177,6 +178,20 @@ def beside_unique(schema: Schema) -> CompiledSchema:
     [
         ({"type": "number", "multipleOf": 0.01}, [0.29, 0.57, 1.15, 4.35, 19.99, 0, 3, 10**20], [0.295]),
         ({"type": "number", "multipleOf": 0.1}, [0.3, 0.7, -0.3], [0.35]),
+        ({"type": "number", "maximum": 100, "exclusiveMaximum": False}, [-1, 0, 5, 100], [100.5]),
+        ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, [0.1, 1], [0, -1]),
+        ({"type": "number", "minimum": 5, "exclusiveMinimum": True, "maximum": 5.5}, [5.1, 5.5], [5]),
+        (
+            {"type": "array", "items": [{"type": "integer"}, KIND]},
+            [[], [1], [1, "a"], [1, "a", 2]],
+            [["a"], [1, "d"]],
+        ),
+        ({"type": "array", "items": [KIND], "additionalItems": False}, [["a"]], [["a", "a"]]),
+        (
+            {"type": "array", "items": [KIND], "additionalItems": {"type": "null"}},
+            [["a", None]],
+            [["a", "a"]],
+        ),
     ],
 )
 def test_values_that_the_grammar_allows_are_verified_alike(
@@ -188,7 +203,7 @@ def test_values_that_the_grammar_allows_are_verified_alike(
     )
     assert {verdict(pair, [value, []]) for value in bad} == {"refused"}
     assert verdict(pair, [good[0], [1, 1]]) == "mismatch"
-    verifier = Verifier(json.dumps(schema))
+    verifier = Verifier(prepared_text(json.dumps(schema)))
     for value in bad:
         with pytest.raises(SchemaMismatch):
             verifier.check(json.dumps(value).encode())
@@ -290,6 +305,29 @@ def test_outputs_that_cannot_be_read_are_mismatches(output: bytes) -> None:
 def test_a_schema_that_can_be_neither_enforced_nor_verified_is_refused() -> None:
     with pytest.raises(UnsupportedFeature, match="Python can't read its pattern"):
         compiled({"type": "string", "pattern": r"^\p{L}+$", "not": {"pattern": "^a"}})
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "draft-04/schema#",
+        "draft-06/schema#",
+        "draft-07/schema#",
+        "draft/2019-09/schema",
+        "draft/2020-12/schema",
+    ],
+)
+def test_references_to_the_root_are_verified_alike_in_each_draft(draft: str) -> None:
+    tree = {
+        "$schema": f"http{'s' * ('/20' in draft)}://json-schema.org/{draft}",
+        "type": "array",
+        "items": [{"type": "number", "multipleOf": 0.01}, {"$ref": "#"}],
+        "uniqueItems": True,
+    }
+    schema = compiled(tree)
+    assert verdict(schema, [0.29, [0.57, [4.35]]]) == "accepted"
+    assert verdict(schema, [0.295]) == "refused"
+    assert verdict(schema, [0.29, [1, [], 1]]) == "mismatch"
 
 
 def test_a_rewritten_schema_is_bounded() -> None:

@@ -85,7 +85,7 @@ def without_look_around(pattern: str) -> tuple[str, str | None, bool]:
         pattern = "^" + pattern[start.end() :].removeprefix("^")
     kept, is_exact = "", True
     place = 0
-    for token in _TOKEN.finditer(pattern):
+    for token in PATTERN_TOKEN.finditer(pattern):
         if token.start() < place:
             continue
         if not _LOOK_AROUND.fullmatch(token[0]):
@@ -97,14 +97,14 @@ def without_look_around(pattern: str) -> tuple[str, str | None, bool]:
     return kept, required, is_exact
 
 
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]|\(\?<?[=!]|.", re.DOTALL)
+PATTERN_TOKEN = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]|\(\?<?[=!]|.", re.DOTALL)
 """An escape, a class, the start of a look-around, or any other character."""
 
 
 def _closing(pattern: str, start: int) -> int | None:
     """Return the index of the parenthesis that closes a group whose text starts at `start`."""
     depth = 1
-    for token in _TOKEN.finditer(pattern, start):
+    for token in PATTERN_TOKEN.finditer(pattern, start):
         depth += token[0].startswith("(") - (token[0] == ")")
         if depth == 0:
             return token.start()

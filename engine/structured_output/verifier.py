@@ -17,7 +17,7 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
 
 from pagemill.engine.errors import SchemaMismatch, UnsupportedFeature
-from pagemill.engine.structured_output.json_schema import VERIFIED_FORMATS
+from pagemill.engine.structured_output.json_schema import PATTERN_TOKEN, VERIFIED_FORMATS
 
 _MAX_REASON = 200
 _OLD, _NEW = Draft7Validator.VALIDATORS, Draft202012Validator.VALIDATORS
@@ -32,6 +32,8 @@ _LATER = (
     "unevaluatedProperties",
 )
 """Keywords missing in the first drafts."""
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_SET_SYNTAX = re.compile(r"\[|&&|--|~~")
 _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 """Keywords whose form in draft 4 prepared schemas do not have."""
 
@@ -50,13 +52,11 @@ class Verifier:
         """
         schema = json.loads(text)
         for pattern in _patterns(schema):
-            try:
-                re.compile(pattern)
-            except (re.error, RecursionError, OverflowError):
+            if not _is_readable(pattern):
                 raise UnsupportedFeature(
                     "structured_outputs.json: outputs of this schema have to be verified, and Python can't read its "
                     f"pattern {pattern[:_MAX_REASON]!r}"
-                ) from None
+                )
         base: Any = validator_for(schema, default=Draft202012Validator)
         # Keywords of other drafts apply as well: clients that write them intend them.
         more = {name: _NEW[name] for name in _LATER}
@@ -68,10 +68,8 @@ class Verifier:
             **{name: _NEW[name] for name in _BOUNDS},
         }
         every: Any = extend(base, {**more, **base.VALIDATORS, **as_grammars})
-        if isinstance(
-            schema, dict
-        ):  # with it, a reference to the root would select its draft's own validator
-            schema.pop("$schema", None)
+        if isinstance(schema, dict):
+            schema.pop("$schema", None)  # by it, a reference to the root would select another validator
         self._validator: Validator = every(
             schema, registry=referencing.Registry(), format_checker=FormatChecker(VERIFIED_FORMATS)
         )
@@ -112,6 +110,20 @@ def _multiple_of(validator: Validator, divisor: float, value: Any, _schema: Any)
 
 def _message(place: str, reason: str) -> str:
     return f"structured_outputs.json: {reason}: {place[:_MAX_REASON]}"
+
+
+def _is_readable(pattern: str) -> bool:
+    """Return True if Python reads a pattern as grammars do, which have operators and nested classes in classes."""
+    if any(
+        token[0] == "[" and _SET_SYNTAX.search(_ESCAPE.sub("", token[1:]))
+        for token in PATTERN_TOKEN.findall(pattern)
+    ):
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
 
 
 def _patterns(schema: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ OpenAPI 3.0, draft 4 and generators of schemas write some keywords in forms that
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from pagemill.common.schema_numbers import SIDES, check_integers, exact_bounds
@@ -14,6 +15,14 @@ _MAPS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )
 _DATA = frozenset({"default", "examples"})
+_CLASS = re.compile(r"\\.|\[\^?\]?(?:\[:[a-z]+:\]|\\.|[^\]\\])*\]", re.DOTALL)
+_NAMED = re.compile(r"\\.|\[:([a-z]+):\]", re.DOTALL)
+POSIX_CLASSES = {
+    "alnum": "0-9A-Za-z", "alpha": "A-Za-z", "ascii": r"\x00-\x7F", "blank": r"\t ", "cntrl": r"\x00-\x1F\x7F",
+    "digit": "0-9", "graph": "!-~", "lower": "a-z", "print": " -~", "punct": r"!-/:-@\[-`{-~", "space": r"\t-\r ",
+    "upper": "A-Z", "word": "0-9A-Z_a-z", "xdigit": "0-9A-Fa-f",
+}  # fmt: skip
+"""The characters of POSIX classes, which only the grammar's regular expressions know."""
 
 
 def prepared_text(text: str) -> str:
@@ -41,7 +50,10 @@ def prepared_schema(schema: Any) -> Any:
     exact: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
-            exact[key] = {name: prepared_schema(part) for name, part in value.items()}
+            names = map(_without_named_classes, value) if key == "patternProperties" else value
+            exact[key] = dict(zip(names, map(prepared_schema, value.values()), strict=True))
+        elif key == "pattern" and isinstance(value, str):
+            exact[key] = _without_named_classes(value)
         elif key in ("enum", "const"):
             check_integers(value)
             exact[key] = value
@@ -57,3 +69,10 @@ def _modernize(schema: dict[str, Any]) -> None:
     for inclusive, exclusive, _ in SIDES:
         if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and inclusive in schema:
             schema[exclusive] = schema.pop(inclusive)
+
+
+def _without_named_classes(pattern: str) -> str:
+    """Replace `[[:alpha:]]` by `[A-Za-z]`, which Python reads alike."""
+    return _CLASS.sub(
+        lambda found: _NAMED.sub(lambda name: POSIX_CLASSES.get(name[1], name[0]), found[0]), pattern
+    )

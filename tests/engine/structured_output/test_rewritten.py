@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.common.schema_preparation import prepared_text
+from pagemill.common.schema_preparation import POSIX_CLASSES, prepared_text
 from pagemill.common.structured_outputs import MAX_JSON_SCHEMA, StructuredOutputs
 from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaMismatch, UnsupportedFeature
 from pagemill.engine.structured_output.disjoint import Disjointness
@@ -178,6 +179,13 @@ def beside_unique(schema: Schema) -> CompiledSchema:
     [
         ({"type": "number", "multipleOf": 0.01}, [0.29, 0.57, 1.15, 4.35, 19.99, 0, 3, 10**20], [0.295]),
         ({"type": "number", "multipleOf": 0.1}, [0.3, 0.7, -0.3], [0.35]),
+        ({"type": "string", "pattern": "^[[:alpha:]]+$"}, ["abc"], ["a:", "1", ""]),
+        ({"type": "string", "pattern": r"^[^_\][:digit:]]$"}, ["a", "["], ["1", "_", "]"]),
+        (
+            {"patternProperties": {"^[[:lower:]]$": {"type": "null"}}, "additionalProperties": False},
+            [{"a": None}],
+            [{"A": None}, {":": None}],
+        ),
         ({"type": "number", "maximum": 100, "exclusiveMaximum": False}, [-1, 0, 5, 100], [100.5]),
         ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, [0.1, 1], [0, -1]),
         ({"type": "number", "minimum": 5, "exclusiveMinimum": True, "maximum": 5.5}, [5.1, 5.5], [5]),
@@ -302,9 +310,20 @@ def test_outputs_that_cannot_be_read_are_mismatches(output: bytes) -> None:
         Verifier(json.dumps(VERIFIED["not an integer"])).check(output)
 
 
-def test_a_schema_that_can_be_neither_enforced_nor_verified_is_refused() -> None:
+@pytest.mark.parametrize("pattern", [r"^\p{L}+$", "^[a-z&&[^aeiou]]+$", "^[a[bc]]$"])
+def test_a_schema_that_can_be_neither_enforced_nor_verified_is_refused(pattern: str) -> None:
     with pytest.raises(UnsupportedFeature, match="Python can't read its pattern"):
-        compiled({"type": "string", "pattern": r"^\p{L}+$", "not": {"pattern": "^a"}})
+        compiled({"type": "string", "pattern": pattern, "not": {"pattern": "^a"}})
+
+
+@pytest.mark.parametrize("name", POSIX_CLASSES)
+def test_posix_classes_have_the_same_characters_for_grammars(name: str) -> None:
+    regex = compile_schema(TOKENIZER, "regex", f"[[:{name}:]]")
+    mask = regex.start().token_mask()
+    mine = re.compile(f"[{POSIX_CLASSES[name]}]")
+    assert [_allows(mask, byte) for byte in range(128)] == [
+        bool(mine.match(chr(byte))) for byte in range(128)
+    ]
 
 
 @pytest.mark.parametrize(

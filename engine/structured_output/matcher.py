@@ -18,9 +18,9 @@ from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
 
 from pagemill.common.schema_numbers import InexactInteger
 from pagemill.common.schema_preparation import prepared_text
+from pagemill.common.schema_rewriting import TooLarge, rewritten
 from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
 from pagemill.engine.structured_output.gbnf import is_gbnf, prepared
-from pagemill.engine.structured_output.json_schema import TooLarge, rewritten
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -16,8 +16,8 @@ from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker, Val
 from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
 
+from pagemill.common.schema_rewriting import PATTERN_TOKEN, VERIFIED_FORMATS
 from pagemill.engine.errors import SchemaMismatch, UnsupportedFeature
-from pagemill.engine.structured_output.json_schema import PATTERN_TOKEN, VERIFIED_FORMATS
 
 _MAX_REASON = 200
 _OLD, _NEW = Draft7Validator.VALIDATORS, Draft202012Validator.VALIDATORS

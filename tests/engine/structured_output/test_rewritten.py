@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagemill.common.schema_disjointness import Disjointness
 from pagemill.common.schema_preparation import POSIX_CLASSES, prepared_text
+from pagemill.common.schema_rewriting import MAX_NODES, TooLarge, rewritten
 from pagemill.common.structured_outputs import MAX_JSON_SCHEMA, StructuredOutputs
 from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaMismatch, UnsupportedFeature
-from pagemill.engine.structured_output.disjoint import Disjointness
-from pagemill.engine.structured_output.json_schema import MAX_NODES, TooLarge, rewritten
 from pagemill.engine.structured_output.matcher import CompiledSchema, compile_schema
 from pagemill.engine.structured_output.verifier import Verifier
 from pagemill.engine.structured_output.vocabulary import GrammarVocabulary

@@ -1,7 +1,7 @@
 """Rewrites JSON schemas for the grammar library, which lacks `not`, `if`, dependencies and other keywords.
 
 A keyword is replaced by equivalent others if possible, and omitted otherwise. The grammar then allows more than
-the schema, and `verifier.py` checks finished outputs.
+the schema, and `engine/structured_output/verifier.py` checks finished outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from pagemill.engine.structured_output.disjoint import Disjointness, finite_values
+from pagemill.common.schema_disjointness import Disjointness, finite_values
 
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from pagemill.common.chat.families import Elements, ToolSyntax
 from pagemill.common.schema_numbers import InexactInteger
 from pagemill.common.schema_preparation import prepared_schema
-from pagemill.common.structured_outputs import StructuredOutputs, closed_objects
+from pagemill.common.schema_rewriting import TooLarge, rewritten
+from pagemill.common.structured_outputs import MAX_SCHEMA, StructuredOutputs, closed_objects
 from pagemill.engine.errors import UnsupportedFeature
 from pagemill.engine.text.tokenizer import Tokenizer
 
@@ -53,10 +55,8 @@ class CallGrammar:
         self, functions: Sequence[Function], syntax: ToolSyntax, schema: str, *, is_single: bool
     ) -> StructuredOutputs:
         """Return a grammar of calls as in `forced`, or alternatively of JSON that the schema allows."""
-        rules = [
-            *self._calls(functions, syntax, is_single=is_single),
-            f"answer: {self._literal(syntax.form.answer)} %json {_styled(json.loads(schema))}",
-        ]
+        answer = f"answer: {self._literal(syntax.form.answer)} %json {_styled(json.loads(schema))}"
+        rules = chain(self._calls(functions, syntax, is_single=is_single), [answer])
         return self._lark("start: calls | answer", rules)
 
     def triggered(self, functions: Sequence[Function], syntax: ToolSyntax) -> StructuredOutputs:
@@ -112,8 +112,13 @@ class CallGrammar:
                 yield f"{part}_text: /[^<]*/"
         yield f"{rule}: {' '.join(parts)}"
 
-    def _lark(self, start: str, rules: Any) -> StructuredOutputs:
-        return StructuredOutputs(grammar="\n".join(["%llguidance {}", start, *rules]) + "\n")
+    def _lark(self, start: str, rules: Iterable[str]) -> StructuredOutputs:
+        text = f"%llguidance {{}}\n{start}\n"
+        for rule in rules:
+            text += f"{rule}\n"
+            if len(text) > MAX_SCHEMA:  # it is rejected: do not spend time on further schemas
+                break
+        return StructuredOutputs(grammar=text)
 
     def _literal(self, text: str) -> str:
         """Write a text, with special tokens by their ids, since no text represents them."""
@@ -169,11 +174,18 @@ def _quoted(text: str) -> str:
 
 
 def _styled(schema: Any) -> str:
-    """Return a schema as JSON, with a unique way to write each value."""
+    """Return a schema as JSON, with a unique way to write each value.
+
+    Keywords that the grammar library lacks are replaced if the result is equivalent, and unknown formats are omitted.
+    """
     if schema is True:
         schema = {}
     try:
-        schema = prepared_schema(schema)
+        text = json.dumps(prepared_schema(schema))
+        equivalent = rewritten(text, is_loose=False)
     except InexactInteger as error:
         raise UnsupportedFeature(f"tools: {error}") from None
+    except TooLarge:
+        equivalent = None
+    schema = json.loads(text if equivalent is None or equivalent.wider else equivalent.text)
     return json.dumps(schema | {"x-guidance": _STYLE} if isinstance(schema, dict) else schema)

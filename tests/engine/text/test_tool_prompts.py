@@ -10,15 +10,19 @@ import pytest
 
 from pagemill.common.chat.families import TOOLS
 from pagemill.common.chat.thinking import THINKING, ReasoningParser
+from pagemill.common.schema_rewriting import Rewritten, rewritten
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError, InvalidRequest, UnsupportedFeature
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.structured_output.matcher import compile_schema
+from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
+from pagemill.engine.text import call_grammar
 from pagemill.engine.text.call_grammar import is_text_schema
 from pagemill.engine.text.chat import ChatFormat, ChatOptions
 from pagemill.engine.text.numbered_calls import number_calls
-from pagemill.engine.text.tokenizer import HuggingFaceTokenizer
+from pagemill.engine.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from pagemill.producer.wire.chat.parser import parse_whole
 
 TOOL: Any = {
@@ -152,6 +156,65 @@ def test_numbers_of_parameters_are_enforced(tokenizer: HuggingFaceTokenizer) -> 
     assert '"minimum": 1e-14' in grammar({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5})
     with pytest.raises(UnsupportedFeature, match="tools: the integer 1152921504606846977"):
         grammar({"enum": [2**60 + 1]})
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (
+            {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+            '{"b": 1}',
+            '{"c": 1}',
+        ),
+        ({"items": {"type": "string", "format": "uuid4"}, "type": "array"}, '["x"]', "[1]"),
+        ({"type": "integer", "not": {"minimum": 9}}, "8", "9"),
+        ({"type": "array", "minItems": 1, "contains": {}}, None, None),
+    ],
+)
+def test_parameters_have_the_keywords_of_schemas_that_grammars_enforce(
+    tokenizer: HuggingFaceTokenizer, family: str, schema: Any, good: str | None, bad: str | None
+) -> None:
+    parameters = {"type": "object", "properties": {"p": schema}, "required": ["p"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    options = ChatOptions(tools=[tool], choice="required")
+    chat = ChatFormat(tokenizer, family).prepare(TURNS, options, SamplingParams())
+    assert chat.params.structured_outputs is not None
+    vocabulary = GrammarVocabulary.from_tokenizer(ByteTokenizer(), 264, (256,))
+    assert vocabulary is not None
+    tokens = vocabulary.build()
+    grammar = str(chat.params.structured_outputs.grammar)
+    if good is None or bad is None:
+        with pytest.raises(UnsupportedFeature, match="contains"):
+            compile_schema(tokens, "grammar", grammar)
+        return
+    call = {
+        "hermes": '<tool_call>\n{"name": "f", "arguments": {"p": VALUE}}\n</tool_call>',
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=p>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+    }[family]
+    matcher = compile_schema(tokens, "grammar", grammar).matcher
+    for value, is_allowed in ((good, True), (bad, False)):
+        written = list(call.replace("VALUE", value).encode())
+        assert (matcher.deep_copy().validate_tokens(written) == len(written)) == is_allowed
+
+
+def test_tools_beyond_the_limit_of_grammars_are_refused_soon(
+    tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def read_and_rewritten(text: str, *, is_loose: bool) -> Rewritten:
+        read.append(text)
+        return rewritten(text, is_loose=is_loose)
+
+    monkeypatch.setattr(call_grammar, "rewritten", read_and_rewritten)
+    parameters = {"type": "object", "properties": {"p": {"description": "x" * 30_000}}}
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": parameters}} for n in range(9)]
+    with pytest.raises(InvalidRequest, match="more than 65536 characters") as refused:
+        ChatFormat(tokenizer, "hermes").prepare(
+            TURNS, ChatOptions(tools=tools, choice="required"), SamplingParams()
+        )
+    assert (refused.value.code, len(read)) == ("schema_too_complex", 3)
 
 
 @pytest.mark.parametrize(("is_parallel", "calls"), [(None, 1), (False, 1), (True, 16)])

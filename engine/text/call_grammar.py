@@ -15,7 +15,7 @@ from pagemill.common.schema_numbers import InexactInteger
 from pagemill.common.schema_preparation import prepared_schema
 from pagemill.common.schema_rewriting import TooLarge, rewritten
 from pagemill.common.structured_outputs import MAX_SCHEMA, StructuredOutputs, closed_objects
-from pagemill.engine.errors import UnsupportedFeature
+from pagemill.engine.errors import InvalidRequest, UnsupportedFeature
 from pagemill.engine.text.tokenizer import Tokenizer
 
 MAX_CALLS = 16
@@ -34,9 +34,36 @@ class Function:
 
     @classmethod
     def from_definition(cls, function: Mapping[str, Any]) -> Function:
-        """Read OpenAI's form; without parameters, calls have no arguments. Closes open objects (`closed_objects`)."""
-        schema = closed_objects(function.get("parameters") or _ANY_OBJECT)
+        """Read OpenAI's form; without parameters, calls have no arguments. Closes open objects (`closed_objects`).
+
+        Raises:
+            InvalidRequest: the parameters are not a JSON schema.
+        """
+        schema = closed_objects(normalized(function).get("parameters") or _ANY_OBJECT)
         return cls(function["name"], schema, bool(function.get("strict")))
+
+
+def normalized(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function with an object as `properties` and a list as `required`, if its parameters have them.
+
+    PHP writes an empty object as a list, and Go writes both as null.
+
+    Raises:
+        InvalidRequest: the parameters or one of them are not a JSON schema.
+    """
+    parameters = function.get("parameters")
+    if not parameters:
+        return dict(function)
+    if isinstance(parameters, Mapping):
+        schema = dict(parameters)
+        for key, empty in (("properties", {}), ("required", [])):
+            if key in schema and schema[key] in (None, []):
+                schema[key] = empty
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        is_schema = isinstance(properties, Mapping) and isinstance(required, list)
+        if is_schema and all(isinstance(part, Mapping | bool) for part in properties.values()):
+            return {**function, "parameters": schema}
+    raise InvalidRequest(f"tools: the parameters of {function['name']} are not a JSON schema of an object")
 
 
 class CallGrammar:
@@ -92,6 +119,8 @@ class CallGrammar:
         required = schema.get("required", ())
         parts = []
         for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+            if value is False:
+                continue
             part, is_text = f"{rule}_{number}", is_text_schema(value, schema)
             parts.append(part if key in required else f"{part}?")
             before = elements.before.replace("KEY", key).replace("TEXT", str(is_text).lower())

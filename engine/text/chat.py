@@ -25,7 +25,7 @@ from pagemill.common.structured_outputs import StructuredOutputs
 from pagemill.engine.errors import InvalidRequest, UnsupportedFeature
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Outline, Thinking
-from pagemill.engine.text.call_grammar import CallGrammar, Function, is_text_schema
+from pagemill.engine.text.call_grammar import CallGrammar, Function, is_text_schema, normalized
 from pagemill.engine.text.chat_template import CONTINUE
 from pagemill.engine.text.harmony_turns import harmony_turns
 from pagemill.engine.text.numbered_calls import number_calls
@@ -245,7 +245,11 @@ class ChatFormat:
             variables = {"reasoning_effort": options.reasoning_effort} | dict.fromkeys(_SWITCHES, is_on)
         variables |= options.template_kwargs
         names = {function.name for function in options.offered}
-        shown = [tool for tool in options.tools if tool["function"]["name"] in names]
+        shown = [
+            {**tool, "function": normalized(tool["function"])}
+            for tool in options.tools
+            if tool["function"]["name"] in names
+        ]
         turns = [_turn(number, message, tools) for number, message in enumerate(messages)]
         if tools == "kimi_k2":
             number_calls(turns)

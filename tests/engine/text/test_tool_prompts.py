@@ -287,6 +287,55 @@ def test_texts_are_known_by_their_schema(schema: Any, is_text: bool) -> None:
     assert is_text_schema(schema, root) == is_text
 
 
+ELEMENTS = ["qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("family", ["hermes", *ELEMENTS])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": []},
+        {"type": "object", "properties": None, "required": None},
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": False}, "required": None},
+        [],
+        {},
+    ],
+)
+def test_empty_parameters_may_be_those_of_php_and_go(
+    templated: HuggingFaceTokenizer, parameters: Any, family: str, choice: Any
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    options = ChatOptions(tools=[tool], choice=choice)
+    chat = ChatFormat(templated, family).prepare(TURNS, options, SamplingParams())
+    assert '"properties": []' not in chat.prompt
+    if chat.params.structured_outputs is not None:
+        vocabulary = GrammarVocabulary.from_tokenizer(templated, 49152, (0,))
+        assert vocabulary is not None
+        compile_schema(vocabulary.build(), "grammar", str(chat.params.structured_outputs.grammar))
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        True,
+        [{}],
+        "x",
+        {"properties": "x"},
+        {"properties": {"a": None}},
+        {"properties": {"a": "string"}},
+        {"properties": {"a": {}}, "required": True},
+    ],
+)
+def test_parameters_that_are_no_schema_are_refused(
+    templated: HuggingFaceTokenizer, parameters: Any, family: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(InvalidRequest, match="tools: the parameters of f are not a JSON schema"):
+        ChatFormat(templated, family).prepare(TURNS, ChatOptions(tools=[tool]), SamplingParams())
+
+
 def test_too_many_names_of_parameters_are_refused(templated: HuggingFaceTokenizer) -> None:
     properties = {f"{number:0>1000}": {"type": "integer"} for number in range(17)}
     tool = {

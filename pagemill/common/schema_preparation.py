@@ -15,6 +15,8 @@ _MAPS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )
 _DATA = frozenset({"default", "examples"})
+_COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "const"})
+_OUTER = frozenset({"$schema", "$id", "$defs", "definitions"})
 _CLASS = re.compile(r"\\.|\[\^?\]?(?:\[:[a-z]+:\]|\\.|[^\]\\])*\]", re.DOTALL)
 _NAMED = re.compile(r"\\.|\[:([a-z]+):\]", re.DOTALL)
 POSIX_CLASSES = {
@@ -61,7 +63,7 @@ def prepared_schema(schema: Any) -> Any:
             exact[key] = value if key in _DATA else prepared_schema(value)
     _modernize(exact)
     exact_bounds(exact)
-    return exact
+    return _with_null(exact) if exact.get("nullable") is True else exact
 
 
 def _modernize(schema: dict[str, Any]) -> None:
@@ -76,3 +78,18 @@ def _without_named_classes(pattern: str) -> str:
     return _CLASS.sub(
         lambda found: _NAMED.sub(lambda name: POSIX_CLASSES.get(name[1], name[0]), found[0]), pattern
     )
+
+
+def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that also allows null, which OpenAPI 3.0 writes as `nullable`."""
+    if _COMBINED & schema.keys():
+        inner = {key: value for key, value in schema.items() if key not in _OUTER}
+        outer = {key: value for key, value in schema.items() if key in _OUTER}
+        return outer | {"anyOf": [inner, {"type": "null"}]}
+    kinds, values = schema.get("type"), schema.get("enum")
+    if isinstance(kinds, str | list):
+        named = [kinds] if isinstance(kinds, str) else kinds
+        schema["type"] = named if "null" in named else [*named, "null"]
+    if isinstance(values, list) and None not in values:
+        schema["enum"] = [*values, None]
+    return schema

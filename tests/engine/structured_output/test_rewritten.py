@@ -271,6 +271,42 @@ def test_the_error_of_a_schema_is_that_of_its_last_rewriting(properties: Schema)
         compiled({"type": "object", "properties": properties})
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string"}, ["a"], [1]),
+        ({"type": ["string", "null"]}, ["a"], [1]),
+        ({"type": "integer", "minimum": 0, "exclusiveMinimum": True}, [1], [0]),
+        ({"type": "string", "enum": ["a"]}, ["a"], ["b"]),
+        ({"enum": ["a", None]}, ["a"], ["b"]),
+        ({"const": "a"}, ["a"], ["b"]),
+        ({"type": "string", "format": "uuid"}, [], ["b"]),
+        (OBJECT, [{"x": 1}], [{"z": 1}]),
+        ({"$defs": {"K": KIND}, "$ref": "#/$defs/K"}, ["a"], ["d"]),
+        ({"$defs": {"K": KIND}, "allOf": [{"$ref": "#/$defs/K"}]}, ["a"], ["d"]),
+        ({"oneOf": [{"type": "string"}, {"type": "boolean"}]}, ["a", True], [1]),
+        (
+            {"type": "array", "uniqueItems": True, "items": {"type": "string", "nullable": True}},
+            [["a", None]],
+            [[1]],
+        ),
+    ],
+)
+@pytest.mark.parametrize("where", ["root", "item"])
+def test_nullable_schemas_allow_null(where: str, schema: Schema, good: list[Any], bad: list[Any]) -> None:
+    for is_nullable in (True, False):
+        nullable = schema | {"nullable": is_nullable}
+        if where == "item":
+            defs = {"$defs": schema.get("$defs", {})}
+            part = {key: value for key, value in nullable.items() if key != "$defs"}
+            nullable = {"type": "array", "items": part, "minItems": 1, "maxItems": 1, **defs}
+        grammar = compiled(nullable)
+        as_written = [[value] if where == "item" else value for value in (None, *good, *bad)]
+        seen = [verdict(grammar, value) == "accepted" for value in as_written]
+        has_null = is_nullable or is_valid(schema, None)
+        assert seen == [has_null, *[True] * len(good), *[False] * len(bad)]
+
+
 def test_references_lead_to_rewritten_targets() -> None:
     tree = {
         "type": "object",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from urllib.parse import quote
 
 from pagemill.common.schema_numbers import SIDES, check_integers, exact_bounds
 
@@ -17,6 +18,9 @@ _MAPS = frozenset(
 _DATA = frozenset({"default", "examples"})
 _COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "const"})
 _OUTER = frozenset({"$schema", "$id", "$defs", "definitions"})
+_NOT_ESCAPE = re.compile("%(?![0-9A-Fa-f]{2})")
+_IN_FRAGMENTS = "%/?:@!$&'()*+,;=-._~"
+"""The characters of URI fragments; generators write others too, as in `Page[Item]`, which the library rejects."""
 _CLASS = re.compile(r"\\.|\[\^?\]?(?:\[:[a-z]+:\]|\\.|[^\]\\])*\]", re.DOTALL)
 _NAMED = re.compile(r"\\.|\[:([a-z]+):\]", re.DOTALL)
 POSIX_CLASSES = {
@@ -56,6 +60,11 @@ def prepared_schema(schema: Any) -> Any:
             exact[key] = dict(zip(names, map(prepared_schema, value.values()), strict=True))
         elif key == "pattern" and isinstance(value, str):
             exact[key] = _without_named_classes(value)
+        elif key == "$ref" and isinstance(value, str):
+            address, sign, fragment = value.partition("#")
+            exact[key] = (
+                address + sign + quote(_NOT_ESCAPE.sub("%25", fragment), _IN_FRAGMENTS, errors="replace")
+            )
         elif key in ("enum", "const"):
             check_integers(value)
             exact[key] = value

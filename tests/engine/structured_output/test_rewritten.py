@@ -322,6 +322,24 @@ def test_references_lead_to_rewritten_targets() -> None:
     assert verdict(schema, {"value": 1, "next": {"value": 2, "next": 9}}) == "refused"
 
 
+@pytest.mark.parametrize(
+    ("name", "fragment"),
+    [
+        ("Page[Item]", "Page[Item]"),
+        ("Map<string, Item>", "Map<string, Item>"),
+        ("Größe", "Größe"),
+        ("a/b~c|", "a~1b~0c|"),
+        ("100% {x}", "100% {x}"),
+        ("Page[Item]", "Page%5BItem%5D"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"not": {"const": "d"}}, {"uniqueItems": True}])
+def test_names_of_definitions_may_have_any_characters(name: str, fragment: str, more: Schema) -> None:
+    schema = compiled({"$defs": {name: KIND}, "allOf": [{"$ref": f"#/$defs/{fragment}"}], **more})
+    assert verdict(schema, "a") == "accepted"
+    assert verdict(schema, "d") == "refused"
+
+
 def test_a_long_chain_of_definitions_is_followed() -> None:
     names = [f"d{number}" for number in range(2_000)]
     definitions = {

@@ -16,6 +16,9 @@ _MAPS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )
 _DATA = frozenset({"default", "examples"})
+_COUNTS = frozenset(
+    {f"{side}{name}" for side in ("min", "max") for name in ("Contains", "Items", "Length", "Properties")}
+)
 _COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "const"})
 _OUTER = frozenset({"$schema", "$id", "$defs", "definitions"})
 _NOT_ESCAPE = re.compile("%(?![0-9A-Fa-f]{2})")
@@ -65,6 +68,8 @@ def prepared_schema(schema: Any) -> Any:
             exact[key] = (
                 address + sign + quote(_NOT_ESCAPE.sub("%25", fragment), _IN_FRAGMENTS, errors="replace")
             )
+        elif key in _COUNTS and isinstance(value, float) and value.is_integer():
+            exact[key] = int(value)  # the library rejects 1.0
         elif key in ("enum", "const"):
             check_integers(value)
             exact[key] = value

@@ -340,6 +340,21 @@ def test_names_of_definitions_may_have_any_characters(name: str, fragment: str, 
     assert verdict(schema, "d") == "refused"
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "array", "minItems": 1.0, "maxItems": 2e0}, [1], []),
+        ({"type": "string", "minLength": 1.0, "maxLength": 3.0}, "a", "abcd"),
+        ({"type": "object", "minProperties": 1.0, "maxProperties": 2.0}, {"a": 1}, {}),
+        ({"type": "array", "contains": {"const": 1}, "minContains": 2.0}, [1, 1], [1]),
+    ],
+)
+def test_counts_may_be_written_as_floats(schema: Schema, good: Any, bad: Any) -> None:
+    grammar = compiled(schema)
+    assert verdict(grammar, good) == "accepted"
+    assert verdict(grammar, bad) != "accepted"
+
+
 def test_a_long_chain_of_definitions_is_followed() -> None:
     names = [f"d{number}" for number in range(2_000)]
     definitions = {

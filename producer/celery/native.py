@@ -179,7 +179,7 @@ class GenerationTask(NativeTask):
         try:
             return float(maybe_make_aware(maybe_iso8601(when), tz=self.app.timezone).timestamp())
         except (ValueError, TypeError, AttributeError, OverflowError):
-            raise InvalidJob(f"{str(when)[:64]!r} is no time; use a datetime or its ISO form") from None
+            raise InvalidJob(f"{str(when)[:64]!r} is not a time; use a datetime or its ISO form") from None
 
 
 _MESSAGE_OPTIONS = (

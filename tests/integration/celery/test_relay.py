@@ -172,7 +172,7 @@ def test_times_are_those_that_celery_accepts() -> None:
     assert task._times({"expires": "2026-05-01T12:00:00"}) == {"deadline": noon.timestamp()}
     assert task._times({"eta": noon, "countdown": 5}) == {"delay": 5.0}
     for wrong in ("tomorrow", 7):
-        with pytest.raises(InvalidJob, match="is no time"):
+        with pytest.raises(InvalidJob, match="is not a time"):
             task._times({"eta": wrong})
 
 

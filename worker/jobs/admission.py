@@ -11,7 +11,8 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -303,8 +304,9 @@ class Admission:
             self._blocked_for("paused", DOORBELL_S)
         elif reply.jobs:
             self.blocked = None
-            for start in range(0, len(reply.jobs), JOBS_PER_START):
-                self._take(reply.jobs[start : start + JOBS_PER_START])
+            with self._requeued_on_error(reply.jobs):
+                for start in range(0, len(reply.jobs), JOBS_PER_START):
+                    self._take(reply.jobs[start : start + JOBS_PER_START])
         elif room.urgent_only:
             self._blocked_for("rows", BLOCKED_POLL_S)
         elif reply.queued and reply.limited_ms is not None:
@@ -359,13 +361,30 @@ class Admission:
             return
         held = _media_bytes([job for job in self._table.running() if not job.has_left_engine])
         jobs: list[RunningJob] = []
-        for inputs in threaded:
-            while held < MAX_MEDIA_BYTES and (found := inputs.arrived()) is not None:
-                pulled, opened = found
-                if (job := self._prepare(pulled, opened.result)) is not None:
-                    jobs.append(job)
-                    held += job.media_bytes
-        self._begin(jobs)
+        fetched: list[PulledJob] = []
+        with self._requeued_on_error(fetched):
+            for inputs in threaded:
+                while held < MAX_MEDIA_BYTES and (found := inputs.arrived()) is not None:
+                    pulled, opened = found
+                    fetched.append(pulled)
+                    if (job := self._prepare(pulled, opened.result)) is not None:
+                        jobs.append(job)
+                        held += job.media_bytes
+            self._begin(jobs)
+
+    @contextmanager
+    def _requeued_on_error(self, pulled: Sequence[PulledJob]) -> Iterator[None]:
+        """Requeue the jobs that an unexpected error keeps from starting: this worker would hold them forever."""
+        try:
+            yield
+        except RedisUnavailable:
+            raise
+        except Exception:
+            for job in pulled:
+                is_fetched = any(inputs.is_pending(job) for inputs in self._threaded())
+                if not is_fetched and self._table.by_request(f"{job.job_id}#{job.token}") is None:
+                    self._reporter.end(job, Outcome.RELEASED)
+            raise
 
     def _threaded(self) -> list[StoredInputs]:
         return [inputs for inputs in (self._inputs, self._pictured) if inputs is not None]

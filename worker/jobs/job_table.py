@@ -27,12 +27,15 @@ class JobTable:
             self._leases[job_id] = token
 
     def release(self, job_id: str, token: int) -> bool:
-        """Remove a job; False if it was not, or is no longer, held under `token`."""
+        """Remove a job; False if it was not, or is no longer, held under `token`.
+
+        It can be held under a newer token: this worker has pulled it again after its lease had lapsed.
+        """
         with self._lock:
+            self._running.pop(f"{job_id}#{token}", None)
             if self._leases.get(job_id) != token:
                 return False
             del self._leases[job_id]
-            self._running.pop(f"{job_id}#{token}", None)
             return True
 
     def start(self, job: RunningJob, send: Callable[[AddRequest], None]) -> bool:

@@ -394,9 +394,9 @@ class ProgressReporter:
                 self._finish(stalled, None)
 
     def _drop(self, job_id: str, token: int) -> None:
-        """Stop a job whose lease another worker has, without a report."""
-        job = self._table.by_job(job_id)
-        if not self._table.release(job_id, token):
+        """Stop an execution whose lease has lapsed, without a report."""
+        job = self._table.by_request(f"{job_id}#{token}")
+        if not self._table.release(job_id, token) and job is None:
             return
         # Its commit may have succeeded although the reply was lost; an unused file is deleted within the hour.
         self._ended.pop(f"{job_id}#{token}", None)

@@ -35,6 +35,9 @@ class StoredInputs:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    def is_pending(self, pulled: PulledJob) -> bool:
+        return pulled.token in self._pending
+
     def fetch(self, pulled: PulledJob) -> None:
         """Start to open a job's envelope."""
         if len(self._threads) < NUM_THREADS:

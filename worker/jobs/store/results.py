@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
 NUM_THREADS = 4
+MAX_WAITING_BYTES = 64 << 20
+"""Results that wait for a slow store; further ones are written to Redis."""
 
 
 class StoredResults:
@@ -34,6 +36,8 @@ class StoredResults:
         self._queues = [new_queue() for _ in range(NUM_THREADS)]
         self._wanted: SimpleQueue[End | str | None] = SimpleQueue()
         """Results to write, and URIs to delete; None ends a thread."""
+        self._waiting_bytes = 0
+        self._lock = threading.Lock()
         self._on_written: Callable[[End], None] = lambda end: None
 
     def start(self, on_written: Callable[[End], None]) -> None:
@@ -50,10 +54,17 @@ class StoredResults:
 
     def takes(self, ended: End) -> bool:
         """Return whether an end has a result that belongs in the store."""
-        return ended.outcome is Outcome.SUCCEEDED and self._store.takes(len(ended.body))
+        if ended.outcome is not Outcome.SUCCEEDED or not self._store.takes(len(ended.body)):
+            return False
+        return self._waiting_bytes < MAX_WAITING_BYTES
 
     def write(self, ended: End) -> None:
+        self._count(len(ended.body))
         self._wanted.put(ended)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._waiting_bytes += num_bytes
 
     def discard(self, uri: str) -> None:
         """Have a result deleted that was not committed."""
@@ -74,6 +85,9 @@ class StoredResults:
                 logger.exception("writing a result to the store failed; continuing")
                 if not isinstance(wanted, str):
                     self._on_written(wanted)
+            finally:
+                if not isinstance(wanted, str):
+                    self._count(-len(wanted.body))
 
     def _written(self, queue: JobQueue, ended: End) -> End:
         assert ended.job is not None, "only a job that ran has a result"

@@ -334,6 +334,7 @@ class Worker:
             policy,
             self.config.webhook_keys(),
             self.counters,
+            store=self.config.store(),
             ca_file=self.config.webhook_ca_file,
             first_retry_s=self.config.webhook_retry_s,
         )

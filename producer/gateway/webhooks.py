@@ -17,6 +17,7 @@ from functools import cached_property
 from weakref import WeakValueDictionary
 
 from pagemill.common.backoff import pause_after
+from pagemill.producer.client import flows
 from pagemill.producer.gateway.api_keys import Webhook
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.gateway import Gateway
@@ -25,7 +26,8 @@ from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.gateway import hooks
 from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
-from pagemill.producer.wire.schema.errors import PagemillError
+from pagemill.producer.wire.schema.errors import PagemillError, StoreError
+from pagemill.producer.wire.schema.sealing import SealedError
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.producer.wire.webhooks.delivery import TIMEOUT_S, DeliveryFailed, deliver, secret_bytes
 from pagemill.producer.wire.webhooks.policy import Refused, Unresolved, WebhookPolicy
@@ -146,6 +148,8 @@ class Webhooks:
     async def _notify(self, notice: Notice, relay: str) -> None:
         outcome, is_sent = notice.outcome, None
         kind = _ENDS.get(outcome.state or "", "failed")
+        with suppress(StoreError, SealedError):  # then it is not known whether the output was cut off
+            outcome = await self._gateway.producer.run_flow(flows.loaded(outcome))
         if outcome.result is not None and outcome.result.outputs[0].finish_reason == "length":
             kind = "incomplete"
         subject = response_id(outcome.job_id)

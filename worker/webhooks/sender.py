@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -22,8 +22,12 @@ from pagemill.common.backoff import Backoff, pause_after
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Due, Notice
+from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
-from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable, StoreError
+from pagemill.producer.wire.schema.outputs import ErrorInfo
+from pagemill.producer.wire.schema.sealing import SealedError
+from pagemill.producer.wire.store.store import Store
 from pagemill.producer.wire.webhooks.delivery import TIMEOUT_S, DeliveryFailed, deliver
 from pagemill.producer.wire.webhooks.policy import Refused, Unresolved, WebhookPolicy
 from pagemill.producer.wire.webhooks.receivers import AT_ONCE, Receivers
@@ -44,6 +48,7 @@ MAX_TRIES = 12
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 3600.0
 JITTER = 0.25
+PAYLOAD_LOST = "payload_lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +72,17 @@ class WebhookSender(BackgroundThread):
         secrets: Sequence[bytes],
         counters: WorkerCounters,
         *,
+        store: Store | None = None,
         ca_file: Path | None = None,
         first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
-        """`secrets`: the signing keys, the current one first. `ca_file`: replaces the system's CAs."""
+        """`secrets`: the signing keys, the current one first. `store`: has large results. `ca_file`: replaces the
+        system's CAs."""
         super().__init__("pagemill-webhooks")
         self._queue = queue
         self._policy = policy
         self._secrets = tuple(secrets)
+        self._store = store
         self._counters = counters
         self._first_retry_s = first_retry_s
         self._tls = ssl.create_default_context(cafile=ca_file)
@@ -192,7 +200,7 @@ class WebhookSender(BackgroundThread):
     def _deliver(self, notice: Notice) -> _Attempt:
         job_id = notice.outcome.job_id
         try:
-            body = body_of(self._queue.queue, notice)
+            body = body_of(self._queue.queue, notice, self._store)
         except DeliveryFailed as failure:
             return self._failed(notice, failure, is_success=None)
         try:
@@ -238,13 +246,14 @@ class WebhookSender(BackgroundThread):
         return round(pause_s * 1000)
 
 
-def body_of(queue: str, notice: Notice) -> bytes:
+def body_of(queue: str, notice: Notice, store: Store | None = None) -> bytes:
     """Return the event: the job's end, with its result or its error.
 
-    Raises DeliveryFailed for a result that this worker cannot open: another, or later this one, may have the key.
+    Raises DeliveryFailed for a result that this worker cannot open or fetch: another, or later this one, may be able
+    to.
     """
-    outcome = notice.outcome
-    if outcome.state == "succeeded" and outcome.error is not None:
+    outcome = _loaded(notice.outcome, store)
+    if outcome.state == "succeeded" and outcome.error is not None and outcome.error.code != PAYLOAD_LOST:
         raise DeliveryFailed(outcome.error.message)
     data: dict[str, Any] = {
         "id": outcome.job_id,
@@ -258,3 +267,19 @@ def body_of(queue: str, notice: Notice) -> bytes:
     }
     kind = "superseded" if outcome.is_superseded else outcome.state
     return json.dumps({"type": f"job.{kind}", "data": data}, ensure_ascii=False).encode()
+
+
+def _loaded(outcome: Outcome, store: Store | None) -> Outcome:
+    """Return an outcome with its result, from the store if necessary. Raises DeliveryFailed."""
+    if outcome.stored is None:
+        return outcome
+    if store is None:
+        raise DeliveryFailed("the result is in a store, and this worker has none")
+    try:
+        return outcome.loaded(store.read(outcome.stored.reference))
+    except SealedError as error:
+        raise DeliveryFailed(str(error)) from error
+    except (StoreError, ValueError) as error:
+        if isinstance(error, StoreError) and error.kind != "lost":
+            raise DeliveryFailed(str(error)) from error
+        return replace(outcome, stored=None, error=ErrorInfo(code=PAYLOAD_LOST, message=str(error)))

@@ -18,10 +18,13 @@ from pagemill.producer.celery.task_message import with_result
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.wire.calls import limits, reads
 from pagemill.producer.wire.calls.limits import QueueLimits
+from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.store.store import Store
 from pagemill.producer.wire.store.stub import Reference, payload_stub
+from pagemill.producer.wire.webhooks.delivery import DeliveryFailed
 from pagemill.worker.jobs.admission import MAX_FETCHING
+from pagemill.worker.webhooks.sender import body_of
 from tests.integration.storage.conftest import (
     OVER,
     TestedStore,
@@ -148,6 +151,11 @@ def test_celery_the_gateway_and_data_sets_read_them(
             handle.result(timeout=60)
             outcome = client.run(reads.outcome(client.queue, handle.id))
             assert outcome.stored is not None
+            notice = Notice("https://example.com", 1, "default", 1.0, outcome)
+            body = json.loads(body_of(client.queue, notice, producer.store))
+            assert body["data"]["result"]["outputs"][0]["text"] == LARGE
+            with pytest.raises(DeliveryFailed, match="this worker has none"):
+                body_of(client.queue, notice)
             result = with_result(outcome).result
             assert result is not None
             assert result.text == LARGE

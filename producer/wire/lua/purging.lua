@@ -27,6 +27,7 @@ local function remove_one(id, job)
   if job.batch and redis.call('EXISTS', P .. 'batch:' .. job.batch) == 1 then
     redis.call('HINCRBY', P .. 'batch:' .. job.batch, job.state, -1)
     redis.call('HINCRBY', P .. 'batch:' .. job.batch, 'total', -1)
+    redis.call('SREM', P .. 'backed:' .. job.batch, id)
   end
   if job.idem then
     unlink_if(P .. 'idem:' .. job.idem, id)

@@ -192,6 +192,18 @@ def test_a_shared_batch_keeps_no_id_of_a_duplicate_that_went_with_its_primary_jo
     assert queue.client.lrange(f"{queue.prefix}bjobs:b", 0, -1) == [b"", b"", b"", b"theirs"]
 
 
+def test_a_shared_batch_keeps_no_id_of_an_acknowledged_job_with_a_webhook(valkey_queue: Queue) -> None:
+    """Its record exists until the webhook is delivered."""
+    queue = valkey_queue
+    queue.submit("ours", tenant=FIRST, batch_id="b", webhook="https://example.com/hook")
+    queue.submit("theirs", tenant=SECOND, batch_id="b")
+    for job in queue.pull():
+        queue.commit(job)
+    queue.run(batches.ack(queue.name, "b", "s2", 0))
+    with producer(queue) as operator:
+        assert operator.purge_tenant(FIRST, NOW).remains == []
+
+
 def test_ids_that_a_reader_has_freed_stay_known(valkey_queue: Queue) -> None:
     """An acknowledged job does not have a record and may belong to another tenant: its id keeps its position."""
     queue = valkey_queue

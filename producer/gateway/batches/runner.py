@@ -39,6 +39,7 @@ from pagemill.producer.wire.calls.gateway.api_batches import Claim
 from pagemill.producer.wire.schema.errors import JobNotFound, PagemillError
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import BatchCounts
+from pagemill.producer.wire.schema.sealing import SealedError
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,11 @@ class BatchRun:
             except RefusedFile as error:
                 await self._end("failed", errors=json.dumps(_errors(error)))
                 return
+            except SealedError as error:  # until the batch expires, another gateway may have the key
+                if await self._now() < float(self._about["expires_at"]):
+                    raise
+                await self._end("failed", errors=json.dumps(_errors(RefusedFile(str(error), error.code))))
+                return
             status = await self._save(status="in_progress", in_progress_at=await self._now(), total=total)
             answers = GrowingAnswers(
                 self._gateway, self._tenant, self._id, self._about, requests, partial(_file_id, self._id)
@@ -197,8 +203,10 @@ class BatchRun:
         """Copy the file's chunks to `path`. Raises RefusedFile if the file no longer exists."""
         file_id = self._about["input_file_id"]
         file = await self._gateway.run(stored_files.find(self._queue, self._tenant, file_id))
+        if file is None:
+            raise RefusedFile("the file no longer exists", "file_gone")
         with path.open("wb") as copy:
-            for number in range(file.chunks if file is not None else 0):
+            for number in range(file.chunks):
                 chunk = await self._gateway.run(stored_files.read(self._queue, file_id, number))
                 if chunk is None:
                     raise RefusedFile("the file no longer exists", "file_gone")

@@ -22,6 +22,7 @@ from pagemill.producer.gateway.batches import runner
 from pagemill.producer.gateway.batches.files import SHORTEST_TTL_S
 from pagemill.producer.wire.calls.gateway import api_batches, stored_files
 from pagemill.producer.wire.calls.limits import QueueLimits, set_limits
+from pagemill.producer.wire.schema.sealing import SealedError
 from tests.producer.driving import Queue, open_queue
 from tests.producer.gateway.serving import Served, gateway, gateway_process, write_keys
 from tests.producer.scripted_worker import scripted_worker
@@ -392,6 +393,52 @@ def test_a_lease_has_one_holder(valkey_queue: Queue) -> None:
     assert run(api_batches.save(name, held, {"status": "in_progress"})) is None
     assert run(stored_files.delete(name, "t", "f")) == "deleted"
     assert run(again) == "no_file"
+
+
+def test_a_batch_that_has_failed_is_not_being_cancelled(valkey_queue: Queue) -> None:
+    """Its lease is kept until its webhooks are notified."""
+    name, run = valkey_queue.name, valkey_queue.run
+    run(
+        stored_files.begin(
+            name, "t", stored_files.StoredFile("f", 0.0, 1, 1, "n", "batch", 0), max_files=9, max_bytes=9
+        )
+    )
+    run(stored_files.write(name, "t", "f", 0, b"x"))
+    run(stored_files.finish(name, "t", "f", 60.0))
+    run(api_batches.create(name, "b", "t", "f", "{}", window_s=60.0, max_open=1))
+    held = run(api_batches.claim(name))
+    assert held is not None
+    run(api_batches.cancel(name, "t", "b"))
+    assert run(api_batches.save(name, held, {"status": "in_progress"})) == "cancelling"
+    assert run(api_batches.save(name, held, {"status": "failed", "event": "batch.failed"})) == "failed"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_batch_whose_input_cannot_be_decrypted_ends_at_its_deadline(
+    is_late: bool, valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, another gateway may have the key."""
+    tries: list[int] = []
+
+    def sealed(*args: Any) -> Any:
+        tries.append(1)
+        raise SealedError("add the key k9")
+
+    async def now(self: Any) -> int:
+        return int(time.time()) + 2 * 86_400 * is_late
+
+    monkeypatch.setattr(runner.stored_files, "read", sealed)
+    monkeypatch.setattr(runner.BatchRun, "_now", now)
+    with batching(valkey_url, queue_name, models=("m",), batch_lease_s=0.5, batch_poll_s=0.1) as (_, client):
+        batch = start(client, lines(1))
+        if not is_late:
+            eventually(lambda: len(tries) > 1, "another try")
+            assert client.batches.retrieve(batch.id).status == "validating"
+            return
+        failed = end_of(client, batch.id)
+    assert failed.status == "failed"
+    assert failed.errors is not None
+    assert [(row.code, row.message) for row in failed.errors.data or ()] == [("sealed", "add the key k9")]
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ BOUNDED_BY_CONSTRUCTION = {
     "engine/devices/cpu.py": "one answer",
     "engine/devices/cuda.py": "a warning per reason",
     "engine/models/families/adaptations.py": "an entry per share of the models that are loaded",
+    "engine/execution/sampling/processors.py": "the bad words of 16 requests at most, which have a limit",
     "engine/execution/sampling/narrow_head.py": "8 selections of 256 channels at most",
     "kernels/cpu/matmul/bf16.py": "one answer",
     "kernels/cpu/matmul/fp32.py": "one answer",

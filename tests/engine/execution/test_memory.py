@@ -172,5 +172,6 @@ def test_a_rank_rehearses_before_it_meets_the_others(
     shape = loaded.kv_cache_shape(config.block_size, 64)
     limits = resolve_limits(config, 64, (), device.step_defaults)
     prepared = PreparedModel.from_model(loaded, config, shape, 64)
-    assert rehearsal.step_bytes(prepared, config, limits, shape, group) == 2**20
+    tables = 4 * (64 + 1) * 8 + 4 * (64 // shape.block_size) * 4  # tokens and blocks of 4 rows
+    assert rehearsal.step_bytes(prepared, config, limits, shape, group) == 2**20 + tables
     assert watched.plans, "the steps ran"

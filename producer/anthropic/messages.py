@@ -6,7 +6,9 @@ Format: the API's reference, "Messages". Thinking has no signature: clients retu
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from pagemill.producer.openai.formats import image_part, joined_parts
@@ -16,6 +18,7 @@ from pagemill.producer.wire.schema.outputs import Output, Result, Usage
 
 MESSAGES_URL = "/v1/messages"
 COUNT_TOKENS_URL = "/v1/messages/count_tokens"
+THREAD = "thread"
 MAX_BLOCKS = 1024
 """Maximum content blocks of one message."""
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
@@ -40,7 +43,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 _WITHOUT_EFFECT = frozenset({"cache_control"})
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_EFFORTS = {"max": "xhigh"}
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""Text that Claude Code puts before its system text. It differs in every request, so no prefix would be cached."""
 
 
 def read_message(body: Mapping[str, Any], *, is_count: bool = False) -> dict[str, Any]:
@@ -50,6 +54,8 @@ def read_message(body: Mapping[str, Any], *, is_count: bool = False) -> dict[str
         is_count: The request counts tokens; it has no `max_tokens`.
     """
     given = {name: value for name, value in body.items() if value is not None}
+    if "thread" in given:  # clients then continue without threads
+        raise InvalidJob("thread is not supported; send all messages", "unsupported_feature", THREAD)
     for name, value in given.items():
         if name in _READ or name in _WITHOUT_EFFECT or value in _NEUTRAL.get(name, ()):
             continue
@@ -88,7 +94,7 @@ def _unsupported(place: str, problem: str) -> InvalidJob:
 
 
 def _messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    if system := _text(given.get("system", ""), "system"):
+    if system := _BILLING.sub("", _text(_without_billing(given.get("system", "")), "system")):
         yield {"role": "system", "content": system}
     messages = _list(given.get("messages"), "messages")
     if not 0 < len(messages) <= MAX_MESSAGES:
@@ -104,13 +110,22 @@ def _messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 raise InvalidJob(f"{place} should have a role, user or assistant, and content", param=place)
 
 
+def _without_billing(system: Any) -> Any:
+    """Return a system text without a first block for billing."""
+    match system:
+        case [{"type": "text", "text": str(text)}, *rest] if _BILLING.match(text):
+            return rest
+    return system
+
+
 def _blocks(content: Any, place: str) -> list[Mapping[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    blocks = _list(content, place)
-    if len(blocks) > MAX_BLOCKS or not all(isinstance(block, Mapping) for block in blocks):
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise InvalidJob(f"{place} should be a text or a list of blocks", param=place)
+    if len(content) > MAX_BLOCKS:
         raise InvalidJob(f"{place} should have at most {MAX_BLOCKS} blocks", param=place)
-    return blocks
+    return content
 
 
 def _text(content: Any, place: str) -> str:
@@ -232,7 +247,7 @@ def _output_config(config: Any) -> dict[str, Any]:
             raise _unsupported("output_config", "only effort and format are supported")
     found: dict[str, Any] = {}
     if (effort := fields.get("effort")) is not None:
-        found["reasoning_effort"] = _EFFORTS.get(effort, effort) if isinstance(effort, str) else effort
+        found["reasoning_effort"] = effort
     match fields.get("format"):
         case None:
             pass
@@ -285,7 +300,7 @@ def block(part: str | int, call_id: str = "", name: str = "") -> dict[str, Any]:
         case "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         case "content":
-            return {"type": "text", "text": "", "citations": None}
+            return {"type": "text", "text": ""}
     return {"type": "tool_use", "id": call_id, "name": name, "input": {}, "caller": {"type": "direct"}}
 
 
@@ -314,3 +329,9 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         **dict.fromkeys(_UNUSED_USAGE),
         "service_tier": "standard",
     }
+
+
+def model_object(name: str, created: int) -> dict[str, Any]:
+    """Return a model in Anthropic's format. `created`: Unix seconds."""
+    at = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": name, "display_name": name, "created_at": at}

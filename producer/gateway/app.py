@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagemill.producer.anthropic.messages import COUNT_TOKENS_URL, MESSAGES_URL
+from pagemill.producer.anthropic.messages import COUNT_TOKENS_URL, MESSAGES_URL, model_object
 from pagemill.producer.gateway import completions, messages, openapi, pooled, tokens
 from pagemill.producer.gateway.batches.batches import BatchEndpoints
 from pagemill.producer.gateway.batches.files import FileEndpoints
@@ -164,6 +164,10 @@ def _body_route(
 def _model_routes(gateway: Gateway) -> list[Route]:
     async def models(request: Request) -> Response:
         found = await gateway.models.all(await gateway.admit(request))
+        if "anthropic-version" in request.headers:
+            data = [model_object(model.id, model.created) for model in found]
+            ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+            return JsonResponse({"data": data, "has_more": False, "first_id": None, "last_id": None} | ends)
         return JsonResponse({"object": "list", "data": [model.model_dump() for model in found]})
 
     async def model(request: Request) -> Response:
@@ -171,6 +175,8 @@ def _model_routes(gateway: Gateway) -> list[Route]:
         found = await gateway.models.find(wanted, await gateway.admit(request))
         if found is None:
             raise not_found("model", wanted)
+        if "anthropic-version" in request.headers:
+            return JsonResponse(model_object(found.id, found.created))
         return JsonResponse(found.model_dump())
 
     return [
@@ -220,7 +226,7 @@ def _by_method(**endpoints: Endpoint) -> Endpoint:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.scope["path"])
 
 
 async def _on_queue_error(request: Request, error: Exception) -> Response:
@@ -228,7 +234,7 @@ async def _on_queue_error(request: Request, error: Exception) -> Response:
     api_error = as_api_error(error)
     if api_error.status in (500, 503):
         logger.warning("%s %s: %s", request.method, request.scope["path"][:128], error)
-    return api_error.response()
+    return api_error.response(request.scope["path"])
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -239,8 +245,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer Starlette's own errors: unknown path, method not allowed."""
     assert isinstance(error, HTTPException)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, str(error.detail), code, headers=error.headers or {}).response()
+    return ApiError(error.status_code, str(error.detail), code, headers=error.headers or {}).response(
+        request.scope["path"]
+    )
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    return ApiError(500, "internal error", "internal_error").response()
+    return ApiError(500, "internal error", "internal_error").response(request.scope["path"])

@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from pagemill.producer.anthropic.messages import COUNT_TOKENS_URL, MESSAGES_URL, THREAD
 from pagemill.producer.wire.schema.errors import (
     AccessDenied,
     DeadlineUnreachable,
@@ -27,6 +28,17 @@ from pagemill.producer.wire.schema.errors import (
 from pagemill.producer.wire.schema.job import Job
 
 RETRY_AFTER_S = 1
+ANTHROPIC_URLS = (MESSAGES_URL, COUNT_TOKENS_URL)
+"""URLs whose errors have Anthropic's format."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -69,8 +81,19 @@ class ApiError(Exception):
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
         }
 
-    def response(self) -> Response:
-        return JsonResponse(self.body(), self.status, self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.param == THREAD:  # clients then continue without threads
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+        return {"type": "error", "error": error}
+
+    def response(self, path: str = "") -> Response:
+        """Return the response to a request of this path, in the path's format."""
+        body = self.anthropic_body() if path in ANTHROPIC_URLS else self.body()
+        return JsonResponse(body, self.status, self.headers)
 
 
 class JsonResponse(Response):

@@ -20,15 +20,6 @@ from pagemill.producer.gateway.streaming import CompletionStream, TextDelta
 from pagemill.producer.wire.schema.errors import PagemillError
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 _DELTAS: dict[str | int, tuple[str, str]] = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -55,7 +46,7 @@ async def _with_errors(
         api_error = error
     except PagemillError as error:
         api_error = as_api_error(error)
-    return JsonResponse(_error_body(api_error), api_error.status, api_error.headers)
+    return api_error.response(request.url.path)
 
 
 async def _answer(gateway: Gateway, request: Request) -> Response:
@@ -124,7 +115,7 @@ class MessageStream(CompletionStream):
         return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]
 
     def _failing(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % json.dumps(_error_body(error)).encode()
+        return b"event: error\ndata: %b\n\n" % json.dumps(error.anthropic_body()).encode()
 
     def _open_block(self, news: TextDelta) -> bytes:
         self._open = news.part
@@ -143,9 +134,3 @@ class MessageStream(CompletionStream):
 def _event(kind: str, **fields: Any) -> bytes:
     data = json.dumps({"type": kind, **fields}, separators=(",", ":"), allow_nan=False)
     return f"event: {kind}\ndata: {data}\n\n".encode()
-
-
-def _error_body(error: ApiError) -> dict[str, Any]:
-    """Return an error in Anthropic's format."""
-    fallback = "api_error" if error.status >= 500 else "invalid_request_error"
-    return {"type": "error", "error": {"type": _TYPES.get(error.status, fallback), "message": error.message}}

@@ -35,7 +35,7 @@ _STREAM_OPTIONS = {
     "include_usage": (True, False),
     # vLLM's field: usage so far in every chunk. Chunks before the last have null, since counts are known at the end.
     "continuous_usage_stats": (True, False),
-    "include_obfuscation": (False,),
+    "include_obfuscation": (True, False),  # padding against observers of lengths, which is not sent
 }
 
 

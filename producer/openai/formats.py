@@ -46,6 +46,8 @@ OPEN_TURNS = ("add_generation_prompt", "continue_final_message")
 _COMMON = _SAMPLING | {"model", "response_format"} | STRUCTURES.keys()
 ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Text fields that do not affect the output."""
+HINTS = frozenset({"prompt_cache_options", "client_metadata", "access_programs"})
+"""Objects that do not affect the output."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -94,6 +96,12 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         return read_pooled(url, body)
     fields = _read_structures(_supported(url, body))
     _read_seed(fields)
+    if (
+        type(fields.get("top_p")) is int and fields["top_p"] == 0
+    ):  # as in the API: only the most probable token
+        fields |= {"top_p": 1, "top_k": 1}
+    if fields.get("reasoning_effort") == "max":
+        fields["reasoning_effort"] = "xhigh"
     if url == COMPLETIONS_URL:
         prompts = _prompts(fields.pop("prompt", None))
         fields = _read_echo(fields)
@@ -173,6 +181,8 @@ def _supported(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         elif name in ANNOTATIONS:
             if not isinstance(value, str):
                 raise InvalidJob(f"{name}: Input should be a valid string", param=name)
+        elif name in HINTS:
+            check_hint(name, value)
         elif name == "metadata":
             check_metadata(value)
         elif name in NEUTRAL and any(type(value) is type(word) and value == word for word in NEUTRAL[name]):
@@ -183,6 +193,11 @@ def _supported(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise InvalidJob(f"{what} {shown} is not supported{hint}", "unsupported_feature", shown)
     return fields
+
+
+def check_hint(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise InvalidJob(f"{name}: Input should be an object", param=name)
 
 
 def check_metadata(value: Any) -> None:
@@ -237,6 +252,10 @@ def _read_tools(fields: dict[str, Any]) -> None:
     """Drop fields without effect: no tools, choices among none, and the format of an answer next to a forced call."""
     if fields.get("tools") == []:
         del fields["tools"]
+    if isinstance(choice := fields.get("tool_choice"), Mapping):
+        fields["tool_choice"] = _function_of(choice, "tool_choice")
+    if isinstance(tools := fields.get("tools"), list):
+        fields["tools"] = [_function_of(tool, f"tools.{number}") for number, tool in enumerate(tools)]
     if "tools" in fields:
         if fields.get("tool_choice", "auto") not in (None, "auto", "none"):
             fields.pop("response_format", None)
@@ -245,6 +264,28 @@ def _read_tools(fields: dict[str, Any]) -> None:
         del fields["tool_choice"]
     if isinstance(fields.get("parallel_tool_calls"), bool):
         del fields["parallel_tool_calls"]
+
+
+def _function_of(given: Any, place: str) -> Any:
+    """Return a tool, or the choice of one, without nulls. Raises InvalidJob for other kinds than functions."""
+    if not isinstance(given, Mapping):
+        return given
+    kind = given.get("type")
+    if isinstance(kind, str) and kind != "function":
+        raise InvalidJob(
+            f"{place}.type: only functions are supported; offer a function that does it",
+            "unsupported_feature",
+            f"{place}.type",
+        )
+    return _without_nulls(given, "function")
+
+
+def _without_nulls(given: Mapping[str, Any], nested: str) -> dict[str, Any]:
+    """Return an object without nulls, and without those of its member `nested`."""
+    cleaned = {name: value for name, value in given.items() if value is not None}
+    if isinstance(inner := cleaned.get(nested), Mapping):
+        cleaned[nested] = {name: value for name, value in inner.items() if value is not None}
+    return cleaned
 
 
 def _read_open_turns(fields: dict[str, Any]) -> None:
@@ -288,7 +329,7 @@ def _call(call: Any) -> Any:
     """Return a tool call of an earlier answer without members that calls in requests do not have."""
     if not isinstance(call, Mapping):
         return call
-    cleaned = _without(call, _CALL_MEMBERS)
+    cleaned = _without(_without_nulls(call, "function"), _CALL_MEMBERS)
     if isinstance(function := cleaned.get("function"), Mapping):
         cleaned["function"] = _without(function, _FUNCTION_MEMBERS)
     return cleaned
@@ -298,9 +339,12 @@ def _without(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
     return {name: value for name, value in given.items() if name not in names}
 
 
-_ANSWER_MEMBERS = ("parsed", "id", "annotations", "weight")
-"""Members of an assistant's message that do not affect the output; `parsed` is added by openai's helpers."""
-_CALL_MEMBERS = ("index",)
+_ANSWER_MEMBERS = (
+    "parsed", "id", "annotations", "weight", "provider_specific_fields", "thinking_blocks", "reasoning_items",
+    "reasoning_details", "cache_control",
+)  # fmt: skip
+"""Members of an assistant's message that do not affect the output; clients such as openai and LiteLLM add them."""
+_CALL_MEMBERS = ("index", "provider_specific_fields", "extra_content", "caller")
 _FUNCTION_MEMBERS = ("parsed_arguments",)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from pagemill.producer.openai.formats import (
     ANNOTATIONS,
+    HINTS,
+    check_hint,
     check_members,
     image_part,
     joined_parts,
@@ -44,7 +46,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "service_tier": ("auto", "default", "flex"),
     "top_logprobs": (0,),
-    "stream_options": ({}, {"include_obfuscation": False}),
+    "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
 }
 _WITH_OPTIONS = frozenset({"reasoning", "stream_options", "text"})
 """Objects whose members can be null, as if they were omitted."""
@@ -75,6 +77,8 @@ def read_response(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] 
         for name, value in body.items()
         if value is not None
     }
+    for name in HINTS & given.keys():
+        check_hint(name, given.pop(name))
     for name, value in given.items():
         if name in _READ or (name in _NEUTRAL and value in _NEUTRAL[name]):
             continue
@@ -153,7 +157,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: Any) -> None:
             messages.append({"role": role, "content": _content(content, f"{place}.content")})
         case {"type": "item_reference"}:
             raise InvalidJob(
-                f"{place}: items are not stored one by one; send the item itself",
+                f"{place}: items are not stored one by one; send the item itself (clients do with store: false)",
                 "unsupported_feature",
                 place,
             )
@@ -276,8 +280,9 @@ def _effort(reasoning: Any) -> Any:
     match reasoning:
         case None:
             return None
-        case {**rest} if set(rest) <= {"effort", "summary"}:
-            if rest.get("summary") in (None, "auto"):
+        case {**rest} if set(rest) <= {"effort", "summary", "generate_summary"}:
+            summaries = (rest.get("summary"), rest.get("generate_summary"))
+            if all(summary in (None, "auto", "concise", "detailed") for summary in summaries):
                 return rest.get("effort")
     raise InvalidJob(
         "reasoning: only effort is supported; the thinking itself is in the output",

@@ -64,7 +64,7 @@ class RequestLimits:
             # A request is only cancelled at the end of the gateway's drain; the server would respond with 500.
             if request.has_begun:
                 raise
-            await stopping().response()(scope, request.receive, request.send)
+            await stopping().response(scope["path"])(scope, request.receive, request.send)
         except Exception:
             # No `except ClientGone`, since the framework wraps exceptions after the start of a response.
             if not request.is_gone:
@@ -95,7 +95,7 @@ class RequestLimits:
                 raise retry_later(503, "the gateway has too many requests in progress", "busy")
             request.check_head()
         except ApiError as error:
-            await error.response()(scope, request.receive, request.send)
+            await error.response(scope["path"])(scope, request.receive, request.send)
         else:
             await self._app(scope, request.receive, request.send)
 
@@ -200,7 +200,9 @@ class LimitedRequest:
             self.status = message["status"]
             self.has_begun = True
             headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self.request_id
+            headers["x-request-id"] = headers["request-id"] = (
+                self.request_id
+            )  # the names of OpenAI and Anthropic
             headers["x-content-type-options"] = "nosniff"
             if not self._is_complete:
                 headers["connection"] = "close"

@@ -289,12 +289,50 @@ def test_a_refusal_in_the_history_is_what_the_assistant_answered() -> None:
         assert parsed.messages[1].content == "No."
 
 
+def test_values_that_mean_what_another_one_does() -> None:
+    assert job(top_p=0) == job(top_p=1, top_k=1)
+    assert job(top_p=0.0) == job(top_p=1, top_k=1)
+    assert job(reasoning_effort="max").reasoning_effort == "xhigh"
+    hints = {"prompt_cache_options": {"mode": "implicit"}, "client_metadata": {"x-codex-turn": "1"}}
+    assert job(**hints) == job()
+    asked = {"model": "m", "input": "x"}
+    for reasoning in (
+        {"effort": "max", "summary": "detailed"},
+        {"effort": "max", "generate_summary": "concise"},
+    ):
+        assert read_response(asked | hints | {"reasoning": reasoning})["reasoning_effort"] == "max"
+    with pytest.raises(InvalidJob, match="reasoning"):
+        read_response(asked | {"reasoning": {"summary": "long"}})
+
+
+def test_nulls_in_tools_and_calls_are_as_if_omitted() -> None:
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tool = {"type": "function", "function": function}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    choice = {"type": "function", "function": {"name": "f"}}
+    plain = {"role": "assistant", "content": None, "tool_calls": [call]}
+    nulls = {
+        "tools": [tool | {"custom": None, "function": function | {"description": None, "strict": None}}],
+        "tool_choice": choice | {"allowed_tools": None},
+        "messages": [
+            plain
+            | {"tool_calls": [call | {"custom": None, "function": call["function"] | {"description": None}}]}
+        ],
+    }
+    assert job(**nulls) == job(tools=[tool], tool_choice=choice, messages=[plain])
+    for wrong in ({"tools": [{"type": "custom", "custom": {}}]}, {"tool_choice": {"type": "allowed_tools"}}):
+        with pytest.raises(InvalidJob, match="only functions are supported") as refused:
+            job(**{"tools": [tool]} | wrong)
+        assert refused.value.code == "unsupported_feature"
+
+
 def test_members_of_answers_are_accepted_in_the_history() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     sent = {
         "role": "assistant", "content": "{}", "id": "m", "annotations": [{"type": "url_citation"}], "weight": 1,
-        "refusal": None, "audio": None, "function_call": None, "parsed": {}, "tool_calls": [
-            call | {"index": 0, "function": call["function"] | {"parsed_arguments": {}}}
+        "refusal": None, "audio": None, "function_call": None, "parsed": {}, "thinking_blocks": [{}],
+        "provider_specific_fields": {"reasoning": "x"}, "reasoning_details": [{}], "tool_calls": [
+            call | {"index": 0, "extra_content": {}, "function": call["function"] | {"parsed_arguments": {}}}
         ],
     }  # fmt: skip
     plain = {"role": "assistant", "content": "{}", "tool_calls": [call]}

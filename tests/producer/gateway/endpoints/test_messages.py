@@ -74,6 +74,9 @@ def test_a_stream_gives_the_same_message(claude: Anthropic) -> None:
     assert without_ids == [block.model_dump(exclude={"id", "citations"}) for block in whole.content]
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == whole.usage.output_tokens
+    assert not any("citations" in block.model_fields_set for block in whole.content), (
+        "some clients reject null"
+    )
 
 
 def test_a_stream_with_text_between_calls(claude: Anthropic) -> None:
@@ -228,6 +231,40 @@ def test_errors_have_anthropics_form(
         with connect(guarded, made["red"]) as client, pytest.raises(anthropic.APIStatusError) as late:
             client.messages.create(**ASK | {"model": "m"}, extra_headers={"x-request-timeout": "0.2"})
     assert late.value.status_code == 504
+
+
+def test_the_billing_of_claude_code_is_not_part_of_the_prompt() -> None:
+    """It differs in every request, so no prefix of a prompt would be in the cache."""
+    ask = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=0f3a1;"
+    for system in (
+        [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}],
+        f"{line}\nBe brief.",
+    ):
+        assert read_message(ask | {"system": system})["messages"][0]["content"] == "Be brief."
+    assert read_message(ask | {"system": line})["messages"] == ask["messages"]
+
+
+def test_clients_learn_that_there_are_no_threads(served: Served) -> None:
+    body = ASK | {"thread": {"type": "create"}}
+    answer = httpx.post(f"{served.base_url}/messages", json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_errors_before_the_endpoint_have_anthropics_form(served: Served) -> None:
+    with httpx.Client(base_url=served.base_url, timeout=PATIENCE_S) as client:
+        compressed = client.post("/messages", headers={"content-encoding": "gzip"}, content=b"x")
+        for answer, status in ((compressed, 415), (client.get("/messages"), 405)):
+            found = (answer.status_code, answer.json()["type"], answer.json()["error"]["type"])
+            assert found == (status, "error", "invalid_request_error")
+
+
+def test_models_in_anthropics_form(claude: Anthropic) -> None:
+    (model,) = claude.models.list().data
+    assert (model.id, model.type, model.display_name) == ("echo", "model", "echo")
+    assert claude.models.retrieve("echo").created_at == model.created_at
 
 
 def test_a_call_that_max_tokens_cuts_off_is_no_finished_call(claude: Anthropic) -> None:

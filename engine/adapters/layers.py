@@ -63,8 +63,17 @@ class AdaptedLayers:
         head = module.get_output_embeddings()
         self._head = {path for path, child in module.named_modules() if child is head}
         self._embeddings = {path for path, child in module.named_modules() if isinstance(child, nn.Embedding)}
+        outside = _outside_decoder(module)
         for linear in module.modules():
-            if isinstance(linear, Linear) and linear is not head and all(path for path, _ in linear.sources):
+            if (
+                not isinstance(linear, Linear)
+                or linear is head
+                or not all(path for path, _ in linear.sources)
+            ):
+                continue
+            if linear in outside:  # a layer of the head, which only sees the rows that are sampled
+                self._head |= {path for path, _ in linear.sources}
+            else:
                 self._add(linear)
         self._device = next(module.parameters()).device
         self._dtype: torch.dtype = module.dtype
@@ -180,3 +189,13 @@ class AdaptedLayers:
         if rows != len(change.b) or any(part.b.shape[1] != change.rank for _, part in converted):
             raise AdapterError(f"{path} can't be converted to this model's layers")
         return converted
+
+
+def _outside_decoder(module: Any) -> set[nn.Module]:
+    """Return the modules outside the decoder: those of the head."""
+    names = dict(module.named_children())
+    if module.base_model_prefix not in names:
+        return set()
+    return {
+        part for name, child in names.items() if name != module.base_model_prefix for part in child.modules()
+    }

@@ -84,6 +84,22 @@ def test_a_family(kind: str, tmp_path: Path) -> None:
     assert_as_merged(model, adapters)
 
 
+def test_a_decoder_whose_head_has_linear_layers(tmp_path: Path) -> None:
+    """The head only sees the rows that are sampled, so its layers cannot have adapters."""
+    model = tmp_path / "model"
+    module = build("modernbert-decoder", tiny_config("modernbert-decoder", 0))
+    randomise(module, 5)
+    module.save_pretrained(model)
+    adapters = {
+        name: save_adapter(model, tmp_path / name, Trained(rank=rank, targets=("Wi",), seed=rank, std=0.8))
+        for name, rank in (("a", 8), ("b", 16))
+    }
+    assert_as_merged(model, adapters)
+    head = save_adapter(model, tmp_path / "head", Trained(rank=8, targets=("dense",)))
+    with pytest.raises(AdapterError, match=r"changes lm_head\.dense, which is not supported"):
+        LLM(str(model), adapters=(f"head={head}",), skip_tokenizer_init=True, num_kv_blocks=32)
+
+
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_a_recurrent_model(kind: str, tmp_path: Path) -> None:
     model = tmp_path / "model"

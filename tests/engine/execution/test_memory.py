@@ -120,7 +120,9 @@ def test_a_pool_leaves_room_for_the_largest_step(
     monkeypatch.setattr(CpuBackend, "rehearses", True)
     llm = LLM(str(directory), **settings)
     block_bytes = without.engine._parts.kv_block_bytes
-    assert llm.engine.limits.num_kv_blocks == (2**22 - 2**20) // block_bytes
+    runner = llm.engine._parts.executor
+    assert isinstance(runner, ModelRunner)
+    assert llm.engine.limits.num_kv_blocks == (2**22 - 2**20 - runner.table_bytes) // block_bytes
     assert whole == 2**22 // block_bytes
     assert set(watched.cache_blocks) == {2, 12}, "the pool is not allocated before it is sized"
     assert max(plan.num_tokens for plan in watched.plans) == budget

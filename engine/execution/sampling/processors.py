@@ -121,7 +121,7 @@ class LogitsProcessors:
         return StagedChanges(
             transfer.put(np.array(changed, dtype=np.int64)),
             _biases(work, biased, transfer) if biased else None,
-            _penalties(work, penalised, transfer) if penalised else None,
+            tuple(_penalties(work, numbers, transfer) for numbers in _by_length(work, penalised)),
             _whitelists(lists, transfer) if lists else None,
             tuple(_bars(work, entries, transfer) for entries in bars.values()),
         )
@@ -141,6 +141,14 @@ def _biases(work: Sequence[SampleWork], numbers: list[int], transfer: Transfer) 
         transfer.put(np.array(tokens, dtype=np.int64)),
         transfer.put(np.array(values, dtype=np.float32)),
     )
+
+
+def _by_length(work: Sequence[SampleWork], numbers: list[int]) -> Iterable[list[int]]:
+    """Group samples by the length of their rows: padded to one long row, many short ones would take its time."""
+    groups: dict[int, list[int]] = {}
+    for number in numbers:
+        groups.setdefault(work[number].sample.position.bit_length(), []).append(number)
+    return groups.values()
 
 
 def _penalties(work: Sequence[SampleWork], numbers: list[int], transfer: Transfer) -> Penalties:

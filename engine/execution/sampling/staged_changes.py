@@ -124,7 +124,7 @@ class StagedChanges:
     samples: torch.Tensor
     """[num_changed] int64, in order."""
     biases: Biases | None
-    penalties: Penalties | None
+    penalties: Sequence[Penalties]
     whitelists: Whitelists | None
     bars: Sequence[ForbiddenTokens]
 
@@ -137,8 +137,8 @@ class StagedChanges:
         """
         if self.biases is not None:
             self.biases.apply(logits)
-        if self.penalties is not None:
-            self.penalties.apply(logits, token_table)
+        for penalties in self.penalties:
+            penalties.apply(logits, token_table)
         if self.whitelists is not None:
             self.whitelists.apply(logits)
         for bars in self.bars:

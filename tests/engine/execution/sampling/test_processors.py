@@ -150,6 +150,15 @@ def test_a_long_bad_word_costs_the_short_ones_no_memory() -> None:
         assert len(changes.bars[0].samples) == 8 * len(OUTPUT_TOKENS)
 
 
+def test_a_long_row_costs_the_short_ones_no_time() -> None:
+    short, long = (make_work(SamplingParams(presence_penalty=1.0), [1] * count) for count in (20, 4000))
+    work = [short] * 15 + [long]
+    changes = LogitsProcessors(EOS).stage(work, VOCAB_SIZE, DirectTransfer(torch.device("cpu")))
+    assert changes is not None
+    sizes = sorted((penalties.longest, len(penalties.samples)) for penalties in changes.penalties)
+    assert sizes == [(short.sample.position, 15), (long.sample.position, 1)]
+
+
 def test_a_bad_word_is_barred_where_its_beginning_has_just_come() -> None:
     def bars(output: list[int], *words: tuple[int, ...], prompt: tuple[int, ...] = (21,)) -> set[int]:
         return barred(make_work(SamplingParams(), output, prompt=prompt, bad_words=words), output)

@@ -99,6 +99,9 @@ class EngineConfig:
     attention_backend: Literal["auto", "triton", "fa3"] = "auto"
     """Attention kernels on CUDA. auto: triton. fa3: FlashAttention 3 of vLLM's package, on an H100 or H200, for layers
     that it supports."""
+    matmul: Literal["auto", "own", "onednn"] = "auto"
+    """Matmuls on a CPU: Pagemill's own, or oneDNN's, for which quantized weights are widened. auto: own for AMD and
+    quantized weights, otherwise the faster one after a measurement of at most 2 s at the first start."""
     quantization: Literal["int8", "fp8"] | None = None
     """Multiply 8-bit numbers: int8, or fp8 (e4m3) on GPUs of compute capability 8.9 or newer. Default: off."""
     host_cache_gib: Annotated[float, Range(0.0, 1024.0)] = 0.0

@@ -23,7 +23,7 @@ from pagemill.engine.layers.experts.matrices import ExpertMatrices
 from pagemill.engine.layers.experts.products import LoopedProduct
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions, MakeProduct, note_paths, replace_linears
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, Matmul, note_paths, replace_linears
 from pagemill.engine.layers.quantized_weight import Weight
 
 NO_BATCH_INVARIANCE = (
@@ -140,6 +140,16 @@ class DeviceBackend(ABC):
     def numbers(self, dtype: torch.dtype) -> str:
         """Return the arithmetic for a model of this dtype, for the fingerprint."""
         return str(dtype)
+
+    def choose_matmul(
+        self, config: EngineConfig, module: nn.Module, dtype: torch.dtype, *, is_quantized: bool = False
+    ) -> Matmul:
+        """Return whose kernels multiply by a model's weights, before its modules are rewritten.
+
+        Args:
+            is_quantized: the checkpoint is, and only `config.matmul` can widen its weights for oneDNN.
+        """
+        return "own"
 
     @abstractmethod
     def product(

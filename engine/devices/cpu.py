@@ -8,8 +8,8 @@ import mmap
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, get_args
 
 import psutil
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices import matmul_choice
 from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend
 from pagemill.engine.devices.quantized_products import packed_product
 from pagemill.engine.errors import ConfigError
@@ -29,7 +30,7 @@ from pagemill.engine.layers.experts.products import PackedGroupedProduct, PlainI
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.int8_products import PlainInt8Product
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct, PackedProduct
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, Matmul, OneDNNProduct, PackedProduct
 from pagemill.engine.layers.quantized_weight import Weight, dense
 from pagemill.kernels import grouped_int8
 
@@ -113,11 +114,51 @@ class CpuBackend(DeviceBackend):
                 "quantization='fp8' needs a GPU that multiplies such numbers; on a CPU use int8",
                 setting="quantization",
             )
+        self._check_matmul(config)
         if (name := config.attention_backend) != "auto":
             raise ConfigError(
                 f"attention_backend={name!r} requires a GPU; on a CPU leave it at auto",
                 setting="attention_backend",
             )
+
+    def _check_matmul(self, config: EngineConfig) -> None:
+        if config.matmul == "own" and not _has_own_products():
+            raise ConfigError(
+                "matmul='own' needs numba and a CPU with AVX2 or AVX-512; leave it at auto", setting="matmul"
+            )
+        if config.matmul != "onednn":
+            return
+        if not torch._C._has_mkldnn:
+            raise ConfigError("matmul='onednn' needs a torch with oneDNN; use own", setting="matmul")
+        for name in ("quantization", "batch_invariant"):
+            if value := getattr(config, name):
+                raise ConfigError(f"matmul='onednn' with {name}={value!r} is not supported", setting="matmul")
+
+    def choose_matmul(
+        self, config: EngineConfig, module: nn.Module, dtype: torch.dtype, *, is_quantized: bool = False
+    ) -> Matmul:
+        if config.matmul != "auto":
+            return config.matmul
+        # Ranks must agree, and the other settings need Pagemill's kernels.
+        is_fixed = config.quantization or config.batch_invariant or config.tensor_parallel_size > 1
+        cpu = matmul_choice.cpu_name()
+        if (
+            is_quantized
+            or is_fixed
+            or not (_has_own_products() and torch._C._has_mkldnn)
+            or matmul_choice.is_measured(cpu)
+        ):
+            return "own"
+        from pagemill.kernels.cpu.jit.kernel import directory
+
+        def make(name: Matmul, weight: torch.Tensor) -> nn.Module:
+            product = self.product([weight], None, LinearOptions(dtype=dtype, matmul=name))
+            assert product is not None
+            return product
+
+        products: matmul_choice.Products = {name: partial(make, name) for name in get_args(Matmul)}
+        kind = f"{cpu} {dtype} {torch.__version__} {torch.get_num_threads()}"
+        return matmul_choice.choose(matmul_choice.decoder_shapes(module), products, kind, directory())
 
     def default_dtype(self, declared: torch.dtype | None, *, is_quantized: bool) -> torch.dtype:
         # Half precision is emulated if the CPU does not support it, slower and less exact; and weights
@@ -147,6 +188,10 @@ class CpuBackend(DeviceBackend):
             return (PackedInt8Product if _has_numba() else PlainInt8Product)(dense(weights), bias)
         if weights[0].dtype is not torch.float32 or not torch._C._has_mkldnn:
             return None
+        if options.matmul == "onednn":
+            weight = dense([_rounded(weight, options.dtype) for weight in weights])
+            weight = weight.bfloat16() if _multiplies_bf16(options.dtype) else weight
+            return OneDNNProduct(weight, bias, row_invariant=True)
         if _multiplies_bf16(options.dtype):
             return PackedBf16Product(dense(weights), bias)
         if _has_own_products():

@@ -60,6 +60,11 @@ class CudaBackend(DeviceBackend):
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         if config.batch_invariant:
             raise ConfigError(NO_BATCH_INVARIANCE)
+        if config.matmul != "auto":
+            raise ConfigError(
+                f"matmul={config.matmul!r} is only supported on a CPU; on a GPU leave it at auto",
+                setting="matmul",
+            )
         if (size := config.tensor_parallel_size) > (found := torch.cuda.device_count()):
             raise ConfigError(f"tensor_parallel_size={size} takes as many GPUs; torch finds {found}")
         if size > 1 and config.quantization is not None:

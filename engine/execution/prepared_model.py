@@ -43,7 +43,7 @@ class PreparedModel:
 
 def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | None, str]:
     """Let the device replace modules; returns its forward pass, if any, and a report of how each part runs."""
-    linear = LinearOptions(config.quantization, config.batch_invariant, model.dtype)
+    linear = LinearOptions(config.quantization, config.batch_invariant, model.dtype, model.matmul)
     traits = model.family.decoder
     if model.attention is not None and model.attention.latent is not None:
         absorb_products(model.module)

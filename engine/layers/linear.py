@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pagemill.kernels.cpu.matmul.kinds import KindName
     from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight
 
+Matmul = Literal["own", "onednn"]
+"""Whose kernels multiply by unquantized weights on a CPU."""
 MakeProduct = Callable[[Sequence[Weight], torch.Tensor | None], nn.Module | None]
 """Maps weights [out_features, in_features], whose outputs are concatenated, and their bias to a module that
 multiplies rows [num_rows, in_features]. None: the layers themselves are at least as fast.
@@ -58,6 +60,7 @@ class LinearOptions:
     """Each row's result is bit-identical regardless of the other rows."""
     dtype: torch.dtype | None = None
     """The dtype to which matmuls round their operands, if the device supports it; None: that of the weights."""
+    matmul: Matmul = "own"
 
 
 class Linear(nn.Module):
@@ -186,25 +189,28 @@ class PackedProduct(nn.Module):
 
 
 class OneDNNProduct(nn.Module):
-    """The matmul with oneDNN's packing, for CPUs that Pagemill's kernel does not support.
+    """The matmul with oneDNN's packing, for CPUs where Pagemill's kernel is not supported or slower.
 
     Its sums run over the inputs in one order regardless of the number of rows, except for a single row, which it
     treats as a vector.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, row_invariant: bool) -> None:
+        """`weight`: fp32, or bfloat16, to which rows and results are then rounded."""
         super().__init__()
         self._fewest_rows = 2 if row_invariant else 1
         # An opaque tensor, usable only for multiplication.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        self._bias = None if bias is None else bias.contiguous()
+        self._bias = None if bias is None else bias.to(weight.dtype).contiguous()
+        self._dtype = weight.dtype
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         num_rows = len(rows)
+        rows = rows.to(self._dtype)
         if num_rows < self._fewest_rows:
             rows = rows.expand(self._fewest_rows, -1).contiguous()
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        return out[:num_rows]
+        return out[:num_rows].float()
 
 
 def note_paths(module: nn.Module) -> None:

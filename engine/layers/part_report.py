@@ -6,10 +6,11 @@ from collections import Counter
 
 from torch import nn
 
+from pagemill.engine.layers.converted_products import ConvertedProduct
 from pagemill.engine.layers.cuda_fusion import PreNormLayer
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
 from pagemill.engine.layers.fusion import MergedAttention, RMSNorm, SiluGatedMLP
-from pagemill.engine.layers.linear import Linear
+from pagemill.engine.layers.linear import Linear, OneDNNProduct, PackedProduct
 
 _WAYS = _COMPILED, _FUSED, _OWN = ("compiled", "fused", "transformers' own")
 
@@ -33,6 +34,10 @@ def describe_parts(module: nn.Module, *, is_direct: bool) -> str:
     ways["linear layers"] = _OWN if all(isinstance(product, nn.Linear) for product in products) else _FUSED
     parts = {one: ", ".join(name for name in ways if ways[name] == one) or "nothing" for one in _WAYS}
     described = "; ".join(f"{one}: {names}" for one, names in parts.items())
+    if any(isinstance(product, OneDNNProduct) for product in products):
+        described += "; matmuls: oneDNN"
+    elif any(isinstance(product, PackedProduct | ConvertedProduct) for product in products):
+        described += "; matmuls: own"
     kept = Counter(part.kept_as for part in modules if isinstance(part, Linear) and part.kept_as)
     if not kept:
         return described

@@ -23,6 +23,7 @@ from pagemill.engine.layers.attention import PAGED_ATTENTION, PAGED_IN_ORDER
 from pagemill.engine.layers.int8_products import quantization_scheme
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape, layer_groups
 from pagemill.engine.layers.library import causal_lm_class
+from pagemill.engine.layers.linear import Matmul
 from pagemill.engine.layers.observation import AttentionShape
 from pagemill.engine.layers.positions.rope import (
     check_rope,
@@ -84,6 +85,8 @@ class LoadedModel:
     """The rank's part of the model."""
     attention: AttentionShape | None = None
     """Observed attention; None: as configured."""
+    matmul: Matmul = "own"
+    """Whose kernels multiply by unquantized weights on a CPU."""
 
     @property
     def num_heads(self) -> int:
@@ -181,6 +184,7 @@ def load_model(
     module.requires_grad_(False)
     attention = attention_shape(module, caches_latents=device.caches_latents) if family.is_generic else None
     fixed_length = max_model_len if depends_on_length(model_config) else 0
+    matmul = device.choose_matmul(config, module, dtype, is_quantized=scheme is not None)
     return LoadedModel(
         module=module,
         family=family,
@@ -192,9 +196,10 @@ def load_model(
         context_length=context_length,
         longest_context=longest,
         eos_token_ids=_eos_token_ids(directory),
-        fingerprint=model_fingerprint(directory, config, dtype, device, fixed_length, scheme),
+        fingerprint=model_fingerprint(directory, config, dtype, device, fixed_length, scheme, matmul),
         share=Share(0, 1) if group is None else Share(group.rank, group.size),
         attention=attention,
+        matmul=matmul,
     )
 
 
@@ -423,6 +428,7 @@ def model_fingerprint(
     device: DeviceBackend,
     rotary_length: int,
     stored: Scheme | None = None,
+    matmul: Matmul = "own",
 ) -> str:
     """Identify the function that an engine computes: checkpoints can only be continued if it matches."""
     digest = hashlib.sha256()
@@ -438,6 +444,8 @@ def model_fingerprint(
     settings = (config.load_format, config.seed if config.load_format == "dummy" else 0, scheme,
                 config.kv_cache_dtype, device.numbers(dtype), device.device.type, rotary_length)  # fmt: skip
     digest.update(json.dumps(settings).encode())
+    if matmul != "own":
+        digest.update(matmul.encode())
     if stored is not None:
         digest.update(f"{stored.describe()}, activations: {device.quantized_activations()}".encode())
     return digest.hexdigest()[:16]

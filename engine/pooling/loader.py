@@ -144,7 +144,9 @@ def load_pooling_model(config: EngineConfig, folder: PoolingFolder, device: Devi
     module = module.to(device.device).eval().requires_grad_(False)
     # After `to`: tensors that it computes in advance are not buffers, and would not be moved.
     family.adapt(base)
-    replace_linears(base, partial(device.product, options=LinearOptions(config.quantization, dtype=dtype)))
+    matmul = device.choose_matmul(config, base, dtype)
+    options = LinearOptions(config.quantization, dtype=dtype, matmul=matmul)
+    replace_linears(base, partial(device.product, options=options))
     head: VectorHead | LabelHead
     if isinstance(folder, EmbedderFolder):
         head = VectorHead(folder, int(model_config.hidden_size)).to(device.device, device.module_dtype(dtype))
@@ -163,7 +165,7 @@ def load_pooling_model(config: EngineConfig, folder: PoolingFolder, device: Devi
         context_length=context,
         vocab_size=int(model_config.vocab_size),
         padding_id=model_config.pad_token_id,
-        fingerprint=model_fingerprint(directory, config, dtype, device, 0),
+        fingerprint=model_fingerprint(directory, config, dtype, device, 0, matmul=matmul),
     )
 
 

@@ -187,10 +187,11 @@ class Kernel(CPUDispatcher):
         name = f"{function.__module__}.{function.__qualname__}.{_digest(arguments)}.lock"
         with (
             global_compiler_lock,  # first: a thread that holds it can be waiting for the file
-            nullcontext() if arguments in self.overloads else file_lock.hold(_directory() / name, _LONGEST_S),
+            nullcontext() if arguments in self.overloads else file_lock.hold(directory() / name, _LONGEST_S),
         ):
             return super().compile(sig)
 
 
-def _directory() -> Path:
+def directory() -> Path:
+    """Return the directory of machine code, which depends on the kernels' sources."""
     return Path(numba.config.CACHE_DIR)

@@ -205,7 +205,7 @@ class CsvSource:
                     continue
                 number += 1
                 row = self._row(number, header, values, lines)
-                if row.error is None and len(lines.taken) > 1:
+                if len(lines.taken) > 1:
                     joined.add(lines.first, lines.number)
                 yield row
             self.joined = joined

@@ -101,6 +101,15 @@ def test_quoted_line_breaks_are_counted(tmp_path: Path) -> None:
     assert (source.joined.count, source.joined.first, source.joined.last) == (2, 2, 3)
 
 
+def test_joined_rows_that_fail_are_reported_too(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text('id,text\n1,"opens\n2,second\n3,closes",more\n4,fourth\n')
+    source = open_source(path)
+    assert [row.error is None for row in source.rows()] == [False, True]
+    assert isinstance(source, CsvSource)
+    assert (source.joined.count, source.joined.first, source.joined.last) == (1, 2, 4)
+
+
 def test_a_run_reports_rows_that_quotes_join(queue: Any, tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text('id,text\n1,"opens\n2,second\n3,closes"\n4,fourth\n')

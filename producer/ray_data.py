@@ -210,10 +210,17 @@ def forget(run: str, url: str | None = None, *, queue: str = "default") -> int:
 
 
 def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
-    """Yield the batch's rows, with numpy scalars as Python numbers and strings."""
+    """Yield the batch's rows, with numpy scalars as Python numbers, strings and times."""
     for values in zip(*batch.values(), strict=True):
-        plain = (value.item() if getattr(value, "shape", None) == () else value for value in values)
+        plain = (_plain(value) if getattr(value, "shape", None) == () else value for value in values)
         yield dict(zip(batch, plain, strict=True))
+
+
+def _plain(scalar: Any) -> Any:
+    """Return a numpy scalar as a Python value. Times in nanoseconds would become integers."""
+    if scalar.dtype.kind in "mM":
+        scalar = scalar.astype(f"{scalar.dtype.kind}8[us]")
+    return scalar.item()
 
 
 def _columns(end: Result | str) -> tuple[str, str, str, int, int]:

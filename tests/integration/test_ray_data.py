@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,19 @@ def actor(client: QueueClient, **options: Any) -> ray_data.QueueActor:
 
 
 # The actor, without Ray
+
+
+@pytest.mark.parametrize("unit", ["D", "s", "us", "ns"])
+def test_times_are_python_times_whatever_their_unit(unit: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    batch = {
+        "at": numpy.array(["2026-11-29", "NaT"], f"datetime64[{unit}]"),
+        "took": numpy.array([2 * 86_400_000_000_000, "NaT"], "timedelta64[ns]").astype(f"timedelta64[{unit}]"),
+        "n": numpy.array([1, 2]),
+    }
+    first, second = ray_data._rows(batch)
+    assert first == {"at": datetime(2026, 11, 29), "took": timedelta(days=2), "n": 1}
+    assert second == {"at": None, "took": None, "n": 2}
 
 
 @pytest.mark.slow

@@ -82,8 +82,9 @@ class Listener:
     def _ensure_thread(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="pagemill-listener", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="pagemill-listener", daemon=True)
+                thread.start()  # a signal handler may raise here
+                self._thread = thread
 
     def _run(self) -> None:
         while not self._has_ended():

@@ -7,16 +7,17 @@ Pagemill's kernels in all its matmuls.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
 import platform
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -33,8 +34,10 @@ MARGIN = 1.5
 """oneDNN's matmuls must be faster by this factor, because they exclude compiled layers: on a CPU where both took about
 the same time, SmolLM2 took 1.1 times (long prompts) to 2.2 times (one sequence) as long with oneDNN's."""
 MAX_ROUNDS = 5
-_MAX_OUTPUTS = 1024
-"""Further outputs of a layer take time in proportion."""
+MIN_WEIGHTS = 2**23
+"""Smaller models use Pagemill's kernels, without a measurement."""
+_MAX_WEIGHTS = 2**23
+"""Measured weights of a layer: more than caches hold. Further outputs take time in proportion."""
 _MEASURED_VENDORS = ("AuthenticAMD",)
 """On these CPUs with AVX2 or AVX-512, Pagemill's kernels were at least as fast in complete models."""
 
@@ -74,12 +77,14 @@ def choose(shapes: Shapes, products: Products, kind: str, directory: Path) -> Ma
         kind: everything else on which times depend: CPU, dtype, versions, number of threads.
         directory: the directory of compiled kernels, which changes with their sources.
     """
-    if not shapes:
+    if sum(count * math.prod(shape) for shape, count in shapes.items()) < MIN_WEIGHTS:
         return "own"
     key = hashlib.sha256(f"{sorted(shapes)} {kind}".encode()).hexdigest()[:16]
     file = directory / f"matmul-{key}.json"
     if (speedup := _read(file)) is None:
-        speedup = measure(shapes, products)
+        if (speedup := measure(shapes, products)) is None:
+            logger.info("matmuls: own; the CPU is too busy to measure oneDNN's")
+            return "own"
         _write(file, speedup)
     choice: Matmul = "onednn" if speedup >= MARGIN else "own"
     logger.info("matmuls: %s; oneDNN's are %.2f times as fast as Pagemill's", choice, speedup)
@@ -87,50 +92,52 @@ def choose(shapes: Shapes, products: Products, kind: str, directory: Path) -> Ma
 
 
 def measure(
-    shapes: Shapes,
-    products: Products,
-    clock: Callable[[], float] = time.thread_time,
-) -> float:
+    shapes: Shapes, products: Products, clock: Callable[[], float] = time.thread_time
+) -> float | None:
     """Return how many times as fast oneDNN's matmuls are, as the geometric mean over `ROWS`.
 
-    Both are timed alternately, and the fastest of up to `MAX_ROUNDS` rounds counts. Without one complete round within
-    the budget, the result is 1.0.
+    Both are timed alternately, and the fastest of up to `MAX_ROUNDS` rounds counts. None: one round took more than the
+    budget, which excludes compilation.
     """
-    end = clock() + BUDGET_S
-    best: dict[tuple[int, tuple[int, int], Matmul], float] = {}
     made: dict[tuple[tuple[int, int], Matmul], nn.Module] = {}
+    best: dict[tuple[int, tuple[int, int], Matmul], float] = {}
     with torch.inference_mode():
-        for turn in range(MAX_ROUNDS + 1):  # the first compiles and allocates
-            for shape in shapes:
-                inputs, outputs = shape[0], min(shape[1], _MAX_OUTPUTS)
-                for num_rows in ROWS:
-                    rows = torch.ones(num_rows, inputs)
-                    for name, make in products.items():
-                        if (product := made.get((shape, name))) is None:
-                            product = made[shape, name] = make(torch.ones(outputs, inputs))
-                        began = clock()
-                        product(rows)
-                        taken = clock() - began
-                        if turn:
-                            key = (num_rows, shape, name)
-                            best[key] = min(taken, best.get(key, math.inf))
-                        if began + taken > end:
-                            return _speedup(shapes, best)
-    return _speedup(shapes, best)
-
-
-def _speedup(shapes: Shapes, best: Mapping[tuple[int, tuple[int, int], Matmul], float]) -> float:
-    if len(best) < 2 * len(ROWS) * len(shapes):
-        return 1.0
+        for shape in shapes:
+            weight = _weight(_measured_outputs(shape), shape[0])
+            for name, make in products.items():
+                made[shape, name] = make(weight)
+                made[shape, name](torch.ones(1, shape[0]))
+        end = clock() + BUDGET_S
+        calls = itertools.product(range(MAX_ROUNDS), ROWS, made.items())
+        for _, num_rows, ((shape, name), product) in calls:
+            rows = torch.ones(num_rows, shape[0])
+            began = clock()
+            product(rows)
+            ended = clock()
+            key = (num_rows, shape, name)
+            best[key] = min(ended - began, best.get(key, math.inf))
+            if ended > end:
+                break
+    if len(best) < len(ROWS) * len(made):
+        return None
 
     def total(num_rows: int, name: Matmul) -> float:
         return sum(
-            count * best[num_rows, shape, name] * shape[1] / min(shape[1], _MAX_OUTPUTS)
+            count * best[num_rows, shape, name] * shape[1] / _measured_outputs(shape)
             for shape, count in shapes.items()
         )
 
     ratios = [total(num_rows, "own") / max(total(num_rows, "onednn"), 1e-9) for num_rows in ROWS]
-    return float(np.exp(np.mean(np.log(np.maximum(ratios, 1e-9)))))
+    return statistics.geometric_mean(max(ratio, 1e-9) for ratio in ratios)
+
+
+def _measured_outputs(shape: tuple[int, int]) -> int:
+    return min(shape[1], max(1, _MAX_WEIGHTS // shape[0]))
+
+
+def _weight(outputs: int, inputs: int) -> torch.Tensor:
+    """Return fp32 weights with the precision of most checkpoints: Pagemill's kernels store fewer bits if they can."""
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).bfloat16().float()
 
 
 def _read(file: Path) -> float | None:

@@ -39,7 +39,9 @@ def test_times_are_python_times_whatever_their_unit(unit: str) -> None:
     numpy = pytest.importorskip("numpy")
     batch = {
         "at": numpy.array(["2026-11-29", "NaT"], f"datetime64[{unit}]"),
-        "took": numpy.array([2 * 86_400_000_000_000, "NaT"], "timedelta64[ns]").astype(f"timedelta64[{unit}]"),
+        "took": numpy.array([2 * 86_400_000_000_000, "NaT"], "timedelta64[ns]").astype(
+            f"timedelta64[{unit}]"
+        ),
         "n": numpy.array([1, 2]),
     }
     first, second = ray_data._rows(batch)

@@ -26,7 +26,7 @@ from tests.engine.tiny_model import save_tiny_llama
 
 needs_own_kernel = pytest.mark.skipif(not fp32.is_supported(), reason="made for AVX2 and AVX-512")
 INTEL = "vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) Platinum 8481C\n"
-SHAPES = {(64, 192): 12, (64, 4096): 2}
+SHAPES = {(64, 192): 12, (64, 4096): 64}
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SimulatedCPU:
 
         return {"own": lambda weight: make("own", weight), "onednn": lambda weight: make("onednn", weight)}
 
-    def measured(self, shapes: matmul_choice.Shapes = SHAPES) -> float:
+    def measured(self, shapes: matmul_choice.Shapes = SHAPES) -> float | None:
         return measure(shapes, self.products(), lambda: self.now)
 
 
@@ -83,11 +83,10 @@ def test_the_speedup_is_the_geometric_mean_over_numbers_of_rows() -> None:
 
 def test_an_interrupted_call_does_not_count() -> None:
     cpu = SimulatedCPU(lambda num_rows: 2.0)
-    calls_per_round = 2 * len(ROWS) * len(SHAPES)
-    interrupted = iter([0.0] * calls_per_round + [0.01] * calls_per_round)
+    interrupted = iter([0.01] * 2 * len(ROWS) * len(SHAPES))  # all of the first round
 
     def clock() -> float:
-        cpu.now += next(interrupted, 0.0) / 2
+        cpu.now += next(interrupted, 0.0)
         return cpu.now
 
     assert measure(SHAPES, cpu.products(), clock) == pytest.approx(2.0)
@@ -96,13 +95,13 @@ def test_an_interrupted_call_does_not_count() -> None:
 def test_a_measurement_ends_within_its_budget() -> None:
     quick = SimulatedCPU(lambda num_rows: 1.0)
     quick.measured()
-    assert quick.calls == (MAX_ROUNDS + 1) * 2 * len(ROWS) * len(SHAPES)
+    assert quick.calls == (MAX_ROUNDS * len(ROWS) + 1) * 2 * len(SHAPES)
 
     slow = SimulatedCPU(
         lambda num_rows: 2.0, seconds_per_row=1e-3
     )  # the largest call takes half of the budget
-    assert slow.measured() == 1.0  # unfinished: unknown
-    assert slow.now <= BUDGET_S + max(ROWS) * slow.seconds_per_row
+    assert slow.measured() is None
+    assert slow.now <= BUDGET_S + (max(ROWS) + 4) * slow.seconds_per_row
 
 
 def test_the_budget_holds_for_a_large_model_too() -> None:
@@ -124,7 +123,7 @@ def test_the_budget_holds_for_a_large_model_too() -> None:
         return products["own"](weight)
 
     measure({(8192, 57344): 80, (28672, 8192): 80}, {**products, "own": counted})
-    assert sum(sizes) <= 2 * 1024 * 28672  # a part of each weight
+    assert max(sizes) <= 2**23  # a part of each weight
 
 
 @pytest.mark.parametrize(("speedup", "choice"), [(MARGIN + 0.01, "onednn"), (MARGIN - 0.01, "own")])
@@ -138,7 +137,7 @@ def test_the_choice_is_measured_once(
 
     monkeypatch.setattr(matmul_choice, "measure", _refuse)
     assert choose(SHAPES, cpu.products(), "a CPU", directory) == choice
-    for shapes, kind in ((SHAPES, "another CPU"), ({(64, 192): 12}, "a CPU")):
+    for shapes, kind in ((SHAPES, "another CPU"), ({(64, 4096): 64}, "a CPU")):
         with pytest.raises(AssertionError, match="measured again"):
             choose(shapes, cpu.products(), kind, directory)
     assert [file.suffix for file in directory.iterdir()] == [".json"]
@@ -146,6 +145,22 @@ def test_the_choice_is_measured_once(
 
 def _refuse(*_: object) -> float:
     raise AssertionError("measured again")
+
+
+def test_a_small_model_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul_choice, "measure", _refuse)
+    cpu = SimulatedCPU(lambda num_rows: 1.0)
+    assert choose({(64, 192): 12}, cpu.products(), "a CPU", tmp_path) == "own"
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_could_not_be_measured_is_measured_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = SimulatedCPU(lambda num_rows: 1.0)
+    for speedup, choice in ((None, "own"), (3.0, "onednn")):
+        monkeypatch.setattr(matmul_choice, "measure", lambda shapes, products, found=speedup: found)
+        assert choose(SHAPES, cpu.products(), "a CPU", tmp_path) == choice
 
 
 @pytest.mark.parametrize(
@@ -175,6 +190,7 @@ def _on_intel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speedup: float) -
     (tmp_path / "cpuinfo").write_text(INTEL)
     monkeypatch.setattr(matmul_choice, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("pagemill.kernels.cpu.jit.kernel.directory", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(matmul_choice, "MIN_WEIGHTS", 0)
     measurements = _Measurements(speedup)
     monkeypatch.setattr(matmul_choice, "measure", measurements)
     return measurements

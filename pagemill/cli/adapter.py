@@ -13,7 +13,8 @@ import typer
 
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Report, command_group, print_stderr
 from pagemill.cli.terminal import views
-from pagemill.cli.terminal.checked import between, checked
+from pagemill.cli.terminal.checked import between
+from pagemill.cli.terminal.options import Options
 from pagemill.common.bounds import ADAPTER_NAME
 from pagemill.producer.client import flows
 from pagemill.producer.client.base import signing_keys
@@ -25,18 +26,8 @@ from pagemill.producer.wire.schema.keys import AdapterName, ModelName
 _POLL_S = 0.1
 adapter_app = command_group("adapter", "Manage the LoRA adapters of live workers.")
 
-Name = Annotated[
-    str, typer.Argument(metavar="NAME", callback=checked(AdapterName), help="Name of the adapter in jobs.")
-]
-OfModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model", callback=checked(ModelName), help="Model whose workers load or remove it. Default: all."
-    ),
-]
-Patience = Annotated[
-    float,
-    typer.Option("--timeout", callback=between(0.1, 3600.0), help="Maximum seconds to wait for the workers."),
+Timeout = Annotated[
+    float, between(0.1, 3600.0), typer.Option(help="Maximum seconds to wait for the workers.")
 ]
 
 
@@ -49,57 +40,67 @@ def _check_pair(pair: str) -> str:
     return pair
 
 
+class OneAdapter(Options):
+    name: Annotated[AdapterName, typer.Argument(metavar="NAME")]
+    """Name of the adapter in jobs."""
+
+
+class Folder(Options):
+    pair: Annotated[str, typer.Argument(metavar="NAME=FOLDER", callback=_check_pair)]
+    """Name and folder of the adapter, as NAME=FOLDER on the workers' machines."""
+
+
+class OfWorkers(Options):
+    model: ModelName | None = None
+    """Model whose workers load or remove it. Default: all."""
+    timeout: Timeout = 60.0
+
+
+class ListOptions(OfWorkers):
+    timeout: Timeout = 10.0
+
+
 @adapter_app.command("add")
-def adapter_add(
-    at: Report,
-    pair: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME=FOLDER",
-            callback=_check_pair,
-            help="Name and folder of the adapter, as NAME=FOLDER on the workers' machines.",
-        ),
-    ],
-    model: OfModel = None,
-    timeout: Patience = 60.0,
-) -> None:
+def adapter_add(adapter: Folder, to: OfWorkers, at: Report) -> None:
     """Add an adapter to every live worker, or replace it. Exit code 1: a worker does not have it."""
-    name, _, source = pair.partition("=")
+    name, _, source = adapter.pair.partition("=")
     if Path(source).is_dir():
         source = os.path.abspath(source)
-    _command(at, WorkerCommand(id=_id(), action="add", name=name, source=source), model, timeout)
+    _command(at, WorkerCommand(id=_id(), action="add", name=name, source=source), to)
 
 
 @adapter_app.command("remove")
-def adapter_remove(at: Report, name: Name, model: OfModel = None, timeout: Patience = 60.0) -> None:
+def adapter_remove(adapter: OneAdapter, of: OfWorkers, at: Report) -> None:
     """Remove an adapter from every live worker. Running jobs finish with it. Exit code 1: a worker still has it."""
-    _command(at, WorkerCommand(id=_id(), action="remove", name=name), model, timeout)
+    _command(at, WorkerCommand(id=_id(), action="remove", name=adapter.name), of)
 
 
 @adapter_app.command("list")
-def adapter_list(at: Report, model: OfModel = None, timeout: Patience = 10.0) -> None:
+def adapter_list(of: ListOptions, at: Report) -> None:
     """List the adapters of the live workers."""
-    _command(at, WorkerCommand(id=_id(), action="list"), model, timeout)
+    _command(at, WorkerCommand(id=_id(), action="list"), of)
 
 
 def _id() -> str:
     return secrets.token_hex(12)
 
 
-def _command(at: Report, command: WorkerCommand, model: str | None, timeout: float) -> None:
+def _command(at: Report, command: WorkerCommand, of: OfWorkers) -> None:
     """Send it to each live worker, print each one's answer, and exit."""
     with at.producer() as producer:
         alive = [
             info
             for info in producer.run_flow(flows.call(registry.workers(at.queue)))
-            if info.state != "loading" and (model is None or model in info.models)
+            if info.state != "loading" and (of.model is None or of.model in info.models)
         ]
         names = [info.id for info in alive]
         if not names:
-            print_stderr(f"no worker of queue {at.queue}{f' that serves {model}' if model else ''} is ready")
+            print_stderr(
+                f"no worker of queue {at.queue}{f' that serves {of.model}' if of.model else ''} is ready"
+            )
             raise typer.Exit(EXIT_NOT_SUCCEEDED)
         producer.run_flow(flows.call(adapters.send_command(at.queue, names, command, signing_keys())))
-        answers = _wait(producer, command.id, names, timeout)
+        answers = _wait(producer, command.id, names, of.timeout)
     _print(command, names, answers, at.as_json)
     if any((answer := answers.get(name)) is None or answer.error is not None for name in names):
         raise typer.Exit(EXIT_NOT_SUCCEEDED)

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,10 +26,19 @@ from redis import exceptions
 from typer.core import TyperGroup
 
 from pagemill.cli.local_worker import settled_workers
-from pagemill.cli.terminal import options, views
-from pagemill.cli.terminal.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked, served_name
-from pagemill.cli.terminal.grouped import grouped
+from pagemill.cli.terminal import views
+from pagemill.cli.terminal.checked import (
+    MAX_TEMPERATURE,
+    YEAR_S,
+    LogFormat,
+    LogLevel,
+    Priority,
+    between,
+    checked,
+    served_name,
+)
 from pagemill.cli.terminal.interrupts import interrupts_kept
+from pagemill.cli.terminal.options import Options, grouped
 from pagemill.common.plain_text import escaped
 from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Effect
@@ -52,6 +60,7 @@ from pagemill.producer.wire.schema.errors import (
     RedisUnavailable,
     ResultTimeout,
 )
+from pagemill.producer.wire.schema.text.chat import FunctionName
 from pagemill.producer.wire.server.clients import ServerAddress, has_password, open_client
 from pagemill.producer.wire.server.discovery import (
     PASSWORD_VARIABLE,
@@ -196,6 +205,13 @@ def print_stderr(message: str) -> None:
     typer.echo("\n".join(map(escaped, message.split("\n"))), err=True)
 
 
+class LogOptions(Options):
+    log_level: Annotated[LogLevel, typer.Option(envvar="PAGEMILL_LOG_LEVEL")] = "info"
+    """Log level: debug, info, warning or error."""
+    log_format: Annotated[LogFormat, typer.Option(envvar="PAGEMILL_LOG_FORMAT")] = "console"
+    """Log format: console or json."""
+
+
 def announce(message: str, log_format: str) -> None:
     """Print the services of a long-running command to stderr; as a JSON line if its log is JSON."""
     if log_format == "json":
@@ -205,7 +221,7 @@ def announce(message: str, log_format: str) -> None:
 
 
 class Commands(typer.Typer):
-    """A group of commands, each of which may take dataclasses of options (`grouped`)."""
+    """A group of commands, each of which may take classes of options (`grouped`)."""
 
     def command(self, *args: Any, **options: Any) -> Callable[[F], F]:
         register = super().command(*args, **options)
@@ -270,32 +286,33 @@ def check_url(context: typer.Context, parameter: typer.CallbackParam, url: str |
     return url
 
 
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--redis-url",
-        envvar=URL_VARIABLE,
-        callback=check_url,
-        help="Address of the Redis server. Default: the local worker's embedded server.",
-    ),
+ExtraField = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=JSON", help="Other field of the job; may be repeated.")
 ]
-Queue = Annotated[
-    str,
-    typer.Option(
-        "--queue", envvar="PAGEMILL_QUEUE", callback=checked(keys.QueueName), help="Name of the queue."
-    ),
+Continuation = Annotated[
+    list[str] | None,
+    typer.Option(help="Text to score after the prompt, instead of generating; may be repeated."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JobId = Annotated[
-    str,
-    typer.Argument(metavar="ID", callback=checked(keys.Id), help="Job id, as `pagemill submit` prints it."),
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout", callback=between(0.0, YEAR_S), help="Maximum seconds to wait. Default: no limit."
-    ),
-]
+
+
+class Printing(Options):
+    as_json: Annotated[bool, typer.Option("--json")] = False
+    """Print JSON."""
+
+
+class Patience(Options):
+    timeout: Annotated[float | None, between(0.0, YEAR_S)] = None
+    """Maximum seconds to wait. Default: no limit."""
+
+
+class OneJob(Options):
+    job_id: Annotated[keys.Id, typer.Argument(metavar="ID")]
+    """Job id, as `pagemill submit` prints it."""
+
+
+class AtServer(Options):
+    redis_url: Annotated[str | None, typer.Option(envvar=URL_VARIABLE, callback=check_url)] = None
+    """Address of the Redis server. Default: the local worker's embedded server."""
 
 
 class _NoticingProducer(Producer):
@@ -306,12 +323,11 @@ class _NoticingProducer(Producer):
             return super()._perform(effect, watches)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AtQueue:
+class AtQueue(AtServer):
     """The options of a command that works on a queue."""
 
-    redis_url: RedisUrl = None
-    queue: Queue = "default"
+    queue: Annotated[keys.QueueName, typer.Option(envvar="PAGEMILL_QUEUE")] = "default"
+    """Name of the queue."""
 
     def producer(self) -> Producer:
         return _NoticingProducer(self.redis_url, queue=self.queue)
@@ -325,11 +341,8 @@ class AtQueue:
         return self.run(reads.server_time(self.queue))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report(AtQueue):
+class Report(Printing, AtQueue):
     """The options of a command that also prints results."""
-
-    as_json: AsJson = False
 
     def print(self, document: Any, rows: Rows, columns: Sequence[str] = (), *, none: str = "") -> None:
         """Print a JSON document, or a table; without rows the message `none` on stderr."""
@@ -341,100 +354,88 @@ class Report(AtQueue):
             print_stderr(none)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubmitOptions:
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")
-    ]
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            callback=checked(keys.ModelName),
-            help="Served name of the model. Default: the model that the live workers serve.",
-        ),
-    ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a user message of the model's chat template.")
-    ] = False
-    system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None
-    max_tokens: options.MaxTokens = None
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            callback=between(0.0, MAX_TEMPERATURE),
-            help="Sampling temperature; 0: always the most probable token. Default: 1.",
-        ),
-    ] = None
-    seed: options.Seed = None
-    stop: options.Stop = None
-    adapter: options.Adapter = None
-    after: options.After = None
-    choice: Annotated[list[str] | None, typer.Option("--choice", help="Allowed output; may be repeated.")] = (
-        None
-    )
-    image: options.Images = None
-    tools: options.Tools = None
-    tool_choice: options.ToolChoice = None
-    continuation: options.Continuation = None
-    priority: Annotated[
-        str | None, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
-    ] = None
-    field: options.Field = None
-    estimate: Annotated[bool, typer.Option("--estimate", help="Print the estimated end of the job.")] = False
-    refuse_late: Annotated[
-        bool, typer.Option("--refuse-late", help="Reject the job if it would probably miss its deadline.")
-    ] = False
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the job has finished, and print the text.")
-    ] = False
-    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False
-    timeout: Timeout = None
-    redis_url: RedisUrl = None
-    queue: Queue = "default"
-    as_json: AsJson = False
+class JobOptions(Options):
+    max_tokens: Annotated[int | None, between(1, 2**31 - 1)] = None
+    """Maximum number of output tokens per sample."""
+    temperature: Annotated[float | None, between(0.0, MAX_TEMPERATURE)] = None
+    """Sampling temperature; 0: always the most probable token. Default: 1."""
+    seed: Annotated[int | None, between(0, 2**63 - 1)] = None
+    """Random seed; equal seeds give equal samples."""
+    stop: list[str] | None = None
+    """Stop string; may be repeated."""
+    adapter: Annotated[keys.AdapterName | None, typer.Option(metavar="NAME")] = None
+    """Name of a LoRA adapter of the workers."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a job that are set."""
+        return {name: value for name, value in vars(self).items() if value not in (None, [])}
+
+
+class SubmitOptions(Options):
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT")]
+    """The prompt; - reads it from standard input."""
+    model: keys.ModelName | None = None
+    """Served name of the model. Default: the model that the live workers serve."""
+    chat: bool = False
+    """Send the prompt as a user message of the model's chat template."""
+    system: str | None = None
+    """System message; implies --chat."""
+    job: JobOptions
+    after: Annotated[list[str] | None, typer.Option(metavar="[NAME=]ID")] = None
+    """Job to wait for; {NAME.text} in the prompt is its text; may be repeated."""
+    choice: list[str] | None = None
+    """Allowed output; may be repeated."""
+    image: Annotated[list[str] | None, typer.Option(metavar="FILE")] = None
+    """Image file or URL, placed before the prompt; implies --chat; may be repeated."""
+    tools: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, metavar="FILE")] = None
+    """JSON list of functions; implies --chat."""
+    tool_choice: Annotated[FunctionName | None, typer.Option(metavar="CHOICE")] = None
+    """none, auto, required, or the name of a function."""
+    continuation: Continuation = None
+    priority: Priority | None = None
+    """high, normal or low."""
+    field: ExtraField = None
+    estimate: bool = False
+    """Print the estimated end of the job."""
+    refuse_late: bool = False
+    """Reject the job if it would probably miss its deadline."""
+    wait: bool = False
+    """Wait until the job has finished, and print the text."""
+    stream: bool = False
+    """Print the text as it is generated."""
 
 
 @app.command()
-def submit(flags: SubmitOptions) -> None:
+def submit(flags: SubmitOptions, patience: Patience, at: Report) -> None:
     """Submit one job. Prints its id, or with --wait or --stream its output."""
     if flags.wait and flags.stream:
         raise typer.BadParameter("--wait and --stream exclude each other")
-    fields = _submitted_fields(flags)
-    with Producer(flags.redis_url, queue=flags.queue) as producer:
+    fields = _submitted_fields(flags, at)
+    with Producer(at.redis_url, queue=at.queue) as producer:
         on_late: OnLate | None = "refuse" if flags.refuse_late else "flag" if flags.estimate else None
         with noticed_wait():
             handle = producer.submit(fields, estimate=on_late)
-        if flags.estimate and (flags.wait or flags.stream or not flags.as_json):
-            now = producer.run_flow(flows.call(reads.server_time(flags.queue)))
+        if flags.estimate and (flags.wait or flags.stream or not at.as_json):
+            now = producer.run_flow(flows.call(reads.server_time(at.queue)))
             print_stderr(views.estimate_line(handle.estimate, now))
         if not (flags.wait or flags.stream):
             submitted = {"id": handle.id} | (
                 {"estimate": views.estimate_fields(handle.estimate)} if flags.estimate else {}
             )
-            typer.echo(json.dumps(submitted) if flags.as_json else handle.id)
+            typer.echo(json.dumps(submitted) if at.as_json else handle.id)
             return
         with _interruptible(handle):
             if flags.stream:
-                _print_stream(handle, flags.as_json)
+                _print_stream(handle, at.as_json)
             else:
-                views.print_result(handle.result(flags.timeout), flags.as_json)
+                views.print_result(handle.result(patience.timeout), at.as_json)
 
 
-def _submitted_fields(flags: SubmitOptions) -> dict[str, Any]:
+def _submitted_fields(flags: SubmitOptions, at: AtQueue) -> dict[str, Any]:
     text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     fields: dict[str, Any] = extra_fields(flags.field or []) | scored(flags.continuation)
     fields |= _prompt_fields(text, flags.chat or flags.tools is not None, flags.system)
-    chosen = {
-        "max_tokens": flags.max_tokens,
-        "temperature": flags.temperature,
-        "seed": flags.seed,
-        "stop": flags.stop or None,
-        "priority": flags.priority,
-        "adapter": flags.adapter,
-    }
-    fields |= {name: value for name, value in chosen.items() if value is not None}
+    fields |= flags.job.fields() | ({"priority": flags.priority} if flags.priority else {})
     if flags.image:
         is_url = re.compile("(data|https?):", re.IGNORECASE).match
         fields["images"] = [image if is_url(image) else Path(image) for image in flags.image]
@@ -445,7 +446,7 @@ def _submitted_fields(flags: SubmitOptions) -> dict[str, Any]:
         fields["stream"] = True
     if flags.after:
         fields["after"] = _parents(flags.after)
-    fields.setdefault("model", flags.model or default_model(flags.redis_url, flags.queue))
+    fields.setdefault("model", flags.model or default_model(at.redis_url, at.queue))
     return fields
 
 
@@ -474,29 +475,29 @@ def _tool_fields(tools: Path | None, choice: str | None) -> dict[str, Any]:
 
 
 @app.command()
-def status(job_id: JobId, at: Report) -> None:
+def status(job: OneJob, at: Report) -> None:
     """Print the state of a job."""
     with at.producer() as producer:
-        views.print_status(producer.job(job_id).status(), at.now(), at.as_json)
+        views.print_status(producer.job(job.job_id).status(), at.now(), at.as_json)
 
 
 @app.command()
-def result(at: Report, job_id: JobId, timeout: Timeout = None) -> None:
+def result(job: OneJob, patience: Patience, at: Report) -> None:
     """Wait until a job has finished, and print its text."""
     with at.producer() as producer:
-        handle = producer.job(job_id)
+        handle = producer.job(job.job_id)
         with _interruptible(handle):
-            views.print_result(handle.result(timeout), at.as_json)
+            views.print_result(handle.result(patience.timeout), at.as_json)
 
 
 @app.command()
-def cancel(job_id: JobId, at: AtQueue) -> None:
+def cancel(job: OneJob, at: AtQueue) -> None:
     """Cancel a job. Exit code 1: it had already ended."""
     with at.producer() as producer:
-        if not producer.job(job_id).cancel():
-            print_stderr(f"job {job_id} had ended before; see: pagemill status {job_id}")
+        if not producer.job(job.job_id).cancel():
+            print_stderr(f"job {job.job_id} had ended before; see: pagemill status {job.job_id}")
             raise typer.Exit(EXIT_NOT_SUCCEEDED)
-    print_stderr(f"job {job_id} is cancelled, or will be within a moment")
+    print_stderr(f"job {job.job_id} is cancelled, or will be within a moment")
 
 
 @queue_app.command("stats")

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, JobId, Report, command_group, print_stderr
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, OneJob, Report, command_group, print_stderr
 from pagemill.cli.terminal import views
-from pagemill.cli.terminal.checked import checked
+from pagemill.cli.terminal.checked import between
+from pagemill.cli.terminal.options import Options
 from pagemill.common.error_codes import ErrorCode
 from pagemill.producer.client.dead_letter_flow import Replay, submitted_fields
 from pagemill.producer.client.preparer import check_id
@@ -21,49 +22,62 @@ from pagemill.producer.wire.schema.images import hide_images
 
 dead_app = command_group("dead", "List, replay and purge dead jobs.")
 
-Error = Annotated[
-    str | None,
-    typer.Option(
-        "--error",
-        metavar="CODE",
-        callback=checked(ErrorCode),
-        help="Error code or cause of the dead letters.",
-    ),
-]
-JobIds = Annotated[
-    list[str] | None, typer.Argument(metavar="ID", callback=checked(keys.Id), help="Ids of dead jobs.")
-]
-All = Annotated[bool, typer.Option("--all", help="Every dead letter of the queue.")]
+
+class ErrorFilter(Options):
+    error: Annotated[ErrorCode | None, typer.Option(metavar="CODE")] = None
+    """Error code or cause of the dead letters."""
+
+
+class ListOptions(ErrorFilter):
+    limit: Annotated[int, between(1, 10**6)] = 100
+    """Maximum number of dead letters."""
+
+
+class Chosen(ErrorFilter):
+    job_ids: Annotated[list[keys.Id] | None, typer.Argument(metavar="ID")] = None
+    """Ids of dead jobs."""
+    every: Annotated[bool, typer.Option("--all")] = False
+    """Every dead letter of the queue."""
+
+    def ids(self, *, replayed: bool = False) -> list[str] | None:
+        """Return the ids to act on, None for the whole queue; a usage error unless the choice is clear."""
+        is_filtered = self.error is not None or self.every or replayed
+        if self.job_ids and is_filtered:
+            raise typer.BadParameter(
+                "job ids and the filters --error, --all and --replayed exclude each other"
+            )
+        if not (self.job_ids or is_filtered):
+            raise typer.BadParameter("select dead letters by ids, --error CODE or --all")
+        return [check_id(job_id) for job_id in self.job_ids] if self.job_ids else None
+
+
+class PurgeOptions(Chosen):
+    replayed: bool = False
+    """Select dead letters that were replayed."""
 
 
 @dead_app.command("list")
-def dead_list(
-    at: Report,
-    error: Error = None,
-    limit: Annotated[
-        int, typer.Option("--limit", min=1, max=10**6, help="Maximum number of dead letters.")
-    ] = 100,
-) -> None:
+def dead_list(flags: ListOptions, at: Report) -> None:
     """List dead letters, the latest first, without prompts and outputs."""
     with at.producer() as producer:
-        letters = list(itertools.islice(producer.dead_letters().list(error), limit + 1))
+        letters = list(itertools.islice(producer.dead_letters().list(flags.error), flags.limit + 1))
     now = at.now()
-    shown = letters[:limit]
+    shown = letters[: flags.limit]
     at.print(
         [letter.model_dump() for letter in shown],
         [_row(letter, now) for letter in shown],
         _COLUMNS,
         none="no dead letters",
     )
-    if len(letters) > limit:
-        print_stderr(f"there are more than {limit}; see them with --limit")
+    if len(letters) > flags.limit:
+        print_stderr(f"there are more than {flags.limit}; see them with --limit")
 
 
 @dead_app.command("show")
-def dead_show(at: Report, job_id: JobId) -> None:
+def dead_show(job: OneJob, at: Report) -> None:
     """Print one dead letter. Shows the error, the job as submitted with its prompt, and the partial output."""
     with at.producer() as producer:
-        opened = producer.dead_letters().show(check_id(job_id))
+        opened = producer.dead_letters().show(check_id(job.job_id))
     if at.as_json:
         typer.echo(json.dumps(_document(opened)))
     else:
@@ -71,46 +85,29 @@ def dead_show(at: Report, job_id: JobId) -> None:
 
 
 @dead_app.command("replay")
-def dead_replay(at: Report, job_ids: JobIds = None, error: Error = None, every: All = False) -> None:
+def dead_replay(chosen: Chosen, at: Report) -> None:
     """Submit dead jobs again, as new jobs. Repeated calls submit each job once.
 
     Exit code 1: some could not be.
     """
-    ids = _chosen(job_ids, error, every)
+    ids = chosen.ids()
     with at.producer() as producer:
-        done = producer.dead_letters().replay(ids, error=error)
+        done = producer.dead_letters().replay(ids, error=chosen.error)
     _print_replay(done, at.as_json)
     if done.refused:
         raise typer.Exit(EXIT_NOT_SUCCEEDED)
 
 
 @dead_app.command("purge")
-def dead_purge(
-    at: Report,
-    job_ids: JobIds = None,
-    error: Error = None,
-    every: All = False,
-    replayed: Annotated[
-        bool, typer.Option("--replayed", help="Select dead letters that were replayed.")
-    ] = False,
-) -> None:
+def dead_purge(chosen: PurgeOptions, at: Report) -> None:
     """Delete dead letters permanently."""
-    ids = _chosen(job_ids, error, every or replayed)
+    ids = chosen.ids(replayed=chosen.replayed)
     with at.producer() as producer:
-        purged = producer.dead_letters().purge(ids, error=error, replayed=replayed)
+        purged = producer.dead_letters().purge(ids, error=chosen.error, replayed=chosen.replayed)
     if at.as_json:
         typer.echo(json.dumps({"purged": purged}))
     else:
         print_stderr(f"{purged} dead letters of queue {at.queue} are forgotten")
-
-
-def _chosen(job_ids: list[str] | None, error: str | None, every: bool) -> list[str] | None:
-    """Return the ids to act on, None for the whole queue; a usage error unless the choice is clear."""
-    if job_ids and (error or every):
-        raise typer.BadParameter("job ids and the filters --error, --all and --replayed exclude each other")
-    if not (job_ids or error or every):
-        raise typer.BadParameter("select dead letters by ids, --error CODE or --all")
-    return [check_id(job_id) for job_id in job_ids] if job_ids else None
 
 
 _COLUMNS = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import redis
@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_REDIS, AsJson, Queue, RedisUrl, app, describe
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_REDIS, AtQueue, Printing, app, describe
 from pagemill.cli.terminal import plan_view
-from pagemill.cli.terminal.checked import ModelOrPath, checked
+from pagemill.cli.terminal.checked import ModelOrPath, between
+from pagemill.cli.terminal.options import Options
 from pagemill.producer.doctor.finding import Finding, worst
 from pagemill.producer.doctor.machine_checks import DEFAULT_HTTP_PORT, machine_findings
 from pagemill.producer.doctor.queue_checks import queue_findings
@@ -40,45 +41,31 @@ _MARKS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    redis_url: RedisUrl = None
-    queue: Queue = "default"
-    http_port: Annotated[
-        int,
-        typer.Option("--http-port", envvar="PAGEMILL_HTTP_PORT", min=0, max=65535, help="Port of a worker."),
-    ] = DEFAULT_HTTP_PORT
-    model: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PAGEMILL_MODEL",
-            callback=checked(ModelOrPath),
-            help="Model: print how a worker would run it on this machine.",
-        ),
-    ] = None
-    plan: Annotated[
-        bool,
-        typer.Option(
-            "--plan",
-            help="Print the resources that a load of this model requires: blocks, rows, workers, Redis.",
-        ),
-    ] = False
+class DoctorOptions(Options):
+    at: AtQueue
+    http_port: Annotated[int, between(0, 65535), typer.Option(envvar="PAGEMILL_HTTP_PORT")] = (
+        DEFAULT_HTTP_PORT
+    )
+    """Port of a worker."""
+    model: Annotated[ModelOrPath | None, typer.Option(envvar="PAGEMILL_MODEL")] = None
+    """Model: print how a worker would run it on this machine."""
+    plan: bool = False
+    """Print the resources that a load of this model requires: blocks, rows, workers, Redis."""
     question: Annotated[dict[str, Any], plan_view.QUESTION]
     settings: Annotated[dict[str, Any], plan_view.ENGINE]
-    as_json: AsJson = False
 
 
 @app.command()
-def doctor(flags: DoctorOptions) -> None:
+def doctor(flags: DoctorOptions, printing: Printing) -> None:
     """Check the server, the queue and this machine. Exit code 1: a check failed; 3: Redis does not respond."""
     if flags.plan:
-        plan_view.print_answer(_planned(flags), flags.as_json)
+        plan_view.print_answer(_planned(flags), printing.as_json)
         return
-    findings, is_reachable = examine(flags.redis_url, flags.queue, flags.http_port or DEFAULT_HTTP_PORT)
+    findings, is_reachable = examine(flags.at.redis_url, flags.at.queue, flags.http_port or DEFAULT_HTTP_PORT)
     if flags.model is not None:
         findings.append(model_parts(flags.model))
     verdict = worst(findings)
-    if flags.as_json:
+    if printing.as_json:
         typer.echo(json.dumps({"verdict": verdict, "findings": [asdict(finding) for finding in findings]}))
     else:
         print_findings(findings)

@@ -8,7 +8,7 @@ import time
 import typer
 from rich.text import Text
 
-from pagemill.cli.app import JobId, Report, app, print_stderr
+from pagemill.cli.app import OneJob, Report, app, print_stderr
 from pagemill.cli.terminal import views
 from pagemill.producer.client.preparer import check_id
 from pagemill.producer.wire.calls import reads, registry
@@ -23,11 +23,11 @@ _COLORS = {
 
 
 @app.command()
-def inspect(at: Report, job_id: JobId) -> None:
+def inspect(job: OneJob, at: Report) -> None:
     """Print the timeline of a job. It names the workers, and contains no prompt and no output."""
-    found = at.run(history(at.queue, check_id(job_id)))
+    found = at.run(history(at.queue, check_id(job.job_id)))
     if found is None:
-        raise JobNotFound.for_job(job_id)
+        raise JobNotFound.for_job(job.job_id)
     if at.as_json:
         typer.echo(found.model_dump_json())
         return

@@ -14,9 +14,9 @@ import typer
 from pydantic import AfterValidator
 from rich.console import Console
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_USAGE, AsJson, app, print_stderr
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_USAGE, Printing, app, print_stderr
 from pagemill.cli.local_worker import download
-from pagemill.cli.terminal.checked import checked
+from pagemill.cli.terminal.options import Options
 from pagemill.cli.terminal.views import print_rows
 from pagemill.engine.errors import ConfigError, EngineError, ModelLoadError
 from pagemill.engine.models.hubs.cached import CachedModel, cached_models
@@ -39,28 +39,23 @@ def _check_repository(model: str) -> str:
 Repository = Annotated[str, AfterValidator(_check_repository)]
 
 
+class PullOptions(Options):
+    model: Annotated[Repository, typer.Argument(metavar="MODEL")]
+    """org/name[@revision], or modelscope:org/name[@revision]."""
+
+
 @app.command()
-def pull(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            callback=checked(Repository),
-            help="org/name[@revision], or modelscope:org/name[@revision].",
-        ),
-    ],
-    as_json: AsJson = False,
-) -> None:
+def pull(flags: PullOptions, printing: Printing) -> None:
     """Download a model into its hub's cache.
 
     Prints where it lies. A worker does the same when it starts; files that are cached are not downloaded again.
     """
     try:
-        found = download(model)
+        found = download(flags.model)
     except EngineError as error:
         print_stderr(str(error))
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_NOT_SUCCEEDED) from None
-    if as_json:
+    if printing.as_json:
         typer.echo(json.dumps(_pulled(found)))
         return
     print_stderr(f"{found.source}: commit {found.commit or 'unknown'}, {size(_bytes(found.directory))}, in")
@@ -68,14 +63,14 @@ def pull(
 
 
 @app.command()
-def models(as_json: AsJson = False) -> None:
+def models(printing: Printing) -> None:
     """List the cached models, and whether Pagemill can run them."""
-    is_shown = sys.stdout.isatty() and not as_json
+    is_shown = sys.stdout.isatty() and not printing.as_json
     with Console(stderr=True).status("looking into the caches") if is_shown else nullcontext():
         cached = cached_models()
         verdict = _verdict() if cached else None
         listed = [(found, verdict(found.directory) if verdict else None) for found in cached]
-    if as_json:
+    if printing.as_json:
         typer.echo(json.dumps([_listed(found, reason, verdict is not None) for found, reason in listed]))
         return
     rows = [

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from pagemill.cli.app import Report, queue_app
-from pagemill.cli.terminal.checked import between, checked
+from pagemill.cli.terminal.checked import between
+from pagemill.cli.terminal.options import Options
 from pagemill.producer.wire.calls import limits
 from pagemill.producer.wire.calls.limits import QueueLimits
 from pagemill.producer.wire.calls.memory import DEFAULT_SHARE
@@ -16,54 +17,31 @@ from pagemill.producer.wire.calls.metering import quotas
 from pagemill.producer.wire.schema import keys
 
 
+class LimitOptions(Options):
+    jobs: Annotated[int | None, between(0, 10**12)] = None
+    """Maximum number of waiting jobs; 0: the default limit."""
+    payload_bytes: Annotated[int | None, between(0, 10**12)] = None
+    """Maximum size of a job in bytes; 0: the default limit."""
+    rate: Annotated[float | None, between(0.0, limits.MAX_LIMIT)] = None
+    """Maximum number of jobs that start per second; 0: no limit."""
+    burst: Annotated[int | None, between(1, 10**12)] = None
+    """Number of jobs that start immediately after a pause."""
+    memory_share: Annotated[float | None, between(0.0, 1.0)] = None
+    """Share of Redis' maxmemory up to which jobs are accepted, from 0.1; 0: no separate share."""
+    clear: bool = False
+    """Remove all limits first."""
+
+
 @queue_app.command("limit")
-def queue_limit(
-    at: Report,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs", min=0, max=10**12, help="Maximum number of waiting jobs; 0: the default limit."
-        ),
-    ] = None,
-    payload_bytes: Annotated[
-        int | None,
-        typer.Option(
-            "--payload-bytes", min=0, max=10**12, help="Maximum size of a job in bytes; 0: the default limit."
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            "--rate",
-            callback=between(0.0, limits.MAX_LIMIT),
-            help="Maximum number of jobs that start per second; 0: no limit.",
-        ),
-    ] = None,
-    burst: Annotated[
-        int | None,
-        typer.Option(
-            "--burst", min=1, max=10**12, help="Number of jobs that start immediately after a pause."
-        ),
-    ] = None,
-    memory_share: Annotated[
-        float | None,
-        typer.Option(
-            "--memory-share",
-            callback=between(0.0, 1.0),
-            help="Share of Redis' maxmemory up to which jobs are accepted, from 0.1; 0: no separate share.",
-        ),
-    ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all limits first.")] = False,
-) -> None:
+def queue_limit(flags: LimitOptions, at: Report) -> None:
     """Set limits of the queue, and print them. Other limits are unchanged."""
     current = at.run(limits.limits(at.queue))
-    wanted = QueueLimits() if clear else current
-    flags = {"jobs": jobs, "payload_bytes": payload_bytes, "rate": rate, "memory_share": memory_share}
-    changed: dict[str, Any] = {name: value or None for name, value in flags.items() if value is not None}
-    if rate is not None or burst is not None:
-        changed["burst"] = burst
-    wanted = dataclasses.replace(wanted, **changed)
-    if wanted.burst is not None and wanted.rate is None and burst is not None:
+    given = flags.fields_of(QueueLimits)
+    changed: dict[str, Any] = {name: value or None for name, value in given.items() if value is not None}
+    if flags.rate is not None or flags.burst is not None:
+        changed["burst"] = flags.burst
+    wanted = dataclasses.replace(QueueLimits() if flags.clear else current, **changed)
+    if wanted.burst is not None and wanted.rate is None and flags.burst is not None:
         raise typer.BadParameter("--burst goes with --rate")
     if wanted != current:
         current = at.run(limits.set_limits(at.queue, wanted))
@@ -79,61 +57,49 @@ def queue_limit(
     )
 
 
+class WeightOptions(Options):
+    pairs: Annotated[list[str] | None, typer.Argument(metavar="TENANT=WEIGHT")] = None
+    """Weight from 1 to 1000; the default is 1."""
+
+
 @queue_app.command("weights")
-def queue_weights(
-    at: Report,
-    pairs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TENANT=WEIGHT", help="Weight from 1 to 1000; the default is 1."),
-    ] = None,
-) -> None:
+def queue_weights(flags: WeightOptions, at: Report) -> None:
     """Set tenants' weights, and print them. A tenant of weight 3 gets three times the share of one of weight 1."""
-    wanted = dict(_pair(text) for text in pairs or [])
+    wanted = dict(_pair(text) for text in flags.pairs or [])
     current = at.run(limits.set_weights(at.queue, wanted) if wanted else limits.weights(at.queue))
     none = f"every tenant of queue {at.queue} has weight 1"
     at.print(current, sorted(current.items()), ("tenant", "weight"), none=none)
 
 
-Quota = Annotated[
+Tokens = Annotated[
     int | None,
-    typer.Option(min=0, max=quotas.MAX_QUOTA, help="Maximum number of tokens per minute; 0: no limit."),
+    between(0, quotas.MAX_QUOTA),
+    typer.Option(help="Maximum number of tokens per minute; 0: no limit."),
 ]
 
 
+class QuotaOptions(Options):
+    tenant: Annotated[keys.TenantName | None, typer.Argument(metavar="TENANT")] = None
+    """Tenant. Default: every tenant without its own quotas."""
+    tokens_per_minute: Tokens = None
+    jobs_per_minute: Tokens = None
+    tokens_per_day: Tokens = None
+    jobs_per_day: Tokens = None
+    running: Annotated[int | None, between(0, quotas.MAX_QUOTA)] = None
+    """Maximum number of running jobs; 0: no limit."""
+    clear: bool = False
+    """Remove the tenant's quotas first."""
+
+
 @queue_app.command("quota")
-def queue_quota(
-    at: Report,
-    tenant: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TENANT",
-            callback=checked(keys.TenantName),
-            help="Tenant. Default: every tenant without its own quotas.",
-        ),
-    ] = None,
-    tokens_per_minute: Quota = None,
-    jobs_per_minute: Quota = None,
-    tokens_per_day: Quota = None,
-    jobs_per_day: Quota = None,
-    running: Annotated[
-        int | None,
-        typer.Option(min=0, max=quotas.MAX_QUOTA, help="Maximum number of running jobs; 0: no limit."),
-    ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove the tenant's quotas first.")] = False,
-) -> None:
+def queue_quota(options: QuotaOptions, at: Report) -> None:
     """Set a tenant's quotas, and print all quotas. Others are unchanged. Jobs of a tenant over its quota wait."""
-    name = tenant or quotas.EVERYBODY
+    name = options.tenant or quotas.EVERYBODY
     current = at.run(quotas.quotas(at.queue))
     before = current.get(name, quotas.Quota())
-    flags = {
-        "tokens_per_minute": tokens_per_minute,
-        "jobs_per_minute": jobs_per_minute,
-        "tokens_per_day": tokens_per_day,
-        "jobs_per_day": jobs_per_day,
-        "running": running,
-    }
+    flags = options.fields_of(quotas.Quota)
     wanted = dataclasses.replace(
-        quotas.Quota() if clear else before,
+        quotas.Quota() if options.clear else before,
         **{field: value or None for field, value in flags.items() if value is not None},
     )
     if wanted != before:

@@ -11,9 +11,10 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Report, Timeout, command_group, print_stderr
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Patience, Report, command_group, print_stderr
 from pagemill.cli.terminal import views
-from pagemill.cli.terminal.checked import between, checked
+from pagemill.cli.terminal.checked import between
+from pagemill.cli.terminal.options import Options
 from pagemill.cli.verify import EXIT_NO_VERDICT
 from pagemill.producer.client.replay import recall
 from pagemill.producer.client.replay.flow import ReplayOptions
@@ -27,12 +28,20 @@ recall_app = command_group("recall", "Recall results of workers that deviated fr
 
 _COLUMNS = ("worker", "state", "jobs", "since", "accused", "reason")
 
-WorkerId = Annotated[
-    str,
-    typer.Argument(
-        metavar="WORKER", callback=checked(keys.Id), help="Worker id, as `recall list` prints it."
-    ),
-]
+
+class OneWorker(Options):
+    worker_id: Annotated[keys.Id, typer.Argument(metavar="WORKER")]
+    """Worker id, as `recall list` prints it."""
+
+
+class RecallOptions(Options):
+    any_worker: bool = False
+    """Allow workers with another fingerprint."""
+
+
+class AutoOptions(Options):
+    every: Annotated[float, between(0.1, 86_400.0)] = 10.0
+    """Seconds between two updates."""
 
 
 @recall_app.command("list")
@@ -45,22 +54,15 @@ def recall_list(at: Report) -> None:
 
 
 @recall_app.command("run")
-def recall_run(
-    at: Report,
-    worker_id: WorkerId,
-    any_worker: Annotated[
-        bool, typer.Option("--any-worker", help="Allow workers with another fingerprint.")
-    ] = False,
-    timeout: Timeout = None,
-) -> None:
+def recall_run(worker: OneWorker, flags: RecallOptions, patience: Patience, at: Report) -> None:
     """Run a worker's jobs again on other workers, and replace their results.
 
     Can be repeated after an interruption: each result is replaced once. Jobs without a kept input are left.
     """
-    _find(at, worker_id)
+    _find(at, worker.worker_id)
     with at.producer() as producer:
         try:
-            left = _recall(at, producer, worker_id, timeout, any_worker=any_worker)
+            left = _recall(at, producer, worker.worker_id, patience.timeout, **vars(flags))
         except (Unverifiable, ResultTimeout) as error:
             print_stderr(f"{error}; repeat the command once it can run")
             raise typer.Exit(EXIT_NO_VERDICT) from None
@@ -69,13 +71,7 @@ def recall_run(
 
 
 @recall_app.command("auto")
-def recall_auto(
-    at: Report,
-    every: Annotated[
-        float,
-        typer.Option("--every", callback=between(0.1, 86_400.0), help="Seconds between two updates."),
-    ] = 10.0,
-) -> None:
+def recall_auto(flags: AutoOptions, at: Report) -> None:
     """Recall the results of every quarantined worker.
 
     Runs until it is interrupted. Several may run at once.
@@ -85,23 +81,23 @@ def recall_auto(
             for one in at.run(audit.accused(at.queue)):
                 if one.state == "quarantined":
                     try:
-                        _recall(at, producer, one.worker, every)
+                        _recall(at, producer, one.worker, flags.every)
                     except (Unverifiable, ResultTimeout) as error:
                         print_stderr(f"{one.worker}: {error}; it is tried again")
-            time.sleep(every)
+            time.sleep(flags.every)
 
 
 @recall_app.command("keep")
-def recall_keep(at: Report, worker_id: WorkerId) -> None:
+def recall_keep(worker: OneWorker, at: Report) -> None:
     """Keep the results, and let the worker pull jobs again.
 
     The workers then agree on the canaries' output from the start."""
     with at.producer() as producer:
-        is_kept = producer.run_flow(recall.keep(producer.queue, worker_id))
+        is_kept = producer.run_flow(recall.keep(producer.queue, worker.worker_id))
     if not is_kept:
-        raise _unknown(worker_id)
+        raise _unknown(worker.worker_id)
     if at.as_json:
-        typer.echo(json.dumps({"worker": worker_id, "kept": True}))
+        typer.echo(json.dumps({"worker": worker.worker_id, "kept": True}))
 
 
 def _recall(

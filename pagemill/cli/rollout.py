@@ -14,9 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AtQueue, Report, Timeout, command_group, print_stderr
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AtQueue, Patience, Report, command_group, print_stderr
 from pagemill.cli.terminal import views
-from pagemill.cli.terminal.checked import checked
+from pagemill.cli.terminal.checked import between
+from pagemill.cli.terminal.options import Options
 from pagemill.cli.verify import EXIT_NO_VERDICT, detail
 from pagemill.producer.client.replay.verification import Verification
 from pagemill.producer.client.rollout.handles import ModelRollout
@@ -52,138 +53,102 @@ def _share(text: str | None) -> str | None:
     return text
 
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", callback=checked(keys.ModelName), help="Served name of the model.")
-]
-Share = Annotated[
-    str,
-    typer.Option(
-        "--share", callback=_share, metavar="SHARE", help="Share of the canary, such as 5% or 0.05."
-    ),
-]
+class OneModel(Options):
+    model: Annotated[keys.ModelName, typer.Argument(metavar="MODEL")]
+    """Served name of the model."""
+
+
+class CanaryShare(Options):
+    share: Annotated[str, typer.Option(callback=_share, metavar="SHARE")]
+    """Share of the canary, such as 5% or 0.05."""
+
+
+class StartOptions(CanaryShare):
+    to: Annotated[keys.PinnedRevision, typer.Option(metavar="REV")]
+    """Revision of the canary, as `pagemill workers` prints it."""
+    by: By = "id"
+    """Unit of the decision: a job's id, its tenant or its batch."""
+    margin: Annotated[str, typer.Option("--halt-margin", callback=_share, metavar="SHARE")] = (
+        f"{DEFAULT_MARGIN:.0%}"
+    )
+    """Difference of the failure rates of canary and stable side above which the rollout halts; 100%: never."""
+    least: Annotated[int, between(1, MAX_LEAST), typer.Option("--halt-after")] = DEFAULT_LEAST
+    """Number of executions of the canary before a halt."""
+    force: bool = False
+    """Start the rollout even if no live worker announces the revision."""
+
+
+class StatusOptions(Options):
+    model: Annotated[keys.ModelName | None, typer.Argument(metavar="[MODEL]")] = None
+    """Model. Default: all."""
+
+
+class CompareOptions(Options):
+    sample: Annotated[int, between(1, 200)] = 50
+    """Maximum number of jobs of the canary."""
+    revision: Annotated[keys.PinnedRevision | None, typer.Option("--with", metavar="REV")] = None
+    """Revision that runs them again. Default: that of the stable side."""
 
 
 @rollout_app.command()
-def start(
-    at: Report,
-    model: Model,
-    share: Share,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="REV",
-            callback=checked(keys.PinnedRevision),
-            help="Revision of the canary, as `pagemill workers` prints it.",
-        ),
-    ],
-    by: Annotated[
-        str,
-        typer.Option(
-            "--by", callback=checked(By), help="Unit of the decision: a job's id, its tenant or its batch."
-        ),
-    ] = "id",
-    margin: Annotated[
-        str,
-        typer.Option(
-            "--halt-margin",
-            callback=_share,
-            metavar="SHARE",
-            help=(
-                "Difference of the failure rates of canary and stable side above which the rollout "
-                "halts; 100%: never."
-            ),
-        ),
-    ] = f"{DEFAULT_MARGIN:.0%}",
-    least: Annotated[
-        int,
-        typer.Option(
-            "--halt-after", min=1, max=MAX_LEAST, help="Number of executions of the canary before a halt."
-        ),
-    ] = DEFAULT_LEAST,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start the rollout even if no live worker announces the revision.")
-    ] = False,
-) -> None:
+def start(of: OneModel, flags: StartOptions, at: Report) -> None:
     """Start a rollout: a revision gets a share of the model's jobs."""
-    wanted = Rollout(to, parse_share(share), by, parse_share(margin), least)  # type: ignore[arg-type]
-    with _rollout(at, model) as rollout:
-        _print([rollout.start(wanted, force=force)], at.as_json)
+    wanted = Rollout(flags.to, parse_share(flags.share), flags.by, parse_share(flags.margin), flags.least)
+    with _rollout(at, of.model) as rollout:
+        _print([rollout.start(wanted, force=flags.force)], at.as_json)
 
 
 @rollout_app.command("raise")
-def raise_share(at: Report, model: Model, share: Share) -> None:
+def raise_share(of: OneModel, flags: CanaryShare, at: Report) -> None:
     """Change the share of the canary. A halted rollout resumes."""
-    with _rollout(at, model) as rollout:
-        _print([rollout.set_share(parse_share(share))], at.as_json)
+    with _rollout(at, of.model) as rollout:
+        _print([rollout.set_share(parse_share(flags.share))], at.as_json)
 
 
 @rollout_app.command()
-def halt(at: Report, model: Model) -> None:
+def halt(of: OneModel, at: Report) -> None:
     """Stop new jobs of the canary until `raise`. It finishes its running jobs."""
-    with _rollout(at, model) as rollout:
+    with _rollout(at, of.model) as rollout:
         _print([rollout.halt()], at.as_json)
 
 
 @rollout_app.command()
-def rollback(at: Report, model: Model) -> None:
+def rollback(of: OneModel, at: Report) -> None:
     """End the canary: it gets no more jobs. Stop its workers, then run `finish`."""
-    with _rollout(at, model) as rollout:
+    with _rollout(at, of.model) as rollout:
         _print([rollout.roll_back()], at.as_json)
 
 
 @rollout_app.command()
-def finish(at: AtQueue, model: Model) -> None:
+def finish(of: OneModel, at: AtQueue) -> None:
     """End the rollout: all workers pull all jobs again."""
-    with _rollout(at, model) as rollout:
+    with _rollout(at, of.model) as rollout:
         rollout.finish()
-        print_stderr(f"the rollout of {model} is over")
+        print_stderr(f"the rollout of {of.model} is over")
 
 
 @rollout_app.command()
-def status(
-    at: Report,
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", callback=checked(keys.ModelName), help="Model. Default: all."),
-    ] = None,
-) -> None:
+def status(flags: StatusOptions, at: Report) -> None:
     """Print both sides of the rollout.
 
     Workers, executions, failures, seconds from pull to commit, what waits, and agreement.
     """
     found = []
-    for name in [model] if model else [one.model for one in at.run(statuses(at.queue))]:
+    for name in [flags.model] if flags.model else [one.model for one in at.run(statuses(at.queue))]:
         with _rollout(at, name) as rollout:
             found.append(rollout.status())
     _print(found, at.as_json)
 
 
 @rollout_app.command()
-def compare(
-    at: Report,
-    model: Model,
-    sample: Annotated[
-        int, typer.Option("--sample", min=1, max=200, help="Maximum number of jobs of the canary.")
-    ] = 50,
-    revision: Annotated[
-        str | None,
-        typer.Option(
-            "--with",
-            metavar="REV",
-            callback=checked(keys.PinnedRevision),
-            help="Revision that runs them again. Default: that of the stable side.",
-        ),
-    ] = None,
-    timeout: Timeout = None,
-) -> None:
+def compare(of: OneModel, flags: CompareOptions, patience: Patience, at: Report) -> None:
     """Compare the outputs of canary and stable revision. Runs jobs of the canary on the stable one.
 
     Those whose outputs differ are printed, with the first difference. Exit code 1: some do; 4: none could be compared.
     """
     agreed = compared = num_reported = 0
-    with _rollout(at, model) as rollout:
-        for found in rollout.compare(sample, revision=revision, timeout=timeout):
+    with _rollout(at, of.model) as rollout:
+        for found in rollout.compare(**vars(flags), **vars(patience)):
             compared += found.exactness is not None
             agreed += found.exactness not in (None, "neither")
             num_reported += 1

@@ -10,9 +10,8 @@ import contextlib
 import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -21,9 +20,10 @@ from rich.table import Table
 from pagemill.cli.app import (
     EXIT_INTERRUPTED,
     EXIT_USAGE,
-    AsJson,
-    Queue,
-    RedisUrl,
+    Continuation,
+    ExtraField,
+    JobOptions,
+    Report,
     app,
     default_model,
     describe,
@@ -42,11 +42,21 @@ from pagemill.cli.local_worker import (
     live_workers,
     serving_workers,
 )
-from pagemill.cli.processes.worker import check_options
+from pagemill.cli.processes.worker import WorkerOptions, check_options
 from pagemill.cli.prompt_tokens import token_counter
-from pagemill.cli.terminal import options
-from pagemill.cli.terminal.checked import served_name
+from pagemill.cli.terminal.checked import (
+    MAX_TEMPERATURE,
+    Delimiter,
+    Encoding,
+    ModelOrPath,
+    OutputPath,
+    Text,
+    between,
+    served_name,
+)  # fmt: skip
+from pagemill.cli.terminal.options import Options
 from pagemill.cli.terminal.waiting import Waiting
+from pagemill.common.sampling_fields import LabelProbs
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
@@ -71,6 +81,7 @@ from pagemill.producer.wire.server.discovery import URL_VARIABLE, find_redis
 EXIT_INCOMPLETE = 1
 EXIT_FAILED_ROWS = 4
 TRIAL_ROWS = 100
+MAX_ROWS = 10**12
 SAID_BY_RECIPES = (
     "adapter",
     "choices",
@@ -95,92 +106,142 @@ PIPE_WIDTH = 200
 """Console width for a log or a pipe, so that figures are not wrapped."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
+ServedModel = Annotated[
+    ModelOrPath | None,
+    typer.Option(
+        help="Served name; or a value of `pagemill worker --model`, which the run serves if no worker does."
+    ),
+]
+Cancel = Annotated[bool, typer.Option(help="Cancel the unfinished jobs of an earlier run of this command.")]
+
+
+class ServeOptions(WorkerOptions):
+    quiet: bool = False
+    """Do not print progress."""
+
+
+class RowJobOptions(JobOptions):
+    temperature: Annotated[float, between(0.0, MAX_TEMPERATURE)] = 0.0
+    """Sampling temperature; 0: equal prompts run once and share the output."""
+
+
+class RunOptions(Options):
+    """An option with the name of a field of `DatasetRun` sets it."""
+
     context: typer.Context
-    sources: options.Rows
-    out: options.Output
-    template: options.Template = None
-    template_file: options.TemplateFile = None
-    system: options.System = None
-    no_chat: options.NoChat = False
-    model: options.ServedModel = None
-    choices: options.Choices = None
-    label_probs: options.LabelProbabilities = None
-    label_temperature: options.LabelScale = "1"
-    escalate_below: options.EscalateBelow = None
-    to: options.EscalateTo = None
-    api_budget: options.ApiBudget = None
-    api_key_file: options.ApiKeyFile = None
-    json_schema: options.JsonSchema = None
-    regex: options.Regex = None
-    max_tokens: options.MaxTokens = None
-    temperature: options.RunTemperature = 0.0
-    seed: options.Seed = None
-    stop: options.Stop = None
-    adapter: options.Adapter = None
-    continuation: options.Continuation = None
-    field: options.Field = None
-    gold: options.Gold = None
-    output_column: options.OutputColumn = None
-    schema_columns: options.SchemaColumns = False
-    where: options.Where = None
-    image_column: options.ImageColumn = None
-    on_null: options.OnNull = "fail"
-    on_empty: options.OnEmpty = "fail"
-    on_truncated: options.OnTruncatedOutput = None
-    limit: options.Limit = None
-    rows_per_file: options.RowsPerFile = None
-    max_errors: options.MaxErrors = None
-    price_per_hour: options.PricePerHour = None
-    estimate: options.Estimate = False
-    dry_run: options.DryRun = False
-    detach: options.Detach = False
-    cancel: options.CancelRun = False
-    overwrite: options.Overwrite = False
-    report_file: options.ReportFile = None
-    kind: options.FormatName = None
-    encoding: options.EncodingName = "utf-8"
-    delimiter: options.DelimiterName = None
-    quoting: options.QuotingName = None
-    window: options.Window = WINDOW
-    worker_option: options.WorkerOption = None
-    quiet: options.Quiet = False
-    redis_url: RedisUrl = None
-    queue: Queue = "default"
-    as_json: AsJson = False
+    sources: Annotated[list[Path], typer.Argument(metavar="[RECIPE.yaml] IN...")]
+    """Optionally a recipe of several steps; then JSONL, CSV or TSV (also .gz, .zst), Parquet, a directory of such
+    files, a pattern in quotes or several files; a folder of pictures, which has a column image; a Hugging Face dataset
+    directory; or - for standard input."""
+    out: OutputPath
+    """OUT.jsonl, .csv, .tsv (also .gz, .zst) or .parquet; written at the end. A folder, or DIR/part-{shard}.parquet:
+    a file for each file of IN."""
+    template: str | None = None
+    """Template of the prompt, in Jinja2: 'Summarize: {{ text }}'."""
+    template_file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False)] = None
+    """File with the template of the prompt."""
+    system: str | None = None
+    """Template of the system message."""
+    no_chat: bool = False
+    """Send the text without the chat template."""
+    model: ServedModel = None
+    choices: str | None = None
+    """Allowed outputs, separated by commas."""
+    label_probs: LabelProbs | None = None
+    """Method for the probability of each label of --choices: product, mean (by length) or constrained."""
+    label_temperature: LabelTemperature = 1
+    """Temperature of these probabilities: a number, one for each stage (1.7,1.2), or fit (to --gold)."""
+    escalate_below: Annotated[float | None, between(0.0, 1.0)] = None
+    """Probability of the label below which the model of --to labels the row."""
+    to: Annotated[list[ModelOrPath] | None, typer.Option(metavar="MODEL")] = None
+    """Next model of a cascade, in the form of --model; may be repeated. The last one can be
+    openai:https://HOST/v1/MODEL, a model of another API."""
+    api_budget: Annotated[int | None, between(1, MAX_ROWS), typer.Option(metavar="TOKENS")] = None
+    """Maximum number of tokens for --to openai:...; further rows keep the output of the previous model."""
+    api_key_file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, metavar="FILE")] = None
+    """File with the key for --to openai:...; default: the variable PAGEMILL_API_KEY."""
+    json_schema: str | None = None
+    """JSON schema of the output: a file, or the text."""
+    regex: str | None = None
+    """Regular expression that the output matches."""
+    job: RowJobOptions
+    continuation: Continuation = None
+    field: ExtraField = None
+    gold: Text | None = None
+    """Column with the correct labels, for accuracy and a confusion table."""
+    output_column: Text | None = None
+    """Name of the new column. Default: output; label with --label-probs."""
+    schema_columns: bool = False
+    """Add a column for each field of --json-schema: output.FIELD."""
+    where: str | None = None
+    """Condition for rows to process, in Jinja2: 'stars >= 3 and lang == "de"'."""
+    image_column: Text | None = None
+    """Column with images: paths, bytes, URLs or Hugging Face structs."""
+    on_null: OnRow = "fail"
+    """Action for a null in the prompt: fail, skip, or label (as an empty text)."""
+    on_empty: OnRow = "fail"
+    """Action for a row with an empty prompt: fail, skip, or label."""
+    on_truncated: OnTruncated | None = None
+    """Action for an output cut off at max_tokens: fail (default for constrained outputs) or label."""
+    limit: Annotated[int | None, between(1, MAX_ROWS)] = None
+    """Number of rows to run, from the first."""
+    rows_per_file: Annotated[int | None, between(1, MAX_ROWS)] = None
+    """Number of rows per file, if --out is a folder."""
+    max_errors: Annotated[int | None, between(0, MAX_ROWS)] = None
+    """Number of failed rows above which the run stops."""
+    price_per_hour: Annotated[float | None, between(0.0, 1e9)] = None
+    """Price of the machine per hour, for the cost in the report."""
+    estimate: bool = False
+    """Run 100 rows, which are kept, and estimate the duration of all. OUT is not written."""
+    dry_run: bool = False
+    """Print prompts and token counts, without submitting."""
+    detach: bool = False
+    """Submit the rows and exit; run the command again to collect the outputs."""
+    cancel: Cancel = False
+    overwrite: bool = False
+    """Replace an OUT of other settings, and do not resume from it."""
+    report_file: Annotated[OutputPath | None, typer.Option("--report")] = None
+    """File for the HTML report. Default: OUT.report.html."""
+    kind: Annotated[Format | None, typer.Option("--format")] = None
+    """jsonl, csv, tsv, parquet or arrow."""
+    encoding: Encoding = "utf-8"
+    """Encoding of text files."""
+    delimiter: Delimiter | None = None
+    r"""Character between CSV fields, such as ';' or '\t'."""
+    quoting: Quoting | None = None
+    """none: quotes in CSV and TSV files are text. Default: standard."""
+    window: Annotated[int, between(1, 10**6)] = WINDOW
+    """Maximum number of jobs in flight."""
 
 
 @app.command("run")
-def run(flags: RunOptions) -> None:
+def run(flags: RunOptions, serve: ServeOptions, at: Report) -> None:
     """Send every row of a dataset through the model. After any interruption, run the same command again."""
-    check_options(flags.worker_option)
+    check_options(serve.worker_option)
     out = base_of(uri_of(flags.out) or flags.out)
     page = place_of(flags.report_file or f"{out}.report.html")
     with reported(place_of(out).path, is_dry=flags.dry_run), contextlib.ExitStack() as inputs:
         dataset = _dataset(flags, inputs)
         if flags.dry_run:
-            models, worker_options = _models(flags, dataset), flags.worker_option or []
-            limit = prompt_limit(models[0], flags.redis_url, flags.queue, worker_options)
+            models, worker_options = _models(flags, dataset), serve.worker_option or []
+            limit = prompt_limit(models[0], at.redis_url, at.queue, worker_options)
             counter = token_counter(models, worker_options)
-            if not preview(dataset, counter, limit, as_json=flags.as_json):
+            if not preview(dataset, counter, limit, as_json=at.as_json):
                 raise typer.Exit(EXIT_FAILED_ROWS)
             return
         with contextlib.ExitStack() as stack:
-            worker_options = flags.worker_option or []
             first, *others = _models(flags, dataset)
-            serving = [server(stack, flags.redis_url, flags.queue, first, worker_options, flags.quiet)]
+            serving = [server(stack, at.redis_url, at.queue, first, serve)]
             url = serving[0].url
-            for model in others:
-                serving.append(server(stack, url, flags.queue, model, worker_options, flags.quiet))
+            serving += [server(stack, url, at.queue, model, serve) for model in others]
             if NO_MODEL in dataset.models:
-                dataset.use_model(default_model(url, flags.queue))
-            producer = stack.enter_context(Producer(url, queue=flags.queue))
+                dataset.use_model(default_model(url, at.queue))
+            producer = stack.enter_context(Producer(url, queue=at.queue))
             if flags.cancel or flags.detach:
-                _leave(dataset, producer, cancel=flags.cancel, as_json=flags.as_json)
+                _leave(dataset, producer, cancel=flags.cancel, as_json=at.as_json)
                 return
-            summary = _execute(dataset, producer, serving, flags.quiet)
-        _report(dataset, summary, page, as_json=flags.as_json)
+            summary = _execute(dataset, producer, serving, serve.quiet)
+        _report(dataset, summary, page, as_json=at.as_json)
         _finish(dataset, summary, estimate=flags.estimate)
 
 
@@ -192,38 +253,18 @@ def _models(flags: RunOptions, dataset: DatasetRun) -> list[str | None]:
 
 def _dataset(flags: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
     recipe, rows = recipe_and_rows(flags.sources)
-    return DatasetRun(
-        source=source_of_rows(
-            rows,
-            inputs,
-            cast("Format | None", flags.kind),
-            flags.encoding,
-            delimiter=flags.delimiter,
-            quoting=cast("Quoting | None", flags.quoting),
+    options = flags.fields_of(DatasetRun) | {
+        "source": source_of_rows(
+            rows, inputs, flags.kind, flags.encoding, delimiter=flags.delimiter, quoting=flags.quoting
         ),
-        out=uri_of(flags.out) or flags.out,
-        recipe=_one_step(flags) if recipe is None else _steps(flags, recipe),
-        limit=TRIAL_ROWS if flags.estimate and flags.limit is None else flags.limit,
-        gold=flags.gold,
-        max_errors=flags.max_errors,
-        window=flags.window,
-        rows_per_file=flags.rows_per_file,
-        overwrite=flags.overwrite,
-        price_per_hour=flags.price_per_hour,
-        is_trial=flags.estimate,
-        output_column=flags.output_column or "",
-        schema_columns=flags.schema_columns,
-        label_temperature=cast("LabelTemperature", flags.label_temperature),
-        escalate_below=flags.escalate_below,
-        to=[model if is_remote(model) else served_name(model) for model in flags.to or []],
-        api_budget=flags.api_budget,
-        api_key_file=flags.api_key_file,
-        where=flags.where,
-        image_column=flags.image_column,
-        on_null=cast("OnRow", flags.on_null),
-        on_empty=cast("OnRow", flags.on_empty),
-        on_truncated=cast("OnTruncated | None", flags.on_truncated),
-    )
+        "out": uri_of(flags.out) or flags.out,
+        "recipe": _one_step(flags) if recipe is None else _steps(flags, recipe),
+        "limit": TRIAL_ROWS if flags.estimate and flags.limit is None else flags.limit,
+        "is_trial": flags.estimate,
+        "output_column": flags.output_column or "",
+        "to": [model if is_remote(model) else served_name(model) for model in flags.to or []],
+    }
+    return DatasetRun(**options)
 
 
 def _one_step(flags: RunOptions) -> Recipe:
@@ -272,17 +313,9 @@ def _job_fields(flags: RunOptions) -> dict[str, Any]:
     shape = {name: value for name, value in shapes.items() if value is not None}
     if len(shape) > 1:
         raise typer.BadParameter("--choices, --json-schema and --regex exclude each other")
-    fields: dict[str, Any] = {"temperature": flags.temperature}
+    fields = flags.job.fields() | ({"label_probs": flags.label_probs} if flags.label_probs else {})
     if shape:
         fields["structured_outputs"] = shape
-    options = {
-        "max_tokens": flags.max_tokens,
-        "seed": flags.seed,
-        "stop": flags.stop or None,
-        "label_probs": flags.label_probs,
-        "adapter": flags.adapter,
-    }
-    fields |= {name: value for name, value in options.items() if value is not None}
     return fields | extra_fields(flags.field or []) | scored(flags.continuation)
 
 
@@ -377,19 +410,14 @@ def checked_update(update: Callable[[Tally], None], serving: Sequence[Serving]) 
 
 
 def server(
-    stack: contextlib.ExitStack,
-    url: str | None,
-    queue: str,
-    model: str | None,
-    options: list[str],
-    quiet: bool,
+    stack: contextlib.ExitStack, url: str | None, queue: str, model: str | None, flags: ServeOptions
 ) -> Serving:
     """Return the queue's URL and who serves the model; starts a worker if the model requires one."""
     serving = []
     is_loadable = model is not None and can_load(model)
     if model is None or has_server(url):
         url = find_redis(url)
-        serving = _serving(url, queue, model, quiet)
+        serving = _serving(url, queue, model, flags.quiet)
     elif not is_loadable:
         raise RedisUnavailable(
             f"no Redis server, and a worker cannot load {model}: give --redis-url or {URL_VARIABLE} "
@@ -403,10 +431,11 @@ def server(
             )
         return Serving(url, next((f"{info.url}/metrics" for info in serving if info.url), None))
     assert model is not None, "without a model, find_redis() gave a URL"
-    settings = [word for option in [f"drain_grace_s={GRACE_S}", *options] for word in ("--option", option)]
+    options = [f"drain_grace_s={GRACE_S}", *(flags.worker_option or [])]
+    settings = [word for option in options for word in ("--option", option)]
     worker = stack.enter_context(LocalWorker(model, queue=queue, url=url, options=settings))
-    worker.is_quiet = quiet
-    with Waiting(f"starting a worker for {model}", Console(stderr=True, quiet=quiet)) as waiting:
+    worker.is_quiet = flags.quiet
+    with Waiting(f"starting a worker for {model}", Console(stderr=True, quiet=flags.quiet)) as waiting:
         url, info = worker.wait_ready(waiting.report)
     return Serving(url, f"{info.url}/metrics" if info.url else None, worker)
 

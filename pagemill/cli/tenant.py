@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Report, command_group, print_stderr
-from pagemill.cli.terminal.checked import YEAR_S, between, checked
+from pagemill.cli.terminal.checked import YEAR_S, between
+from pagemill.cli.terminal.options import Options
 from pagemill.producer.client.purge.erasers import ERASERS
 from pagemill.producer.client.purge.report import PurgeOptions, PurgeProgress, PurgeReport
 from pagemill.producer.client.sync import Producer
@@ -44,43 +45,35 @@ def _tenant() -> None:
     """Manage the data of one tenant of a queue."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TenantPurgeOptions(Report):
-    tenant: Annotated[
-        str, typer.Argument(metavar="TENANT", callback=checked(keys.TenantName), help="Name of the tenant.")
-    ]
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the data without deleting it.")] = False
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False
+class TenantOptions(Options):
+    tenant: Annotated[keys.TenantName, typer.Argument(metavar="TENANT")]
+    """Name of the tenant."""
+    dry_run: bool = False
+    """Count the data without deleting it."""
+    yes: Annotated[bool, typer.Option("--yes", "-y")] = False
+    """Do not ask for confirmation."""
     also: Annotated[
-        list[str] | None,
+        list[Annotated[str, AfterValidator(_eraser)]] | None,
         typer.Option(
-            "--also",
             metavar="WHAT",
-            callback=checked(Annotated[str, AfterValidator(_eraser)]),
             help=f"Further data to remove: {', '.join(eraser.name for eraser in ERASERS)}; may be repeated.",
         ),
     ] = None
-    wait: Annotated[
-        float,
-        typer.Option(
-            "--wait",
-            callback=between(0.0, YEAR_S),
-            help="Seconds to wait for running jobs before they are deleted too.",
-        ),
-    ] = 30.0
+    wait: Annotated[float, between(0.0, YEAR_S)] = 30.0
+    """Seconds to wait for running jobs before they are deleted too."""
 
 
 @tenant_app.command("purge")
-def tenant_purge(options: TenantPurgeOptions) -> None:
+def tenant_purge(at: Report, options: TenantOptions) -> None:
     """Delete all data of a tenant, and verify it by a search of all keys.
 
     Exit code 1: something is left; the output says where.
     """
-    with options.producer() as producer:
+    with at.producer() as producer:
         if not (options.yes or options.dry_run):
             _confirm(producer, options)
         report = _purged(producer, options, options.dry_run)
-    if options.as_json:
+    if at.as_json:
         typer.echo(json.dumps(dataclasses.asdict(report) | {"proven": report.is_proven}))
     else:
         _print(report)
@@ -88,15 +81,15 @@ def tenant_purge(options: TenantPurgeOptions) -> None:
         raise typer.Exit(EXIT_NOT_SUCCEEDED)
 
 
-def _confirm(producer: Producer, options: TenantPurgeOptions) -> None:
+def _confirm(producer: Producer, options: TenantOptions) -> None:
     if not sys.stdin.isatty():
         raise typer.BadParameter("not a terminal: confirm with --yes, or look with --dry-run")
     print_stderr(_summary(_purged(producer, options, dry_run=True)))
-    if not typer.confirm(f"Remove all of that from queue {options.queue} permanently?", err=True):
+    if not typer.confirm(f"Remove all of that from queue {producer.queue} permanently?", err=True):
         raise typer.Exit(EXIT_NOT_SUCCEEDED)
 
 
-def _purged(producer: Producer, options: TenantPurgeOptions, dry_run: bool) -> PurgeReport:
+def _purged(producer: Producer, options: TenantOptions, dry_run: bool) -> PurgeReport:
     wanted = PurgeOptions(wait_s=options.wait, also=frozenset(options.also or ()), dry_run=dry_run)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.live import Live
 
 from pagemill.cli.app import EXIT_REDIS, Report, app, print_stderr
-from pagemill.cli.terminal.checked import HttpUrl, between, checked
+from pagemill.cli.terminal.checked import HttpUrl, between
+from pagemill.cli.terminal.options import Options
 from pagemill.monitoring.live.top import screen
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.producer.wire.schema import keys
@@ -25,34 +26,27 @@ FIRST_MAP_S = 0.5
 ONCE_ROWS = 50
 
 
+class TopOptions(Options):
+    url: HttpUrl | None = None
+    """Address of a worker, for instance http://127.0.0.1:9790."""
+    worker: keys.Id | None = None
+    """Id of a worker of the queue to show."""
+    every: Annotated[float, between(0.2, 86_400.0)] = 1.0
+    """Seconds between two updates."""
+    once: bool = False
+    """Print once and exit."""
+
+
 @app.command()
-def top(
-    at: Report,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            callback=checked(HttpUrl),
-            help="Address of a worker, for instance http://127.0.0.1:9790.",
-        ),
-    ] = None,
-    worker: Annotated[
-        str | None,
-        typer.Option("--worker", callback=checked(keys.Id), help="Id of a worker of the queue to show."),
-    ] = None,
-    every: Annotated[
-        float, typer.Option("--every", callback=between(0.2, 86_400.0), help="Seconds between two updates.")
-    ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
-) -> None:
+def top(flags: TopOptions, at: Report) -> None:
     """Watch a worker and its queue in the terminal. KV blocks, throughput, running jobs, ends; needs no torch."""
     logging.getLogger().addHandler(logging.NullHandler())  # unavailable data is shown on the screen
-    source = TopSource(_redis(at.redis_url, url), at.queue, url=url, worker_id=worker)
+    source = TopSource(_redis(at.redis_url, flags.url), at.queue, url=flags.url, worker_id=flags.worker)
     try:
-        if at.as_json or once:
+        if at.as_json or flags.once:
             _print_once(source, at.as_json)
         else:
-            _watch(source, every)
+            _watch(source, flags.every)
     except KeyboardInterrupt:
         return
     finally:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from pagemill.cli.app import Report, app, print_stderr
-from pagemill.cli.terminal.checked import checked
+from pagemill.cli.terminal.options import Options
 from pagemill.producer.wire.calls.metering.usage import COLUMNS, GROUPS
 from pagemill.producer.wire.schema import keys
 
@@ -42,36 +42,29 @@ def _destination(path: Path | None) -> Path | None:
     return path
 
 
+class UsageOptions(Options):
+    since: Annotated[date | None, typer.Option(parser=_day, metavar="DAY")] = None
+    """First day (UTC)."""
+    until: Annotated[date | None, typer.Option(parser=_day, metavar="DAY")] = None
+    """Last day (UTC)."""
+    tenant: keys.TenantName | None = None
+    """Tenant. Default: all."""
+    model: keys.ModelName | None = None
+    """Model, including its adapters. Default: all."""
+    by: Annotated[str, typer.Option(callback=_fields, metavar="FIELDS")] = ",".join(GROUPS)
+    """Fields to group by."""
+    out: Annotated[Path | None, typer.Option(callback=_destination)] = None
+    """Write a .csv, .parquet or .json file."""
+
+
 @app.command()
-def usage(
-    at: Report,
-    since: Annotated[
-        date | None, typer.Option("--since", parser=_day, metavar="DAY", help="First day (UTC).")
-    ] = None,
-    until: Annotated[
-        date | None, typer.Option("--until", parser=_day, metavar="DAY", help="Last day (UTC).")
-    ] = None,
-    tenant: Annotated[
-        str | None, typer.Option("--tenant", callback=checked(keys.TenantName), help="Tenant. Default: all.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", callback=checked(keys.ModelName), help="Model, including its adapters. Default: all."
-        ),
-    ] = None,
-    by: Annotated[
-        str, typer.Option("--by", callback=_fields, metavar="FIELDS", help="Fields to group by.")
-    ] = ",".join(GROUPS),
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", callback=_destination, help="Write a .csv, .parquet or .json file."),
-    ] = None,
-) -> None:
+def usage(flags: UsageOptions, at: Report) -> None:
     """Print the tokens, seconds and jobs of tenants."""
-    groups = by.split(",")
+    groups, out = flags.by.split(","), flags.out
     with at.producer() as producer:
-        found = producer.usage(since=since, until=until, tenant=tenant, model=model, by=groups)
+        found = producer.usage(
+            since=flags.since, until=flags.until, tenant=flags.tenant, model=flags.model, by=groups
+        )
     columns = [name for name in COLUMNS if name in groups or name not in GROUPS]
     rows = [{name: value for name, value in asdict(row).items() if name in columns} for row in found]
     if out is not None:

@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Report, Timeout, app, describe, print_stderr
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Patience, Report, app, describe, print_stderr
 from pagemill.cli.terminal import views
-from pagemill.cli.terminal.checked import Priority, checked
+from pagemill.cli.terminal.checked import Priority, between
+from pagemill.cli.terminal.options import Options
 from pagemill.cli.terminal.waiting import Waiting
 from pagemill.producer.client.replay.flow import Placement
 from pagemill.producer.client.replay.verification import Verification
@@ -27,46 +28,31 @@ from pagemill.producer.wire.schema.errors import JobNotFound, ResultTimeout, Unv
 EXIT_NO_VERDICT = 4
 
 
+class VerifyOptions(Options):
+    job_id: Annotated[keys.Id | None, typer.Argument(metavar="[ID]")] = None
+    """A job submitted with keep_input."""
+    batch: Annotated[keys.Id | None, typer.Option(metavar="ID")] = None
+    """Batch from which jobs are drawn at random."""
+    sample: Annotated[int, between(1, 100_000)] = 50
+    """Maximum number of jobs of the batch."""
+    any_worker: bool = False
+    """Allow workers with another fingerprint, without a guarantee."""
+    priority: Priority = "low"
+    """Priority of the copies: high, normal or low."""
+
+
 @app.command()
-def verify(
-    at: Report,
-    job_id: Annotated[
-        str | None,
-        typer.Argument(metavar="[ID]", callback=checked(keys.Id), help="A job submitted with keep_input."),
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            "--batch",
-            metavar="ID",
-            callback=checked(keys.Id),
-            help="Batch from which jobs are drawn at random.",
-        ),
-    ] = None,
-    sample: Annotated[
-        int, typer.Option("--sample", min=1, max=100_000, help="Maximum number of jobs of the batch.")
-    ] = 50,
-    any_worker: Annotated[
-        bool,
-        typer.Option("--any-worker", help="Allow workers with another fingerprint, without a guarantee."),
-    ] = False,
-    priority: Annotated[
-        str,
-        typer.Option(
-            "--priority", callback=checked(Priority), help="Priority of the copies: high, normal or low."
-        ),
-    ] = "low",
-    timeout: Timeout = None,
-) -> None:
+def verify(flags: VerifyOptions, patience: Patience, at: Report) -> None:
     """Run a job again and compare the two results.
 
     They are equal bitwise, in their tokens or neither, and that is held against what was promised.
 
     Exit code 0: as promised. 1: less. 4: no verdict.
     """
+    job_id, batch, timeout = flags.job_id, flags.batch, patience.timeout
     if (job_id is None) == (batch is None):
         raise typer.BadParameter("a job id or --batch is required")
-    placement: Placement = {"priority": priority, "any_worker": any_worker}  # type: ignore[typeddict-item]
+    placement: Placement = {"priority": flags.priority, "any_worker": flags.any_worker}
     with at.producer() as producer:
         try:
             if job_id is not None:
@@ -76,7 +62,7 @@ def verify(
                 code = _code(found)
             else:
                 assert batch is not None
-                code = _verify_batch(producer, batch, sample, timeout, placement, as_json=at.as_json)
+                code = _verify_batch(producer, batch, flags.sample, timeout, placement, as_json=at.as_json)
         except (Unverifiable, ResultTimeout, JobNotFound) as error:
             print_stderr(describe(error) if isinstance(error, JobNotFound) else str(error))
             code = EXIT_NO_VERDICT

@@ -9,7 +9,7 @@ import typer
 
 from pagemill.cli.app import Report, app
 from pagemill.cli.terminal import views
-from pagemill.cli.terminal.checked import checked
+from pagemill.cli.terminal.options import Options
 from pagemill.producer.client.preparer import check_id
 from pagemill.producer.wire.calls import account, batches
 from pagemill.producer.wire.calls.account import MEANINGS, Cause, JobAccount, sums_of
@@ -20,29 +20,25 @@ MAX_SAMPLE = 200
 """Jobs of a batch that are read, at equal distances in the order of submission."""
 
 
+class JobOrBatch(Options):
+    job_id: Annotated[keys.Id | None, typer.Argument(metavar="[ID]")] = None
+    """Job id."""
+    batch: Annotated[keys.Id | None, typer.Option(metavar="ID")] = None
+    """Batch id: print sums over its jobs."""
+
+
 @app.command()
-def why(
-    at: Report,
-    job_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", callback=checked(keys.Id), help="Job id.")
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            "--batch", metavar="ID", callback=checked(keys.Id), help="Batch id: print sums over its jobs."
-        ),
-    ] = None,
-) -> None:
+def why(of: JobOrBatch, at: Report) -> None:
     """Explain where the time of a job or a batch went."""
-    if (job_id is None) == (batch is None):
+    if (of.job_id is None) == (of.batch is None):
         raise typer.BadParameter("a job id or --batch is required")
-    if batch is not None:
-        _print_batch(at, batch)
+    if of.batch is not None:
+        _print_batch(at, of.batch)
         return
-    assert job_id is not None
-    found = at.run(account.why(at.queue, check_id(job_id)))
+    assert of.job_id is not None
+    found = at.run(account.why(at.queue, check_id(of.job_id)))
     if found is None:
-        raise JobNotFound.for_job(job_id)
+        raise JobNotFound.for_job(of.job_id)
     if at.as_json:
         typer.echo(found.model_dump_json())
         return

@@ -11,8 +11,8 @@ import typer
 
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, Commands, Report, app, print_stderr
 from pagemill.cli.terminal import views
-from pagemill.cli.terminal.checked import between, checked
-from pagemill.cli.terminal.grouped import grouped
+from pagemill.cli.terminal.checked import between
+from pagemill.cli.terminal.options import Options, grouped
 from pagemill.producer.client.base import signing_keys
 from pagemill.producer.wire.calls import adapters, registry
 from pagemill.producer.wire.calls.adapters import WorkerCommand
@@ -20,8 +20,6 @@ from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema import keys
 
 _POLL_S = 0.2
-_ANSWER_S = 15.0
-"""Seconds for a worker to obey."""
 _SHOWN = 10
 
 workers_app = Commands(
@@ -31,15 +29,19 @@ workers_app = Commands(
 )
 app.add_typer(workers_app, name="workers")
 
-Ids = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ID...", callback=checked(keys.Id), help="Ids of workers, or prefixes of ids."),
-]
-All = Annotated[bool, typer.Option("--all", help="All live workers of the queue.")]
-Patience = Annotated[
-    float,
-    typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Maximum seconds to wait."),
-]
+Timeout = Annotated[float, between(0.1, 86_400.0), typer.Option(help="Maximum seconds to wait.")]
+
+
+class Chosen(Options):
+    ids: Annotated[list[keys.Id] | None, typer.Argument(metavar="ID...")] = None
+    """Ids of workers, or prefixes of ids."""
+    every: Annotated[bool, typer.Option("--all")] = False
+    """All live workers of the queue."""
+    timeout: Timeout = 15.0
+
+
+class Drained(Chosen):
+    timeout: Timeout = 600.0
 
 
 @workers_app.callback()
@@ -59,35 +61,35 @@ def workers(context: typer.Context, at: Report) -> None:
 
 
 @workers_app.command("drain")
-def workers_drain(at: Report, ids: Ids = None, every: All = False, timeout: Patience = 600.0) -> None:
+def workers_drain(chosen: Drained, at: Report) -> None:
     """Stop pulling, requeue running jobs, and wait until none is left.
 
     Running jobs may continue for the worker's grace period before they are requeued. The process stays: stop it, or
     let it continue with resume. Exit code 1: a worker is not drained.
     """
-    _command(at, "drain", _chosen(at, ids, every), timeout)
+    _command(at, "drain", chosen)
 
 
 @workers_app.command("pause")
-def workers_pause(at: Report, ids: Ids = None, every: All = False, timeout: Patience = _ANSWER_S) -> None:
+def workers_pause(chosen: Chosen, at: Report) -> None:
     """Stop pulling; running jobs finish. Exit code 1: a worker did not confirm."""
-    _command(at, "pause", _chosen(at, ids, every), timeout)
+    _command(at, "pause", chosen)
 
 
 @workers_app.command("resume")
-def workers_resume(at: Report, ids: Ids = None, every: All = False, timeout: Patience = _ANSWER_S) -> None:
+def workers_resume(chosen: Chosen, at: Report) -> None:
     """Pull jobs again after pause or drain. Exit code 1: a worker did not confirm."""
-    _command(at, "resume", _chosen(at, ids, every), timeout)
+    _command(at, "resume", chosen)
 
 
-def _chosen(at: Report, ids: list[str] | None, every: bool) -> list[str]:
+def _names(at: Report, flags: Chosen) -> list[str]:
     """Return the ids of the workers that are meant. Exits with a usage error if one is unknown."""
-    if bool(ids) == every:
+    if bool(flags.ids) == flags.every:
         raise typer.BadParameter("specify ids of workers, or --all")
     alive = at.run(registry.workers(at.queue))
-    if every and not alive:
+    if flags.every and not alive:
         raise typer.BadParameter(f"no worker is alive on queue {at.queue}")
-    chosen = alive if every else [_found(at.queue, alive, start) for start in ids or ()]
+    chosen = alive if flags.every else [_found(at.queue, alive, start) for start in flags.ids or ()]
     if loading := [one.id for one in chosen if one.state == "loading"]:
         raise typer.BadParameter(f"worker {loading[0]} is still loading; repeat the command once it is ready")
     return list(dict.fromkeys(one.id for one in chosen))
@@ -106,12 +108,11 @@ def _found(queue: str, alive: list[WorkerInfo], start: str) -> WorkerInfo:
     return found[0]
 
 
-def _command(
-    at: Report, action: Literal["drain", "pause", "resume"], names: list[str], timeout: float
-) -> None:
+def _command(at: Report, action: Literal["drain", "pause", "resume"], flags: Chosen) -> None:
+    names = _names(at, flags)
     command = WorkerCommand(id=secrets.token_hex(12), action=action)
     at.run(adapters.send_command(at.queue, names, command, signing_keys()))
-    until = time.monotonic() + timeout
+    until = time.monotonic() + flags.timeout
     outcomes: dict[str, dict[str, str | int | None]] = {}
     shown: dict[str, str] = {}
     while True:

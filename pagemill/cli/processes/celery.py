@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field
 
-from pagemill.cli.app import RedisUrl, app, print_stderr
+from pagemill.cli.app import AtServer, app, print_stderr
 from pagemill.cli.local_worker import LocalWorker, has_server, serving_workers
-from pagemill.cli.processes.worker import check_options
-from pagemill.cli.terminal import options
-from pagemill.cli.terminal.checked import AppName, CeleryQueue, ModelOrPath, Transport, checked, served_name
+from pagemill.cli.processes.worker import WorkerOptions, check_options
+from pagemill.cli.terminal.checked import AppName, CeleryQueue, ModelOrPath, Transport, served_name
+from pagemill.cli.terminal.options import Options
 from pagemill.cli.terminal.setting_flags import options as flags
 from pagemill.cli.terminal.setting_flags import settings_of
 from pagemill.cli.terminal.waiting import Waiting
@@ -69,10 +69,7 @@ _FLAGS = flags(
 
 @app.command("celery-worker", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def celery_worker(
-    context: typer.Context,
-    values: Annotated[dict[str, Any], _FLAGS],
-    worker_option: options.WorkerOption = None,
-    redis_url: RedisUrl = None,
+    context: typer.Context, values: Annotated[dict[str, Any], _FLAGS], worker: WorkerOptions, at: AtServer
 ) -> None:
     """Serve `pagemill.generate` to any Celery app. Arguments after -- go to Celery's worker."""
     settings = CeleryWorkerSettings(**values)
@@ -82,9 +79,9 @@ def celery_worker(
     import click  # a dependency of Celery
 
     _check_transports(application, settings)
-    check_options(worker_option)
+    check_options(worker.worker_option)
     with contextlib.ExitStack() as stack:
-        url = _serving(stack, redis_url, settings.native_queue, settings.model, worker_option or [])
+        url = _serving(stack, at.redis_url, settings.native_queue, settings.model, worker.worker_option or [])
         _configure(application, url, settings, served_name(settings.model))
         arguments = ["worker", "-P", "threads", "-Q", settings.queue, "-c", str(settings.concurrency)]
         arguments += ["--loglevel", "INFO", *context.args]
@@ -94,37 +91,26 @@ def celery_worker(
             raise typer.BadParameter(f"Celery rejects its arguments: {error.format_message()}") from None
 
 
+class RelayOptions(Options):
+    celery_app: Annotated[AppName, typer.Option(metavar="MODULE:APP")]
+    """Celery app of the tasks."""
+    at: AtServer
+    queues: Annotated[list[QueueName] | None, typer.Option("--queue")] = None
+    """Native queue of the tasks; may be repeated. Default: default."""
+
+
 @app.command("celery-relay")
-def celery_relay(
-    celery_app: Annotated[
-        str,
-        typer.Option(
-            "--celery-app",
-            metavar="MODULE:APP",
-            callback=checked(AppName),
-            help="Celery app of the tasks.",
-        ),
-    ],
-    redis_url: RedisUrl = None,
-    queues: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--queue",
-            callback=checked(QueueName),
-            help="Native queue of the tasks; may be repeated. Default: default.",
-        ),
-    ] = None,
-) -> None:
+def celery_relay(flags: RelayOptions) -> None:
     """Report native tasks to Celery, and revoke their jobs.
 
     The tasks are those of pagemill.producer.celery. Runs until SIGTERM.
     """
-    application = _loaded(celery_app)
+    application = _loaded(flags.celery_app)
     from pagemill.producer.celery.relay import Relay
     from pagemill.producer.celery.revocations import Revocations
 
-    url = find_redis(redis_url)
-    relays = [Relay(application, url, queue) for queue in queues or ["default"]]
+    url = find_redis(flags.at.redis_url)
+    relays = [Relay(application, url, queue) for queue in flags.queues or ["default"]]
 
     def revoke(task_ids: Sequence[str], terminate: bool) -> None:
         for relay in relays:
@@ -136,7 +122,7 @@ def celery_relay(
 
     for number in stop_signals():
         signal.signal(number, stop)
-    print_stderr(f"relaying queue {', '.join(relay.queue for relay in relays)} for {celery_app}")
+    print_stderr(f"relaying queue {', '.join(relay.queue for relay in relays)} for {flags.celery_app}")
     revocations = Revocations(application, revoke)
     revocations.start()
     threads = [threading.Thread(target=relay.run, name=f"relay-{relay.queue}") for relay in relays]

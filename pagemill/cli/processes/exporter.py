@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli.app import EXIT_USAGE, RedisUrl, announce, app, print_stderr
-from pagemill.cli.terminal import options
-from pagemill.cli.terminal.checked import LogLevel, between, checked
+from pagemill.cli.app import EXIT_USAGE, AtServer, LogOptions, announce, app, print_stderr
+from pagemill.cli.terminal.checked import between
+from pagemill.cli.terminal.options import Options
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.server.clients import redacted
@@ -18,58 +18,31 @@ DEFAULT_EXPORTER_PORT = 9791
 DISCOVER_EVERY_S = 60.0
 
 
+class ExporterOptions(Options):
+    queue: list[keys.QueueName] | None = None
+    """Queue to export; may be repeated. Default: all queues."""
+    at: AtServer
+    http_host: HostName = "127.0.0.1"
+    """Listen address; 0.0.0.0 allows scrapes from other hosts."""
+    http_port: Annotated[int, between(0, 65535)] = DEFAULT_EXPORTER_PORT
+    """Port of the exporter; 0: any free port."""
+    discover_every: Annotated[float, between(1.0, 86_400.0)] = DISCOVER_EVERY_S
+    """Seconds between searches for new queues."""
+
+
 @app.command()
-def exporter(
-    queue: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--queue",
-            callback=checked(keys.QueueName),
-            help="Queue to export; may be repeated. Default: all queues.",
-        ),
-    ] = None,
-    redis_url: RedisUrl = None,
-    http_host: Annotated[
-        str,
-        typer.Option(
-            "--http-host",
-            callback=checked(HostName),
-            help="Listen address; 0.0.0.0 allows scrapes from other hosts.",
-        ),
-    ] = "127.0.0.1",
-    http_port: Annotated[
-        int, typer.Option("--http-port", min=0, max=65535, help="Port of the exporter; 0: any free port.")
-    ] = DEFAULT_EXPORTER_PORT,
-    discover_every: Annotated[
-        float,
-        typer.Option(
-            "--discover-every",
-            callback=between(1.0, 86_400.0),
-            help="Seconds between searches for new queues.",
-        ),
-    ] = DISCOVER_EVERY_S,
-    log_level: Annotated[
-        str,
-        typer.Option(
-            "--log-level",
-            envvar="PAGEMILL_LOG_LEVEL",
-            callback=checked(LogLevel),
-            help="Log level: debug, info, warning or error.",
-        ),
-    ] = "info",
-    log_format: options.LogFormatName = "console",
-) -> None:
+def exporter(flags: ExporterOptions, log: LogOptions) -> None:
     """Export queue gauges to Prometheus, without a worker. Runs until SIGTERM; metrics are at /metrics."""
-    url = find_redis(redis_url)
+    url, queues = find_redis(flags.at.redis_url), flags.queue or ()
     try:
         from pagemill.monitoring.logging import configure_logging
         from pagemill.worker.status.queue_exporter import QueueSet, run_exporter
     except ModuleNotFoundError as error:
         print_stderr(f"{error.name} is missing: pip install 'pagemill[exporter]'")
         raise typer.Exit(EXIT_USAGE) from error
-    configure_logging(log_level, log_format)  # type: ignore[arg-type]  # checked above
-    announce(f"exporting {', '.join(queue) if queue else 'every queue'} of {redacted(url)}", log_format)
+    configure_logging(log.log_level, log.log_format)
+    announce(f"exporting {', '.join(queues) or 'every queue'} of {redacted(url)}", log.log_format)
     try:
-        run_exporter(QueueSet(url, queue or (), discover_every), http_host, http_port)
+        run_exporter(QueueSet(url, queues, flags.discover_every), flags.http_host, flags.http_port)
     except OSError as error:
         raise typer.BadParameter(str(error)) from error

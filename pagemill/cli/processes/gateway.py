@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, announce, app, print_stderr
-from pagemill.cli.terminal import options
-from pagemill.cli.terminal.checked import HttpUrl, LogLevel, Priority, between, checked
+from pagemill.cli.app import (
+    EXIT_REDIS,
+    EXIT_USAGE,
+    AtQueue,
+    LogOptions,
+    Printing,
+    announce,
+    app,
+    print_stderr,
+)
+from pagemill.cli.terminal.checked import HttpUrl, LogLevel, Priority, between
+from pagemill.cli.terminal.options import Options
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.schema.keys import ModelName, TenantName
 from pagemill.producer.wire.server.clients import redacted
@@ -26,125 +35,61 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 8000
 
 
-Host = Annotated[
-    str,
-    typer.Option(
-        "--host",
-        envvar="PAGEMILL_GATEWAY_HOST",
-        callback=checked(HostName),
-        help="Listen address; 0.0.0.0 makes it reachable from other hosts.",
-    ),
-]
+class GatewayLogOptions(LogOptions):
+    log_level: Annotated[LogLevel, typer.Option(envvar="PAGEMILL_LOG_LEVEL")] = "info"
+    """Log level: debug, info, warning or error; info logs a line per request."""
 
-GatewayLogLevel = Annotated[
-    str,
-    typer.Option(
-        "--log-level",
-        envvar="PAGEMILL_LOG_LEVEL",
-        callback=checked(LogLevel),
-        help="Log level: debug, info, warning or error; info logs a line per request.",
-    ),
-]
 
-Timeout = Annotated[
-    float,
-    typer.Option(
-        "--timeout", callback=between(0.1, 86_400.0), help="Maximum duration of a request, in seconds."
-    ),
-]
-MaxConnections = Annotated[
-    int,
-    typer.Option(
-        "--max-connections",
-        min=1,
-        max=10**6,
-        help="Maximum number of connections; above it, the longest idle one is closed.",
-    ),
-]
-MaxInFlight = Annotated[
-    int,
-    typer.Option(
-        "--max-in-flight",
-        min=1,
-        max=10**6,
-        help="Maximum number of open requests; above it, requests get 503.",
-    ),
-]
-UnknownModelTimeout = Annotated[
-    float,
-    typer.Option(
-        "--unknown-model-timeout",
-        callback=between(0.0, 86_400.0),
-        help="Seconds that a batch's requests wait for an unknown model while a worker is ready.",
-    ),
-]
+class GatewayOptions(Options):
+    """An option with the name of a field of `GatewayConfig` sets it."""
+
+    host: Annotated[HostName, typer.Option(envvar="PAGEMILL_GATEWAY_HOST")] = "127.0.0.1"
+    """Listen address; 0.0.0.0 makes it reachable from other hosts."""
+    port: Annotated[int, between(0, 65_535), typer.Option(envvar="PAGEMILL_GATEWAY_PORT")] = DEFAULT_PORT
+    """Port; 0: any free port."""
+    fd: Annotated[int | None, between(3, 10**6)] = None
+    """Inherited listening socket of --host and --port."""
+    keys: Annotated[Path | None, typer.Option(envvar="PAGEMILL_GATEWAY_KEYS", dir_okay=False)] = None
+    """File with the API keys (pagemill gateway-key)."""
+    no_keys: bool = False
+    """Serve all clients that reach --host without keys."""
+    public_url: Annotated[
+        HttpUrl | None, typer.Option(envvar="PAGEMILL_GATEWAY_PUBLIC_URL", metavar="URL")
+    ] = None
+    """Address for browsers, in links to the page of jobs. Default: from --host and --port."""
+    models: Annotated[list[ModelName] | None, typer.Option("--model")] = None
+    """Model to accept before a worker serves it; may be repeated."""
+    timeout_s: Annotated[float, between(0.1, 86_400.0), typer.Option("--timeout")] = 600.0
+    """Maximum duration of a request, in seconds."""
+    unknown_model_s: Annotated[float, between(0.0, 86_400.0), typer.Option("--unknown-model-timeout")] = 30.0
+    """Seconds that a batch's requests wait for an unknown model while a worker is ready."""
+    max_connections: Annotated[int, between(1, 10**6)] = 20_000
+    """Maximum number of connections; above it, the longest idle one is closed."""
+    max_in_flight: Annotated[int, between(1, 10**6)] = 2_000
+    """Maximum number of open requests; above it, requests get 503."""
+    log: GatewayLogOptions
+    separate_reasoning: bool = False
+    """Return the reasoning of every chat separately; all workers must support it."""
 
 
 @app.command()
-def gateway(
-    host: Host = "127.0.0.1",
-    port: Annotated[
-        int,
-        typer.Option(
-            "--port", min=0, max=65_535, envvar="PAGEMILL_GATEWAY_PORT", help="Port; 0: any free port."
-        ),
-    ] = DEFAULT_PORT,
-    fd: Annotated[
-        int | None,
-        typer.Option("--fd", min=3, max=10**6, help="Inherited listening socket of --host and --port."),
-    ] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            "--keys",
-            envvar="PAGEMILL_GATEWAY_KEYS",
-            dir_okay=False,
-            help="File with the API keys (pagemill gateway-key).",
-        ),
-    ] = None,
-    no_keys: Annotated[
-        bool,
-        typer.Option("--no-keys", help="Serve all clients that reach --host without keys."),
-    ] = False,
-    public_url: Annotated[
-        str | None,
-        typer.Option(
-            "--public-url",
-            envvar="PAGEMILL_GATEWAY_PUBLIC_URL",
-            metavar="URL",
-            callback=checked(HttpUrl),
-            help="Address for browsers, in links to the page of jobs. Default: from --host and --port.",
-        ),
-    ] = None,
-    models: options.NamedModels = None,
-    timeout: Timeout = 600.0,
-    unknown_model_timeout: UnknownModelTimeout = 30.0,
-    max_connections: MaxConnections = 20_000,
-    max_in_flight: MaxInFlight = 2_000,
-    log_level: GatewayLogLevel = "info",
-    log_format: options.LogFormatName = "console",
-    separate_reasoning: options.SeparateReasoning = False,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-) -> None:
+def gateway(flags: GatewayOptions, at: AtQueue) -> None:
     """Serve OpenAI's HTTP interface until SIGTERM. Several gateways can share a queue."""
     _need_extra()
     from pagemill.monitoring.logging import configure_logging
     from pagemill.producer.gateway.config import GatewayConfig
     from pagemill.producer.gateway.guard.origin import LOOPBACK
 
-    if keys is None and not no_keys and host not in LOOPBACK:
-        print_stderr(f"{host} is reached by others: give --keys FILE (pagemill gateway-key), or --no-keys")
+    if flags.keys is None and not flags.no_keys and flags.host not in LOOPBACK:
+        print_stderr(
+            f"{flags.host} is reached by others: give --keys FILE (pagemill gateway-key), or --no-keys"
+        )
         raise typer.Exit(EXIT_USAGE)
-    url = find_redis(redis_url)
-    config = GatewayConfig(
-        redis_url=url, queue=queue, host=host, port=port, keys_path=keys, models=tuple(models or ()),
-        timeout_s=timeout, max_connections=max_connections, max_in_flight=max_in_flight,
-        separate_reasoning=separate_reasoning, public_url=public_url, unknown_model_s=unknown_model_timeout,
-    )  # fmt: skip
-    configure_logging(log_level, log_format, fields={"queue": queue})  # type: ignore[arg-type]  # checked above
+    given = flags.fields_of(GatewayConfig) | {"keys_path": flags.keys, "models": tuple(flags.models or ())}
+    config = GatewayConfig(redis_url=find_redis(at.redis_url), queue=at.queue, **given)
+    configure_logging(flags.log.log_level, flags.log.log_format, fields={"queue": at.queue})
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _serve(config, fd, log_format)
+    _serve(config, flags.fd, flags.log.log_format)
 
 
 def _serve(config: GatewayConfig, fd: int | None, log_format: str) -> None:
@@ -183,48 +128,27 @@ def _address(host: str, port: int) -> str:
     return f"http://{f'[{name}]' if ':' in name else name}:{port}"
 
 
+class KeyOptions(Options):
+    name: Annotated[TenantName, typer.Argument(metavar="NAME")]
+    """Name of the key, in the file and for its rate."""
+    tenant: TenantName | None = None
+    """Tenant of the jobs. Default: the name of the key."""
+    priority: Priority = "normal"
+    """high, normal or low."""
+    rate: Annotated[float | None, between(1e-6, 1e6)] = None
+    """Requests per second."""
+    burst: Annotated[int | None, between(1, 10**6)] = None
+    """Number of requests in a burst."""
+    model: list[ModelName] | None = None
+    """Model that the key can use; may be repeated. Default: all."""
+    operator: bool = False
+    """Let the key see, cancel and replay the jobs of all tenants."""
+    keys: Annotated[Path | None, typer.Option(dir_okay=False)] = None
+    """File to add the key to; created if it does not exist."""
+
+
 @app.command("gateway-key")
-def gateway_key(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            callback=checked(TenantName),
-            help="Name of the key, in the file and for its rate.",
-        ),
-    ],
-    tenant: Annotated[
-        str | None,
-        typer.Option(
-            "--tenant", callback=checked(TenantName), help="Tenant of the jobs. Default: the name of the key."
-        ),
-    ] = None,
-    priority: Annotated[
-        str, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
-    ] = "normal",
-    rate: Annotated[
-        float | None, typer.Option("--rate", callback=between(1e-6, 1e6), help="Requests per second.")
-    ] = None,
-    burst: Annotated[
-        int | None, typer.Option("--burst", min=1, max=10**6, help="Number of requests in a burst.")
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            callback=checked(ModelName),
-            help="Model that the key can use; may be repeated. Default: all.",
-        ),
-    ] = None,
-    operator: Annotated[
-        bool, typer.Option("--operator", help="Let the key see, cancel and replay the jobs of all tenants.")
-    ] = False,
-    keys: Annotated[
-        Path | None,
-        typer.Option("--keys", dir_okay=False, help="File to add the key to; created if it does not exist."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def gateway_key(flags: KeyOptions, printing: Printing) -> None:
     """Create an API key for the gateway. The key is printed once; the file gets its hash."""
     _need_extra()
     from pagemill.producer.gateway.api_keys import ApiKey, KeyFileError, add_key, new_key
@@ -232,19 +156,20 @@ def gateway_key(
     key, digest = new_key()
     try:
         made = ApiKey(
-            name=name, sha256=digest, tenant=tenant or name, priority=priority,  # type: ignore[arg-type]
-            rate=rate, burst=burst, models=tuple(model) if model else None, operator=operator,
+            name=flags.name, sha256=digest, tenant=flags.tenant or flags.name, priority=flags.priority,
+            rate=flags.rate, burst=flags.burst, models=tuple(flags.model) if flags.model else None,
+            operator=flags.operator,
         )  # fmt: skip
-        if keys is not None:
-            add_key(keys, made)
+        if flags.keys is not None:
+            add_key(flags.keys, made)
     except KeyFileError as error:
         raise typer.BadParameter(f"--keys: {error}") from error
     entry = made.model_dump(exclude_defaults=True)
-    if as_json:
+    if printing.as_json:
         typer.echo(json.dumps({"key": key, "entry": entry}))
         return
     typer.echo(key)
-    if keys is None:
+    if flags.keys is None:
         print_stderr(f'put this into the list "keys" of the file of --keys: {json.dumps(entry)}')
 
 

@@ -17,7 +17,8 @@ from pagemill.cli.app import (
     EXIT_NOT_SUCCEEDED,
     EXIT_REDIS,
     EXIT_USAGE,
-    AsJson,
+    Commands,
+    Printing,
     ReportingGroup,
     UsageError,
     app,
@@ -25,7 +26,7 @@ from pagemill.cli.app import (
     print_stderr,
 )
 from pagemill.cli.processes.worker import pairs
-from pagemill.cli.terminal.grouped import grouped
+from pagemill.cli.terminal.options import Options, grouped
 from pagemill.cli.terminal.setting_flags import SettingsHelp, options, settings_of
 from pagemill.engine.models.echo import is_echo
 from pagemill.producer.wire.server.clients import redacted
@@ -39,16 +40,16 @@ if TYPE_CHECKING:
     from pagemill.supervisor.run_directory import RunDirectory
     from pagemill.worker.embedded import EmbeddedServer
 
-RunDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--run-dir",
-        envvar="PAGEMILL_RUN_DIR",
-        file_okay=False,
-        metavar="DIRECTORY",
-        help="Directory of lock, state and socket. Default: up in the state directory.",
-    ),
-]
+
+class RunDirOptions(Options):
+    run_dir: Annotated[
+        Path | None, typer.Option(envvar="PAGEMILL_RUN_DIR", file_okay=False, metavar="DIRECTORY")
+    ] = None
+    """Directory of lock, state and socket. Default: up in the state directory."""
+
+    @property
+    def path(self) -> Path:
+        return self.run_dir or state_dir() / "up"
 
 
 _FIRST = (
@@ -73,7 +74,7 @@ class _UpGroup(SettingsHelp, ReportingGroup):
     """`pagemill up` and its subcommands."""
 
 
-up_app = typer.Typer(
+up_app = Commands(
     cls=_UpGroup,
     invoke_without_command=True,
     rich_markup_mode=None,
@@ -82,35 +83,30 @@ up_app = typer.Typer(
 app.add_typer(up_app, name="up")
 
 
+class UpOptions(Options):
+    config: Annotated[Path | None, typer.Option(envvar="PAGEMILL_UP_CONFIG", dir_okay=False)] = None
+    """A TOML file; flags and variables take precedence."""
+    settings: Annotated[dict[str, Any], _FLAGS]
+    option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE")] = None
+    """Setting of the workers; may be repeated."""
+
+
+class StopOptions(Options):
+    now: bool = False
+    """Requeue running jobs immediately."""
+
+
 @up_app.callback()
 @grouped
-def up(
-    context: typer.Context,
-    *,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            envvar="PAGEMILL_UP_CONFIG",
-            dir_okay=False,
-            help="A TOML file; flags and variables take precedence.",
-        ),
-    ] = None,
-    settings: Annotated[dict[str, Any], _FLAGS],
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Setting of the workers; may be repeated."),
-    ] = None,
-    run_dir: RunDir = None,
-) -> None:
+def up(context: typer.Context, flags: UpOptions, at: RunDirOptions) -> None:
     # The group's help is above.
     if context.invoked_subcommand is not None:
         return
     for name in ("gateway", "exporter"):
-        if settings.get(name):
-            del settings[name]  # the default, and a table of the file may set more
+        if flags.settings.get(name):
+            del flags.settings[name]  # the default, and a table of the file may set more
     try:
-        loaded = UpSettings.load(config, settings, pairs(option or []))
+        loaded = UpSettings.load(flags.config, flags.settings, pairs(flags.option or []))
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
     try:
@@ -119,7 +115,7 @@ def up(
     except ModuleNotFoundError as error:
         raise _incomplete(error, loaded) from None
     try:
-        directory = RunDirectory(run_dir or state_dir() / "up")
+        directory = RunDirectory(at.path)
         try:
             code = _run(loaded, directory)
         finally:
@@ -195,10 +191,10 @@ def _redis(settings: UpSettings) -> Iterator[tuple[str, EmbeddedServer | None]]:
 
 
 @up_app.command()
-def status(run_dir: RunDir = None, as_json: AsJson = False) -> None:
+def status(at: RunDirOptions, printing: Printing) -> None:
     """Print the children: state, process, port, GPUs. Exit code 1: none runs on this host, or not all are ready."""
-    (document,) = _send(run_dir, command="status")
-    if as_json:
+    (document,) = _send(at.path, command="status")
+    if printing.as_json:
         typer.echo(json.dumps(document))
     else:
         print_stderr(f"{document['state']}; queue {document['queue']} at {document['redis']}")
@@ -220,28 +216,25 @@ def _described(member: Mapping[str, Any]) -> list[str]:
 
 
 @up_app.command()
-def stop(
-    run_dir: RunDir = None,
-    now: Annotated[bool, typer.Option("--now", help="Requeue running jobs immediately.")] = False,
-) -> None:
+def stop(at: RunDirOptions, flags: StopOptions) -> None:
     """Drain and stop all children. Returns when they have exited."""
-    for reply in _send(run_dir, command="stop", now=now):
+    for reply in _send(at.path, command="stop", now=flags.now):
         print_stderr(reply["event"])
     from pagemill.supervisor.control import NotRunning, send_command
 
     with contextlib.suppress(NotRunning):
         while True:
-            list(send_command(run_dir or state_dir() / "up", command="status"))
+            list(send_command(at.path, command="status"))
             time.sleep(0.2)
 
 
-def _send(run_dir: Path | None, **command: Any) -> Iterator[dict[str, Any]]:
+def _send(run_dir: Path, **command: Any) -> Iterator[dict[str, Any]]:
     try:
         from pagemill.supervisor.control import NotRunning, send_command
     except ModuleNotFoundError as error:
         raise _incomplete(error) from None
     try:
-        yield from send_command(run_dir or state_dir() / "up", **command)
+        yield from send_command(run_dir, **command)
     except NotRunning as error:
         print_stderr(str(error))
         raise typer.Exit(EXIT_NOT_SUCCEEDED) from None

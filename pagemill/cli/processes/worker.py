@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from pagemill.cli.app import EXIT_USAGE, app, check_url, print_stderr
+from pagemill.cli.terminal.options import Options
 from pagemill.cli.terminal.setting_flags import SettingsHelp, options, settings_of
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
@@ -71,18 +72,21 @@ FLAGS = options(
 """The flag of every setting but secrets."""
 
 
+class OtherSettings(Options):
+    option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE")] = None
+    """Setting by its name; may be repeated."""
+
+
 @app.command(cls=_WorkerCommand)
-def worker(
-    context: typer.Context,
-    settings: Annotated[dict[str, Any], FLAGS],
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Setting by its name; may be repeated."),
-    ] = None,
-) -> None:
+def worker(context: typer.Context, settings: Annotated[dict[str, Any], FLAGS], other: OtherSettings) -> None:
     """Serve jobs until SIGTERM or Ctrl-C. Every setting is also read from PAGEMILL_<NAME>."""
     flags = {name: each.opts[0] for each in context.command.params if (name := each.name) in FLAGS}
-    raise typer.Exit(_run(load(pairs(option or []) | settings, flags)))
+    raise typer.Exit(_run(load(pairs(other.option or []) | settings, flags)))
+
+
+class WorkerOptions(Options):
+    worker_option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE")] = None
+    """Setting of the worker that the run starts; may be repeated."""
 
 
 def check_options(options: list[str] | None) -> None:

@@ -63,11 +63,18 @@ def _check_http_url(url: str) -> str:
     return url
 
 
+def _check_output(path: Path) -> Path:
+    if not path.name:  # `.` and `/` have no name from which to derive other files
+        raise typer.BadParameter("should name a file or folder")
+    return path
+
+
 _model_name: TypeAdapter[str] = TypeAdapter(ModelName)
 ModelOrPath = Annotated[str, AfterValidator(_check_model)]
 Encoding = Annotated[str, AfterValidator(_check_encoding)]
 Delimiter = Annotated[str, AfterValidator(_check_delimiter)]
 HttpUrl = Annotated[str, AfterValidator(_check_http_url)]
+OutputPath = Annotated[Path, AfterValidator(_check_output)]
 
 
 def checked(kind: Any) -> Callable[[Any], Any]:
@@ -90,16 +97,9 @@ def checked(kind: Any) -> Callable[[Any], Any]:
     return check_value
 
 
-def output_path(path: Path | None) -> Path | None:
-    """Check an output option: `.` and `/` do not have a name from which to derive other files."""
-    if path is not None and not path.name:
-        raise typer.BadParameter("should name a file or folder")
-    return path
-
-
-def between(low: float, high: float) -> Callable[[Any], Any]:
-    """Return an option callback that checks a number's range and rejects NaN."""
-    return checked(Annotated[float, Field(ge=low, le=high)])
+def between(low: float, high: float) -> Any:
+    """Return a number's range, which excludes NaN, for an annotation."""
+    return Field(ge=low, le=high)
 
 
 def served_name(model: str) -> str:

@@ -13,20 +13,16 @@ such as another metavar, and which flags their help shows first.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
 
 from pagemill.cli.terminal.checked import checked
+from pagemill.cli.terminal.options import docstrings, leaves
 
 FURTHER = "Further options"
 MAX_CHOICES_WIDTH = 48
@@ -48,9 +44,9 @@ def settings_of(*classes: type, without: Collection[str] = ()) -> dict[str, Sett
     """Return the fields of the classes by name, in the order of their declaration."""
     found: dict[str, Setting] = {}
     for kind in classes:
-        hints, docs = get_type_hints(kind, include_extras=True), _docstrings(kind)
+        hints, docs = get_type_hints(kind, include_extras=True), docstrings(kind)
         for name, default in _defaults(kind).items():
-            found[name] = Setting(name, hints[name], default, docs.get(name, ""))
+            found[name] = Setting(name, hints[name], default, docs.get(name, "").replace("`", ""))
     return {name: setting for name, setting in found.items() if name not in without}
 
 
@@ -66,13 +62,13 @@ def option(
         more: arguments of `typer.Option` that replace the generated ones.
     """
     flag = flag or f"--{setting.name.replace('_', '-')}"
-    leaves = _leaves(setting.kind)
-    if bool in leaves:
+    found = leaves(setting.kind)
+    if bool in found:
         if setting.default is not False:
             flag = f"{flag}/--no-{flag[2:]}"
         kind, metavar, is_checked = bool, None, False
     else:
-        metavar = _metavar(leaves)
+        metavar = _metavar(found)
     generated: dict[str, Any] = {"metavar": metavar, "help": _help(setting)}
     if is_checked:
         generated["callback"] = checked(setting.kind)
@@ -114,24 +110,6 @@ class SettingsHelp:
             self.format_commands(ctx, formatter)
 
 
-def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a class; empty if its source is not installed."""
-    try:
-        module = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
-    except OSError:
-        return {}
-    (body,) = (
-        node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__
-    )
-    return {
-        field.target.id: " ".join(text.value.value.replace("`", "").split())
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-        if isinstance(text.value.value, str)
-    }
-
-
 def _defaults(kind: Any) -> dict[str, Any]:
     if issubclass(kind, BaseModel):
         return {name: field.default for name, field in kind.model_fields.items()}
@@ -145,16 +123,6 @@ def _help(setting: Setting) -> str:
         return setting.doc
     shown = "on" if default is True else f"{default:g}" if isinstance(default, float) else default
     return f"{setting.doc} Default: {shown}."
-
-
-def _leaves(kind: Any) -> set[Any]:
-    """Return the members of a union, without None and metadata."""
-    origin = get_origin(kind)
-    if origin in (Union, UnionType):
-        return set[Any]().union(*map(_leaves, get_args(kind))) - {NoneType}
-    if origin is Annotated:
-        return _leaves(get_args(kind)[0])
-    return {kind}
 
 
 def _metavar(leaves: set[Any]) -> str:

@@ -185,8 +185,9 @@ def test_a_worker_of_ones_own_drains_briefly_unless_told_otherwise(
         raise WorkerFailed(model)
 
     monkeypatch.setattr(cli_run, "LocalWorker", start)
+    flags = cli_run.ServeOptions(worker_option=["drain_grace_s=5"], quiet=True)
     with contextlib.ExitStack() as stack, pytest.raises(WorkerFailed):
-        cli_run.server(stack, valkey_url, queue_name, "echo", ["drain_grace_s=5"], True)
+        cli_run.server(stack, valkey_url, queue_name, "echo", flags)
     assert given == ["--option", "drain_grace_s=1", "--option", "drain_grace_s=5"]
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,12 +15,13 @@ from rich.live import Live
 from pagemill.cli.app import EXIT_REDIS, Report, app, print_stderr
 from pagemill.cli.terminal.checked import HttpUrl, between
 from pagemill.cli.terminal.options import Options
-from pagemill.monitoring.live.top import screen
-from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.server.discovery import find_redis
-from pagemill.worker.status.top_source import TopSource
+
+if TYPE_CHECKING:
+    from pagemill.monitoring.queue_figures import QueueFigures
+    from pagemill.worker.status.top_source import TopSource
 
 FIRST_MAP_S = 0.5
 ONCE_ROWS = 50
@@ -40,6 +41,8 @@ class TopOptions(Options):
 @app.command()
 def top(flags: TopOptions, at: Report) -> None:
     """Watch a worker and its queue in the terminal. KV blocks, throughput, running jobs, ends; needs no torch."""
+    from pagemill.worker.status.top_source import TopSource
+
     logging.getLogger().addHandler(logging.NullHandler())  # unavailable data is shown on the screen
     source = TopSource(_redis(at.redis_url, flags.url), at.queue, url=flags.url, worker_id=flags.worker)
     try:
@@ -64,6 +67,8 @@ def _redis(redis_url: str | None, url: str | None) -> str | None:
 
 
 def _watch(source: TopSource, every_s: float) -> None:
+    from pagemill.monitoring.live.top import screen
+
     console = Console(highlight=False, markup=False)
     colors = console.color_system is not None
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -74,6 +79,8 @@ def _watch(source: TopSource, every_s: float) -> None:
 
 def _print_once(source: TopSource, as_json: bool) -> None:
     """Print one view, after two reads, since the first only requests the worker's block map."""
+    from pagemill.monitoring.live.top import screen
+
     view = source.read()
     if view.live is not None and view.live["engine"] is not None:
         time.sleep(FIRST_MAP_S)

@@ -91,10 +91,13 @@ def steal_jobs(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
     prompt = "0123456789" * 15
 
     def steal() -> bool:
-        job_ids = client.submit(*({"prompt": prompt, "max_tokens": 140} for _ in range(4)))
+        # Of several lengths: the next checkpoint detects the loss, unless a job ends before it.
+        job_ids = client.submit(*({"prompt": prompt, "max_tokens": 8 * n} for n in range(16, 0, -1)))
         eventually(lambda: client.generated(job_ids[0]) or client.status(job_ids[0]).done, "a checkpoint")
         client.redis.zadd(keys.prefix(client.queue) + "leases", dict.fromkeys(job_ids, 1), xx=True)
-        reply = client.run(transitions.pull(client.queue, "thief", ["echo"], 4, 10_000))
+        reply = client.run(transitions.pull(client.queue, "thief", ["echo"], 16, 10_000))
+        # A released job is pulled by the worker again, which then drops its first execution without a commit.
+        eventually(lambda: len(worker.table) == 0, "the end of the first executions")
         for job in reply.jobs:
             client.run(transitions.release(client.queue, job.job_id, job.token))
         client.wait(job_ids)

@@ -71,21 +71,21 @@ def queue_weights(flags: WeightOptions, at: Report) -> None:
     at.print(current, sorted(current.items()), ("tenant", "weight"), none=none)
 
 
-Tokens = Annotated[
-    int | None,
-    between(0, quotas.MAX_QUOTA),
-    typer.Option(help="Maximum number of tokens per minute; 0: no limit."),
-]
+Amount = Annotated[int | None, between(0, quotas.MAX_QUOTA)]
 
 
 class QuotaOptions(Options):
     tenant: Annotated[keys.TenantName | None, typer.Argument(metavar="TENANT")] = None
     """Tenant. Default: every tenant without its own quotas."""
-    tokens_per_minute: Tokens = None
-    jobs_per_minute: Tokens = None
-    tokens_per_day: Tokens = None
-    jobs_per_day: Tokens = None
-    running: Annotated[int | None, between(0, quotas.MAX_QUOTA)] = None
+    tokens_per_minute: Amount = None
+    """Maximum number of tokens per minute; 0: no limit."""
+    jobs_per_minute: Amount = None
+    """Maximum number of jobs that start per minute; 0: no limit."""
+    tokens_per_day: Amount = None
+    """Maximum number of tokens per day; 0: no limit."""
+    jobs_per_day: Amount = None
+    """Maximum number of jobs that start per day; 0: no limit."""
+    running: Amount = None
     """Maximum number of running jobs; 0: no limit."""
     clear: bool = False
     """Remove the tenant's quotas first."""

@@ -38,8 +38,8 @@ def queue_limit(flags: LimitOptions, at: Report) -> None:
     current = at.run(limits.limits(at.queue))
     given = flags.fields_of(QueueLimits)
     changed: dict[str, Any] = {name: value or None for name, value in given.items() if value is not None}
-    if flags.rate is not None or flags.burst is not None:
-        changed["burst"] = flags.burst
+    if flags.rate is not None and current.rate and current.burst == limits.default_burst(current.rate):
+        changed.setdefault("burst", None)  # the default of the new rate
     wanted = dataclasses.replace(QueueLimits() if flags.clear else current, **changed)
     if wanted.burst is not None and wanted.rate is None and flags.burst is not None:
         raise typer.BadParameter("--burst goes with --rate")

@@ -29,7 +29,9 @@ def test_limits(valkey_queue: Queue) -> None:
     nothing = {"queue": queue.name} | dict.fromkeys(names)
     assert limits() == nothing
     assert limits("--jobs", "10", "--rate", "2.5") == nothing | {"jobs": 10, "rate": 2.5, "burst": 2}
+    assert limits("--rate", "4")["burst"] == 4  # the burst was the default of a rate
     assert limits("--burst", "7")["burst"] == 7
+    assert limits("--rate", "2.5")["burst"] == 7
     assert limits("--jobs", "0", "--payload-bytes", "5000")["jobs"] is None
     assert limits("--rate", "0")["burst"] is None
     assert limits("--memory-share", "0.5")["memory_share"] == 0.5

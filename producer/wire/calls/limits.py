@@ -43,7 +43,7 @@ def set_limits(queue: str, wanted: QueueLimits) -> Call[QueueLimits]:
     """
     burst = wanted.burst
     if burst is None and wanted.rate is not None:
-        burst = max(1, round(wanted.rate))
+        burst = default_burst(wanted.rate)
     values = {
         "limit": wanted.jobs,
         "max_payload": wanted.payload_bytes,
@@ -58,6 +58,11 @@ def set_limits(queue: str, wanted: QueueLimits) -> Call[QueueLimits]:
         raise InvalidJob(f"a queue's memory_share is from {LEAST_MEMORY_SHARE} to 1")
     args = tuple(part for name, value in values.items() for part in (name, "" if value is None else value))
     return Call("limits", (keys.prefix(queue),), args, _limits)
+
+
+def default_burst(rate: float) -> int:
+    """Return the burst of a rate without one: the jobs of one second, at least one."""
+    return max(1, round(rate))
 
 
 def weights(queue: str) -> Call[dict[str, int]]:

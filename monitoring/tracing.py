@@ -97,7 +97,9 @@ class Tracing:
             "messaging.message.id": execution.job_id,
         }
         if execution.submitted_at is not None:
-            self._span("queue", parent, execution.submitted_at, execution.started_at, common)
+            # By the server's clock, whose offset is known to about a millisecond.
+            queued_at = min(execution.submitted_at, execution.started_at)
+            self._span("queue", parent, queued_at, execution.started_at, common)
         span = self._tracer.start_span(
             f"{execution.operation} {execution.model}",
             context=parent,

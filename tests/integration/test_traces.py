@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from pagemill import AsyncProducer, JobFailed, Producer
+from pagemill.monitoring.tracing import ExecutionTrace, Tracing
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
@@ -92,6 +93,20 @@ def test_a_job_is_one_trace_from_publish_to_commit(worker: Worker, spans: InMemo
     assert {name: attributes[name] for name in wanted} == wanted
     assert attributes["gen_ai.usage.input_tokens"] == len(SECRET)
     assert SECRET not in "".join(span.to_json() for span in by_name.values())
+
+
+def test_a_job_that_starts_before_the_server_s_millisecond_ends(spans: InMemorySpanExporter) -> None:
+    tracing = Tracing.from_environment("worker", "0.1.0")
+    assert tracing is not None
+    execution_trace = ExecutionTrace(
+        job_id="job", queue="queue", traceparent=None, operation="text_completion", model="echo",
+        submitted_at=100.002, started_at=100.0005, first_token_at=None, left_engine_at=None,
+        commit_began=100.003, commit_ended=100.004, outcome="succeeded",
+    )  # fmt: skip
+    tracing.record(execution_trace)
+    by_name = {span.name: span for span in spans.get_finished_spans()}
+    queue, execution = by_name["queue"], by_name["text_completion echo"]
+    assert queue.start_time == queue.end_time == execution.start_time
 
 
 @pytest.mark.slow

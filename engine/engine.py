@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceType
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pagemill.common.sampling_fields import MAX_SEED
@@ -26,7 +27,7 @@ from pagemill.engine.outputs import (
     SampleState,
 )
 from pagemill.engine.parts import EngineParts
-from pagemill.engine.plan import StepPlan, StepResult
+from pagemill.engine.plan import StepHandle, StepPlan, StepResult
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.scheduler import Scheduler
@@ -63,6 +64,8 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
             None if parts.encoder is None else MediaQueue(parts.encoder, limits.max_num_batched_tokens // 4)
         )
         self._kv_of_step: KVCacheStats | None = None
+        self._unsampled: StepHandle | None = None
+        """The newest step, if its plan `samples_later`."""
         self._block_watch = BlockWatch(self._scheduler.kv_cache.pool.states)
         self._grammars = Grammars(parts.tokenizer, self.token_texts, parts.vocab_size, limits.eos_token_ids)
         pool_tokens = (limits.num_kv_blocks - 1) // len(limits.kv_windows) * limits.block_size
@@ -197,10 +200,7 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
             outputs += self._admit_ready(
                 ready_schemas, lambda request, _: self._scheduler.add_request(request)
             )
-        if self._scheduler.has_unread:
-            self._grammars.wait_for_masks()
-            outputs += self._report(self._scheduler.read_on())
-        return outputs
+        return outputs + self._read_on()
 
     def _plan(self) -> StepPlan | None:
         plan = self._scheduler.schedule()
@@ -215,7 +215,32 @@ class Engine(EngineLoop[EngineParts, StepPlan]):
         return self._kv_of_step
 
     def _start(self, plan: StepPlan) -> Callable[[], StepResult]:
-        return self._parts.executor.launch(plan).wait
+        step = self._parts.executor.launch(plan)
+        if plan.samples_later:
+            self._unsampled = step
+        return step.wait
+
+    def _sample_later(self) -> list[RequestOutput]:
+        step, self._unsampled = self._unsampled, None
+        if step is None:
+            return []
+        outputs = self._read_on()
+        try:
+            if self._scheduler.constrain(step.plan):
+                step.sample()
+            else:
+                self._in_flight[-1] = step.plan, partial(StepResult, step.plan.step_id, [])
+        except Exception as error:
+            self._in_flight.pop()
+            outputs += self._recover(step.plan, error)
+        return outputs
+
+    def _read_on(self) -> list[RequestOutput]:
+        """Continue sequences that are held for their grammars; wait for fast ones."""
+        if not self._scheduler.has_unread:
+            return []
+        self._grammars.wait_for_masks()
+        return self._report(self._scheduler.read_on())
 
     def _retire(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         updates = self._scheduler.update(plan, result)

@@ -87,6 +87,7 @@ class EngineLoop(ABC, Generic[Parts, Plan]):
                 outputs += self._launch(plan, time.perf_counter() - started)
             if self._in_flight and (plan is None or len(self._in_flight) > self.limits.depth):
                 outputs += self._collect(*self._in_flight.popleft())
+            outputs += self._sample_later()
         return outputs
 
     def failure(self) -> str | None:
@@ -118,6 +119,10 @@ class EngineLoop(ABC, Generic[Parts, Plan]):
     @abstractmethod
     def _start(self, plan: Plan) -> Callable[[], StepResult]:
         """Start a step, in the background if the device supports it; return a handle that waits for its result."""
+
+    def _sample_later(self) -> list[RequestOutput]:
+        """Sample the newest step if its plan `samples_later`: the step before it has been collected."""
+        return []
 
     @abstractmethod
     def _retire(self, plan: Plan, result: StepResult) -> list[RequestOutput]:

@@ -119,6 +119,9 @@ class StepPlan:
     """A row of `work` may compute a token that represents media."""
     num_drafts: int = 0
     """Number of `work` entries that compute a draft; they follow the one with their row's newest token."""
+    samples_later: bool = False
+    """Grammars still lack the tokens of the step in flight: `launch` only starts the forward pass, and
+    `StepHandle.sample` the rest, once `samples` have their allowed tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -178,6 +181,10 @@ class StepHandle(Protocol):
     @property
     def plan(self) -> StepPlan: ...
 
+    def sample(self) -> None:
+        """Sample the tokens of a plan with `samples_later`, before the next launch."""
+        ...
+
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
         ...
@@ -187,7 +194,10 @@ class Executor(Protocol):
     """Runs plans: the model runner, the echo runner, or a test's hash model."""
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Start a step, returning immediately if the device allows it. Steps retire in launch order."""
+        """Start a step, without its samples if the plan `samples_later`; return immediately if the device allows it.
+
+        Steps retire in launch order.
+        """
         ...
 
     def is_device_alive(self) -> bool:

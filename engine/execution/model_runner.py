@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -34,24 +36,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step. Its results reach the host in one copy, started by `start_copy` and awaited by `wait`."""
+    """A launched step. Its results reach the host in one copy, started by `sample` and awaited by `wait`."""
 
     plan: StepPlan
-    output: SamplerOutput | None
+    device: DeviceBackend
     is_replayed: bool
     prepare_s: float
     forward_s: float
-    sample_s: float
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    reads: ReadLogprobs | None = None
-    sharing_rows: int = 0
+    prompt_logprobs: list[PromptLogprobs]
+    reads: ReadLogprobs | None
+    sharing_rows: int
+    choose: Callable[[], SamplerOutput | None] | None
+    """Samples; None: there is nothing to sample."""
+    output: SamplerOutput | None = None
+    sample_s: float = 0.0
     _copy: HostCopy | None = None
 
-    def start_copy(self, device: DeviceBackend) -> None:
-        """Start copying all results to the host, before the device's next work."""
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Sample, and start copying all results to the host, before the device's next work."""
+        started = time.perf_counter()
+        if self.choose is not None:
+            self.output, self.choose = self.choose(), None  # which holds the logits
         parts = [self.output, *self.prompt_logprobs, self.reads]
         tensors = [tensor for part in parts if part is not None for tensor in part.tensors()]
-        self._copy = device.to_host(tensors) if tensors else None
+        self._copy = self.device.to_host(tensors) if tensors else None
+        self.sample_s = time.perf_counter() - started
 
     def wait(self) -> StepResult:
         result = StepResult(
@@ -100,6 +110,8 @@ class ModelRunner:
         self._stages = device.is_apart if config.stage_inputs is None else config.stage_inputs
         self._vocab_size = model.loaded.vocab_size
         self._transfer = StagedTransfer(device) if self._stages else DirectTransfer(device.device)
+        # A step's second transfer: with the first one's buffers it would wait for the step before.
+        self._later = StagedTransfer(device) if self._stages else self._transfer
         self._batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -167,7 +179,8 @@ class ModelRunner:
         staged = self._batch.stage(plan, pad=forward.replays)
         work = [SampleWork(sample, self._batch.row(sample.row)) for sample in plan.samples]
         # A device that shares the host's memory needs no transfer: `sample` stages its inputs, if it is called.
-        staged_work = self._sampler.stage(work, self._vocab_size, self._transfer) if self._stages else None
+        stages = self._stages and not plan.samples_later
+        staged_work = self._sampler.stage(work, self._vocab_size, self._transfer) if stages else None
         self._transfer.send()
         inputs = self._batch.lay_out(staged)
         self.kv_cache.move_blocks(plan)
@@ -176,21 +189,19 @@ class ModelRunner:
         prepared = time.perf_counter()
         with adapter_rows(inputs.adapters):
             computed = forward.run(plan, inputs, work)
-        forwarded = time.perf_counter()
-        output = self._choose_tokens(inputs, computed, work, staged_work) if work else None
         step = LaunchedStep(
             plan,
-            output,
+            self._device,
             forward.replays,
             prepared - started,
-            forwarded - prepared,
-            0.0,
+            time.perf_counter() - prepared,
             computed.scored,
             computed.reads,
             inputs.metadata.count_sharing_rows(),
+            partial(self._choose_tokens, inputs, computed, work, staged_work) if work else None,
         )
-        step.start_copy(self._device)
-        step.sample_s = time.perf_counter() - forwarded
+        if not plan.samples_later:
+            step.sample()
         return step
 
     def is_device_alive(self) -> bool:
@@ -201,7 +212,7 @@ class ModelRunner:
         if not self._forward_passes:
             return
         self._forward_passes.clear()
-        del self._model, self.kv_cache, self._states, self._batch, self._sampler, self._transfer
+        del self._model, self.kv_cache, self._states, self._batch, self._sampler, self._transfer, self._later
 
     def _choose_tokens(
         self, inputs: StepInputs, computed: Forwarded, work: list[SampleWork], staged: StagedSamples | None
@@ -209,6 +220,9 @@ class ModelRunner:
         """Sample, write the tokens into the token table, and broadcast them to ranks that do not sample."""
         output = None
         if self._group is None or self._group.is_first:
+            if staged is None and self._stages:
+                staged = self._sampler.stage(work, self._vocab_size, self._later)
+                self._later.send()
             if computed.vocabulary is None:
                 output = self._sampler.sample(computed.logits, work, self._batch.token_table, staged)
             else:

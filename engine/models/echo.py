@@ -59,6 +59,10 @@ def echo_step_seconds(model: str) -> float:
 class EchoStep:
     plan: StepPlan
     result: StepResult
+    runner: EchoRunner
+
+    def sample(self) -> None:
+        self.runner.sample(self.plan, self.result)
 
     def wait(self) -> StepResult:
         return self.result
@@ -80,7 +84,20 @@ class EchoRunner:
             self._set_row(new_row)
         if self._step_seconds:
             time.sleep(self._step_seconds)
-        result = StepResult(plan.step_id, [[self._next(sample)] for sample in plan.samples])
+        result = StepResult(plan.step_id, [])
+        if not plan.samples_later:
+            self.sample(plan, result)
+        for number, work in enumerate(plan.work):
+            if work.num_prompt_logprobs is not None:
+                result.prompt_logprobs[number] = self._scores(work, work.num_prompt_logprobs)
+            if work.reads:
+                result.reads[number] = [self._read(work, place, ids) for place, ids in work.reads]
+        result.forward_s = time.perf_counter() - started
+        return EchoStep(plan, result, self)
+
+    def sample(self, plan: StepPlan, result: StepResult) -> None:
+        """Add the tokens of a plan's samples to its result."""
+        result.token_ids = [[self._next(sample)] for sample in plan.samples]
         for number, sample in enumerate(plan.samples):
             token_id = result.token_ids[number][0]
             if sample.num_candidates:
@@ -89,13 +106,6 @@ class EchoRunner:
             if num_logprobs is not None:
                 (chosen, *_), top = self._likeliest(token_id, 1), self._likeliest(token_id, num_logprobs)
                 result.logprobs[number] = [TokenLogprobs(token_id, chosen[1], top)]
-        for number, work in enumerate(plan.work):
-            if work.num_prompt_logprobs is not None:
-                result.prompt_logprobs[number] = self._scores(work, work.num_prompt_logprobs)
-            if work.reads:
-                result.reads[number] = [self._read(work, place, ids) for place, ids in work.reads]
-        result.forward_s = time.perf_counter() - started
-        return EchoStep(plan, result)
 
     def is_device_alive(self) -> bool:
         return True

@@ -45,6 +45,11 @@ class Grammar(Protocol):
         ...
 
     @property
+    def may_sample_again(self) -> bool:
+        """False if the next sampled token is certainly the last one: all that follow are forced."""
+        ...
+
+    @property
     def is_complete(self) -> bool:
         """True if no token can follow: the sequence ends with finish reason `stop`."""
         ...

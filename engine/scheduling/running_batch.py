@@ -10,7 +10,7 @@ from pagemill.engine.outputs import StayCause, WaitReason
 from pagemill.engine.plan import StepPlan
 from pagemill.engine.scheduling.drafter import Drafter
 from pagemill.engine.scheduling.kv.manager import NO_NEW_SLOTS, AllocatedSlots, KVCacheManager, PrefixHits
-from pagemill.engine.scheduling.request import Sequence, SequenceStatus
+from pagemill.engine.scheduling.request import Grammar, Sequence, SequenceStatus
 from pagemill.engine.scheduling.rows import RowTable
 from pagemill.engine.scheduling.sequence_queue import SequenceQueue
 from pagemill.engine.scheduling.stay import Occupancy
@@ -136,6 +136,10 @@ class RunningBatch:
         self.drafter.num_accepted += num_accepted
         self._kv.roll_back(sequence, sequence.num_known_tokens + num_accepted)
 
+    def redo_newest(self, sequence: Sequence) -> None:
+        """Compute a running sequence's newest token again: nothing was sampled after it."""
+        self._kv.roll_back(sequence, sequence.num_computed_tokens - 1)
+
     def remove(self, sequence: Sequence) -> None:
         """Release a sequence's row and blocks; it keeps its tokens."""
         self._leave(sequence)
@@ -243,15 +247,23 @@ class RunningBatch:
         known = len(request.prompt_token_ids) + len(sequence.output_token_ids)
         pending = sequence.num_pending_tokens
         if pending and (
-            sequence.grammar is not None
-            or request.num_candidates
+            request.num_candidates
             or known + pending >= request.max_num_tokens
+            or (sequence.grammar is not None and not self._can_sample_later(sequence, sequence.grammar))
         ):
             # These depend on the token itself; at the limit no further token is allowed.
             return 0
         return self._kv.limit_chunk(
             sequence, self._chunk(known + pending - sequence.num_computed_tokens, budget)
         )
+
+    def _can_sample_later(self, sequence: Sequence, grammar: Grammar) -> bool:
+        """Return True if the next token can be computed before its own value has determined the one after it.
+
+        A sample whose grammar is not ready in time is void, and its token computed again. A recurrent state cannot be
+        rolled back.
+        """
+        return grammar.may_sample_again and not sequence.is_held and not self._config.state_bytes
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
         threshold = self._config.long_prefill_token_threshold

@@ -23,7 +23,7 @@ from pagemill.engine.scheduling.labeling import Labelling
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
 from pagemill.engine.scheduling.scoring import drop_chains, has_nan
-from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder
+from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder, constrain
 from pagemill.engine.scheduling.stopping import append_sampled
 from pagemill.engine.scheduling.suspects import Suspects
 from pagemill.engine.scheduling.waiting_queue import WaitingQueue, siblings, will_fork
@@ -158,6 +158,32 @@ class Scheduler:
         self._in_flight.append(planned)
         return planned.plan
 
+    def constrain(self, plan: StepPlan) -> bool:
+        """Add the grammars' tokens to the newest plan, which `samples_later`, after the step before it was settled.
+
+        Samples are void if a token is known already, forced by the grammar, or if the grammar is not ready.
+
+        Returns:
+            False if there is nothing to sample, because the step before it raised.
+        """
+        step = self._in_flight[-1]
+        assert step.plan is plan
+        if step.has_failed:
+            return False
+        for number in step.late:
+            sequence, sample = step.sampled[number], plan.samples[number]
+            if sequence.is_finished:
+                continue
+            if sequence.num_known_tokens == sample.position:
+                assert sequence.grammar is not None
+                constrain(sample, sequence.grammar)
+                continue
+            step.void.add(number)
+            sequence.num_pending_tokens -= 1
+            if sequence.is_held:
+                self._batch.redo_newest(sequence)
+        return True
+
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Retire the oldest step in flight: append the sampled tokens, end the sequences that are complete.
 
@@ -179,6 +205,8 @@ class Scheduler:
         updates += step.progress()
         invalid, without_choice = result.invalid, result.without_choice
         for number, sequence, drafts in step.outcomes():
+            if number in step.void:
+                continue
             if sequence.status is SequenceStatus.FINISHED:
                 self._discarded_tokens += len(result.token_ids[number])
             elif number in invalid:
@@ -466,8 +494,8 @@ class Scheduler:
         """Return a void step's sequences to the waiting queue, without its pending samples."""
         step.has_failed = True
         self._batch.rows.mark_freed(step.plan.freed_rows, self._batch.sequences)
-        for sequence in step.sampled:
-            if not sequence.is_finished:
+        for number, sequence in enumerate(step.sampled):
+            if not sequence.is_finished and number not in step.void:
                 sequence.num_pending_tokens -= 1
         for sequence in dict.fromkeys(step.computed + step.sampled):
             if sequence.status is SequenceStatus.RUNNING:

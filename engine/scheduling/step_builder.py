@@ -7,9 +7,15 @@ from dataclasses import dataclass, field
 
 from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
 from pagemill.engine.scheduling.kv.manager import NO_NEW_SLOTS, AllocatedSlots
-from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
+from pagemill.engine.scheduling.request import Grammar, Request, Sequence, SequenceStatus, SequenceUpdate
 
 _NO_DRAFTS: list[int] = []
+
+
+def constrain(sample: Sample, grammar: Grammar) -> None:
+    """Allow only the tokens that a grammar allows."""
+    sample.allowed_token_ids = grammar.allowed_token_ids()
+    sample.token_mask = grammar.token_mask()
 
 
 @dataclass(slots=True)
@@ -23,6 +29,10 @@ class InFlightStep:
     """Parallel to `plan.samples`."""
     prefilling: list[Sequence] = field(default_factory=list)
     """The sequences of `computed` whose prompt is still incomplete."""
+    late: list[int] = field(default_factory=list)
+    """Numbers of the samples whose grammar lacks the token of the step before."""
+    void: set[int] = field(default_factory=set)
+    """Numbers of samples that are ignored."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
     """Index in `sampled` of a row's first sample -> its drafts. One more sample of the row follows per draft."""
     has_failed: bool = False
@@ -186,6 +196,7 @@ class StepBuilder:
                 self._add_sample(step, sequence, token_index)
                 for sibling in self._siblings.get(work.row, ()):
                     self._add_sample(step, sibling, token_index)
+        plan.samples_later = bool(step.late)
         return step
 
     @staticmethod
@@ -193,9 +204,10 @@ class StepBuilder:
         assert sequence.row is not None
         sample = Sample(sequence.row, token_index, sequence.num_computed_tokens)
         sample.num_candidates = sequence.request.num_candidates
-        if sequence.grammar is not None:
-            sample.allowed_token_ids = sequence.grammar.allowed_token_ids()
-            sample.token_mask = sequence.grammar.token_mask()
+        if sequence.grammar is not None and sequence.num_pending_tokens:
+            step.late.append(len(step.plan.samples))
+        elif sequence.grammar is not None:
+            constrain(sample, sequence.grammar)
         step.plan.samples.append(sample)
         step.sampled.append(sequence)
         sequence.num_pending_tokens += 1

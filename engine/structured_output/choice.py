@@ -145,6 +145,10 @@ class ChoiceGrammar:
                 raise InvalidRequest("the checkpoint's tokens end within what structured_outputs forces")
 
     @property
+    def may_sample_again(self) -> bool:
+        return any(high - low > 1 for low, high in self._children.values())
+
+    @property
     def is_complete(self) -> bool:
         return not self._children
 

@@ -166,6 +166,10 @@ class OutlinedGrammar:
             self._read(token_id)
 
     @property
+    def may_sample_again(self) -> bool:
+        return self._state != "structure" or self._inner is None or self._inner.may_sample_again
+
+    @property
     def is_complete(self) -> bool:
         return self._state == "structure" and self._inner is not None and self._inner.is_complete
 

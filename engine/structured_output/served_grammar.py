@@ -55,6 +55,7 @@ class ServedGrammar:
         self.next_token_id: int | None = None
         """The sampled token whose successors are unknown."""
         self.is_ready = True
+        self.may_sample_again = True
         self.is_complete = False
         self.failure: EngineError | None = None
         self.last_seconds = 0.0

@@ -77,6 +77,8 @@ class _DyingStep:
     def __init__(self, plan: StepPlan, error: Exception) -> None:
         self.plan, self._error = plan, error
 
+    def sample(self) -> None: ...
+
     def wait(self) -> StepResult:
         raise self._error
 

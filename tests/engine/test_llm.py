@@ -253,6 +253,8 @@ class _FailingStep:
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
+    def sample(self) -> None: ...
+
     def wait(self) -> StepResult:
         raise RuntimeError("wait")
 
@@ -298,6 +300,37 @@ def test_a_step_that_fails_once_costs_nobody(overlapped: bool, at_launch: bool) 
     engine, results = run_failing(FailingRunner(at_launch=at_launch, num_failures=1), overlapped)
     assert results == {name: (name, None) for name in ("one", "two!", "three", "four" * 10)}
     assert engine.stats().scheduler.steps_failed >= 1
+
+
+@pytest.mark.parametrize("fails_first", [False, True], ids=["while sampling", "in the step before"])
+def test_a_step_whose_samples_came_late_is_repeated(
+    fails_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constrained = params(max_tokens=9, structured_outputs=StructuredOutputs(regex="[a-z]{9}"))
+    ((expected,),) = texts(LLM("echo"), ["abcdefghi"], constrained)
+    engine = Engine(build_parts(EngineConfig(model="echo", async_scheduling=True)))
+    num_failures = [0]
+
+    def fail(step: EchoStep) -> StepResult:
+        if num_failures[0] or (fails_first and step.plan.step_id < 3):
+            return step.result
+        num_failures[0] += 1
+        raise RuntimeError("a step")
+
+    if fails_first:
+        monkeypatch.setattr(EchoStep, "wait", fail)
+    else:
+        sample = EchoStep.sample
+        monkeypatch.setattr(EchoStep, "sample", lambda step: (fail(step), sample(step)))
+    for name in ("one", "two"):
+        engine.add_request(name, *engine.input_processor.process(prompt="abcdefghi", params=constrained))
+    written = {"one": "", "two": ""}
+    for output in drive(engine):
+        written[output.request_id] += "".join(delta.text for delta in output.deltas)
+        assert output.error is None
+    engine.check_integrity()
+    assert written == {"one": expected, "two": expected}
+    assert (num_failures[0], engine.stats().scheduler.steps_failed) == (1, 1)
 
 
 def test_a_failed_request_tells_its_error_in_the_result(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,7 +31,7 @@ class TensorParallelExecutor:
     def launch(self, plan: StepPlan) -> ParallelStep:
         with _fatal(self._ranks):
             self._ranks.send(encode(plan))
-            return ParallelStep(self._runner.launch(plan), self._ranks, self._device.mark())
+            return ParallelStep(self._runner.launch(plan), self._ranks, self._device, self._device.mark())
 
     def is_device_alive(self) -> bool:
         return self._runner.is_device_alive()
@@ -40,16 +40,23 @@ class TensorParallelExecutor:
         self._runner.close()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ParallelStep:
     step: LaunchedStep
     ranks: RankProcesses
+    device: DeviceBackend
     end: DeviceEvent
     """Event that is reached when the device has finished the step."""
 
     @property
     def plan(self) -> StepPlan:
         return self.step.plan
+
+    def sample(self) -> None:
+        # The other ranks do not sample: their step already ends with the tokens' broadcast.
+        with _fatal(self.ranks):
+            self.step.sample()
+            self.end = self.device.mark()
 
     def wait(self) -> StepResult:
         with _fatal(self.ranks):

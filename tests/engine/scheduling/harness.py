@@ -95,6 +95,10 @@ class ScriptGrammar:
     def allowed_token_ids(self) -> list[int]:
         return sorted({hash((self._state, branch)) % self._vocab_size for branch in range(3)})
 
+    @property
+    def may_sample_again(self) -> bool:
+        return self._left > 1
+
     def advance(self, token_id: int) -> list[int]:
         assert token_id in self.allowed_token_ids()
         self._state = hash((self._state, token_id))
@@ -173,7 +177,18 @@ class Harness:
                 return []
         is_stuck = not self._in_flight and self.scheduler.has_unfinished() and not self.scheduler.has_unread
         assert not is_stuck, "nothing runs and nothing can"
-        return self.retire() if self._in_flight else []
+        updates = self.retire() if self._in_flight else []
+        if plan is not None and plan.samples_later:
+            updates += self._sample_later(plan)
+        return updates
+
+    def _sample_later(self, plan: StepPlan) -> list[SequenceUpdate]:
+        updates = self.scheduler.read_on()
+        self._note_logprobs(updates)
+        if self.scheduler.constrain(plan):
+            self._in_flight[-1].sample()
+        self.check()
+        return updates
 
     def _note_logprobs(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:

@@ -100,6 +100,12 @@ class HashStep:
     plan: StepPlan
     model: HashModel
     result: StepResult | BaseException | None = None
+    is_sampled: bool = False
+
+    def sample(self) -> None:
+        assert self.plan.samples_later
+        assert self.model._launched[-1] is self, "a step is sampled before the next launch"
+        self.is_sampled = True
 
     def wait(self) -> StepResult:
         self.model.run_up_to(self)
@@ -150,6 +156,7 @@ class HashModel:
             try:
                 if oldest.plan.step_id in self.bad_steps:
                     raise BadStep(f"step {oldest.plan.step_id}")
+                assert oldest.is_sampled or not oldest.plan.samples_later
                 oldest.result = self._run(oldest.plan)
             except BadStep as error:
                 oldest.result = error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+from pagemill.engine.plan import StepPlan
 from pagemill.engine.scheduling.request import SequenceStatus
 from tests.engine.scheduling.harness import (
     PROMPT,
     Harness,
-    ScriptGrammar,
     make_config,
     make_request,
     result,
@@ -41,13 +43,6 @@ class TestDepthOne:
         assert harness.scheduler.stats().discarded_tokens == 1
         harness.check_idle()
 
-    def test_a_grammar_waits_for_its_own_token_and_others_do_not(self) -> None:
-        harness = Harness(make_config(depth=1))
-        harness.add(make_request("grammar", [1, 2, 3], grammar=lambda _: ScriptGrammar(0, 5, 64)))
-        harness.add(make_request("free", [4, 5, 6]))
-        schedule(harness)
-        assert [work.row for work in schedule(harness).work] == [1]
-
     def test_the_token_in_flight_of_a_preempted_sequence_counts(self) -> None:
         harness = Harness(make_config(depth=1, num_kv_blocks=6, enable_prefix_caching=False))
         harness.add(make_request("old", range(7), max_tokens=10))
@@ -65,3 +60,99 @@ class TestDepthOne:
         assert (young.num_pending_tokens, len(young.output_token_ids)) == (0, known + 1)
         assert young.status is SequenceStatus.WAITING
         harness.check()
+
+
+@dataclass
+class Outline:
+    """A grammar of tokens 1, 2 and 3, which forces `forced` after the first of them."""
+
+    forced: list[int] = field(default_factory=list)
+    is_ready: bool = True
+    may_sample_again: bool = True
+    is_complete: bool = False
+    failure: None = None
+    num_advanced: int = 0
+
+    def allowed_token_ids(self) -> list[int]:
+        return [1 + self.num_advanced]
+
+    def token_mask(self) -> None:
+        return None
+
+    def prepare(self, token_id: int) -> None: ...
+
+    def advance(self, token_id: int) -> list[int]:
+        self.num_advanced += 1
+        forced, self.forced = self.forced, []
+        return forced
+
+
+class TestLateSamples:
+    """A constrained row's next token is computed before its grammar knows the token; only its sample waits."""
+
+    def started(self, grammar: Outline) -> tuple[Harness, StepPlan, StepPlan]:
+        harness = Harness(make_config(depth=1))
+        harness.add(make_request("a", PROMPT, grammar=lambda _: grammar))
+        return harness, schedule(harness), schedule(harness)
+
+    def test_the_allowed_tokens_follow_once_the_token_is_known(self) -> None:
+        harness, first, second = self.started(Outline())
+        assert not first.samples_later
+        assert second.samples_later
+        assert (second.work[0].start, second.samples[0].position) == (7, 8)
+        assert second.samples[0].allowed_token_ids is None
+        harness.scheduler.update(first, result(first, 1))
+        assert harness.scheduler.constrain(second)
+        assert second.samples[0].allowed_token_ids == [2]
+        harness.scheduler.update(second, result(second, 2))
+        assert harness.requests["a"].sequences[0].output_token_ids == [1, 2]
+
+    def test_forced_tokens_replace_the_sample(self) -> None:
+        harness, first, second = self.started(Outline(forced=[60, 61]))
+        harness.scheduler.update(first, result(first, 1))
+        assert harness.scheduler.constrain(second)
+        third = schedule(harness)
+        assert (third.work[0].start, third.work[0].num_tokens, third.samples[0].position) == (8, 2, 10)
+        assert third.work[0].forced_token_ids == [(8, 60), (9, 61)]
+        assert not third.samples_later
+        assert harness.scheduler.update(second, result(second, 9)) == []
+        harness.scheduler.update(third, result(third, 2))
+        assert harness.requests["a"].sequences[0].output_token_ids == [1, 60, 61, 2]
+
+    def test_a_grammar_that_is_not_ready_repeats_the_token(self) -> None:
+        grammar = Outline()
+        harness, first, second = self.started(grammar)
+        grammar.is_ready = False
+        harness.scheduler.update(first, result(first, 1))
+        assert harness.scheduler.constrain(second)
+        harness.check()
+        assert harness.schedule() is None
+        assert harness.scheduler.update(second, result(second, 9)) == []
+        grammar.is_ready = True
+        harness.scheduler.read_on()
+        third = schedule(harness)
+        assert (third.work[0].start, third.work[0].num_tokens, third.samples[0].position) == (7, 1, 8)
+        assert third.samples[0].allowed_token_ids == [2]
+        harness.scheduler.update(third, result(third, 2))
+        assert harness.requests["a"].sequences[0].output_token_ids == [1, 2]
+
+    def test_a_step_after_one_that_raised_samples_nothing(self) -> None:
+        harness, first, second = self.started(Outline())
+        harness.scheduler.recover(first)
+        assert not harness.scheduler.constrain(second)
+        assert harness.scheduler.update(second, result(second)) == []
+        harness.check()
+
+    def test_nothing_is_computed_for_the_last_token_of_a_structure(self) -> None:
+        grammar = Outline(may_sample_again=False)
+        harness = Harness(make_config(depth=1))
+        harness.add(make_request("label", [1, 2, 3], grammar=lambda _: grammar))
+        harness.add(make_request("free", [4, 5, 6]))
+        schedule(harness)
+        assert [work.row for work in schedule(harness).work] == [1]
+
+    def test_a_recurrent_state_waits_for_the_grammar(self) -> None:
+        harness = Harness(make_config(depth=1, state_bytes=1, enable_prefix_caching=False))
+        harness.add(make_request("a", [1, 2, 3], grammar=lambda _: Outline()))
+        schedule(harness)
+        assert harness.schedule() is None

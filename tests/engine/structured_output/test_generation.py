@@ -384,6 +384,41 @@ def test_forced_tokens_cost_no_step_and_change_no_text(smollm2: LLM) -> None:
     assert tokenizer.decode(output.token_ids) == output.text
 
 
+SHAPES = (
+    shaped(json=json.dumps(TICKET)),
+    shaped(regex="[a-c]{3}-[0-9]{2,5}"),
+    shaped(choice=("bug report", "bug", "question", "feature request")),
+    shaped(grammar='start: /[a-z]+/ (", " /[a-z]+/)*'),
+)
+
+
+@pytest.mark.slow
+def test_overlapped_steps_write_the_same(smollm2: LLM) -> None:
+    """Each forward pass starts before the masks of its samples are known."""
+    sampling = [
+        params(
+            max_tokens=40, temperature=1.0, seed=seed, n=1 + seed % 2, logprobs=1, structured_outputs=shape
+        )
+        for seed, shape in enumerate(2 * SHAPES)
+    ]
+    sampling.append(params(max_tokens=20, ignore_eos=True))
+    prompts = [f"Note {number}: it is broken." for number in range(len(sampling))]
+    overlapped = LLM("smollm2", async_scheduling=True, stage_inputs=True, num_kv_blocks=200, num_threads=1)
+    both = [generate(llm, prompts, *sampling) for llm in (smollm2, overlapped)]
+    one, other = ([[sample.token_ids for sample in each.outputs] for each in results] for results in both)
+    assert one == other
+
+
+def test_constrained_rows_are_in_each_step() -> None:
+    llm = LLM("echo", async_scheduling=True, num_kv_blocks=200)
+    letters = params(max_tokens=30, structured_outputs=shaped(regex="[a-z]{30}"))
+    generate(llm, ["compiles it"], letters)
+    before = llm.engine.stats().steps.finished
+    results = generate(llm, ["abc" * 10] * 2, letters, params(max_tokens=30, ignore_eos=True))
+    assert [len(result.outputs[0].token_ids) for result in results] == [30, 30]
+    assert llm.engine.stats().steps.finished - before <= 34
+
+
 def test_a_real_model_continues_a_structure(smollm2: LLM) -> None:
     sampling = params(seed=3, temperature=1.0, structured_outputs=shaped(json=json.dumps(POINT)))
     (whole,) = run(smollm2.engine, "A point:", sampling, [Sample()])

@@ -1,7 +1,8 @@
 """Attention over texts concatenated in one batch, without padding or a cache.
 
-Plugged into transformers' attention interface, like paged attention. Texts of equal length are adjacent, so that
-each length requires one call of torch's attention on a view.
+Plugged into transformers' attention interface, like paged attention. On a GPU, one call of torch's FlashAttention
+computes all texts, if it supports the layer. Otherwise each length requires one call of torch's attention on a view:
+texts of equal length are adjacent.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS
+from pagemill.kernels.types.transfer import to_device
 
 PACKED_ATTENTION = "pagemill_packed"
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_STEP = 8
 
 Bias = Callable[[int], torch.Tensor]
 """Maps a length to the bias of the scores, [num_heads, length, length]."""
@@ -29,9 +34,11 @@ class PackedTexts:
 
     groups: tuple[tuple[int, int], ...]
     """(number of texts, their length), in the order of the tokens."""
+    starts: torch.Tensor | None = None
+    """int32 [num_texts + 1] on a GPU: each text's first token, and the number of tokens. None on a CPU."""
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int]) -> PackedTexts:
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedTexts:
         """`lengths` are in the order of the tokens; equal ones should be adjacent."""
         groups: list[tuple[int, int]] = []
         for length in lengths:
@@ -39,7 +46,9 @@ class PackedTexts:
                 groups[-1] = groups[-1][0] + 1, length
             else:
                 groups.append((1, length))
-        return cls(tuple(groups))
+        if device.type == "cpu":
+            return cls(tuple(groups))
+        return cls(tuple(groups), to_device(np.cumsum([0, *lengths], dtype=np.int32), device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +86,12 @@ def attend_packed(
     Returns:
         [num_tokens, num_heads, head_dim].
     """
+    texts = _texts.get()
+    if texts.starts is not None and _is_flash(query, scoring):
+        return _attend_at_once(query, key, value, scoring, texts)
     out = query.new_empty(query.shape)
     begin = 0
-    for count, length in _texts.get().groups:
+    for count, length in texts.groups:
         end = begin + count * length
 
         def of_texts(x: torch.Tensor, begin: int = begin, end: int = end, count: int = count) -> torch.Tensor:
@@ -98,6 +110,39 @@ def attend_packed(
         of_texts(out).copy_(attended)
         begin = end
     return out
+
+
+def _is_flash(query: torch.Tensor, scoring: PackedScoring) -> bool:
+    """Return True if torch's FlashAttention computes such a layer."""
+    head_dim = query.shape[-1]
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return is_half and scoring.bias is None and head_dim <= _MAX_HEAD_DIM and head_dim % _HEAD_DIM_STEP == 0
+
+
+def _attend_at_once(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: PackedScoring, texts: PackedTexts
+) -> torch.Tensor:
+    """Attend within each text in one launch; see `attend_packed`."""
+    longest = max(length for _, length in texts.groups)
+    before = -1 if scoring.window is None else scoring.window - 1
+    # The operator below `torch.nn.attention.varlen`, whose function for grouped queries differs by version.
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        texts.starts,
+        texts.starts,
+        longest,
+        longest,
+        0.0,
+        scoring.is_causal,
+        False,
+        scale=scoring.scale,
+        window_size_left=before,
+        window_size_right=0 if scoring.is_causal else before,
+    )
+    attended: torch.Tensor = out
+    return attended
 
 
 def _mask(scoring: PackedScoring, length: int, like: torch.Tensor) -> torch.Tensor | None:

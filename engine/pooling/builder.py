@@ -42,6 +42,7 @@ def build_pooling_engine(config: EngineConfig, source: LocalModel, folder: Pooli
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs or _MAX_REQUESTS,
         max_num_batched_tokens=budget,
+        depth=int(defaults.overlapped if config.async_scheduling is None else config.async_scheduling),
     )
     processor = PoolingInputProcessor(
         _encoder(tokenizer, folder), folder, PoolingLimits(model.vocab_size, max_model_len), model.head.width

@@ -40,6 +40,7 @@ from pagemill.engine.text.output_processor import OutputStats
 if TYPE_CHECKING:
     import torch
 
+    from pagemill.engine.devices.backend import HostCopy
     from pagemill.engine.pooling.loader import PackedBatch, PoolingModel
 
 WAITING_STEPS = 8
@@ -158,16 +159,19 @@ class PoolingEngine(EngineLoop[PoolingParts, _Batch]):
         return _Batch(self._num_steps - 1, work=work, texts=texts, packed=_packed(texts))
 
     def _start(self, plan: _Batch) -> Callable[[], StepResult]:
-        return partial(self._compute, plan)
-
-    def _compute(self, plan: _Batch) -> StepResult:
         started = time.perf_counter()
-        plan.rows = self._model.compute(plan.packed, plan.texts[0].request.task.num_skipped)
-        return StepResult(plan.step_id, [], forward_s=time.perf_counter() - started)
+        rows = self._model.launch(plan.packed, plan.texts[0].request.task.num_skipped)
+        return partial(self._wait, plan, rows, time.perf_counter() - started)
+
+    @staticmethod
+    def _wait(plan: _Batch, rows: HostCopy, launching_s: float) -> StepResult:
+        started = time.perf_counter()
+        (plan.rows,) = rows.wait()
+        return StepResult(plan.step_id, [], forward_s=launching_s + time.perf_counter() - started)
 
     def has_unfinished(self) -> bool:
-        """True if `step()` has work left."""
-        return bool(self._requests)
+        """True if `step()` has work left, including steps in flight."""
+        return bool(self._in_flight or self._requests)
 
     def capacity(self) -> Capacity:
         limits = self._parts.limits
@@ -203,8 +207,8 @@ class PoolingEngine(EngineLoop[PoolingParts, _Batch]):
         while self._waiting:
             text = self._waiting[0][1]
             request = text.request
-            if self._requests.get(request.request_id) is not request:
-                heapq.heappop(self._waiting)  # it has ended
+            if not self._is_current(request):
+                heapq.heappop(self._waiting)
                 continue
             if texts and not self._may_join(text, texts[0].request, budget):
                 break
@@ -228,6 +232,8 @@ class PoolingEngine(EngineLoop[PoolingParts, _Batch]):
         failed: list[_Request] = []
         for text, row, sound in zip(plan.texts, plan.rows, is_sound, strict=True):
             request = text.request
+            if not self._is_current(request):
+                continue
             request.rows[text.index] = row
             request.num_left -= 1
             request.tokens_done += text.length
@@ -275,13 +281,17 @@ class PoolingEngine(EngineLoop[PoolingParts, _Batch]):
     def _is_device_alive(self) -> bool:
         return self._model.device.is_alive()
 
+    def _is_current(self, request: _Request) -> bool:
+        """Return False for a request that has ended."""
+        return self._requests.get(request.request_id) is request
+
     def _request_ids(self, plan: _Batch) -> list[str]:
         return list({text.request.request_id: None for text in plan.texts})
 
     def _run_again(self, plan: _Batch, message: str) -> list[RequestOutput]:
         self._num_failed_steps += 1
         first = plan.texts[0].request
-        if first.has_failed and len(self._request_ids(plan)) == 1:
+        if first.has_failed and self._is_current(first) and len(self._request_ids(plan)) == 1:
             return [self._end(first, "error", message, "engine_error")]
         for text in plan.texts:
             text.request.has_failed = True

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.devices.backend import DeviceBackend
+from pagemill.engine.devices.backend import DeviceBackend, HostCopy
 from pagemill.engine.errors import ConfigError, ModelLoadError
 from pagemill.engine.layers.library import model_class
 from pagemill.engine.layers.linear import LinearOptions, replace_linears
@@ -43,7 +43,7 @@ class PackedBatch:
 
 @dataclass(slots=True)
 class PoolingModel:
-    """A loaded model. `compute` runs on the thread that owns it."""
+    """A loaded model. `launch` runs on the thread that owns it."""
 
     base: Any
     """One of transformers' encoders or decoders, without a head."""
@@ -59,9 +59,10 @@ class PoolingModel:
     fingerprint: str
 
     @torch.inference_mode()
-    def compute(self, batch: PackedBatch, num_skipped: int = 0) -> torch.Tensor:
-        """Return the rows [num_texts, width] of a batch, fp32 on the host: vectors, or logits."""
-        texts, device = PackedTexts.from_lengths(batch.lengths), self.device.device
+    def launch(self, batch: PackedBatch, num_skipped: int = 0) -> HostCopy:
+        """Start computing a batch; its one tensor, [num_texts, width] in fp32, has vectors or logits."""
+        device = self.device.device
+        texts = PackedTexts.from_lengths(batch.lengths, device)
         ends = np.cumsum(batch.lengths)
         inputs: dict[str, Any] = {
             "input_ids": batch.token_ids,
@@ -79,7 +80,7 @@ class PoolingModel:
             rows = self.head(states, texts, num_skipped)
         else:
             rows = self.head(states, texts, to_device(self._last_tokens(batch, ends), device))
-        return self.device.to_host([rows]).wait()[0]
+        return self.device.to_host([rows])
 
     def _positions(self, batch: PackedBatch, starts: Any) -> Any:
         """Return each token's position in its text."""

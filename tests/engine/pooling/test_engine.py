@@ -11,6 +11,7 @@ from transformers import AutoModel
 
 from pagemill.engine.builder import describe_model
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices.backend import HostCopy
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ConfigError, DeviceLost, InvalidRequest
 from pagemill.engine.outputs import RequestOutput
@@ -83,16 +84,58 @@ def test_one_can_be_aborted(model: Path) -> None:
     assert not engine.has_unfinished()
 
 
+def test_the_next_batch_starts_before_the_last_one_has_ended(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, max_num_batched_tokens=64, async_scheduling=True)
+    seen: list[str] = []
+    launch, wait = type(engine._model).launch, HostCopy.wait
+    monkeypatch.setattr(type(engine._model), "launch", lambda *a: seen.append("launch") or launch(*a))
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: seen.append("wait") or wait(copy))
+    rows = run(engine, "embed", TEXTS)
+    assert seen[:4] == ["launch", "launch", "wait", "launch"]
+    assert np.array_equal(rows, run(engine_of(model, max_num_batched_tokens=64), "embed", TEXTS))
+    assert not engine.has_unfinished()
+
+
+def test_a_request_can_end_while_two_batches_have_its_texts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, max_num_batched_tokens=4, async_scheduling=True)
+    texts = ["w1 w2", "w3 w4", "w5 w6"]
+    for name in ("gone", "bad", "stays"):
+        add(engine, name, texts)
+    assert engine.step() == []
+    (end,) = engine.abort("gone")
+    assert end.finished
+    first = engine._requests["bad"]
+    launch = type(engine._model).launch
+
+    def not_finite(self: Any, batch: Any, *rest: Any) -> HostCopy:
+        copy = launch(self, batch, *rest)
+        is_bad = engine._requests.get("bad") is first
+        return HostCopy([copy.hosts[0] * float("nan")]) if is_bad else copy
+
+    monkeypatch.setattr(type(engine._model), "launch", not_finite)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert {output.request_id for output in outputs if output.finished} == {"bad", "stays"}
+    assert {output.error_code for output in outputs if output.request_id == "bad" and output.finished} == {
+        "output_invalid"
+    }
+
+
 def test_a_batch_that_raises_runs_again_one_by_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(model)
-    compute = type(engine._model).compute
+    launch = type(engine._model).launch
 
     def fails_for_nines(self: Any, batch: Any, *rest: Any) -> Any:
         if 9 in batch.token_ids:
             raise RuntimeError("no nines")
-        return compute(self, batch, *rest)
+        return launch(self, batch, *rest)
 
-    monkeypatch.setattr(type(engine._model), "compute", fails_for_nines)
+    monkeypatch.setattr(type(engine._model), "launch", fails_for_nines)
     for name, text in (("a", [1, 4, 2]), ("bad", [1, 9, 2]), ("b", [1, 5, 2])):
         add(engine, name, [text])
     outputs: list[RequestOutput] = []
@@ -109,7 +152,7 @@ def test_a_lost_device_ends_the_engine(model: Path, monkeypatch: pytest.MonkeyPa
     def dies(*_: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(type(engine._model), "compute", dies)
+    monkeypatch.setattr(type(engine._model), "launch", dies)
     add(engine, "one", ["w1"])
     for _ in range(2):
         with pytest.raises(DeviceLost) as lost:

@@ -37,6 +37,6 @@ def test_a_batch_stays_on_the_device(model_type: str, kind: str, tmp_path: Path)
     with meta_gpu() as (device, watch):
         model = load_pooling_model(EngineConfig(model=str(tmp_path), dtype="bfloat16"), folder, device)
         with watch.during("step"):
-            rows = model.compute(batch)
+            (rows,) = model.launch(batch).wait()
     assert len(rows) == len(_LENGTHS)
     assert not watch.findings, watch.details

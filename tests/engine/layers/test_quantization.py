@@ -201,6 +201,24 @@ def test_gpus_without_the_kernels_instructions_are_refused(
     assert caught.value.setting == "device"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "asked", "warns"),
+    [(torch.float32, "auto", True), (torch.float32, "float32", False), (torch.bfloat16, "auto", False)],
+)
+def test_a_checkpoint_in_float32_is_reported_on_a_gpu(
+    dtype: torch.dtype,
+    asked: Literal["auto", "float32"],
+    warns: bool,
+    directory: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    CudaBackend().check(EngineConfig(model=directory, dtype=asked), dtype)
+    assert ("dtype=bfloat16 is faster" in caplog.text) is warns
+
+
 @pytest.mark.parametrize("offset", [0.0, 0.375])
 def test_a_files_own_integers_are_not_rounded_again(offset: float) -> None:
     """Rows of integers are exact in 8 bits: the only remaining error is fp32's own rounding."""

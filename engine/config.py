@@ -96,9 +96,9 @@ class EngineConfig:
     otherwise float32."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     """Storage format of keys and values. auto: the model's dtype. fp8 (e4m3) on CUDA needs compute capability 8.9."""
-    attention_backend: Literal["auto", "triton", "fa3"] = "auto"
-    """Attention kernels on CUDA. auto: triton. fa3: FlashAttention 3 of vLLM's package, on an H100 or H200, for layers
-    that it supports."""
+    attention_backend: Literal["auto", "triton", "fa3", "flashinfer"] = "auto"
+    """Attention kernels on CUDA. auto: triton. fa3: FlashAttention 3 of vLLM's package, on an H100 or H200.
+    flashinfer: FlashInfer for prompts. Both for layers that they support."""
     matmul: Literal["auto", "own", "onednn"] = "auto"
     """Matmuls on a CPU: Pagemill's own, or oneDNN's, for which quantized weights are widened. auto: own for AMD and
     quantized weights, otherwise the faster one after a measurement of at most 2 s at the first start."""

@@ -21,6 +21,7 @@ from pagemill.kernels import dispatch, reference
 from pagemill.kernels.dispatch import FaceName
 from pagemill.kernels.gpu.attention_backend import Unavailable
 from pagemill.kernels.gpu.flash_attention import FlashAttention3
+from pagemill.kernels.gpu.flashinfer import FlashInfer
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, as_bytes
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
@@ -108,6 +109,10 @@ def peer_rows(bench: Bench, workload: Workload, ours: Row, amount: float) -> Ite
     if not workload.layers[0].is_scaled:
         with suppress(OSError, Unavailable):  # the section fa3 reports the reason
             peers.append(("FA3", load_fa3(bench).attend, True))
+    if workload.metadata.max_query_len > 1 and not workload.layers[0].is_scaled:
+        with suppress(Unavailable):
+            (library := FlashInfer()).require(bench.device)
+            peers.append(("FlashInfer", library.attend, True))
     if workload.is_dense:
         peers.append(("cuDNN", _dense_attention, False))  # over other keys, so there is no error to report
     for name, attend, is_paged in peers:

@@ -93,7 +93,9 @@ class CudaBackend(DeviceBackend):
 
         self._check_attention(config.attention_backend)
         if dtype is torch.float32 and config.dtype == "auto":
-            logger.warning("the checkpoint is in float32, which a GPU computes slowly: dtype=bfloat16 is faster")
+            logger.warning(
+                "the checkpoint is in float32, which a GPU computes slowly: dtype=bfloat16 is faster"
+            )
 
     def _check_attention(self, name: str) -> None:
         from pagemill.kernels.gpu.attention import LIBRARIES  # imports triton

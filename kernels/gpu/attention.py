@@ -11,6 +11,7 @@ from pagemill.kernels.gpu.attention_backend import PagedAttentionBackend
 from pagemill.kernels.gpu.attention_decode import paged_attention_decode
 from pagemill.kernels.gpu.attention_prefill import paged_attention_prefill
 from pagemill.kernels.gpu.flash_attention import FlashAttention3
+from pagemill.kernels.gpu.flashinfer import FlashInfer
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
@@ -18,7 +19,7 @@ from pagemill.kernels.types.scoring import Scoring
 logger = logging.getLogger(__name__)
 
 
-LIBRARIES: dict[str, PagedAttentionBackend] = {"fa3": FlashAttention3()}
+LIBRARIES: dict[str, PagedAttentionBackend] = {"fa3": FlashAttention3(), "flashinfer": FlashInfer()}
 """Libraries by `LayerCache.attention`."""
 
 

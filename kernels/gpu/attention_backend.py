@@ -29,6 +29,6 @@ class PagedAttentionBackend(Protocol):
     ) -> torch.Tensor:
         """See `pagemill.kernels.dispatch.paged_attention`.
 
-        A call can be captured in a graph: it reads lengths and block tables on the device. Its launches
-        depend only on shapes and on the metadata's bounds.
+        A call for decode rows can be captured in a graph: it reads lengths and block tables on the device. Its
+        launches depend only on shapes and on the metadata's bounds.
         """

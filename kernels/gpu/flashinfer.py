@@ -55,7 +55,7 @@ class _Planner:
         self.wrapper.plan(**_pages(metadata, options["page_size"]), **options)
         self.step = metadata
         if metadata.block_tables.is_cuda:
-            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied = torch.cuda.Event()
             self.copied.record()
 
 

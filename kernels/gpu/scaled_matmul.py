@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagemill.kernels.gpu.tile_order import TILE_GROUP, tile_of_program
 from pagemill.kernels.gpu.tuning import SCALED_MATMUL_INPUTS, scaled_matmul_tile
 from pagemill.kernels.types.layer_cache import FP8
 from pagemill.kernels.types.scaled_rows import ScaledRows
@@ -18,8 +19,6 @@ from pagemill.kernels.types.scaled_rows import ScaledRows
 _LIBRARY_MULTIPLE = 16
 # Sums of more products of two int8 values could overflow int32.
 _MOST_INTEGER_INPUTS = (2**31 - 1) // 127**2
-# Adjacent programs share weights and rows in the L2 cache: this many tiles of rows are grouped.
-_GROUP = 8
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -41,11 +40,9 @@ def scaled_matmul_kernel(
     BLOCK_K: tl.constexpr,
 ):
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N)
-    group = tl.program_id(0) // (GROUP * column_tiles)
-    in_group = tl.program_id(0) % (GROUP * column_tiles)
-    group_size = tl.minimum(row_tiles - group * GROUP, GROUP)
-    rows = (group * GROUP + in_group % group_size) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = in_group // group_size * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_tile, column_tile = tile_of_program(row_tiles, column_tiles, GROUP)
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = rows < num_rows, columns < out_features
     inner = tl.arange(0, BLOCK_K)
     x_ptrs = rows_ptr + rows.to(tl.int64)[:, None] * in_features + inner[None, :]
@@ -106,7 +103,7 @@ def own_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) 
         in_features,
         INTEGER=is_integer,
         WHOLE=in_features % SCALED_MATMUL_INPUTS == 0,
-        GROUP=_GROUP,
+        GROUP=TILE_GROUP,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=SCALED_MATMUL_INPUTS,

@@ -34,6 +34,7 @@ _MODULES: dict[FaceName, dict[str, tuple[str, ...]]] = {
         "gpu.attention": ("paged_attention",),
         "gpu.cache": ("reshape_and_cache",),
         "gpu.copy_blocks": ("copy_blocks",),
+        "gpu.expert_matmul": ("expert_matmul",),
         "gpu.grouped_matmul": ("grouped_matmul",),
         "gpu.low_rank": ("add_low_rank",),
         "gpu.norm": ("add_rms_norm", "norm_and_quantize", "rms_norm"),
@@ -168,6 +169,13 @@ def _is_whole(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) -
     return one.is_contiguous() and other.is_contiguous() and one.dtype is other.dtype
 
 
+def _is_stacked(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+) -> bool:
+    biases = weight if bias is None else bias
+    return weight.is_contiguous() and biases.is_contiguous() and rows.dtype is weight.dtype
+
+
 def _is_contiguous(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> bool:
     return rows.is_contiguous()
 
@@ -194,6 +202,7 @@ scaled_matmul = _dispatched(row_scaled.scaled_matmul, num_strided=2, accepts=_is
 route = _dispatched(experts.route)
 clamped_swiglu = _dispatched(experts.clamped_swiglu)
 sort_by_expert = _dispatched(experts.sort_by_expert)
+expert_matmul = _dispatched(experts.expert_matmul, num_strided=2, accepts=_is_stacked)
 combine_experts = _dispatched(experts.combine_experts, accepts=_is_contiguous)
 gated_delta_rule = _dispatched(recurrence.gated_delta_rule, accepts=_has_fp32_states)
 state_space_scan = _dispatched(recurrence.state_space_scan, accepts=_has_fp32_states)

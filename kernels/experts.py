@@ -1,4 +1,4 @@
-"""Mixture of experts (MoE): routing, sorting by expert and combining, in plain torch.
+"""Mixture of experts (MoE): routing, sorting by expert, matmuls and combining, in plain torch.
 
 A row's experts, their weights and its sum depend only on that row. Experts have no capacity limit, and no row
 is dropped.
@@ -7,6 +7,7 @@ is dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -93,6 +94,29 @@ def sort_by_expert(
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=x.device)
     return x[order // indices.shape[1]], places, offsets
+
+
+def expert_matmul(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply rows [num_rows, in_features], sorted by expert, by each expert's weight.
+
+    The kernel does not read the offsets on the host; this function does, so it waits for a GPU.
+
+    Args:
+        weight: [num_experts, out_features, in_features], contiguous.
+        offsets: int64 [num_experts + 1]: the rows of expert e are offsets[e] .. offsets[e + 1] - 1.
+        bias: [num_experts, out_features].
+
+    Returns:
+        [num_rows, out_features], summed in fp32 with the bias, and rounded once.
+    """
+    out = rows.new_empty(len(rows), weight.shape[1])
+    for expert, (low, high) in enumerate(pairwise(offsets.tolist())):
+        if low < high:
+            added = None if bias is None else bias[expert]
+            out[low:high] = torch.nn.functional.linear(rows[low:high], weight[expert], added)
+    return out
 
 
 def combine_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -134,6 +134,18 @@ SCALED_MATMUL_TILES = (
 )
 
 
+# Matmuls of rows sorted by expert (`expert_matmul`), by an expert's mean number of rows: (maximum mean, element
+# size, tile). A step processes 64 inputs, a cache line of 16-bit values. With few rows, several programs per
+# multiprocessor read weights; the larger tile needs 96 KB. There are only two tiles, so that a startup's largest
+# step and its smallest compile both. fp32 spills on sm_90 with four warps.
+EXPERT_MATMUL_INPUTS = 64
+EXPERT_MATMUL_TILES = (
+    (ANY, 4, Tile(16, 32, 8, 1)),
+    (32, 2, Tile(32, 64, 4, 4)),
+    (ANY, 2, Tile(128, 128, 8, 3)),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The shape of a kernel other than attention: the tile of a program, and its number of warps."""
@@ -257,6 +269,12 @@ def matmul_tile(num_rows: int, element_size: int) -> Tile:
 def scaled_matmul_tile(num_rows: int) -> Tile:
     """Return the tile of `scaled_matmul`: `block_m` rows by `block_n` outputs."""
     return next(tile for most, tile in SCALED_MATMUL_TILES if num_rows <= most)
+
+
+def expert_matmul_tile(mean_rows: int, element_size: int) -> Tile:
+    """Return the tile of `expert_matmul`: `block_m` rows by `block_n` outputs."""
+    tiles = (tile for most, size, tile in EXPERT_MATMUL_TILES if size == element_size and mean_rows <= most)
+    return next(tiles)
 
 
 class Splits(NamedTuple):

@@ -27,7 +27,7 @@ from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.execution import cuda_graphs
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.kernels import dispatch, recurrence, reference, row_scaled
+from pagemill.kernels import dispatch, experts, recurrence, reference, row_scaled
 from pagemill.kernels.gpu import tuning
 
 
@@ -130,7 +130,7 @@ class Launches:
 
 def plain(name: str) -> Callable[..., Any]:
     """Return an operator in plain torch."""
-    home = next(module for module in (reference, row_scaled, recurrence) if hasattr(module, name))
+    home = next(module for module in (reference, row_scaled, recurrence, experts) if hasattr(module, name))
     compute: Callable[..., Any] = getattr(home, name)
     return compute
 

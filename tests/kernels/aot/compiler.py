@@ -27,7 +27,10 @@ SHARED_MEMORY_LIMIT = {
     80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024,
 }  # fmt: skip
 
-_ANY_INTEGER = {"stride_table_row", "num_tokens", "num_splits", "num_rows", "chunks_per_group"}
+_ANY_INTEGER = {
+    "stride_table_row", "num_tokens", "num_splits", "num_rows", "chunks_per_group", "row_tiles",
+    "num_choices",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ _MODULES: dict[FaceName, dict[str, tuple[str, ...]]] = {
         "gpu.cache": ("reshape_and_cache",),
         "gpu.copy_blocks": ("copy_blocks",),
         "gpu.expert_matmul": ("expert_matmul",),
+        "gpu.experts": ("clamped_swiglu", "combine_experts", "sort_by_expert"),
         "gpu.grouped_matmul": ("grouped_matmul",),
         "gpu.low_rank": ("add_low_rank",),
         "gpu.norm": ("add_rms_norm", "norm_and_quantize", "rms_norm"),

@@ -171,6 +171,8 @@ LAUNCHES = {
     # With four warps, fp32's shrink spills on sm_80 with Triton 3.6; with three stages, bf16's expand does.
     "low_rank_shrink": Launch(64, 8),  # inputs
     "low_rank_expand": Launch(64, 4, num_stages=1),  # outputs
+    "expert_places": Launch(4096, 8),  # choices
+    "expert_rows": Launch(1024, 4),  # columns
     "gated_delta_rule": Launch(32, 4),  # columns of a head's state
     "state_space_scan": Launch(32, 4),  # lines of a head's state
 }

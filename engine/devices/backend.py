@@ -20,7 +20,7 @@ from pagemill.engine.config import EngineConfig, StepDefaults
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.experts.experts import replace_experts
 from pagemill.engine.layers.experts.matrices import ExpertMatrices
-from pagemill.engine.layers.experts.products import LoopedProduct
+from pagemill.engine.layers.experts.products import StackedProduct
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct, Matmul, note_paths, replace_linears
@@ -159,7 +159,7 @@ class DeviceBackend(ABC):
 
     def grouped_product(self, matrices: ExpertMatrices, options: LinearOptions) -> nn.Module:
         """Return the best matmul for experts' weights, as defined by `pagemill.engine.layers.experts.products`."""
-        return LoopedProduct(matrices, self.device)
+        return StackedProduct(matrices, self.device)
 
     def quantized_activations(self) -> str:
         """Return the row rounding of matmuls with a quantized checkpoint's weights, for the fingerprint."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,22 +29,10 @@ from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct
 from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight
 
-logger = logging.getLogger(__name__)
-
 _LEAST_CAPABILITY = (8, 0)
 _FP8_CAPABILITY = (8, 9)
 _NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """By `EngineConfig.quantization`."""
-
-
-@cache
-def _warn_of_loop(obstacle: str) -> None:
-    """Log once, not for each layer."""
-    logger.warning(
-        "slow mixture of experts: torch's grouped product cannot be used, because %s; experts run one after the "
-        "other, each layer waits for the GPU, and there are no CUDA graphs",
-        obstacle,
-    )
 
 
 class CudaBackend(DeviceBackend):
@@ -128,10 +114,8 @@ class CudaBackend(DeviceBackend):
                 "no kernel for experts' 8-bit numbers",
                 setting="quantization",
             )
-        obstacle = TorchGroupedProduct.obstacle(matrices, self._capability)
-        if obstacle is None:
+        if TorchGroupedProduct.supports(matrices, self._capability()):
             return TorchGroupedProduct(matrices, self.device)
-        _warn_of_loop(obstacle)
         return super().grouped_product(matrices, options)
 
     def quantized_activations(self) -> str:

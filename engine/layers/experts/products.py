@@ -15,6 +15,7 @@ from torch import nn
 
 from pagemill.engine.layers.experts.matrices import ExpertMatrices
 from pagemill.engine.layers.int8_products import PlainInt8Product
+from pagemill.kernels import dispatch
 
 if TYPE_CHECKING:
     from pagemill.kernels.cpu.experts.grouped import GroupedWeights
@@ -26,52 +27,44 @@ _GROUPED_CAPABILITIES = (9, 10)
 MakeGroupedProduct = Callable[[ExpertMatrices], nn.Module]
 
 
-class LoopedProduct(nn.Module):
-    """Experts computed sequentially, by torch."""
+class StackedProduct(nn.Module):
+    """All experts in one launch by Pagemill's kernel on a GPU; sequentially by torch on other devices."""
 
     def __init__(self, matrices: ExpertMatrices, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(matrices.stacked(device), requires_grad=False)
-        self.bias = _placed(matrices.bias, device)
+        bias = matrices.bias
+        self.bias = None if bias is None else nn.Parameter(bias.to(device).contiguous(), requires_grad=False)
 
     def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        out = rows.new_empty(len(rows), self.weight.shape[1])
-        bounds = offsets.tolist()
-        for expert, (low, high) in enumerate(pairwise(bounds)):
-            if low < high:
-                bias = None if self.bias is None else self.bias[expert]
-                out[low:high] = nn.functional.linear(rows[low:high], self.weight[expert], bias)
-        return out
+        return dispatch.expert_matmul(rows, self.weight, offsets, self.bias)
 
 
 class TorchGroupedProduct(nn.Module):
-    """All experts in one launch, by `torch._grouped_mm`, if torch has a kernel for the GPU and the weights.
+    """All experts in one launch, by `torch._grouped_mm`.
 
-    Otherwise torch multiplies the experts sequentially, and waits for the device in each layer.
+    Without a kernel for the GPU and the weights, torch multiplies the experts sequentially, and waits for the device
+    in each layer.
     """
 
     def __init__(self, matrices: ExpertMatrices, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(matrices.stacked(device), requires_grad=False)
-        self.bias = _placed(matrices.bias, device)
 
     @staticmethod
-    def obstacle(matrices: ExpertMatrices, capability: Callable[[], tuple[int, int]]) -> str | None:
-        """Return why torch lacks a kernel for these weights at this compute capability; None if it has one."""
-        if matrices.dtype is not torch.bfloat16:
-            return f"the model's dtype is {matrices.dtype}, not bfloat16"
-        if matrices.in_features % 8 or matrices.out_features % 8:
-            return f"{matrices.in_features} x {matrices.out_features} is not a multiple of 8"
-        if (found := capability())[0] not in _GROUPED_CAPABILITIES:
-            return f"a GPU of compute capability {found[0]}.{found[1]} has no kernel for it"
-        return None if hasattr(torch, "_grouped_mm") else "this version of torch does not have it"
+    def supports(matrices: ExpertMatrices, capability: tuple[int, int]) -> bool:
+        """Return True if torch has a kernel for these weights at this compute capability, and there is no bias."""
+        return (
+            matrices.dtype is torch.bfloat16
+            and matrices.bias is None
+            and not (matrices.in_features % 8 or matrices.out_features % 8)
+            and capability[0] in _GROUPED_CAPABILITIES
+            and hasattr(torch, "_grouped_mm")
+        )
 
     def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         ends = offsets[1:].to(torch.int32)
         out: torch.Tensor = torch._grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
-        if self.bias is not None:
-            experts = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
-            out = out + self.bias[experts]
         return out
 
 
@@ -128,7 +121,3 @@ class PlainInt8Experts(nn.Module):
             if low < high:
                 out[low:high] = self.experts[expert](rows[low:high])
         return out
-
-
-def _placed(bias: torch.Tensor | None, device: torch.device) -> nn.Parameter | None:
-    return None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)

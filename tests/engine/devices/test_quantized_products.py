@@ -7,7 +7,6 @@ from typing import cast
 import pytest
 import torch
 
-from pagemill.engine.devices import cuda
 from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.devices.quantized_products import (
     GroupedProduct,
@@ -17,7 +16,7 @@ from pagemill.engine.devices.quantized_products import (
 )
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.experts.matrices import ExpertMatrices
-from pagemill.engine.layers.experts.products import LoopedProduct, TorchGroupedProduct
+from pagemill.engine.layers.experts.products import StackedProduct, TorchGroupedProduct
 from pagemill.engine.layers.linear import DenseProduct, LinearOptions
 from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight, joined
 from pagemill.engine.models.quantized.reader import join_parts
@@ -147,26 +146,24 @@ def test_cuts(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "capability", "reason"),
+    ("dtype", "sizes", "capability", "is_torch"),
     [
-        (torch.bfloat16, (16, 8), (9, 0), None),
-        (torch.bfloat16, (16, 8), (10, 3), None),
-        (torch.bfloat16, (16, 8), (8, 9), "compute capability 8.9"),
-        (torch.bfloat16, (16, 8), (12, 0), "compute capability 12.0"),
-        (torch.bfloat16, (12, 8), (9, 0), "8 x 12 is not a multiple of 8"),
-        (torch.float16, (16, 8), (9, 0), "torch.float16, not bfloat16"),
+        (torch.bfloat16, (16, 8), (9, 0), True),
+        (torch.bfloat16, (16, 8), (10, 3), True),
+        (torch.bfloat16, (16, 8), (8, 9), False),
+        (torch.bfloat16, (16, 8), (12, 0), False),
+        (torch.bfloat16, (12, 8), (9, 0), False),
+        (torch.float16, (16, 8), (9, 0), False),
     ],
 )
-def test_experts_without_a_kernel_for_all_of_them_are_reported_once(
-    dtype: torch.dtype, sizes: tuple[int, int], capability: tuple[int, int], reason: str | None,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_torch_multiplies_experts_only_if_it_has_a_kernel(
+    dtype: torch.dtype, sizes: tuple[int, int], capability: tuple[int, int], is_torch: bool, has_bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(CudaBackend, "device", CPU)
     monkeypatch.setattr(CudaBackend, "_capability", lambda _: capability)
-    cuda._warn_of_loop.cache_clear()
-    matrices = ExpertMatrices.from_tensors(torch.zeros(2, *sizes, dtype=dtype))
-    products = [CudaBackend().grouped_product(matrices, LinearOptions()) for _ in range(2)]
-    assert all(
-        isinstance(each, TorchGroupedProduct if reason is None else LoopedProduct) for each in products
-    )
-    assert [reason in record.message for record in caplog.records] == [True] * (reason is not None)
+    bias = torch.zeros(2, sizes[0], dtype=dtype) if has_bias else None
+    matrices = ExpertMatrices.from_tensors(torch.zeros(2, *sizes, dtype=dtype), bias)
+    product = CudaBackend().grouped_product(matrices, LinearOptions())
+    assert isinstance(product, TorchGroupedProduct if is_torch and not has_bias else StackedProduct)

@@ -224,14 +224,14 @@ class MetaCuda(CudaBackend):
 
     device = META
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Watch, capability: tuple[int, int]) -> None:
+        self._watch, self._compute_capability = watch, capability
 
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         pass
 
     def _capability(self) -> tuple[int, int]:
-        return 9, 0
+        return self._compute_capability
 
     def mark(self) -> DeviceEvent:
         return Reached()
@@ -249,10 +249,10 @@ class MetaCuda(CudaBackend):
 
 
 @contextmanager
-def meta_gpu() -> Iterator[tuple[MetaCuda, Watch]]:
+def meta_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[MetaCuda, Watch]]:
     """Let tensors on the meta device take CUDA's paths, with checks, until the end of the block."""
     watch, pinned = Watch(), set[int]()
-    default_face, capabilities = dispatch._default_face, (9, 0)
+    default_face = dispatch._default_face
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -264,12 +264,13 @@ def meta_gpu() -> Iterator[tuple[MetaCuda, Watch]]:
             run()
         return run
 
+    tuning.compute_capability.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", launch)
         patch.setattr(
             dispatch, "_default_face", lambda kind: default_face("cuda" if kind == "meta" else kind)
         )
-        patch.setattr(tuning, "_ASSUMED_CAPABILITY", capabilities)
+        patch.setattr(tuning, "_ASSUMED_CAPABILITY", capability)
         patch.setattr(tuning, "_ASSUMED_MULTIPROCESSORS", 132)
         patch.setattr(cuda_graphs, "capture_graph", capture)
         # Kernels compute nothing here, so there is nothing to compare.
@@ -277,4 +278,5 @@ def meta_gpu() -> Iterator[tuple[MetaCuda, Watch]]:
         # Whether positions restart, which is read back while a model is observed: here they do not.
         patch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
         with _Functions(watch, pinned), _Operations(watch, pinned):
-            yield MetaCuda(watch), watch
+            yield MetaCuda(watch, capability), watch
+    tuning.compute_capability.cache_clear()

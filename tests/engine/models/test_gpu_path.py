@@ -89,9 +89,9 @@ def _launch(parts: EngineParts, plans: list[StepPlan], watch: Watch) -> None:
             parts.executor.launch(plan).wait()
 
 
-def _run(directory: Path, **options: Any) -> Watch:
+def _run(directory: Path, capability: tuple[int, int] = (9, 0), **options: Any) -> Watch:
     """Serve a checkpoint: its weights are read on the host and moved, and so are a module's other tensors."""
-    with meta_gpu() as (device, watch):
+    with meta_gpu(capability) as (device, watch):
         parts = _build(directory, device, options)
         executor: Any = parts.executor
         is_captured = isinstance(executor._forward_passes[0], DecodeGraphs)
@@ -132,6 +132,13 @@ def test_registered_families(case: str, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_settings(options: dict[str, Any], tmp_path: Path) -> None:
     watch = _run(CASES["llama"]().write(tmp_path), **options)
+    assert not watch.findings, watch.report()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_experts_without_torchs_grouped_product(dtype: str, tmp_path: Path) -> None:
+    checkpoint = CASES["qwen3_moe, a dense layer between"]()
+    watch = _run(checkpoint.write(tmp_path), (8, 0), **(checkpoint.options | {"dtype": dtype}))
     assert not watch.findings, watch.report()
 
 

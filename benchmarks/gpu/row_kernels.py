@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.attention import LLAMA_8B, TOY
 from benchmarks.gpu.models import Shape
 from benchmarks.gpu.section import Bench, Row
-from pagemill.kernels import dispatch, recurrence, reference
+from pagemill.kernels import dispatch, experts, recurrence, reference
 from pagemill.kernels.types.grouped_weight import GroupedWeight
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
 from pagemill.kernels.types.low_rank import AdapterRows
@@ -65,6 +65,8 @@ def correctness(bench: Bench, sizes: Sizes, dtypes: Sequence[torch.dtype]) -> It
         yield from _scaled_cases(bench, sizes, dtype)
         yield from _cache_cases(bench, sizes, dtype)
         yield _low_rank(bench, sizes, dtype)
+        for num_experts in (2, 9):
+            yield from _experts(bench, sizes, dtype, num_experts)
     yield _copied_blocks(bench, sizes)
     yield from _recurrences(bench)
     yield from _sampled(bench, sizes)
@@ -259,6 +261,38 @@ def _low_rank(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Row:
         dispatch.add_low_rank(case.out, case.x, case.table, rows)
     error = ((case.out.double() - truth).norm() / truth.norm()).item()
     return _checked("add_low_rank", dtype, error, _RELATIVE[dtype])
+
+
+def _experts(bench: Bench, sizes: Sizes, dtype: torch.dtype, num_experts: int) -> Iterator[Row]:
+    """Two experts per row, and with more than two experts one without rows."""
+    device = bench.device
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    x = draw(sizes.num_tokens, sizes.hidden_size)
+    weight = draw(num_experts, sizes.intermediate_size, sizes.hidden_size)
+    bias, gate_up = draw(*weight.shape[:2]), 4 * draw(2 * sizes.num_tokens, 2 * sizes.intermediate_size)
+    shares = torch.rand(sizes.num_tokens, max(2, num_experts - 1), device=device)
+    weights, indices = shares.topk(2)
+    with dispatch.override(bench.face):
+        rows, places, offsets = found = dispatch.sort_by_expert(x, indices, num_experts)
+        products = [dispatch.expert_matmul(rows, weight, offsets, added) for added in (None, bias)]
+        gated = dispatch.clamped_swiglu(gate_up, 1.702, 7.0)
+        combined = dispatch.combine_experts(products[0], places, weights)
+    expected = experts.sort_by_expert(x, indices, num_experts)
+    differing = max((a.double() - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+    yield _checked(f"sort_by_expert, {num_experts} experts", dtype, differing, 0.0)
+    truth = experts.expert_matmul(rows.double(), weight.double(), offsets, None)
+    owners = torch.repeat_interleave(offsets.diff())
+    for name, out, wanted in [
+        ("expert_matmul", products[0], truth),
+        ("expert_matmul with biases", products[1], truth + bias.double()[owners]),
+        ("clamped_swiglu", gated, experts.clamped_swiglu(gate_up.double(), 1.702, 7.0)),
+        ("combine_experts", combined, experts.combine_experts(products[0].double(), places, weights)),
+    ]:
+        error = ((out.double() - wanted).norm() / wanted.norm()).item()
+        yield _checked(f"{name}, {num_experts} experts", dtype, error, _RELATIVE[dtype])
 
 
 def _copied_blocks(bench: Bench, sizes: Sizes) -> Row:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.conftest import run_python
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow  # a minute of compiling
 
-
-slow = pytest.mark.slow  # a minute of compiling
-
+SIZES: dict[str, Any] = {
+    "vocab_size": 1003, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
+}  # fmt: skip
+# Sizes that torch's grouped matmul does not support.
+MIXTURE = Qwen3MoeConfig(**SIZES, moe_intermediate_size=102, num_experts=8, num_experts_per_tok=2)
+EXPERTS = {
+    "combine_experts_kernel": 1, "expert_matmul_kernel": 4, "expert_places_kernel": 1, "spread_rows_kernel": 1,
+}  # fmt: skip
+"""Variants of each kernel; the matmuls have two sizes."""
 ROUNDED = {"rms_norm_kernel", "quantize_rows_kernel", "scaled_matmul_kernel"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -31,17 +39,7 @@ ROUNDED = {"rms_norm_kernel", "quantize_rows_kernel", "scaled_matmul_kernel"}
     ids=lambda options: "-".join(map(str, options.values())) or "bf16",
 )
 def test_requests_compile_nothing(options: dict[str, object], tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=1003, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    done = run_python(
-        "-m", "tests.engine.execution.fake_gpu", str(tmp_path), json.dumps(options), timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rounds = json.loads(done.stdout.splitlines()[-1])
-    start = rounds.pop("start")
+    start = _compiled_at_start(LlamaConfig(**SIZES), options, tmp_path)
     assert {name for name in start if "attention" in name} == {
         "paged_attention_decode_kernel",
         "paged_attention_prefill_kernel",
@@ -54,5 +52,23 @@ def test_requests_compile_nothing(options: dict[str, object], tmp_path: Path) ->
     } <= set(start)
     if "quantization" in options:
         assert set(start) >= ROUNDED
+
+
+def test_requests_to_experts_compile_nothing(tmp_path: Path) -> None:
+    """Both tiles of the matmuls are compiled."""
+    start = _compiled_at_start(MIXTURE, {}, tmp_path)
+    assert {name: start[name] for name in EXPERTS} == EXPERTS
+
+
+def _compiled_at_start(config: PretrainedConfig, options: dict[str, object], directory: Path) -> Any:
+    """Return the number of variants of each kernel; requests must compile no others."""
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
+    done = run_python(
+        "-m", "tests.engine.execution.fake_gpu", str(directory), json.dumps(options), timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rounds = json.loads(done.stdout.splitlines()[-1])
+    start = rounds.pop("start")
     assert len(rounds) >= 4
     assert not any(rounds.values()), f"compiled while serving: {rounds}"
+    return start

@@ -44,7 +44,7 @@ def route(
         bias: [num_experts], added to the scores for the choice, not for the weights.
 
     Returns:
-        Weights fp32 [num_rows, top_k], and experts int64 [num_rows, top_k], best first.
+        Weights fp32 [num_rows, top_k], and experts int64 [num_rows, top_k], best first, the lowest of equal ones first.
     """
     logits = logits.float()
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
@@ -55,7 +55,7 @@ def route(
         kept = torch.zeros_like(best, dtype=torch.bool)
         kept.scatter_(1, best.topk(routing.kept_groups, dim=-1).indices, True)
         choice = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
-    indices = choice.topk(routing.top_k, dim=-1).indices
+    indices = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     weights = scores.gather(1, indices)
     if routing.normalizes:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)

@@ -47,6 +47,15 @@ def test_routing(routing: Routing, has_bias: bool) -> None:
     torch.testing.assert_close(found_weights, weights, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("routing", ROUTINGS[:3])
+def test_the_lowest_of_equal_experts_is_first(routing: Routing) -> None:
+    logits = torch.randint(-1, 2, (300, 16)).float()
+    with dispatch.override("reference"):
+        _, indices = dispatch.route(logits, None, routing)
+    assert torch.equal(dispatch.route(logits, None, routing)[1], indices)
+    assert torch.equal(dispatch.route(torch.zeros(1, 16), None, routing)[1][0], torch.arange(routing.top_k))
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_numbers_that_are_not_finite_choose_distinct_experts(routing: Routing, broken: float) -> None:

@@ -41,6 +41,7 @@ _MODULES: dict[FaceName, dict[str, tuple[str, ...]]] = {
         "gpu.norm": ("add_rms_norm", "norm_and_quantize", "rms_norm"),
         "gpu.quantize": ("quantize_rows", "silu_and_quantize"),
         "gpu.recurrence": ("gated_delta_rule", "state_space_scan"),
+        "gpu.route": ("route",),
         "gpu.rotary_cache": ("rotary_and_cache",),
         "gpu.sampling": ("sample_tokens",),
         "gpu.scaled_matmul": ("scaled_matmul",),

@@ -12,13 +12,35 @@ from pagemill.kernels.gpu.experts import (
     expert_places_kernel,
     spread_rows_kernel,
 )
-from pagemill.kernels.gpu.tuning import LAUNCHES
+from pagemill.kernels.gpu.route import route_kernel
+from pagemill.kernels.gpu.tuning import LAUNCHES, Tile, next_power_of_2, row_warps
 from tests.kernels.aot.compiler import compile_kernel
 from tests.kernels.aot.specializations import row_tile, typed
 
 pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 
 slow = pytest.mark.slow  # slow to compile, and similar to a case that always runs
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "is_plain"),
+    [(128, 8, True), pytest.param(512, 22, False, marks=slow), pytest.param(8, 1, False, marks=slow)],
+)
+def test_route(num_experts: int, top_k: int, is_plain: bool, capability: int) -> None:
+    arguments: dict[str, Any] = {
+        **typed("*fp32", "weights_ptr logits_ptr"),
+        **typed(None if is_plain else "*fp32", "bias_ptr"),
+        **typed("*i64", "experts_ptr"),
+        **typed("i32", "stride_row"),
+        **typed("fp32", "epsilon scale"),
+        "SIGMOID": not is_plain,
+        "NORMALIZES": True,
+        "NUM_EXPERTS": num_experts,
+        "NUM_EXPERTS_PADDED": next_power_of_2(num_experts),
+        "TOP_K": top_k,
+        "TOP_K_PADDED": next_power_of_2(top_k),
+    }
+    compile_kernel(route_kernel, arguments, capability, Tile(0, 0, row_warps(num_experts), 3))
 
 
 def test_places(capability: int) -> None:

@@ -11,6 +11,7 @@ from benchmarks.gpu.attention import LLAMA_8B, TOY
 from benchmarks.gpu.models import Shape
 from benchmarks.gpu.section import Bench, Row
 from pagemill.kernels import dispatch, experts, recurrence, reference
+from pagemill.kernels.experts import Routing
 from pagemill.kernels.types.grouped_weight import GroupedWeight
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
 from pagemill.kernels.types.low_rank import AdapterRows
@@ -273,19 +274,25 @@ def _experts(bench: Bench, sizes: Sizes, dtype: torch.dtype, num_experts: int) -
     x = draw(sizes.num_tokens, sizes.hidden_size)
     weight = draw(num_experts, sizes.intermediate_size, sizes.hidden_size)
     bias, gate_up = draw(*weight.shape[:2]), 4 * draw(2 * sizes.num_tokens, 2 * sizes.intermediate_size)
-    shares = torch.rand(sizes.num_tokens, max(2, num_experts - 1), device=device)
-    weights, indices = shares.topk(2)
+    logits = torch.randn(sizes.num_tokens, num_experts, device=device)
+    logits[:, 2:][:, -1:] = -100.0
+    routing = Routing(top_k=2, normalizes=True)
     with dispatch.override(bench.face):
+        weights, indices = dispatch.route(logits, None, routing)
         rows, places, offsets = found = dispatch.sort_by_expert(x, indices, num_experts)
         products = [dispatch.expert_matmul(rows, weight, offsets, added) for added in (None, bias)]
         gated = dispatch.clamped_swiglu(gate_up, 1.702, 7.0)
         combined = dispatch.combine_experts(products[0], places, weights)
+    true_weights, true_indices = experts.route(logits, None, routing)
+    differing = (indices != true_indices).sum().item()
+    yield _checked(f"route: choices that differ, {num_experts} experts", dtype, differing, 0.0)
     expected = experts.sort_by_expert(x, indices, num_experts)
     differing = max((a.double() - b).abs().max().item() for a, b in zip(found, expected, strict=True))
     yield _checked(f"sort_by_expert, {num_experts} experts", dtype, differing, 0.0)
     truth = experts.expert_matmul(rows.double(), weight.double(), offsets, None)
     owners = torch.repeat_interleave(offsets.diff())
     for name, out, wanted in [
+        ("route", weights, true_weights.double()),
         ("expert_matmul", products[0], truth),
         ("expert_matmul with biases", products[1], truth + bias.double()[owners]),
         ("clamped_swiglu", gated, experts.clamped_swiglu(gate_up.double(), 1.702, 7.0)),

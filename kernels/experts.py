@@ -50,7 +50,7 @@ def route(
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
     choice = scores if bias is None else scores + bias
     if routing.num_groups > 1:
-        groups = choice.view(len(choice), routing.num_groups, -1)
+        groups = choice.unflatten(1, (routing.num_groups, -1))
         best = groups.topk(min(routing.group_best, groups.shape[-1]), dim=-1).values.sum(dim=-1)
         kept = torch.zeros_like(best, dtype=torch.bool)
         kept.scatter_(1, best.topk(routing.kept_groups, dim=-1).indices, True)

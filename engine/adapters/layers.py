@@ -16,10 +16,7 @@ from pagemill.engine.adapters.folder import LowRank, read_adapter
 from pagemill.engine.errors import AdapterError
 from pagemill.engine.layers.linear import Linear
 from pagemill.engine.models.families.family import Family, unchanged
-from pagemill.kernels.types.low_rank import LowRankTable, Matrices
-
-_NUMBERS = 3
-"""Size of an entry: two addresses and the rank."""
+from pagemill.kernels.types.low_rank import ENTRY_NUMBERS, LowRankTable, Matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ class ReadyAdapter:
     adapter: Adapter
     matrices: list[Matrices | None]
     entries: torch.Tensor
-    """int64 [num_parts, 3], on the host."""
+    """int64 [num_parts, ENTRY_NUMBERS], on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +75,11 @@ class AdaptedLayers:
         self._device = next(module.parameters()).device
         self._dtype: torch.dtype = module.dtype
         self._entries = torch.zeros(
-            num_slots, len(self._parts), _NUMBERS, dtype=torch.int64, device=self._device
+            num_slots, len(self._parts), ENTRY_NUMBERS, dtype=torch.int64, device=self._device
         )
         for linear, parts in self._linears:
             widths = [width for _, width in linear.sources]
-            starts = torch.tensor([0, *torch.tensor(widths).cumsum(0).tolist()], device=self._device)
-            linear.adapters = LowRankTable(self._entries[:, parts], starts, max_rank)
+            linear.adapters = LowRankTable.of_widths(self._entries[:, parts], widths, max_rank)
 
     def _add(self, linear: Linear) -> None:
         first = len(self._parts)
@@ -103,7 +99,7 @@ class AdaptedLayers:
         if adapter.digest != folder.digest:  # after an eviction it has been checked
             self._check_copies(folder.copies)
         matrices: list[Matrices | None] = [None] * len(self._parts)
-        entries = torch.zeros(len(self._parts), _NUMBERS, dtype=torch.int64)
+        entries = torch.zeros(len(self._parts), ENTRY_NUMBERS, dtype=torch.int64)
         num_bytes, rank = 0, max(change.rank for change in folder.layers.values())
         if rank > self._max_rank:
             raise AdapterError(f"the rank of {rank} is more than max_adapter_rank ({self._max_rank})")
@@ -114,7 +110,7 @@ class AdaptedLayers:
                 if not (a.isfinite().all() and b.isfinite().all()):
                     raise AdapterError(f"{path} has numbers that {self._dtype} does not hold")
                 matrices[part.index] = pair
-                entries[part.index] = torch.tensor([a.data_ptr(), b.data_ptr(), change.rank])
+                entries[part.index, :3] = torch.tensor([a.data_ptr(), b.data_ptr(), change.rank])
                 num_bytes += a.nbytes + b.nbytes
         self._warm_up()
         found = Adapter(adapter.name, adapter.directory, folder.digest, rank, num_bytes)

@@ -29,6 +29,9 @@ SHORT_CONTEXT_TOKENS = 4096
 # Limits the partial results: 64 * head_dim floats per head and row, 16 with many rows.
 MAX_SPLITS = 64
 MAX_LONG_SPLITS = 16
+# Parts of the inputs of an adapter's first matmul. The second one adds their sums.
+MIN_LOW_RANK_INPUTS = 256
+MAX_LOW_RANK_SPLITS = 16
 # Parts of a vocabulary that are sampled in parallel.
 MAX_SAMPLING_SPLITS = 64
 
@@ -168,8 +171,8 @@ LAUNCHES = {
     # 16 candidates times 512 int64 sums over eight warps are 64 registers per thread.
     "sampling_cuts": Launch(512, 8),  # logits
     "gumbel_argmax": Launch(1024, 4),  # logits
-    # With four warps, fp32's shrink spills on sm_80 with Triton 3.6; with three stages, bf16's expand does.
-    "low_rank_shrink": Launch(64, 8),  # inputs
+    # With three stages, bf16's expand spills with Triton 3.6. With 64 inputs, shrink reads 8 bytes at a time.
+    "low_rank_shrink": Launch(128, 8),  # inputs
     "low_rank_expand": Launch(64, 4, num_stages=1),  # outputs
     "expert_places": Launch(4096, 8),  # choices
     "expert_rows": Launch(1024, 4),  # columns
@@ -307,3 +310,15 @@ def sampling_splits(num_rows: int, vocab_size: int, block: int, most: int, devic
     """Return the number of parts of each row's vocabulary, up to `most`, so that few rows also fill the device."""
     wanted = (4 * multiprocessors(device)) // max(1, num_rows)
     return max(1, min(wanted, -(-vocab_size // block), most))
+
+
+def low_rank_splits(num_programs: int, in_features: int, device: torch.device) -> tuple[int, int]:
+    """Return how to split the inputs of adapters' first matmul: the number of parts, and the inputs of each.
+
+    `num_programs` is the number before the split. A part consists of whole steps of the kernel's loop.
+    """
+    wanted = min((4 * multiprocessors(device)) // max(1, num_programs), MAX_LOW_RANK_SPLITS)
+    step = LAUNCHES["low_rank_shrink"].block
+    least = max(MIN_LOW_RANK_INPUTS, -(-in_features // max(1, wanted)))
+    inputs = -(-least // step) * step
+    return -(-in_features // inputs), inputs

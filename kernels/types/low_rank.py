@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +14,14 @@ import torch
 NO_ADAPTER = -1
 TILE_ROWS = 16
 """Maximum number of rows in a tile: the minimum of a GPU's matmul."""
+ENTRY_NUMBERS = 4
+"""Size of an entry. The last number is padding, so that each starts at a multiple of 16 bytes."""
+_MOST_MULTIPLE = 16
 
 Matrices = tuple[torch.Tensor, torch.Tensor]
-"""A [rank, in_features] and B [rank, width], both contiguous: x A^T B is added to a row's part of the output."""
+"""A [rank, in_features] and B [rank, width]: x A^T B is added to a row's part of the output.
+
+Both are contiguous and start at a multiple of 16 bytes, as every allocation of torch does."""
 
 
 @dataclass(slots=True)
@@ -25,7 +33,7 @@ class LowRankTable:
     """
 
     entries: torch.Tensor
-    """int64 [num_slots, num_parts, 3] on the layer's device: addresses of A and B, and the rank; rank 0: none.
+    """int64 [num_slots, num_parts, ENTRY_NUMBERS] on the layer's device: addresses of A and B, and the rank, 0: none.
 
     The last two dimensions are contiguous.
     """
@@ -33,8 +41,16 @@ class LowRankTable:
     """int64 [num_parts + 1] on the layer's device: the start of each part in the outputs, and the end of the last."""
     max_rank: int
     """Maximum rank."""
+    width_multiple: int
+    """A power of two, up to 16, that divides the width of each part."""
     matrices: dict[int, list[Matrices | None]] = field(default_factory=dict)
     """Slot -> the matrices of each part; these references keep the addresses valid."""
+
+    @classmethod
+    def of_widths(cls, entries: torch.Tensor, widths: Sequence[int], max_rank: int) -> LowRankTable:
+        """Return the table of a layer whose parts have these widths."""
+        starts = torch.tensor([0, *accumulate(widths)], device=entries.device)
+        return cls(entries, starts, max_rank, gcd(_MOST_MULTIPLE, *widths))
 
     @property
     def num_parts(self) -> int:

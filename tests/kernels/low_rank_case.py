@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagemill.kernels.types.low_rank import AdapterRows, LowRankTable, Matrices, tiled
+from pagemill.kernels.types.low_rank import ENTRY_NUMBERS, AdapterRows, LowRankTable, Matrices, tiled
 
 
 @dataclass
@@ -46,8 +46,8 @@ def low_rank_case(
     """Create a case. `ranks`: for each part, for each slot; 0: the adapter does not have this part."""
     torch.manual_seed(3)
     starts = [0, *np.cumsum(widths).tolist()]
-    entries = torch.zeros(len(ranks), len(widths), 3, dtype=torch.int64)
-    table = LowRankTable(entries, torch.tensor(starts), max(map(max, ranks)))
+    entries = torch.zeros(len(ranks), len(widths), ENTRY_NUMBERS, dtype=torch.int64)
+    table = LowRankTable.of_widths(entries, widths, max(map(max, ranks)))
     for slot, parts in enumerate(ranks):
         matrices: list[Matrices | None] = []
         for part, rank in enumerate(parts):
@@ -56,7 +56,7 @@ def low_rank_case(
                 continue
             a, b = torch.randn(rank, in_features).to(dtype), torch.randn(rank, widths[part]).to(dtype)
             matrices.append((a, b))
-            entries[slot, part] = torch.tensor([a.data_ptr(), b.data_ptr(), rank])
+            entries[slot, part, :3] = torch.tensor([a.data_ptr(), b.data_ptr(), rank])
         table.matrices[slot] = matrices
     x = torch.randn(len(slots), 2 * in_features).to(dtype)[:, :in_features]
     out = torch.randn(len(slots), starts[-1] + 8).to(dtype)[:, : starts[-1]]

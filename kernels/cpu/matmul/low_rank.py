@@ -18,7 +18,7 @@ from pagemill.kernels.cpu.jit.compiler import (
 )
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, ZERO
 from pagemill.kernels.cpu.jit.threads import launch_rows
-from pagemill.kernels.types.low_rank import NO_ADAPTER, AdapterRows, LowRankTable
+from pagemill.kernels.types.low_rank import ENTRY_NUMBERS, NO_ADAPTER, AdapterRows, LowRankTable
 
 I64 = 8
 
@@ -27,7 +27,7 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
     """See `pagemill.kernels.dispatch.add_low_rank`. fp32 only."""
     assert out.dtype is x.dtype is torch.float32
     assert table.entries.stride(2) == 1
-    assert table.entries.stride(1) == 3
+    assert table.entries.stride(1) == ENTRY_NUMBERS
     num_rows, in_features = x.shape
     products = torch.empty(num_rows, table.max_rank)
     arguments = (
@@ -49,7 +49,7 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
 
 def warm_up() -> None:
     """Compile the kernel, or load it from disk, before a step needs it."""
-    table = LowRankTable(torch.zeros(1, 1, 3, dtype=torch.int64), torch.tensor([0, 64]), 1)
+    table = LowRankTable.of_widths(torch.zeros(1, 1, ENTRY_NUMBERS, dtype=torch.int64), [64], 1)
     x, slots = torch.zeros(1, 64), torch.full((1,), NO_ADAPTER, dtype=torch.int32)
     add_low_rank(x, x.clone(), table, AdapterRows(slots, slots[:0], slots[:0]))
 
@@ -140,7 +140,7 @@ def low_rank_rows(
             source, target = x + F32 * row * x_stride, out + F32 * row * out_stride
             small = products + F32 * row * max_rank
             for part in range(num_parts):
-                entry = entries + I64 * (slot * slot_stride + 3 * part)
+                entry = entries + I64 * (slot * slot_stride + ENTRY_NUMBERS * part)
                 rank = i64_pointer(entry)[2]
                 if rank > 0:
                     begin, end = i64_pointer(starts)[part], i64_pointer(starts)[part + 1]

@@ -28,7 +28,7 @@ SHARED_MEMORY_LIMIT = {
 }  # fmt: skip
 
 _ANY_INTEGER = {
-    "stride_table_row", "num_tokens", "num_splits", "num_rows", "chunks_per_group", "row_tiles",
+    "stride_table_row", "num_tokens", "num_splits", "num_rows", "num_adapted", "chunks_per_group", "row_tiles",
     "num_choices",
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 
 from pagemill.kernels.gpu.low_rank import expand_kernel, rank_block, shrink_kernel
 from pagemill.kernels.gpu.tuning import LAUNCHES
-from pagemill.kernels.types.low_rank import TILE_ROWS
+from pagemill.kernels.types.low_rank import ENTRY_NUMBERS, TILE_ROWS
 from tests.kernels.aot.compiler import compile_kernel
 from tests.kernels.aot.specializations import row_tile, typed
 
@@ -19,7 +19,8 @@ def shrink_arguments(element: str, rank: int) -> dict[str, Any]:
         **typed(f"*{element}", "x_ptr"),
         **typed("*i32", "order_ptr tiles_ptr"),
         **typed("*i64", "entries_ptr"),
-        **typed("i32", "in_features stride_x_row stride_entries_slot max_rank"),
+        **typed("i32", "num_adapted in_features split_inputs stride_x_row stride_entries_slot max_rank"),
+        "ENTRY": ENTRY_NUMBERS,
         "BLOCK_R": rank_block(rank),
         "BLOCK_M": TILE_ROWS,
         "BLOCK_K": LAUNCHES["low_rank_shrink"].block,
@@ -32,7 +33,9 @@ def expand_arguments(element: str, rank: int) -> dict[str, Any]:
         **typed("*fp32", "products_ptr"),
         **typed("*i32", "order_ptr tiles_ptr"),
         **typed("*i64", "entries_ptr starts_ptr"),
-        **typed("i32", "stride_out_row stride_entries_slot max_rank"),
+        **typed("i32", "num_adapted num_splits stride_out_row stride_entries_slot max_rank"),
+        "ENTRY": ENTRY_NUMBERS,
+        "WIDTH_MULTIPLE": 16,
         "BLOCK_R": rank_block(rank),
         "BLOCK_M": TILE_ROWS,
         "BLOCK_N": LAUNCHES["low_rank_expand"].block,
@@ -60,6 +63,11 @@ def test_both_halves(element: str, rank: int, capability: int) -> None:
     shrunk = compile_kernel(
         shrink_kernel, shrink_arguments(element, rank), capability, row_tile("low_rank_shrink")
     )
-    compile_kernel(expand_kernel, expand_arguments(element, rank), capability, row_tile("low_rank_expand"))
+    expanded = compile_kernel(
+        expand_kernel, expand_arguments(element, rank), capability, row_tile("low_rank_expand")
+    )
+    # Both operands of `shrink`; B, and the outputs that it changes, of `expand`.
+    assert shrunk.wide_loads > 1
+    assert expanded.wide_loads > 1
     if element != "fp32":
         assert shrunk.mma > 0, "the tensor cores are not used"

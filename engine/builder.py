@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from pagemill.engine.devices.backend import DeviceBackend
     from pagemill.engine.execution.media_encoder import MediaEncoder
     from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+    from pagemill.engine.execution.prepared_model import PreparedModel
     from pagemill.engine.images.processor import ImageProcessor
     from pagemill.engine.layers.kv_cache_shape import KVCacheShape
     from pagemill.engine.models.loader import LoadedModel
@@ -264,7 +265,7 @@ def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcess
         media_refusal=media_refusal,
         defaults=defaults,
         images=None if encoder is None else _image_processor(config, model),
-        adapters=_adapter_pool(config, model),
+        adapters=_adapter_pool(config, prepared),
         ranks=ranks,
     )
 
@@ -343,19 +344,17 @@ def _log_cache(name: str, shape: KVCacheShape, limits: SchedulerConfig) -> None:
         logger.info("groups of layers with separate blocks, by window: %s", list(shape.windows))
 
 
-def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | NoAdapters:
+def _adapter_pool(config: EngineConfig, model: PreparedModel) -> AdapterPool | NoAdapters:
     """Return the pool, with the configured adapters. Raises `AdapterError`."""
-    from pagemill.engine.adapters.layers import AdaptedLayers
     from pagemill.engine.devices.adapter_memory import adapter_bytes_for
 
-    if (size := config.tensor_parallel_size) > 1:
-        return NoAdapters(f"adapters with tensor_parallel_size={size} are not supported")
-    layers = AdaptedLayers(
-        model.module, model.family, model.directory, model.device.warm_up_adapters,
-        num_slots=config.adapter_slots, max_rank=config.max_adapter_rank,
-    )  # fmt: skip
-    memory_bytes = adapter_bytes_for(config, model.device)
-    pool = AdapterPool(layers, AdapterLimits(config.max_adapters, config.adapter_slots, memory_bytes))
+    if model.adapters is None:
+        return NoAdapters(
+            f"adapters with tensor_parallel_size={config.tensor_parallel_size} are not supported"
+        )
+    memory_bytes = adapter_bytes_for(config, model.loaded.device)
+    limits = AdapterLimits(config.max_adapters, config.adapter_slots, memory_bytes)
+    pool = AdapterPool(model.adapters, limits)
     for text in config.adapters:
         name, source = parse_adapter(text)
         try:

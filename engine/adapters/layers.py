@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ class AdaptedLayers:
                 if not (a.isfinite().all() and b.isfinite().all()):
                     raise AdapterError(f"{path} has numbers that {self._dtype} does not hold")
                 matrices[part.index] = pair
-                entries[part.index, :3] = torch.tensor([a.data_ptr(), b.data_ptr(), change.rank])
+                entries[part.index] = torch.tensor(_entry(pair))
                 num_bytes += a.nbytes + b.nbytes
         self._warm_up()
         found = Adapter(adapter.name, adapter.directory, folder.digest, rank, num_bytes)
@@ -122,6 +123,25 @@ class AdaptedLayers:
             assert linear.adapters is not None
             linear.adapters.matrices[slot] = ready.matrices[parts]
         self._entries[slot].copy_(ready.entries)
+
+    @contextmanager
+    def random_adapter(self) -> Iterator[None]:
+        """Put random matrices of the highest rank into slot 0 for the block: for steps before a model serves."""
+        generator = torch.Generator().manual_seed(0)
+        by_size: dict[tuple[int, int], Matrices] = {}
+        for part in self._parts.values():
+            size = part.in_features, part.width
+            if size not in by_size:
+                a, b = (torch.randn(n, self._max_rank, generator=generator) for n in size)
+                by_size[size] = self._placed(LowRank(a.t(), b, (part.in_features * self._max_rank) ** -0.5))
+        matrices = [by_size[part.in_features, part.width] for part in self._parts.values()]
+        entries = torch.tensor([_entry(pair) for pair in matrices]).reshape(-1, ENTRY_NUMBERS)
+        adapter = Adapter("random", self._directory, "", self._max_rank, 0)
+        self.install(0, ReadyAdapter(adapter, [*matrices], entries))
+        try:
+            yield
+        finally:
+            self.clear(0)
 
     def clear(self, slot: int) -> None:
         """Remove the adapter of a slot."""
@@ -185,6 +205,12 @@ class AdaptedLayers:
         if rows != len(change.b) or any(part.b.shape[1] != change.rank for _, part in converted):
             raise AdapterError(f"{path} can't be converted to this model's layers")
         return converted
+
+
+def _entry(matrices: Matrices) -> list[int]:
+    """Return the entry of a part in `LowRankTable.entries`."""
+    a, b = matrices
+    return [a.data_ptr(), b.data_ptr(), len(a), 0]
 
 
 def _outside_decoder(module: Any) -> set[nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.errors import ConfigError
@@ -15,6 +16,7 @@ from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import dispatch
 from pagemill.kernels.self_check import KernelCheck
+from pagemill.kernels.types.low_rank import NO_ADAPTER
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,8 @@ def check_kernels(
         small_runner(model, config, limits, shape, group, num_blocks=num_blocks) as runner,
         dispatch.observed(check),
     ):
-        for plan in _plans(limits, shape, model.loaded.vocab_size):
+        has_adapters = model.adapters is not None
+        for plan in _plans(limits, shape, model.loaded.vocab_size, has_adapters=has_adapters):
             runner.launch(plan).wait()
     seconds = time.perf_counter() - started
     logger.info("%d calls of kernels compared with plain torch in %.1f s", check.num_compared, seconds)
@@ -71,8 +74,13 @@ def check_kernels(
     return len(dispatch.replaced())
 
 
-def _plans(limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int) -> list[StepPlan]:
-    """Return three steps: prompts of several rows, one over several blocks; one token per row; and both combined."""
+def _plans(
+    limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int, *, has_adapters: bool
+) -> list[StepPlan]:
+    """Return steps: prompts of several rows, one over several blocks; one token per row; and both combined.
+
+    With adapters, the first step again; every other row uses the one in slot 0.
+    """
     budget = limits.max_num_batched_tokens
     count = max(1, min(_ROWS, limits.max_num_seqs, budget // _SHORT))
     room = min(budget - _SHORT * (count - 1), limits.max_model_len - 3)
@@ -87,10 +95,13 @@ def _plans(limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int) -> lis
     seconds = [Sample(row, row, length + 1) for row, length in enumerate(lengths)]
     last = [Sample(0, count - 2 + long, long)]
     copied = [(1, _LONG_ROW_BLOCKS + _ROWS)]
+    adapted_rows = [replace(row, adapter_slot=NO_ADAPTER if row.row % 2 else 0) for row in rows]
+    adapted = StepPlan(3, new_rows=adapted_rows, work=prompts, samples=firsts, has_adapters=True)
     return [
         StepPlan(0, new_rows=rows, work=prompts, samples=firsts),
         StepPlan(1, work=decode, samples=seconds, block_copies=copied),
         StepPlan(2, new_rows=rows[:1], work=[*decode_again, RowWork(0, 0, long)], samples=last),
+        *([adapted] if has_adapters else []),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from pagemill.engine.adapters.layers import AdaptedLayers
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.execution.model_probe import ModelProbe
 from pagemill.engine.layers.direct_forward import DirectForward
@@ -26,6 +27,8 @@ class PreparedModel:
     """Replaces transformers' forward."""
     parts: str
     """Description of how each part runs."""
+    adapters: AdaptedLayers | None
+    """The layers that adapters can change; None: adapters are not supported."""
 
     @classmethod
     def from_model(
@@ -38,7 +41,13 @@ class PreparedModel:
         model.device.warm_up(model.module, model.dtype, model.num_heads, shape)
         if probe is not None:
             probe.check(shape)
-        return cls(model, direct, parts)
+        adapters = None
+        if config.tensor_parallel_size == 1:
+            adapters = AdaptedLayers(
+                model.module, model.family, model.directory, model.device.warm_up_adapters,
+                num_slots=config.adapter_slots, max_rank=config.max_adapter_rank,
+            )  # fmt: skip
+        return cls(model, direct, parts, adapters)
 
 
 def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | None, str]:

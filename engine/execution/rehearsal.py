@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -44,11 +44,16 @@ def small_runner(
     *,
     num_blocks: int,
 ) -> Iterator[ModelRunner]:
-    """Yield a runner without graphs over a few KV blocks, for steps before a model serves; then free it."""
+    """Yield a runner without graphs over a few KV blocks, for steps before a model serves; then free it.
+
+    Slot 0 has a random adapter, if the model supports adapters.
+    """
     small = replace(limits, num_kv_blocks=num_blocks, num_host_blocks=0)
     runner = ModelRunner(model, replace(config, enforce_eager=True), small, shape, group)
+    adapter = nullcontext() if model.adapters is None else model.adapters.random_adapter()
     try:
-        with nullcontext() if group is None else group.alone():  # the other ranks may still be loading
+        # The other ranks may still be loading.
+        with adapter, nullcontext() if group is None else group.alone():
             yield runner
     finally:
         runner.close()
@@ -64,8 +69,8 @@ def step_bytes(
     """Return a step's peak memory in addition to weights and caches; 0 on a device without rehearsal.
 
     The steps: as many prompt tokens as fit, every row drawing from a filtered distribution; one token for every row;
-    one for a row with the longest context; both kinds together; and few rows and tokens, which have separate
-    kernels.
+    one for a row with the longest context; both kinds together; few rows and tokens, which have separate kernels;
+    and the first two with an adapter in every row.
 
     Raises:
         ConfigError: the largest step does not fit.
@@ -76,7 +81,8 @@ def step_bytes(
     started = time.perf_counter()
     try:
         with small_runner(model, config, limits, shape, group, num_blocks=_BLOCK + 1) as runner:
-            num_bytes = device.peak_bytes(lambda: _run_all(runner, limits, shape)) + runner.table_bytes
+            plans = _plans(limits, shape, has_adapters=model.adapters is not None)
+            num_bytes = device.peak_bytes(lambda: _run_all(runner, plans)) + runner.table_bytes
     except torch.OutOfMemoryError as error:
         message = (
             f"a step of max_num_batched_tokens={limits.max_num_batched_tokens} tokens in "
@@ -89,12 +95,12 @@ def step_bytes(
     return num_bytes
 
 
-def _run_all(runner: ModelRunner, limits: SchedulerConfig, shape: KVCacheShape) -> None:
-    for plan in _plans(limits, shape):
+def _run_all(runner: ModelRunner, plans: Sequence[StepPlan]) -> None:
+    for plan in plans:
         runner.launch(plan).wait()
 
 
-def _plans(limits: SchedulerConfig, shape: KVCacheShape) -> list[StepPlan]:
+def _plans(limits: SchedulerConfig, shape: KVCacheShape, *, has_adapters: bool) -> list[StepPlan]:
     count = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 1))
     blocks = [_BLOCK] * (-(-limits.max_model_len // shape.block_size) * len(shape.windows))
@@ -111,12 +117,19 @@ def _plans(limits: SchedulerConfig, shape: KVCacheShape) -> list[StepPlan]:
     decode = [RowWork(row, length, 1) for row in range(count)]
     last = limits.max_model_len - 1
     mixed = [RowWork(0, length, 1), *prompts[1:]] if length > 1 else decode
+    following = [Sample(row, row, length + 1) for row in range(count)]
+    adapted_rows = [replace(row, adapter_slot=0) for row in new_rows]
+    adapted = [
+        StepPlan(6, new_rows=adapted_rows, work=prompts, samples=each, has_adapters=True),
+        StepPlan(7, work=decode, samples=following, has_adapters=True),
+    ]
     return [
         StepPlan(0, new_rows=new_rows, work=prompts, samples=each, block_copies=[(_BLOCK, _BLOCK)]),
-        StepPlan(1, work=decode, samples=[Sample(row, row, length + 1) for row in range(count)]),
+        StepPlan(1, work=decode, samples=following),
         StepPlan(2, work=[RowWork(0, last, 1)], samples=[Sample(0, 0, last + 1)]),
         StepPlan(3, new_rows=plain, work=mixed, samples=[Sample(0, 0, length + 1)]),
         *_small_steps(limits, count, length),
+        *(adapted if has_adapters else ()),
     ]
 
 

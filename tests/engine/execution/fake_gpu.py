@@ -184,7 +184,7 @@ def main(directory: str, options: str = "{}") -> None:
     launches.note("start")
     rng = random.Random(1)
 
-    def serve(count: int, longest: int, **options: Any) -> None:
+    def serve(count: int, longest: int, adapter: str | None = None, **options: Any) -> None:
         prompts = [[rng.randrange(3, 200) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
         params = [
             SamplingParams(
@@ -193,7 +193,7 @@ def main(directory: str, options: str = "{}") -> None:
             )
             for number in range(count)
         ]  # fmt: skip
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate(prompts, params, adapter=adapter, use_tqdm=False)
 
     serve(1, 40)
     serve(5, 150)
@@ -208,6 +208,10 @@ def main(directory: str, options: str = "{}") -> None:
     serve(2, 60, logprobs=3, presence_penalty=0.4)
     serve(1, 1900)
     launches.note("forks, penalties, a long prompt")
+    for adapter in llm.engine._parts.adapters.registered():
+        serve(5, 150, adapter.name)
+        serve(1, 20, adapter.name)
+    launches.note("adapters")
     sys.stdout.write(json.dumps(launches.rounds) + "\n")
 
 

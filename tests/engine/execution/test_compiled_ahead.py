@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.conftest import run_python
+from tests.engine.adapters.trained import save_adapter
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow  # a minute of compiling
@@ -25,6 +26,7 @@ EXPERTS = {
     "combine_experts_kernel": 1, "expert_matmul_kernel": 4, "expert_places_kernel": 1, "spread_rows_kernel": 1,
 }  # fmt: skip
 """Variants of each kernel; the matmuls have two sizes."""
+LOW_RANK = {"shrink_kernel", "expand_kernel"}
 ROUNDED = {"rms_norm_kernel", "quantize_rows_kernel", "scaled_matmul_kernel"}
 
 
@@ -39,7 +41,7 @@ ROUNDED = {"rms_norm_kernel", "quantize_rows_kernel", "scaled_matmul_kernel"}
     ids=lambda options: "-".join(map(str, options.values())) or "bf16",
 )
 def test_requests_compile_nothing(options: dict[str, object], tmp_path: Path) -> None:
-    start = _compiled_at_start(LlamaConfig(**SIZES), options, tmp_path)
+    start = _compiled_at_start(LlamaConfig(**SIZES), options, tmp_path, has_adapter=True)
     assert {name for name in start if "attention" in name} == {
         "paged_attention_decode_kernel",
         "paged_attention_prefill_kernel",
@@ -50,6 +52,7 @@ def test_requests_compile_nothing(options: dict[str, object], tmp_path: Path) ->
         "copy_blocks_kernel",
         "merge_splits_kernel",
     } <= set(start)
+    assert set(start) >= LOW_RANK
     if "quantization" in options:
         assert set(start) >= ROUNDED
 
@@ -60,9 +63,13 @@ def test_requests_to_experts_compile_nothing(tmp_path: Path) -> None:
     assert {name: start[name] for name in EXPERTS} == EXPERTS
 
 
-def _compiled_at_start(config: PretrainedConfig, options: dict[str, object], directory: Path) -> Any:
+def _compiled_at_start(
+    config: PretrainedConfig, options: dict[str, object], directory: Path, *, has_adapter: bool = False
+) -> Any:
     """Return the number of variants of each kernel; requests must compile no others."""
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
+    if has_adapter:
+        options = options | {"adapters": [f"one={save_adapter(directory, directory / 'adapter')}"]}
     done = run_python(
         "-m", "tests.engine.execution.fake_gpu", str(directory), json.dumps(options), timeout=600
     )

@@ -24,10 +24,14 @@ def adapter_bytes_for(config: EngineConfig, device: DeviceBackend) -> int:
     return config.adapter_memory_bytes
 
 
+def expects_adapters(config: EngineConfig) -> bool:
+    """Return True if memory is reserved for adapters: there are some at startup, or the setting is given."""
+    return bool(config.adapters) or config.adapter_memory_bytes is not None
+
+
 def reserved_bytes(config: EngineConfig, device: DeviceBackend) -> int:
     """Return the memory that the KV pool must leave for adapters, on a device with separate memory.
 
     Without adapters at startup, and without the setting, later ones share the memory that the pool does not use.
     """
-    is_expected = bool(config.adapters) or config.adapter_memory_bytes is not None
-    return adapter_bytes_for(config, device) if device.is_apart and is_expected else 0
+    return adapter_bytes_for(config, device) if device.is_apart and expects_adapters(config) else 0

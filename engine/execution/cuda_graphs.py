@@ -4,6 +4,9 @@ A graph replays the recorded kernels with the recorded addresses. There is there
 rows, all with the same static inputs. A step's inputs, padded to the bucket, are copied there before its
 graph is replayed. The kernels read all values that vary between steps (lengths, block tables, slots) on the
 device.
+
+Steps with adapters have separate graphs, with two more kernels per linear layer. Their grids fit any tiles of the
+bucket's rows; programs without a tile exit.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pagemill.engine.execution.forward_pass import Forwarded, are_first_tokens
 from pagemill.engine.execution.input_batch import NULL_BLOCK, StepInputs, bucket_size
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.plan import StepPlan
+from pagemill.kernels.types.low_rank import NO_ADAPTER, AdapterRows, most_tiles
 from pagemill.kernels.types.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
@@ -93,17 +97,22 @@ class DecodeGraphs:
         block_size: int,
         device: torch.device,
         num_groups: int = 1,
+        adapter_slots: int = 0,
     ) -> None:
+        """`adapter_slots`: of the model's layers; 0: steps with adapters run without graphs."""
         if max_num_seqs > _MAX_ROWS:
             message = "steps of more than %d sequences run without CUDA graphs; max_num_seqs is %d"
             logger.warning(message, _MAX_ROWS, max_num_seqs)
         self._forward = forward
         self._max_model_len = max_model_len
-        self._buckets = buckets_up_to(max_num_seqs)
-        self._replays: dict[int, Replay] = {}
-        self._inputs = _static_inputs(
-            self._buckets[0], -(-max_model_len // block_size), max_model_len, device
-        )
+        buckets = buckets_up_to(max_num_seqs)
+        self._buckets = {False: buckets, True: buckets} if adapter_slots else {False: buckets}
+        """By whether a step has adapters."""
+        self._replays: dict[tuple[bool, int], Replay] = {}
+        self._inputs = _static_inputs(buckets[0], -(-max_model_len // block_size), max_model_len, device)
+        self._adapter_slots = adapter_slots
+        if adapter_slots:
+            self._inputs.adapters = _no_adapters(buckets[0], adapter_slots, device)
         own = self._inputs.metadata
         own.others = [
             replace(own, block_tables=own.block_tables.clone(), slot_mapping=own.slot_mapping.clone())
@@ -114,24 +123,30 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture every bucket. A model whose forward pass can't be captured runs without graphs."""
         started, shared = time.monotonic(), SharedByGraphs()
-        for bucket in self._buckets:
+        for has_adapters, buckets in self._buckets.items():
             try:
-                self._replays[bucket] = capture_graph(self._run(bucket), shared)
+                for bucket in buckets:
+                    run = self._run(bucket, has_adapters=has_adapters)
+                    self._replays[has_adapters, bucket] = capture_graph(run, shared)
             except RuntimeError as error:
-                logger.warning("no CUDA graphs: the forward pass can't be captured: %s", error)
-                self._replays.clear()
-                self._buckets = []
+                steps = " of steps with adapters" if has_adapters else ""
+                logger.warning("no CUDA graphs%s: the forward pass can't be captured: %s", steps, error)
+                self._buckets = {False: self._buckets[False]} if has_adapters else {}
+                self._replays = {
+                    key: value for key, value in self._replays.items() if key[0] in self._buckets
+                }
                 renew_generator(self._inputs.input_ids.device)
-                return
+                break
+        if not self._replays:
+            return
         logger.info("%d CUDA graphs captured in %.1f s", len(self._replays), time.monotonic() - started)
 
     def covers(self, plan: StepPlan) -> bool:
         """Return True if a graph can run this plan."""
         if plan.has_media:
             return False
-        if plan.has_adapters:  # their kernels' grids depend on the adapters of the rows
-            return False
-        return 0 < len(plan.work) <= max(self._buckets, default=0) and all(
+        buckets = self._buckets.get(plan.has_adapters, [])
+        return 0 < len(plan.work) <= max(buckets, default=0) and all(
             work.num_tokens == 1 and not work.is_scored for work in plan.work
         )
 
@@ -144,7 +159,7 @@ class DecodeGraphs:
         """
         static, metadata = self._inputs, inputs.metadata
         bucket = len(inputs.input_ids)
-        assert bucket in self._replays, f"{bucket} rows are not a bucket"
+        assert (plan.has_adapters, bucket) in self._replays, f"{bucket} rows are not a bucket"
         static.input_ids[:bucket].copy_(inputs.input_ids)
         static.positions[:bucket].copy_(inputs.positions)
         static.metadata.seq_lens[:bucket].copy_(metadata.seq_lens)
@@ -153,15 +168,20 @@ class DecodeGraphs:
             target.slot_mapping[:bucket].copy_(source.slot_mapping)
             width = source.block_tables.shape[1]
             target.block_tables[:bucket, :width].copy_(source.block_tables)
-        self._replays[bucket]()
+        if static.adapters is not None and inputs.adapters is not None:
+            _copy_adapters(static.adapters, inputs.adapters)
+        self._replays[plan.has_adapters, bucket]()
         assert self._logits is not None
         count = len(plan.samples)
         return Forwarded(
             self._logits[:count] if are_first_tokens(plan) else self._logits[inputs.logits_indices]
         )
 
-    def _run(self, bucket: int) -> Callable[[], None]:
+    def _run(self, bucket: int, *, has_adapters: bool) -> Callable[[], None]:
         inputs = _first_rows(self._inputs, bucket, self._max_model_len)
+        if has_adapters and (whole := self._inputs.adapters) is not None:
+            tiles = whole.tiles[: most_tiles(bucket, self._adapter_slots)]
+            inputs.adapters = AdapterRows(whole.slots[:bucket], whole.order[:bucket], tiles)
 
         def run() -> None:
             logits = self._forward(inputs)
@@ -192,6 +212,21 @@ def _static_inputs(rows: int, max_blocks: int, max_model_len: int, device: torch
     )
     ids = zeros(rows, dtype=torch.int64)
     return StepInputs(ids, zeros(rows, dtype=torch.int64), ids[:0], ids[:0], ids[:0], metadata)
+
+
+def _no_adapters(rows: int, num_slots: int, device: torch.device) -> AdapterRows:
+    """Return rows without adapters, with tiles that have no rows."""
+    slots = torch.full((rows,), NO_ADAPTER, dtype=torch.int32, device=device)
+    tiles = torch.zeros(most_tiles(rows, num_slots), 3, dtype=torch.int32, device=device)
+    return AdapterRows(slots, torch.zeros_like(slots), tiles)
+
+
+def _copy_adapters(static: AdapterRows, given: AdapterRows) -> None:
+    """Copy a step's adapters; tiles of earlier steps have no rows any more."""
+    static.slots[: len(given.slots)].copy_(given.slots)
+    static.order[: len(given.order)].copy_(given.order)
+    static.tiles[: len(given.tiles)].copy_(given.tiles)
+    static.tiles[len(given.tiles) :].zero_()
 
 
 def _first_rows(inputs: StepInputs, count: int, max_model_len: int) -> StepInputs:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.devices.adapter_memory import expects_adapters
 from pagemill.engine.devices.backend import DeviceBackend, HostCopy
 from pagemill.engine.execution.cuda_graphs import DecodeGraphs
 from pagemill.engine.execution.forward_pass import Forwarded, ForwardPass, ModelForward, transformers_logits
@@ -135,25 +136,28 @@ class ModelRunner:
         # Not with several ranks, whose communication does not consist of kernels. Recurrent layers group a step's rows.
         may_capture = device.captures_graphs and group is None and self._states is None
         if may_capture and not config.enforce_eager:
-            self._replay_graphs(model.loaded, limits)
+            is_adapted = model.adapters is not None and expects_adapters(config)
+            self._replay_graphs(model.loaded, limits, config.adapter_slots if is_adapted else 0)
 
-    def _replay_graphs(self, model: LoadedModel, limits: SchedulerConfig) -> None:
+    def _replay_graphs(self, model: LoadedModel, limits: SchedulerConfig, adapter_slots: int) -> None:
         """Try replayed graphs first. An unknown model that cannot be captured runs without them."""
         try:
-            self._forward_passes.insert(0, self._captured_graphs(model.module, limits))
+            self._forward_passes.insert(0, self._captured_graphs(model.module, limits, adapter_slots))
         except Exception as error:
             if not model.family.is_generic:
                 raise
             logger.warning("%s runs without CUDA graphs: %s", model.served_name, error)
 
     @torch.inference_mode()
-    def _captured_graphs(self, module: torch.nn.Module, limits: SchedulerConfig) -> DecodeGraphs:
+    def _captured_graphs(
+        self, module: torch.nn.Module, limits: SchedulerConfig, adapter_slots: int
+    ) -> DecodeGraphs:
         caches = self.kv_cache.layers
 
         def logits_of_all(
             inputs: StepInputs,
         ) -> torch.Tensor:  # not a method: graphs would keep this runner alive
-            with attention_context(AttentionContext(inputs.metadata, caches)):
+            with adapter_rows(inputs.adapters), attention_context(AttentionContext(inputs.metadata, caches)):
                 return transformers_logits(module, inputs)
 
         graphs = DecodeGraphs(
@@ -163,6 +167,7 @@ class ModelRunner:
             block_size=limits.block_size,
             device=self._device.device,
             num_groups=len(limits.kv_windows),
+            adapter_slots=adapter_slots,
         )
         graphs.capture()
         return graphs

@@ -72,6 +72,11 @@ class AdapterRows:
 IntArray = npt.NDArray[np.int32]
 
 
+def most_tiles(num_rows: int, num_slots: int) -> int:
+    """Return the largest number of tiles of a step: all are full, except one for each slot."""
+    return min(num_rows, num_rows // TILE_ROWS + num_slots)
+
+
 def tiled(slots: IntArray) -> tuple[IntArray, IntArray]:
     """Return `AdapterRows.order` and `AdapterRows.tiles` for the slots [num_rows] of a step."""
     order = np.argsort(slots, kind="stable")[np.count_nonzero(slots == NO_ADAPTER) :].astype(np.int32)

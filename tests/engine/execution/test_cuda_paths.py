@@ -40,9 +40,11 @@ from pagemill.engine.layers.cuda_fusion import PreNormLayer
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions
 from pagemill.engine.llm import LLM
+from pagemill.engine.outputs import StepStats
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
+from tests.engine.adapters.trained import Trained, save_adapter
 from tests.engine.layers.test_decoder_layer import traits_of
 from tests.engine.tiny_model import EOS, VOCAB_SIZE, save_tiny_llama, save_tiny_ministral
 from tests.monitoring.snapshots import metrics, scrape, value
@@ -75,6 +77,15 @@ def _outputs(directory: Path, **options: Any) -> list[list[list[int]]]:
     results = llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
     llm.engine.check_integrity()
     return [[output.token_ids for output in result.outputs] for result in results]
+
+
+def _adapted(directory: Path, names: list[str | None], **options: Any) -> tuple[list[Any], StepStats]:
+    settings = {"num_kv_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 24, "num_threads": 1}
+    llm = LLM(str(directory), skip_tokenizer_init=True, **(settings | options))
+    results = llm.generate(_PROMPTS, _PARAMS, adapter=names, use_tqdm=False)
+    assert [result.error for result in results] == [None] * len(results)
+    tokens = [[output.token_ids for output in result.outputs] for result in results]
+    return tokens, llm.engine.stats().steps
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +123,61 @@ def test_static_decode_inputs_change_nothing(
 ) -> None:
     assert _outputs(directory, stage_inputs=True, async_scheduling=depth_one) == plain
     assert len(emulated_graphs) >= 10
+
+
+def test_steps_with_adapters_are_replayed(
+    directory: Path, plain: Any, tmp_path: Path, emulated_graphs: list[int]
+) -> None:
+    """Rows of two adapters and of none, whose tiles change from step to step."""
+    trained = {name: Trained(rank=rank, seed=rank) for name, rank in (("small", 4), ("large", 9))}
+    paths = {name: save_adapter(directory, tmp_path / name, one) for name, one in trained.items()}
+    options = {"adapters": tuple(f"{name}={path}" for name, path in paths.items()), "stage_inputs": True}
+    names = ["small", None, "large", "large", "small"]
+    found, stats = _adapted(directory, names, **options)
+    assert stats.replayed == len(emulated_graphs) >= 10
+    eager, stats = _adapted(directory, names, enforce_eager=True, **options)
+    assert stats.replayed == 0
+    assert found == eager
+    assert found[1] == plain[1]
+    assert found != plain
+    unexpected, stats = _adapted(directory, [None] * 5, **options)
+    assert unexpected == plain
+    assert stats.replayed > 0
+
+
+def test_graphs_of_steps_without_adapters_stay(
+    directory: Path,
+    plain: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A model whose steps with adapters can't be captured."""
+
+    def capture(run: Callable[[], object], pool: list[Any]) -> Callable[[], object]:
+        run()
+        return run
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    path = save_adapter(directory, tmp_path)
+    monkeypatch.setattr(cuda_graphs, "capture_graph", capture)
+    monkeypatch.setattr(CpuBackend, "captures_graphs", True)
+    with monkeypatch.context() as capturing:
+        capturing.setattr("pagemill.engine.layers.linear.dispatch.add_low_rank", refuse)
+        llm = LLM(
+            str(directory),
+            adapters=(f"one={path}",),
+            skip_tokenizer_init=True,
+            num_kv_blocks=64,
+            num_threads=1,
+        )
+    assert "no CUDA graphs of steps with adapters: the forward pass can't be captured" in caplog.text
+    for adapter, is_replayed in ((None, True), ("one", False)):
+        before = llm.engine.stats().steps.replayed
+        llm.generate(_PROMPTS, _PARAMS, adapter=adapter, use_tqdm=False)
+        assert (llm.engine.stats().steps.replayed > before) == is_replayed
 
 
 def test_enforce_eager_captures_nothing(

@@ -47,8 +47,8 @@ def reshape_and_cache(
 def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
     """x W^T for x [num_rows, in_features] with its values in the weight's order; new, [num_rows, out_features].
 
-    Computed in fp32 from x and the dequantized weight, and rounded once. The last dimension of x is
-    contiguous.
+    Computed in fp32 from x and the dequantized weight, and rounded once; a kernel may round the dequantized weight to
+    x's dtype. The last dimension of x is contiguous.
     """
     wide = x if x.dtype is torch.float64 else x.float()
     return (wide @ weight.numbers().to(wide.dtype).t()).to(x.dtype)

@@ -12,6 +12,7 @@ from benchmarks.gpu.models import Shape
 from benchmarks.gpu.section import Bench, Row
 from pagemill.kernels import dispatch, experts, recurrence, reference
 from pagemill.kernels.experts import Routing
+from pagemill.kernels.gpu.tuning import MOST_UNWIDENED_ROWS
 from pagemill.kernels.types.grouped_weight import GroupedWeight
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
 from pagemill.kernels.types.low_rank import AdapterRows
@@ -114,13 +115,18 @@ def _dense_cases(
         draw(*s) for s in [(sizes.num_tokens, sizes.hidden_size)] * 2 + [(sizes.hidden_size,)]
     )
     gate_up = draw(sizes.num_tokens, 2 * sizes.intermediate_size)
+    counted = {"": x, ", many rows": draw(MOST_UNWIDENED_ROWS + 1, sizes.hidden_size)}
     with dispatch.override(bench.face):
         normed = dispatch.rms_norm(x, weight, 1e-5)
         normed_sum, total = dispatch.add_rms_norm(x, residual, weight, 1e-5)
         gated = dispatch.silu_and_mul(gate_up)
         products = {
-            name: (dispatch.grouped_matmul(x, weight), x.double() @ weight.numbers().double().t())
+            name + count: (
+                dispatch.grouped_matmul(rows, weight),
+                rows.double() @ weight.numbers().double().t(),
+            )
             for name, weight in _few_bits(device, sizes).items()
+            for count, rows in counted.items()
         }
     for name, (out, truth) in products.items():
         yield f"grouped_matmul, {name}", out, truth

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 _BLOCK = 1
 """The block of every row; block 0 is never written."""
-_FEW = (16, 32, 64)
-"""Upper bounds of token counts with separate tiles for low-bit matmuls (`pagemill.kernels.gpu.tuning`)."""
+_FEW = (16, 32, 64, 256)
+"""Upper bounds of token counts with separate kernels for low-bit matmuls (`pagemill.kernels.gpu.tuning`)."""
 _GREEDY = SamplingParams(temperature=0.0)
 _FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, logprobs=1)
 _PLAIN = SamplingParams(temperature=0.9)

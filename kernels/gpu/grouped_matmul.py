@@ -3,6 +3,9 @@
 Weights are dequantized in registers before they reach the tensor cores, because decoding is limited by memory
 bandwidth. 8-bit integers are exact in fp16 and bf16, so a group's products are summed unscaled in fp32 and
 scaled once.
+
+With many rows, the tensor cores would wait for that: fp16 and bf16 rows are multiplied by the library, and by a
+dequantized copy of the weight that exists during the call. Its values are rounded to the dtype of the rows.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagemill.kernels.gpu.tuning import matmul_tile
+from pagemill.kernels.gpu.tuning import LAUNCHES, MOST_UNWIDENED_ROWS, matmul_tile
 from pagemill.kernels.types.tiled_weight import TiledWeight
 
 
@@ -77,9 +80,67 @@ def grouped_matmul_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
+@triton.jit
+def widen_kernel(
+    out_ptr,  # [out_features, in_features]
+    codes_ptr,  # [out_features, in_features], or half as many bytes; see `TiledWeight`
+    scales_ptr,  # [out_features, num_groups]
+    zeros_ptr,  # [out_features, num_groups], or None
+    num_chunks,  # of all outputs
+    chunks_per_group,
+    PACKED: tl.constexpr,
+    FLOAT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    chunks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_chunk = chunks < num_chunks
+    groups = chunks // chunks_per_group
+    STEP: tl.constexpr = CHUNK // 2 if PACKED else CHUNK
+    inner = tl.arange(0, STEP)[None, :]
+    scales = tl.load(scales_ptr + groups, mask=is_chunk, other=0.0)[:, None]
+    zeros = None
+    if zeros_ptr is not None:
+        zeros = tl.load(zeros_ptr + groups, mask=is_chunk, other=0)[:, None]
+    firsts, mask = chunks.to(tl.int64)[:, None], is_chunk[:, None]
+    codes = tl.load(codes_ptr + firsts * STEP + inner, mask=mask, other=0)
+    out_ptrs = out_ptr + firsts * CHUNK + inner
+    dtype = out_ptr.dtype.element_ty
+    if PACKED:
+        tl.store(out_ptrs, (_widened(codes & 15, zeros, tl.float32, FLOAT) * scales).to(dtype), mask=mask)
+        high = _widened(codes >> 4, zeros, tl.float32, FLOAT) * scales
+        tl.store(out_ptrs + STEP, high.to(dtype), mask=mask)
+    else:
+        tl.store(out_ptrs, (_widened(codes, zeros, tl.float32, FLOAT) * scales).to(dtype), mask=mask)
+
+
+def widened(weight: TiledWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Return `weight.numbers()` rounded to this dtype, [out_features, in_features]."""
+    out_features, in_features = len(weight.codes), weight.in_features
+    out = torch.empty(out_features, in_features, dtype=dtype, device=weight.codes.device)
+    num_chunks, launch = out.numel() // weight.chunk, LAUNCHES["widen"]
+    block = launch.block // weight.chunk
+    widen_kernel[(triton.cdiv(num_chunks, block),)](
+        out,
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        num_chunks,
+        num_chunks // weight.scales.numel(),
+        PACKED=weight.is_packed,
+        FLOAT=weight.is_float,
+        CHUNK=weight.chunk,
+        BLOCK=block,
+        num_warps=launch.num_warps,
+    )
+    return out
+
+
 def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
     """See `pagemill.kernels.dispatch.grouped_matmul`."""
     num_rows, out_features = len(x), len(weight.codes)
+    if num_rows > MOST_UNWIDENED_ROWS and x.element_size() == 2:
+        return torch.nn.functional.linear(x, widened(weight, x.dtype))
     out = x.new_empty(num_rows, out_features)
     if num_rows == 0:
         return out

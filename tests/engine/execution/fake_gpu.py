@@ -169,18 +169,11 @@ def main(directory: str, options: str = "{}") -> None:
     """`options`: an `EngineConfig`'s, as JSON."""
     torch.set_num_threads(1)
     launches = install()
-    llm = LLM(
-        directory,
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        num_kv_blocks=600,
-        max_num_seqs=24,
-        max_num_batched_tokens=256,
-        max_model_len=2048,
-        stage_inputs=True,
-        async_scheduling=True,
-        **json.loads(options),
-    )
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True, "dtype": "bfloat16", "num_kv_blocks": 600, "max_num_seqs": 24,
+        "max_num_batched_tokens": 256, "max_model_len": 2048, "stage_inputs": True, "async_scheduling": True,
+    }  # fmt: skip
+    llm = LLM(directory, **(settings | json.loads(options)))
     launches.note("start")
     rng = random.Random(1)
 

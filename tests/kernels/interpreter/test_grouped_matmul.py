@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from pagemill.kernels import dispatch, reference
+from pagemill.kernels.gpu.grouped_matmul import widened
+from pagemill.kernels.gpu.tuning import MOST_UNWIDENED_ROWS
 from pagemill.kernels.types.grouped_weight import GroupedWeight
 from pagemill.kernels.types.tiled_weight import TiledWeight
 
@@ -52,6 +54,27 @@ def test_product(dtype: torch.dtype, kind: str, shape: tuple[int, int], group_si
     scale = float(expected.abs().max())
     torch.testing.assert_close(out.double() / scale, expected / scale, rtol=0, atol=_TOLERANCE[dtype])
     torch.testing.assert_close(reference.grouped_matmul(x.double(), tiled), expected)
+
+
+@pytest.mark.parametrize("kind", ["nibbles", "nibbles zeros", "bytes", "bytes zeros", "floats"])
+@pytest.mark.parametrize(("shape", "group_size"), [((40, 128), 32), ((3, 192), 192)], ids=str)
+def test_many_rows(kind: str, shape: tuple[int, int], group_size: int) -> None:
+    """The weight is dequantized to the dtype of the rows."""
+    tiled = TiledWeight.from_weight(random_weight(kind, *shape, group_size))
+    assert tiled is not None
+    rounded = tiled.numbers().half()
+    assert torch.equal(widened(tiled, torch.float16), rounded)
+    x = torch.randn(MOST_UNWIDENED_ROWS + 1, 2 * shape[1]).half()[:, : shape[1]]
+    with dispatch.override("triton"):
+        out = dispatch.grouped_matmul(x, tiled)
+        float_out = dispatch.grouped_matmul(x.float(), tiled)
+    expected = x.double() @ rounded.double().t()
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(out.double() / scale, expected / scale, rtol=0, atol=_TOLERANCE[torch.float16])
+    expected = x.double() @ tiled.numbers().double().t()
+    torch.testing.assert_close(
+        float_out.double() / scale, expected / scale, rtol=0, atol=_TOLERANCE[torch.float32]
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 33, 70])

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 8
 _LONG_ROW_BLOCKS = 3
+_LONG_ROW = 270
+"""Minimum numbers of blocks and of prompt tokens of the first row: more than 256 tokens have separate kernels."""
 _SHORT = 2
 """Number of prompt tokens of the other rows."""
 _FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, logprobs=1)
@@ -48,7 +50,7 @@ def check_kernels(
     if not device.rehearses:
         return 0
     started = time.perf_counter()
-    check, num_blocks = KernelCheck(), 1 + _LONG_ROW_BLOCKS + _ROWS
+    check, num_blocks = KernelCheck(), 1 + _long_row_blocks(shape) + _ROWS
     with (
         small_runner(model, config, limits, shape, group, num_blocks=num_blocks) as runner,
         dispatch.observed(check),
@@ -74,6 +76,10 @@ def check_kernels(
     return len(dispatch.replaced())
 
 
+def _long_row_blocks(shape: KVCacheShape) -> int:
+    return max(_LONG_ROW_BLOCKS, -(-_LONG_ROW // shape.block_size))
+
+
 def _plans(
     limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int, *, has_adapters: bool
 ) -> list[StepPlan]:
@@ -84,7 +90,7 @@ def _plans(
     budget = limits.max_num_batched_tokens
     count = max(1, min(_ROWS, limits.max_num_seqs, budget // _SHORT))
     room = min(budget - _SHORT * (count - 1), limits.max_model_len - 3)
-    long = max(1, min(_LONG_ROW_BLOCKS * shape.block_size - 2, room))
+    long = max(1, min(_long_row_blocks(shape) * shape.block_size - 2, room))
     lengths = [long, *([_SHORT] * (count - 1))]
     rows = [_new_row(row, length, limits, shape, vocab_size) for row, length in enumerate(lengths)]
     ends = [sum(lengths[: row + 1]) - 1 for row in range(count)]
@@ -94,7 +100,7 @@ def _plans(
     firsts = [Sample(row, ends[row], length) for row, length in enumerate(lengths)]
     seconds = [Sample(row, row, length + 1) for row, length in enumerate(lengths)]
     last = [Sample(0, count - 2 + long, long)]
-    copied = [(1, _LONG_ROW_BLOCKS + _ROWS)]
+    copied = [(1, _long_row_blocks(shape) + _ROWS)]
     adapted_rows = [replace(row, adapter_slot=NO_ADAPTER if row.row % 2 else 0) for row in rows]
     adapted = StepPlan(3, new_rows=adapted_rows, work=prompts, samples=firsts, has_adapters=True)
     return [
@@ -107,7 +113,8 @@ def _plans(
 
 def _new_row(row: int, length: int, limits: SchedulerConfig, shape: KVCacheShape, vocab_size: int) -> NewRow:
     """Return a row whose keys are in separate blocks: the first blocks for the first row, one for each other row."""
-    own = [1 + block for block in range(_LONG_ROW_BLOCKS)] if row == 0 else [_LONG_ROW_BLOCKS + row]
+    num_long = _long_row_blocks(shape)
+    own = [1 + block for block in range(num_long)] if row == 0 else [num_long + row]
     columns = -(-limits.max_model_len // shape.block_size)
     table = (own + [own[-1]] * columns)[:columns]
     token_ids = [(7 * row + place) % vocab_size for place in range(length)]

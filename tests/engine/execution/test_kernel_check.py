@@ -17,6 +17,7 @@ from pagemill.engine.execution import cuda_graphs
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import dispatch, reference
+from pagemill.kernels.gpu.tuning import MOST_UNWIDENED_ROWS
 from pagemill.kernels.self_check import KernelCheck
 from tests.engine.execution.fake_gpu import FakeCuda, plain
 from tests.engine.tiny_model import save_tiny_llama
@@ -115,6 +116,20 @@ def test_with_strict_kernels_the_engine_does_not_start(
     with pytest.raises(ConfigError, match="the kernel paged_attention differs from plain torch") as caught:
         outputs(directory, strict_kernels=True)
     assert caught.value.setting == "strict_kernels"
+
+
+def test_kernels_for_many_rows_are_compared(
+    directory: Path, kernels: dict[str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def count(self: KernelCheck, name: str, kernel: Any, plain: Any, args: Any, kwargs: Any) -> Any:
+        counts.append(len(args[0]) if name == "silu_and_mul" else 0)
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(KernelCheck, "__call__", count)
+    LLM(str(directory), **_SETTINGS)
+    assert max(counts) > MOST_UNWIDENED_ROWS
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class DeviceBackend(ABC):
         """Compile the kernels of a fused model's first step in advance."""
 
     def warm_up_adapters(self) -> None:
-        """Compile the kernels that add an adapter's change to a matmul in advance."""
+        """Compile the kernels that add an adapter's change to a matmul in advance, on a device without rehearsal."""
 
     @abstractmethod
     def zeros(self, like: torch.Tensor) -> torch.Tensor:

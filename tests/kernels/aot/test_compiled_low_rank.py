@@ -27,7 +27,7 @@ def shrink_arguments(element: str, rank: int) -> dict[str, Any]:
     }
 
 
-def expand_arguments(element: str, rank: int) -> dict[str, Any]:
+def expand_arguments(element: str, rank: int, width_multiple: int) -> dict[str, Any]:
     return {
         **typed(f"*{element}", "out_ptr"),
         **typed("*fp32", "products_ptr"),
@@ -35,7 +35,7 @@ def expand_arguments(element: str, rank: int) -> dict[str, Any]:
         **typed("*i64", "entries_ptr starts_ptr"),
         **typed("i32", "num_adapted num_splits stride_out_row stride_entries_slot max_rank"),
         "ENTRY": ENTRY_NUMBERS,
-        "WIDTH_MULTIPLE": 16,
+        "WIDTH_MULTIPLE": width_multiple,
         "BLOCK_R": rank_block(rank),
         "BLOCK_M": TILE_ROWS,
         "BLOCK_N": LAUNCHES["low_rank_expand"].block,
@@ -63,8 +63,11 @@ def test_both_halves(element: str, rank: int, capability: int) -> None:
     shrunk = compile_kernel(
         shrink_kernel, shrink_arguments(element, rank), capability, row_tile("low_rank_shrink")
     )
-    expanded = compile_kernel(
-        expand_kernel, expand_arguments(element, rank), capability, row_tile("low_rank_expand")
+    expanded, _ = (
+        compile_kernel(
+            expand_kernel, expand_arguments(element, rank, multiple), capability, row_tile("low_rank_expand")
+        )
+        for multiple in (16, 1)
     )
     # Both operands of `shrink`; B, and the outputs that it changes, of `expand`.
     assert shrunk.wide_loads > 1

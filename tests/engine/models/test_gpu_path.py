@@ -203,5 +203,5 @@ def test_adapters(quantization: str | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", _some(FORMATS, ("awq", "fp8-rows", "nvfp4")))
 def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
     stored, _ = write_pair(tmp_path, FORMATS[name][0])
-    watch = _run(stored)
+    watch = _run(stored, max_num_seqs=8, max_num_batched_tokens=300)  # weights are widened for many rows
     assert not watch.findings, watch.report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,8 @@ from pagemill.engine.layers.experts.products import TorchGroupedProduct
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct
 from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight
+
+logger = logging.getLogger(__name__)
 
 _LEAST_CAPABILITY = (8, 0)
 _FP8_CAPABILITY = (8, 9)

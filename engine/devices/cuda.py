@@ -117,7 +117,7 @@ class CudaBackend(DeviceBackend):
                 "no kernel for experts' 8-bit numbers",
                 setting="quantization",
             )
-        if TorchGroupedProduct.supports(matrices, self._capability()):
+        if TorchGroupedProduct.supports(matrices, self._capability):
             return TorchGroupedProduct(matrices, self.device)
         return super().grouped_product(matrices, options)
 

@@ -52,13 +52,13 @@ class TorchGroupedProduct(nn.Module):
         self.weight = nn.Parameter(matrices.stacked(device), requires_grad=False)
 
     @staticmethod
-    def supports(matrices: ExpertMatrices, capability: tuple[int, int]) -> bool:
+    def supports(matrices: ExpertMatrices, capability: Callable[[], tuple[int, int]]) -> bool:
         """Return True if torch has a kernel for these weights at this compute capability, and there is no bias."""
         return (
             matrices.dtype is torch.bfloat16
             and matrices.bias is None
             and not (matrices.in_features % 8 or matrices.out_features % 8)
-            and capability[0] in _GROUPED_CAPABILITIES
+            and capability()[0] in _GROUPED_CAPABILITIES
             and hasattr(torch, "_grouped_mm")
         )
 

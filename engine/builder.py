@@ -241,6 +241,8 @@ def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcess
     place = str(device.device) if ranks is None else f"{config.tensor_parallel_size} x {device.device}"
     _log_cache(f"{model.served_name} on {place}", shape, limits)
     executor: Executor = (runner := ModelRunner(prepared, config, limits, shape, group, encoder))
+    lost = [f"{replaced_kernels} kernels replaced by plain torch"] if replaced_kernels else []
+    lost += [runner.lost_graphs] if runner.lost_graphs else []
     weight_bytes = model.weight_bytes() + (0 if encoder is None else encoder.weight_bytes)
     if ranks is not None:
         from pagemill.engine.execution.parallel.executor import TensorParallelExecutor
@@ -259,8 +261,9 @@ def _build_model(device: DeviceBackend, config: EngineConfig, ranks: RankProcess
         kv_block_bytes=shape.block_bytes * config.tensor_parallel_size,
         kv_dtype=str(shape.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
-        model_parts=prepared.parts,
+        model_parts="; ".join([*lost, prepared.parts]),
         replaced_kernels=replaced_kernels,
+        has_lost_graphs=runner.lost_graphs is not None,
         encoder=encoder,
         media_refusal=media_refusal,
         defaults=defaults,

@@ -88,7 +88,8 @@ class EngineConfig:
     stage_inputs: bool | None = None
     """One copy to the device per step instead of one per array. Default: off on CPU, on on CUDA."""
     strict_kernels: bool = False
-    """Exit at startup if a CUDA kernel fails its comparison with plain torch, which otherwise replaces it."""
+    """Exit at startup if a CUDA kernel fails its comparison with plain torch, which otherwise replaces it, or if CUDA
+    graphs cannot be captured."""
     enforce_eager: bool = False
     """Disable CUDA graphs."""
     batch_invariant: bool = False

@@ -63,6 +63,7 @@ class EngineLoop(ABC, Generic[Parts, Plan]):
             limits.max_model_len,
             limits.max_num_seqs,
             parts.replaced_kernels,
+            parts.has_lost_graphs,
         )
 
     @property

@@ -262,6 +262,8 @@ class LoadedModel:
     max_num_seqs: int = 0
     replaced_kernels: int = 0
     """Operators computed by plain torch because their kernels failed the check at startup."""
+    has_lost_graphs: bool = False
+    """True if CUDA graphs could not be captured."""
 
 
 @dataclass(slots=True)

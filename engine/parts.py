@@ -39,6 +39,8 @@ class ModelParts:
     """How each part of the model runs, as logged at startup; empty without a model."""
     replaced_kernels: int = 0
     """Operators computed by plain torch because their kernels failed the check at startup."""
+    has_lost_graphs: bool = False
+    """True if CUDA graphs could not be captured."""
     adapters: AdapterPool | NoAdapters = NO_ADAPTERS
     ranks: RankProcesses | None = None
     """The other processes of a model spread over several."""

@@ -24,7 +24,9 @@ from pagemill.worker.worker import Worker
 
 # These label values name components, not events.
 IDENTITIES = {"worker", "queue", "model", "version", "device", "tier", "fingerprint", "dtype"}
-NEEDS_A_CARD = re.compile(r"engine_graph_steps_total.*graph|engine_replaced_kernels|device_memory_bytes")
+NEEDS_A_CARD = re.compile(
+    r"engine_graph_steps_total.*graph|engine_replaced_kernels|engine_lost_graphs|device_memory_bytes"
+)
 """Produced in tests/engine by the tests' driver, and by a GPU."""
 _produced: set[str] = set()
 

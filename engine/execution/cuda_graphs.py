@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.execution.forward_pass import Forwarded, are_first_tokens
 from pagemill.engine.execution.input_batch import NULL_BLOCK, StepInputs, bucket_size
 from pagemill.engine.execution.sampling.processors import SampleWork
@@ -32,14 +33,30 @@ Forward = Callable[[StepInputs], torch.Tensor]
 """Inputs to logits [num_tokens, vocab_size]."""
 Replay = Callable[[], object]
 
+NO_GRAPHS = "no CUDA graphs"
 _MAX_ROWS = 512
 _WARM_UPS = 2
+_WORKSPACE_BYTES = 32 * 2**20
+"""cuBLAS' workspace for the capturing stream, on Hopper."""
+_TABLE_ITEM_BYTES = 4
 
 
 def buckets_up_to(max_num_seqs: int) -> list[int]:
     """Return the row counts to capture, largest first: graphs share memory, and the largest needs the most."""
     most = bucket_size(min(max_num_seqs, _MAX_ROWS))
     return sorted({bucket_size(count) for count in range(1, most + 1)}, reverse=True)
+
+
+def graph_bytes(limits: SchedulerConfig, logits_row_bytes: int, step_bytes: int) -> int:
+    """Return the memory of all graphs, in addition to that of eager steps.
+
+    Args:
+        logits_row_bytes: bytes of one row of logits.
+        step_bytes: peak memory of a decode step with as many rows as possible, which the graphs' shared pool keeps.
+    """
+    num_blocks = -(-limits.max_model_len // limits.block_size)
+    row_bytes = len(limits.kv_windows) * num_blocks * _TABLE_ITEM_BYTES + logits_row_bytes
+    return buckets_up_to(limits.max_num_seqs)[0] * row_bytes + step_bytes + _WORKSPACE_BYTES
 
 
 @dataclass(slots=True)
@@ -120,26 +137,29 @@ class DecodeGraphs:
         ]
         self._logits: torch.Tensor | None = None
 
-    def capture(self) -> None:
-        """Capture every bucket. A model whose forward pass can't be captured runs without graphs."""
-        started, shared = time.monotonic(), SharedByGraphs()
+    def capture(self) -> str | None:
+        """Capture every bucket. A model whose forward pass can't be captured runs without graphs.
+
+        Returns:
+            Which graphs are missing; None if there are all.
+        """
+        started, shared, missing = time.monotonic(), SharedByGraphs(), None
         for has_adapters, buckets in self._buckets.items():
             try:
                 for bucket in buckets:
                     run = self._run(bucket, has_adapters=has_adapters)
                     self._replays[has_adapters, bucket] = capture_graph(run, shared)
             except RuntimeError as error:
-                steps = " of steps with adapters" if has_adapters else ""
-                logger.warning("no CUDA graphs%s: the forward pass can't be captured: %s", steps, error)
+                missing = f"{NO_GRAPHS} of steps with adapters" if has_adapters else NO_GRAPHS
+                logger.warning("%s: the forward pass can't be captured: %s", missing, error)
                 self._buckets = {False: self._buckets[False]} if has_adapters else {}
                 self._replays = {
                     key: value for key, value in self._replays.items() if key[0] in self._buckets
                 }
                 renew_generator(self._inputs.input_ids.device)
                 break
-        if not self._replays:
-            return
         logger.info("%d CUDA graphs captured in %.1f s", len(self._replays), time.monotonic() - started)
+        return missing
 
     def covers(self, plan: StepPlan) -> bool:
         """Return True if a graph can run this plan."""

@@ -13,7 +13,8 @@ import torch
 from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.devices.adapter_memory import expects_adapters
 from pagemill.engine.devices.backend import DeviceBackend, HostCopy
-from pagemill.engine.execution.cuda_graphs import DecodeGraphs
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.execution.cuda_graphs import NO_GRAPHS, DecodeGraphs
 from pagemill.engine.execution.forward_pass import Forwarded, ForwardPass, ModelForward, transformers_logits
 from pagemill.engine.execution.input_batch import InputBatch, StepInputs
 from pagemill.engine.execution.kv_cache import KVCache
@@ -85,6 +86,18 @@ class LaunchedStep:
         return result
 
 
+def captures_graphs(
+    model: PreparedModel, config: EngineConfig, shape: KVCacheShape, group: RankGroup | None
+) -> bool:
+    """Return True if decode steps are to be captured.
+
+    Not with several ranks, whose communication does not consist of kernels, and not with recurrent layers, which group
+    a step's rows.
+    """
+    may_capture = model.loaded.device.captures_graphs and group is None and not shape.state
+    return may_capture and not config.enforce_eager
+
+
 class ModelRunner:
     """An `Executor` on a device. Owned by one thread."""
 
@@ -133,23 +146,31 @@ class ModelRunner:
             PromptScorer(module, caches, self._batch),
             ModelForward(module, caches, direct),
         ]
-        # Not with several ranks, whose communication does not consist of kernels. Recurrent layers group a step's rows.
-        may_capture = device.captures_graphs and group is None and self._states is None
-        if may_capture and not config.enforce_eager:
+        self.lost_graphs: str | None = None
+        """Which CUDA graphs are missing because they could not be captured."""
+        if captures_graphs(model, config, shape, group):
             is_adapted = model.adapters is not None and expects_adapters(config)
-            self._replay_graphs(model.loaded, limits, config.adapter_slots if is_adapted else 0)
+            slots = config.adapter_slots if is_adapted else 0
+            self.lost_graphs = self._replay_graphs(model.loaded, limits, slots)
+            if self.lost_graphs is not None and config.strict_kernels:
+                message = f"{self.lost_graphs}: the forward pass can't be captured, see the log"
+                raise ConfigError(message, setting="strict_kernels")
 
-    def _replay_graphs(self, model: LoadedModel, limits: SchedulerConfig, adapter_slots: int) -> None:
-        """Try replayed graphs first. An unknown model that cannot be captured runs without them."""
+    @torch.inference_mode()
+    def _replay_graphs(self, model: LoadedModel, limits: SchedulerConfig, adapter_slots: int) -> str | None:
+        """Try replayed graphs first; return which are missing. A model that cannot be captured runs without them."""
         try:
-            self._forward_passes.insert(0, self._captured_graphs(model.module, limits, adapter_slots))
+            graphs = self._new_graphs(model.module, limits, adapter_slots)
+            missing = graphs.capture()
         except Exception as error:
             if not model.family.is_generic:
                 raise
             logger.warning("%s runs without CUDA graphs: %s", model.served_name, error)
+            return NO_GRAPHS
+        self._forward_passes.insert(0, graphs)
+        return missing
 
-    @torch.inference_mode()
-    def _captured_graphs(
+    def _new_graphs(
         self, module: torch.nn.Module, limits: SchedulerConfig, adapter_slots: int
     ) -> DecodeGraphs:
         caches = self.kv_cache.layers
@@ -160,7 +181,7 @@ class ModelRunner:
             with adapter_rows(inputs.adapters), attention_context(AttentionContext(inputs.metadata, caches)):
                 return transformers_logits(module, inputs)
 
-        graphs = DecodeGraphs(
+        return DecodeGraphs(
             logits_of_all,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -169,8 +190,6 @@ class ModelRunner:
             num_groups=len(limits.kv_windows),
             adapter_slots=adapter_slots,
         )
-        graphs.capture()
-        return graphs
 
     @property
     def table_bytes(self) -> int:

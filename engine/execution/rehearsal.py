@@ -16,7 +16,8 @@ import torch
 
 from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.execution.model_runner import ModelRunner
+from pagemill.engine.execution.cuda_graphs import graph_bytes
+from pagemill.engine.execution.model_runner import ModelRunner, captures_graphs
 from pagemill.engine.execution.prepared_model import PreparedModel
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.rank_group import RankGroup
@@ -25,6 +26,8 @@ from pagemill.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_DECODE = 1
+"""Index of the plan in which every row has one token."""
 _BLOCK = 1
 """The block of every row; block 0 is never written."""
 _FEW = (16, 32, 64, 256)
@@ -83,6 +86,10 @@ def step_bytes(
         with small_runner(model, config, limits, shape, group, num_blocks=_BLOCK + 1) as runner:
             plans = _plans(limits, shape, has_adapters=model.adapters is not None)
             num_bytes = device.peak_bytes(lambda: _run_all(runner, plans)) + runner.table_bytes
+            if captures_graphs(model, config, shape, group):
+                decode = device.peak_bytes(lambda: _run_all(runner, plans[_DECODE : _DECODE + 1]))
+                row_bytes = model.loaded.vocab_size * model.loaded.dtype.itemsize
+                num_bytes += graph_bytes(limits, row_bytes, decode)
     except torch.OutOfMemoryError as error:
         message = (
             f"a step of max_num_batched_tokens={limits.max_num_batched_tokens} tokens in "

@@ -30,6 +30,7 @@ from transformers import (
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.devices.cuda import CudaBackend
+from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution import cuda_graphs
 from pagemill.engine.execution.cuda_graphs import DecodeGraphs, buckets_up_to
 from pagemill.engine.execution.kv_cache import num_blocks_for
@@ -213,6 +214,12 @@ def test_a_model_that_cannot_be_captured_runs_without(
     monkeypatch.setattr(CpuBackend, "captures_graphs", True)
     assert _outputs(directory) == plain
     assert "can't be captured" in caplog.text
+    llm = LLM(str(directory), skip_tokenizer_init=True, num_kv_blocks=64, num_threads=1)
+    assert llm.engine.model_parts.startswith("no CUDA graphs; ")
+    assert value(scrape(metrics(llm.engine.stats())), "engine_lost_graphs") == 1
+    with pytest.raises(ConfigError, match="no CUDA graphs") as caught:
+        LLM(str(directory), skip_tokenizer_init=True, num_kv_blocks=64, num_threads=1, strict_kernels=True)
+    assert caught.value.setting == "strict_kernels"
 
 
 def test_buckets() -> None:

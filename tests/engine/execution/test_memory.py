@@ -124,7 +124,7 @@ def test_a_pool_leaves_room_for_the_largest_step(
     assert isinstance(runner, ModelRunner)
     assert llm.engine.limits.num_kv_blocks == (2**22 - 2**20 - runner.table_bytes) // block_bytes
     assert whole == 2**22 // block_bytes
-    assert set(watched.cache_blocks) == {2, 12}, "the pool is not allocated before it is sized"
+    assert set(watched.cache_blocks) == {2, 26}, "the pool is not allocated before it is sized"
     assert max(plan.num_tokens for plan in watched.plans) == budget
     assert {plan.kind for plan in watched.plans} >= {"prefill", "decode"} - (
         {"prefill"} if budget == 5 else set()
@@ -177,3 +177,22 @@ def test_a_rank_rehearses_before_it_meets_the_others(
     tables = 4 * (64 + 1) * 8 + 4 * (64 // shape.block_size) * 4  # tokens and blocks of 4 rows
     assert rehearsal.step_bytes(prepared, config, limits, shape, group) == 2**20 + tables
     assert watched.plans, "the steps ran"
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_graphs_have_their_own_share(directory: Path, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 2**20)
+    monkeypatch.setattr(CpuBackend, "captures_graphs", True)
+    config = EngineConfig(model=str(directory), max_num_seqs=4, num_threads=1, enforce_eager=eager)
+    device = CpuBackend()
+    loaded = load_model(config, device)
+    shape = loaded.kv_cache_shape(config.block_size, 64)
+    limits = resolve_limits(config, 64, (), device.step_defaults)
+    prepared = PreparedModel.from_model(loaded, config, shape, 64)
+    tables = 4 * (64 + 1) * 8 + 4 * (64 // shape.block_size) * 4
+    graphs = cuda_graphs.graph_bytes(limits, loaded.vocab_size * 4, 2**20)
+    assert graphs > 2**20 + 4 * loaded.vocab_size * 4
+    expected = 2**20 + tables + (0 if eager else graphs)
+    assert rehearsal.step_bytes(prepared, config, limits, shape) == expected
+    decode = watched.plans[-1]
+    assert eager or (decode.kind, len(decode.work)) == ("decode", 4)

@@ -14,7 +14,7 @@ from torch import nn
 from pagemill.engine.layers.attention import current_context
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm, SiluGatedMLP
-from pagemill.engine.layers.linear import Linear, MakeProduct, current_adapter_rows
+from pagemill.engine.layers.linear import Linear, MakeProduct, has_adapter_rows
 from pagemill.kernels import dispatch
 from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.scaled_rows import ScaledRows
@@ -22,7 +22,7 @@ from pagemill.kernels.types.scaled_rows import ScaledRows
 
 def _keeps_rows() -> bool:
     """Return True in a step with adapters, which read rows before rounding."""
-    return current_adapter_rows() is not None
+    return has_adapter_rows()
 
 
 class FusedRMSNorm(RMSNorm):

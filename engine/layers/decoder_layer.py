@@ -10,7 +10,7 @@ from torch import nn
 from pagemill.engine.layers.attention import current_context
 from pagemill.engine.layers.converted_products import PackedBf16Product, PackedInt8Product
 from pagemill.engine.layers.fusion import SiluGatedMLP
-from pagemill.engine.layers.linear import Linear, PackedProduct, current_adapter_rows
+from pagemill.engine.layers.linear import Linear, PackedProduct, has_adapter_rows
 
 if TYPE_CHECKING:
     from pagemill.kernels.cpu.layer.compile_ahead import Part
@@ -56,7 +56,7 @@ class FusedDecoderLayer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos, sin [1, num_tokens, head_dim]
         **_: Any,
     ) -> torch.Tensor:
-        if current_adapter_rows() is not None:  # the compiled layer does not support adapters
+        if has_adapter_rows():  # the compiled layer does not support adapters
             hidden: torch.Tensor = self.source(hidden_states, position_embeddings=position_embeddings)
             return hidden
         context = current_context()

@@ -35,21 +35,27 @@ A matmul of quantized weights reports their stored form as `kept_as`, unless it 
 its rows to 8 bits reports the dtype as `rounds_to`, and also accepts `ScaledRows`."""
 
 
-_adapter_rows: ContextVar[AdapterRows | None] = ContextVar("adapter_rows", default=None)
+_adapter_rows: ContextVar[tuple[AdapterRows, ...]] = ContextVar("adapter_rows", default=())
 
 
 @contextmanager
-def adapter_rows(rows: AdapterRows | None) -> Iterator[None]:
-    """Apply adapters to a step's tokens inside the block; None: no token has one."""
-    token = _adapter_rows.set(rows)
+def adapter_rows(*kinds: AdapterRows | None) -> Iterator[None]:
+    """Apply adapters inside the block to a step's tokens, or to other rows that layers compute; None: none has one."""
+    token = _adapter_rows.set(tuple(kind for kind in kinds if kind is not None))
     try:
         yield
     finally:
         _adapter_rows.reset(token)
 
 
-def current_adapter_rows() -> AdapterRows | None:
-    return _adapter_rows.get()
+def has_adapter_rows() -> bool:
+    return bool(_adapter_rows.get())
+
+
+def _adapters_of(num_rows: int) -> AdapterRows | None:
+    """Return the adapters of a layer's rows; None if there are none."""
+    kinds = _adapter_rows.get()
+    return next((kind for kind in kinds if len(kind.slots) == num_rows), kinds[0] if kinds else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,7 @@ class Linear(nn.Module):
         ):  # a view of a tensor that a convolution has returned
             rows = rows.contiguous()
         product: torch.Tensor = self.product(rows).to(x.dtype)
-        if self.adapters is not None and (adapted := current_adapter_rows()) is not None:
+        if self.adapters is not None and (adapted := _adapters_of(len(product))) is not None:
             given = rows.kept if isinstance(rows, ScaledRows) else rows
             assert given is not None
             dispatch.add_low_rank(product, given, self.adapters, adapted)

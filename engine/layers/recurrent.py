@@ -299,7 +299,8 @@ def _compute_rows(
     if module.restarts and not rows.is_new and rows.length > 1:
         out = _one_by_one(module, own, given, layer, rows.row_adapters)
     else:
-        with adapter_rows(rows.adapters), in_slots:
+        # Some project one row before each sequence, such as zaya's delayed values.
+        with adapter_rows(rows.adapters, rows.row_adapters), in_slots:
             out = _run(module, own, given, layer)
     for tensor, slots in pairs:
         slots[rows.slots] = getattr(layer, tensor.kind)[tensor.index].to(tensor.dtype)

@@ -55,6 +55,7 @@ RECURRENT: dict[str, tuple[str, ...]] = {
     "lfm2": ("in_proj", "out_proj", "q_proj", "w1"),
     "mamba": ("in_proj", "x_proj"),
     "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "q_proj", "up_proj"),
+    "zaya": ("q_proj", "v_proj_delayed", "o_proj"),
 }
 """Their layers compute rows of several lengths alternately."""
 QUICK = ("phi3", "falcon", "bloom")

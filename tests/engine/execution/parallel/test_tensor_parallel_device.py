@@ -60,7 +60,7 @@ class Device:
 def step(device: Device, ranks: Ranks) -> ParallelStep:
     done = StepResult(1, token_ids=[[7]], prepare_s=0.0, forward_s=0.0, sample_s=0.0)
     launched = SimpleNamespace(plan=StepPlan(1), wait=lambda: done)
-    return ParallelStep(cast(Any, launched), cast(Any, ranks), cast(Any, device))
+    return ParallelStep(cast(Any, launched), cast(Any, ranks), cast(Any, None), cast(Any, device))
 
 
 def test_a_step_is_not_waited_for_beside_a_dead_rank() -> None:

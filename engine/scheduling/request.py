@@ -46,7 +46,7 @@ class Grammar(Protocol):
 
     @property
     def may_sample_again(self) -> bool:
-        """False if the next sampled token is certainly the last one: all that follow are forced."""
+        """False if the next sampled token is probably the last one: all that follow are forced."""
         ...
 
     @property

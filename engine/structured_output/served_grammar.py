@@ -55,7 +55,6 @@ class ServedGrammar:
         self.next_token_id: int | None = None
         """The sampled token whose successors are unknown."""
         self.is_ready = True
-        self.may_sample_again = True
         self.is_complete = False
         self.failure: EngineError | None = None
         self.last_seconds = 0.0
@@ -70,6 +69,11 @@ class ServedGrammar:
 
     def token_mask(self) -> bytes:
         return self._mask or self._schema.mask
+
+    @property
+    def may_sample_again(self) -> bool:
+        # A structure usually ends after the only possible token, or forces the next ones.
+        return len(self.token_mask().strip(b"\0")) > 1
 
     def prepare(self, token_id: int) -> None:
         self.next_token_id = token_id

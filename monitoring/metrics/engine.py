@@ -60,7 +60,7 @@ STEPS: tuple[Metric[EngineStats], ...] = (
     gauge("engine_replaced_kernels",
         "Number of kernels that failed their check at startup and are replaced by plain torch.",
         lambda s: s.loaded.replaced_kernels),
-    gauge("engine_lost_graphs", "1 if CUDA graphs could not be captured at startup: steps are slower.",
+    gauge("engine_lost_graphs", "Whether CUDA graphs could not be captured at startup (1) or not (0).",
         lambda s: int(s.loaded.has_lost_graphs)),
     counter("invalid_logits_total", "Number of rows whose logits were not finite.",
         lambda s: s.scheduler.invalid_logits),

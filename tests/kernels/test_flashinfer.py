@@ -130,7 +130,8 @@ def test_without_the_library_the_message_names_what_to_install(monkeypatch: pyte
 def test_a_library_that_cannot_be_imported_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    (tmp_path / "broken_library.py").write_text("raise RuntimeError('no compiler')")
+    (tmp_path / "broken_library").mkdir()
+    (tmp_path / "broken_library" / "__init__.py").write_text("raise RuntimeError('no compiler')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(flashinfer, "MODULE", "broken_library")
     with pytest.raises(Unavailable, match="cannot be loaded: RuntimeError: no compiler"):

@@ -29,7 +29,6 @@ BOUNDED_BY_CONSTRUCTION = {
     "engine/text/text_child.py": "4 templates at most, and one tokenizer",
     "engine/models/formats/gguf_conversion.py": "one table of a format's names",
     "engine/devices/cpu.py": "one answer",
-    "engine/devices/cuda.py": "a warning per reason",
     "engine/models/families/adaptations.py": "an entry per share of the models that are loaded",
     "engine/execution/sampling/processors.py": "the bad words of 16 requests at most, which have a limit",
     "engine/execution/sampling/narrow_head.py": "8 selections of 256 channels at most",

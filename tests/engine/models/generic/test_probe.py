@@ -161,6 +161,6 @@ def test_a_model_that_no_graph_captures_runs_without(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(CpuBackend, "captures_graphs", True)
-    monkeypatch.setattr(ModelRunner, "_captured_graphs", fail)
+    monkeypatch.setattr(ModelRunner, "_new_graphs", fail)
     assert load(olmo2).generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
     assert any("runs without CUDA graphs" in message for message in caplog.messages)
